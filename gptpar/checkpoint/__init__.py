@@ -1,0 +1,21 @@
+"""Checkpoints that cannot lie: whole or absent, proved when read, one for every layout, without pickle."""
+
+from gptpar.checkpoint.folders import find_checkpoints, latest
+from gptpar.checkpoint.load import LoadedCheckpoint, load_checkpoint, load_meta, read_tensors
+from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
+from gptpar.checkpoint.save import save_checkpoint
+from gptpar.checkpoint.verify import verify_checkpoint
+
+__all__ = [
+    "DamagedCheckpoint",
+    "LoadedCheckpoint",
+    "Manifest",
+    "find_checkpoints",
+    "latest",
+    "load_checkpoint",
+    "load_meta",
+    "read_manifest",
+    "read_tensors",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

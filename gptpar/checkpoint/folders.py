@@ -1,0 +1,138 @@
+"""The directory of a run's checkpoints: names, discovery, publishing, clean-up.
+
+    root/iter_0000010/manifest.json, rank00000.bin   a whole checkpoint; appears by one rename
+    root/iter_0000020.tmp-<host>-<pid>-<random>/     a save in progress, or one that died
+    root/iter_0000010.damaged-1/                     a damaged one that a later save moved aside
+    root/latest_checkpointed_iteration.txt           Megatron's marker, written as a hint
+
+What the disk holds is found by scanning.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from itertools import count
+from pathlib import Path
+
+HINT_NAME = "latest_checkpointed_iteration.txt"
+DEAD_AFTER_SECONDS = 600
+
+_PUBLISHED = re.compile(r"iter_(\d{7,})")
+_TEMPORARY = re.compile(r"iter_\d{7,}\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+
+
+def checkpoint_path(root: Path, iteration: int) -> Path:
+    """root/iter_0000010, Megatron's name."""
+    return root / f"iter_{iteration:07d}"
+
+
+def find_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
+    """(iteration, path) of every published checkpoint, newest first, by scanning; damaged ones included."""
+    try:
+        entries = [path for path in Path(root).iterdir() if path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(int(match[1]), path) for path in entries if (match := _PUBLISHED.fullmatch(path.name))]
+    return sorted(found, reverse=True)
+
+
+def latest(root: str | Path) -> Path | None:
+    """The newest published checkpoint, whole or not; None if there is none."""
+    return next((path for _, path in find_checkpoints(root)), None)
+
+
+def temporary_path(root: Path, iteration: int) -> Path:
+    """A new name for a save in progress that tells whose it is."""
+    owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return root / f"{checkpoint_path(root, iteration).name}.tmp-{owner}"
+
+
+def remove_dead_saves(root: Path) -> list[Path]:
+    """Delete what saves that died left behind; returns what was deleted.
+
+    A save is dead when its process is gone (same host) or it has written nothing for ten minutes (any host).
+    """
+    dead = []
+    for path in root.iterdir():
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None:
+            continue
+        if _owner_gone(match["host"], int(match["pid"])) or _idle_seconds(path) > DEAD_AFTER_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+            dead.append(path)
+    return dead
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Make a finished save visible under its final name, all at once and for good."""
+    sync_directory(temporary)
+    os.rename(temporary, final)
+    sync_directory(final.parent)
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that its name is free and it can still be examined."""
+    aside = next(
+        candidate for number in count(1) if not (candidate := path.with_name(f"{path.name}.damaged-{number}")).exists()
+    )
+    os.rename(path, aside)
+    return aside
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Delete a checkpoint; under its final name it is whole or gone, never in between."""
+    doomed = temporary_path(path.parent, int(path.name.removeprefix("iter_")))
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def write_hint(root: Path, iteration: int) -> None:
+    """Point Megatron's marker file at `iteration`, atomically."""
+    temporary = root / f".{HINT_NAME}.tmp"
+    write_synced(temporary, str(iteration))
+    os.replace(temporary, root / HINT_NAME)
+    sync_directory(root)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file and return when it is on the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Return when the directory's entries are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _owner_gone(host: str, pid: int) -> bool:
+    if host != socket.gethostname():
+        return False
+    if pid == os.getpid():  # this process saves one checkpoint at a time, so that one is over
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
+def _idle_seconds(path: Path) -> float:
+    try:
+        newest = max(entry.stat().st_mtime for entry in [path, *path.iterdir()])
+    except OSError:
+        return 0.0
+    return time.time() - newest

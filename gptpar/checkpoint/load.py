@@ -1,0 +1,209 @@
+"""Loading: every byte is proved before it is used, and a damaged checkpoint gives way to an older one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gptpar.checkpoint import folders
+from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, dtype_name, read_manifest
+from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
+from gptpar.checkpoint.save import print_report
+from gptpar.checkpoint.storage import ChunkReader
+from gptpar.checkpoint.verify import Report, damaged_files, report_all
+from gptpar.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was loaded.
+
+    Attributes:
+        meta: the dictionary given to `save_checkpoint`.
+        path, iteration: the checkpoint used.
+        skipped: newer checkpoints that were damaged, and how, one sentence each.
+    """
+
+    meta: dict[str, Any]
+    path: Path
+    iteration: int
+    skipped: list[str]
+
+
+def load_checkpoint(
+    root: str | Path,
+    targets: Mapping[str, torch.Tensor],
+    *,
+    iteration: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    strict: bool = True,
+    report: Report = print_report,
+) -> LoadedCheckpoint:
+    """Fill `targets` in place from the newest whole checkpoint, whatever layout saved it.
+
+    Every rank of the group calls this. Each piece of 8 MiB is checked before it is copied, in one reading, so
+    damage
+    is found when earlier pieces are in the targets already: an older checkpoint then overwrites all of them;
+    if there is none, the error says that the targets are partly filled.
+
+    Args:
+        root: directory of the run's checkpoints.
+        targets: by global name; plain tensors take the whole tensor, DTensors their shard of it, on any
+            device.
+        iteration: load this one and no other; None: the newest that is whole.
+        process_group: default: all processes, or this one alone where torch.distributed is not initialised.
+        strict: names that only the checkpoint or only `targets` has are errors; if False they are reported
+            and left alone. Shapes and dtypes must match always: a checkpoint is never cast.
+        report: rank 0 tells here of each damaged checkpoint it skips.
+
+    Raises:
+        CheckpointError: no checkpoint, none that is whole (all are listed with their damage), or names,
+            shapes or dtypes that do not match (all are listed; the targets are untouched).
+    """
+    ranks, root = Ranks(process_group), Path(root)
+    candidates = ranks.lead(lambda: _candidates(root, iteration))
+    skipped: list[str] = []
+    for number, path in candidates:
+        try:
+            manifest = ranks.lead(partial(_open, path, number))
+            _require_match(ranks, manifest, targets, path, strict, report)
+            _fill(ranks, path, manifest, targets)
+            return LoadedCheckpoint(manifest.meta, path, number, skipped)
+        except DamagedCheckpoint as error:
+            skipped.append(f"{path}: {error}")
+            ranks.lead(partial(report, f"skipped a damaged checkpoint: {error}"))
+    listing = "\n".join(skipped)
+    raise CheckpointError(f"no whole checkpoint in {root}; the targets may be partly filled. Damaged:\n{listing}")
+
+
+def load_meta(root: str | Path) -> dict[str, Any]:
+    """The meta dictionary of the newest checkpoint in `root` with a readable manifest, or of `root` itself.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    paths = [path for _, path in folders.find_checkpoints(root)] or [Path(root)]
+    problems = []
+    for path in paths:
+        try:
+            return read_manifest(path).meta
+        except DamagedCheckpoint as error:
+            problems.append(str(error))
+    raise CheckpointError(f"no readable checkpoint in {root}:\n" + "\n".join(problems))
+
+
+def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Whole tensors of one checkpoint, in host memory, by this process alone.
+
+    Args:
+        path: a checkpoint directory.
+        names: which tensors; None: all.
+
+    Raises:
+        CheckpointError: names that it does not hold (all are listed).
+        DamagedCheckpoint: the first damaged piece.
+    """
+    path, manifest = Path(path), read_manifest(path)
+    names = list(manifest.tensors if names is None else names)
+    if unknown := [name for name in names if name not in manifest.tensors]:
+        raise CheckpointError(f"{path} has no tensor named {', '.join(map(repr, unknown))}")
+    if problems := damaged_files(path, manifest):
+        raise DamagedCheckpoint("\n".join(problems))
+    entries = {name: manifest.tensors[name] for name in names}
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    _read(path, manifest, tensors, None, distributed=False)
+    return tensors
+
+
+def _candidates(root: Path, iteration: int | None) -> list[tuple[int, Path]]:
+    found = folders.find_checkpoints(root)
+    if not found:
+        raise CheckpointError(f"there is no checkpoint (iter_*) in {root}")
+    if iteration is None:
+        return found
+    chosen = [(number, path) for number, path in found if number == iteration]
+    if not chosen:
+        have = ", ".join(str(number) for number, _ in found)
+        raise CheckpointError(f"{root} has no checkpoint of iteration {iteration}; it has {have}")
+    return chosen
+
+
+def _open(path: Path, iteration: int) -> Manifest:
+    manifest = read_manifest(path)
+    problems = damaged_files(path, manifest)
+    if manifest.iteration != iteration:
+        problems.append(f"{path} says of itself that it is iteration {manifest.iteration}")
+    if problems:
+        raise DamagedCheckpoint("\n".join(problems))
+    return manifest
+
+
+def _require_match(
+    ranks: Ranks,
+    manifest: Manifest,
+    targets: Mapping[str, torch.Tensor],
+    path: Path,
+    strict: bool,
+    report: Report,
+) -> None:
+    """Names, shapes and dtypes, over all ranks, before anything is read."""
+    gathered = ranks.each(lambda: (set(targets), _mismatches(manifest, targets)))
+    wanted = set().union(*(names for names, _ in gathered))
+    stored = manifest.tensors.keys()
+    strays = [f"tensor {name!r} is not in the checkpoint" for name in sorted(wanted - stored)]
+    strays += [f"tensor {name!r} is in the checkpoint and nothing asks for it" for name in sorted(stored - wanted)]
+    problems = sorted({problem for _, found in gathered for problem in found})
+    if strict:
+        problems += strays
+    elif strays:
+        ranks.lead(lambda: report_all(report, [f"{stray}; left alone" for stray in strays]))
+    if problems:
+        listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+        raise CheckpointError(f"{path} does not fit this model ({len(problems)} differences):\n{listing}")
+
+
+def _mismatches(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list[str]:
+    problems = []
+    for name, target in targets.items():
+        if (entry := manifest.tensors.get(name)) is None:
+            continue
+        if entry.shape != tuple(target.shape):
+            problems.append(f"tensor {name!r} is {list(entry.shape)} in the checkpoint and {list(target.shape)} here")
+        if entry.dtype != target.dtype:
+            stored, here = dtype_name(entry.dtype), str(target.dtype).removeprefix("torch.")
+            problems.append(f"tensor {name!r} is {stored} in the checkpoint and {here} here; it is not cast")
+    return problems
+
+
+def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
+    known = {name: target for name, target in targets.items() if name in manifest.tensors}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # targets are filled on other threads' streams
+    _read(path, manifest, known, ranks.group, distributed=ranks.distributed)
+
+
+def _read(
+    path: Path,
+    manifest: Manifest,
+    targets: dict[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    distributed: bool,
+) -> None:
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = ChunkReader(path, manifest)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(targets, storage_reader=reader, planner=planner, process_group=group, no_dist=not distributed)
+    except CheckpointException as error:
+        raise as_checkpoint_error(error) from error

@@ -1,0 +1,86 @@
+"""Doing things together: an error on one rank becomes the same error on all, so no rank waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gptpar.checkpoint.manifest import DamagedCheckpoint
+from gptpar.errors import CheckpointError, GptparError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes that save or load together: a process group, or this process where there is none."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None):
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.group = process_group
+        self.rank = dist.get_rank(process_group) if self.distributed else 0
+        self.world_size = dist.get_world_size(process_group) if self.distributed else 1
+
+    def each(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank; every rank gets all results, in rank order.
+
+        Raises:
+            CheckpointError: on all ranks when it failed on any, with each cause.
+        """
+        mine = _attempt(action)
+        outcomes: list[Any] = [mine]
+        if self.distributed:
+            outcomes = [None] * self.world_size
+            dist.all_gather_object(outcomes, mine, group=self.group)
+        failures = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
+        if failures:
+            raise merge_failures(failures)
+        return [value for value, _ in outcomes]
+
+    def lead(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 alone; every rank gets its result, or its error as a CheckpointError."""
+        outcome: list[Any] = [_attempt(action) if self.rank == 0 else None]
+        if self.distributed:
+            source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
+            dist.broadcast_object_list(outcome, src=source, group=self.group)
+        value, error = outcome[0]
+        if error is not None:
+            raise error
+        return value
+
+
+def as_checkpoint_error(error: BaseException) -> BaseException:
+    """The sentence behind an error of torch.distributed.checkpoint, which `except Exception` misses.
+
+    Interrupts stay what they are.
+    """
+    if isinstance(error, CheckpointException):
+        causes = {rank: wrapped[0] for rank, wrapped in sorted(error.failures.items())}
+        interrupt = next((cause for cause in causes.values() if not isinstance(cause, Exception)), None)
+        return interrupt or merge_failures({rank: as_checkpoint_error(cause) for rank, cause in causes.items()})
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, GptparError):
+        return CheckpointError(str(error))
+    return CheckpointError(f"{type(error).__name__}: {error}")
+
+
+def merge_failures(failures: dict[int, BaseException]) -> CheckpointError:
+    """One error for all ranks, each distinct cause once; damage only if nothing but damage was found."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, error in failures.items():
+        ranks_of.setdefault(str(error), []).append(rank)
+    damaged = all(isinstance(error, DamagedCheckpoint) for error in failures.values())
+    kind = DamagedCheckpoint if damaged else CheckpointError
+    if len(ranks_of) == 1:
+        return kind(next(iter(ranks_of)))
+    return kind("\n".join(f"rank {','.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()))
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, as_checkpoint_error(error)

@@ -1,0 +1,211 @@
+"""Saving: a checkpoint appears whole, under its final name, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gptpar.checkpoint import folders
+from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
+from gptpar.checkpoint.planner import ChunkSavePlanner
+from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
+from gptpar.checkpoint.storage import ChunkWriter
+from gptpar.checkpoint.verify import Report, damaged_files, damaged_pieces, report_all
+from gptpar.errors import CheckpointError
+
+_SHARED_DIRECTORY_SECONDS = 10.0
+
+
+def print_report(sentence: str) -> None:
+    """The default `report`: one line on stderr."""
+    print(f"checkpoint: {sentence}", file=sys.stderr, flush=True)
+
+
+def save_checkpoint(
+    root: str | Path,
+    iteration: int,
+    tensors: Mapping[str, torch.Tensor],
+    meta: dict[str, Any],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    keep: int | None = None,
+    report: Report = print_report,
+) -> Path:
+    """Save tensors as one logical checkpoint, whatever layout they are held in.
+
+    Every rank of the group calls this. Memory: nothing beyond the live tensors but a few pieces of 8 MiB; the
+    tensors must not change until it returns. Whatever happens meanwhile (an error, a full disk, kill -9),
+    older checkpoints stay as they are and no half-written one takes a final name.
+
+    Args:
+        root: directory of the run's checkpoints, on a file system that all ranks share.
+        iteration: names the checkpoint, `root/iter_0000010`.
+        tensors: by global name. A plain tensor that several ranks hold is a replica and is written once; a
+            DTensor's shards are written by the ranks that hold them. Ranks may hold different names (pipeline
+            stages).
+        meta: rank 0's is stored, as JSON gives it back (tuples become lists).
+        process_group: default: all processes, or this one alone where torch.distributed is not initialised.
+        keep: delete all but the newest `keep` checkpoints, once one of those kept has been re-read from the
+            disk and proved whole; None keeps all.
+        report: rank 0 tells here of what it cleaned, moved aside or kept.
+
+    Returns:
+        The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
+        shapes and the same meta is proved and kept, not written again; a damaged one is moved aside first.
+
+    Raises:
+        CheckpointError: on every rank, if any rank fails; if the disk has too little room (nothing is written
+            then); if a whole checkpoint of this iteration with other contents exists.
+    """
+    ranks, root = Ranks(process_group), Path(root)
+    final = folders.checkpoint_path(root, iteration)
+    table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
+    ranks.lead(lambda: _prepare_root(root, report))
+    if ranks.lead(final.exists):
+        if _existing_is_whole(ranks, final, report):
+            ranks.lead(lambda: _require_same(final, table, meta))
+            return final
+        ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
+    _write(ranks, final, iteration, tensors, meta)
+    ranks.lead(lambda: _update_hint(root, iteration, report))
+    if keep is not None:
+        _retain(ranks, root, keep, report)
+    return final
+
+
+def _check_input(
+    iteration: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], keep: int | None
+) -> dict[str, list[Any]]:
+    """This rank's table name -> [dtype, shape]; raises CheckpointError with everything that is wrong."""
+    problems = [] if iteration >= 0 else [f"iteration is {iteration}; it must be at least 0"]
+    if keep is not None and keep < 1:
+        problems.append(f"keep is {keep}; it must be at least 1, or None to keep all")
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        problems.append(f"meta cannot be stored as JSON: {error}")
+    table = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            problems.append(f"{name!r} is no dense tensor with data; put other state into meta")
+            continue
+        try:
+            table[name] = [dtype_name(tensor.dtype), list(tensor.shape)]
+        except CheckpointError as error:
+            problems.append(f"tensor {name!r}: {error}")
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return table
+
+
+def _union(tables: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    return {name: entry for table in tables for name, entry in table.items()}
+
+
+def _prepare_root(root: Path, report: Report) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    for path in folders.remove_dead_saves(root):
+        report(f"removed {path}, left by a save that died")
+
+
+def _existing_is_whole(ranks: Ranks, path: Path, report: Report) -> bool:
+    """Re-read a published checkpoint, a share per rank."""
+    try:
+        manifest = ranks.lead(lambda: read_manifest(path))
+    except DamagedCheckpoint as error:
+        problems = [str(error)]
+    else:
+        problems = ranks.lead(lambda: damaged_files(path, manifest))
+        if not problems:
+            shares = ranks.each(lambda: damaged_pieces(path, manifest, ranks.rank, ranks.world_size))
+            problems = [problem for share in shares for problem in share]
+    ranks.lead(lambda: report_all(report, problems))
+    return not problems
+
+
+def _require_same(final: Path, table: dict[str, list[Any]], meta: dict[str, Any]) -> None:
+    manifest = read_manifest(final)
+    stored = {name: [dtype_name(entry.dtype), list(entry.shape)] for name, entry in manifest.tensors.items()}
+    if stored != table or manifest.meta != json.loads(json.dumps(meta)):
+        raise CheckpointError(
+            f"{final} is a whole checkpoint with other contents and is not overwritten; move it away, or save elsewhere"
+        )
+
+
+def _write(
+    ranks: Ranks, final: Path, iteration: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]
+) -> None:
+    """Write into a temporary directory; rank 0 publishes it in the last step, after all succeeded."""
+    temporary = ranks.lead(lambda: _make_temporary(final.parent, iteration))
+
+    def publish(manifest: Manifest) -> None:
+        folders.write_synced(temporary / MANIFEST_NAME, manifest.to_json())
+        folders.publish(temporary, final)
+
+    try:
+        ranks.each(lambda: _require_shared(temporary))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # pieces are copied on other threads' streams
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                dict(tensors),
+                storage_writer=ChunkWriter(temporary, ranks.rank, iteration, meta, publish),
+                planner=ChunkSavePlanner(),
+                process_group=ranks.group,
+                no_dist=not ranks.distributed,
+            )
+    except (Exception, CheckpointException, KeyboardInterrupt) as error:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise as_checkpoint_error(error) from error
+
+
+def _make_temporary(root: Path, iteration: int) -> Path:
+    temporary = folders.temporary_path(root, iteration)
+    temporary.mkdir()
+    return temporary
+
+
+def _require_shared(directory: Path) -> None:
+    """One rename publishes all ranks' files, so all must see rank 0's directory; network mounts may lag."""
+    give_up = time.monotonic() + _SHARED_DIRECTORY_SECONDS
+    while not directory.is_dir():
+        if time.monotonic() > give_up:
+            raise CheckpointError(
+                f"{os.uname().nodename} does not see {directory}, which rank 0 made: checkpoints need "
+                "a directory that all nodes share; give a path on the shared file system"
+            )
+        time.sleep(0.1)
+
+
+def _update_hint(root: Path, iteration: int, report: Report) -> None:
+    try:
+        folders.write_hint(root, iteration)
+    except OSError as error:  # the checkpoint itself is published and whole
+        report(f"could not update {root / folders.HINT_NAME}: {error.strerror}")
+
+
+def _retain(ranks: Ranks, root: Path, keep: int, report: Report) -> None:
+    found = ranks.lead(lambda: folders.find_checkpoints(root))
+    kept, old = found[:keep], found[keep:]
+    if not old:
+        return
+    if not any(_existing_is_whole(ranks, path, report) for _, path in kept):
+        ranks.lead(lambda: report(f"kept all of {root}: none of the newest {keep} could be proved whole"))
+        return
+    for _, path in old:
+        ranks.lead(partial(folders.remove_checkpoint, path))

@@ -1,0 +1,233 @@
+"""torch.distributed.checkpoint's planner over a storage that needs no memory and proves what it reads.
+
+The planner decides who writes which box and how boxes map between layouts; this module moves the bytes.
+(torch's own FileSystemWriter clones every view of a flat buffer and checks nothing on load.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from gptpar.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from gptpar.checkpoint.pieces import (
+    Box,
+    ChunkFiles,
+    box_view,
+    flat_boxes,
+    overlap,
+    run_parallel,
+    write_chunk,
+)
+from gptpar.checkpoint.planner import item_bytes, tensor_data
+from gptpar.errors import CheckpointError
+
+_MANIFEST_BYTES_PER_CHUNK = 1024
+
+
+class ChunkWriter(StorageWriter):
+    """Streams each rank's boxes into `rank00000.bin`; rank 0 then hands the manifest to `publish`."""
+
+    def __init__(
+        self, path: Path, rank: int, iteration: int, meta: dict[str, Any], publish: Callable[[Manifest], None]
+    ):
+        self._path = path
+        self._rank = rank
+        self._iteration = iteration
+        self._meta = meta
+        self._publish = publish
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Refuses a save that the disk cannot hold, before a byte is written."""
+        items = [item for plan in plans for item in plan.items]
+        needed = sum(map(item_bytes, items)) + _MANIFEST_BYTES_PER_CHUNK * (len(items) + 1)
+        space = os.statvfs(self._path)
+        free = space.f_bavail * space.f_frsize
+        if needed > free:
+            raise CheckpointError(
+                f"iteration {self._iteration} needs {needed / 2**20:,.1f} MiB and {self._path.parent} has "
+                f"{free / 2**20:,.1f} MiB free; nothing was written. "
+                "Free space, keep fewer checkpoints, or save elsewhere"
+            )
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write(plan.items, planner) if plan.items else [])
+        return future
+
+    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        file = self._path / f"rank{self._rank:05d}.bin"
+        try:
+            fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                calls, start = [], 0
+                for item in items:
+                    calls.append(partial(self._write_item, fd, file.name, start, item, planner))
+                    start += item_bytes(item)
+                results = run_parallel(calls)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {file}: {error.strerror}") from error
+        return results
+
+    @staticmethod
+    @torch.no_grad()
+    def _write_item(fd: int, file: str, start: int, item: WriteItem, planner: SavePlanner) -> WriteResult:
+        tensor, data = planner.resolve_data(item), tensor_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        if tensor.shape != data.chunk.sizes:
+            raise CheckpointError(
+                f"tensor {item.index.fqn!r} holds {list(tensor.shape)} where its layout says {list(data.chunk.sizes)}"
+            )
+        pieces = write_chunk(fd, start, tensor)
+        chunk = Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes), file, start, pieces)
+        return WriteResult(item.index, item_bytes(item), chunk)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
+        for result in (result for of_rank in results for result in of_rank):
+            chunks[result.index.fqn].append(result.storage_data)
+        tensors = {}
+        for name, info in metadata.state_dict_metadata.items():
+            assert isinstance(info, TensorStorageMetadata)
+            tensors[name] = TensorEntry(info.properties.dtype, tuple(info.size), tuple(chunks[name]))
+        self._publish(Manifest(self._iteration, tensors, self._meta))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class ChunkReader(StorageReader):
+    """Fills targets from the boxes of a manifest; no byte is used before its piece's CRC-32 is checked."""
+
+    def __init__(self, path: Path, manifest: Manifest):
+        self._path = path
+        self._manifest = manifest
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=entry.dtype),
+                    torch.Size(entry.shape),
+                    [
+                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                        for chunk in entry.chunks
+                        if chunk.pieces
+                    ],
+                )
+                for name, entry in self._manifest.tensors.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
+        for item in plan.items:
+            assert item.storage_index.offset is not None
+            wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset)), []).append(item)
+        with ChunkFiles(self._path) as files:
+            calls, names = [], set()
+            for (name, offsets), items in wanted.items():
+                entry = self._manifest.tensors[name]
+                chunk = next(c for c in entry.chunks if c.offsets == offsets and c.pieces)
+                names.add(chunk.file)
+                calls.append(partial(_read_chunk, files, name, entry.dtype, chunk, items, planner))
+            files.open(names)
+            run_parallel(calls)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+@torch.no_grad()
+def _read_chunk(
+    files: ChunkFiles,
+    name: str,
+    dtype: torch.dtype,
+    chunk: Chunk,
+    items: list[ReadItem],
+    planner: LoadPlanner,
+) -> None:
+    """Copies what the read items want of one chunk, reading only the pieces that hold some of it."""
+    targets = [(tuple(i.storage_offsets), tuple(i.lengths), planner.resolve_tensor(i)) for i in items]
+    start = 0
+    with files.buffer() as buffer:
+        for index, (length, _) in enumerate(chunk.pieces):
+            stop = start + length // dtype.itemsize
+            copies = list(_copies(chunk.sizes, start, stop, targets))
+            if copies:
+                values = files.read(name, chunk, index, buffer).view(dtype)
+            for first, box, part, target in copies:
+                source = values[first : first + prod(box[1])].view(box[1])
+                target.copy_(box_view(source, part, box[0]))
+            start = stop
+    for item, (_, _, target) in zip(items, targets, strict=True):
+        planner.commit_tensor(item, target)
+
+
+def _copies(
+    shape: tuple[int, ...],
+    start: int,
+    stop: int,
+    targets: list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]],
+) -> Iterator[tuple[int, Box, Box, torch.Tensor]]:
+    """What targets want of a chunk's elements start..stop: (index in the piece of a box's first element, that
+    box, the wanted part of it, where it goes)."""
+    first = 0
+    for box in flat_boxes(shape, start, stop):
+        for offsets, sizes, target in targets:
+            if (part := overlap(box, (offsets, sizes))) is not None:
+                yield first, box, part, box_view(target, part, offsets)
+        first += prod(box[1])

@@ -1,0 +1,89 @@
+"""Proving a checkpoint: every byte is read back from the disk and held against its CRC-32."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint, Manifest, read_manifest
+from gptpar.checkpoint.pieces import ChunkFiles, run_parallel
+
+Report = Callable[[str], None]
+
+
+def verify_checkpoint(path: str | Path, *, report: Report | None = None) -> list[str]:
+    """Re-read every byte of one checkpoint.
+
+    Args:
+        path: a checkpoint directory.
+        report: called with each problem.
+
+    Returns:
+        One sentence per problem, with file, tensor and bytes; empty if the checkpoint is whole.
+    """
+    try:
+        manifest = read_manifest(path)
+    except DamagedCheckpoint as error:
+        problems = [str(error)]
+    else:
+        problems = damaged_files(Path(path), manifest) or damaged_pieces(Path(path), manifest)
+    if report is not None:
+        report_all(report, problems)
+    return problems
+
+
+def report_all(report: Report, sentences: list[str]) -> None:
+    for sentence in sentences:
+        report(sentence)
+
+
+def damaged_files(path: Path, manifest: Manifest) -> list[str]:
+    """Files that are missing or of the wrong size, found without reading them."""
+    problems = []
+    for name, size in sorted(manifest.file_sizes().items()):
+        try:
+            found = os.stat(path / name).st_size
+        except OSError as error:
+            problems.append(f"{path / name} cannot be opened: {error.strerror}")
+            continue
+        if found > size:
+            problems.append(f"{path / name} has {found:,} bytes and should have {size:,}")
+        elif found < size:
+            tensor, chunk = min(
+                ((t, c) for t, c in _chunks(manifest) if c.file == name and c.stop > found),
+                key=lambda pair: pair[1].start,
+            )
+            problems.append(
+                f"{path / name} ends at byte {found:,} of {size:,}: tensor {tensor!r} "
+                f"(bytes {chunk.start}..{chunk.stop}) and what follows are lost"
+            )
+    return problems
+
+
+def damaged_pieces(path: Path, manifest: Manifest, share: int = 0, num_shares: int = 1) -> list[str]:
+    """Pieces whose bytes are not what was saved; ranks that check together take a share each."""
+    chunks = [(name, chunk) for name, chunk in _chunks(manifest) if chunk.pieces][share::num_shares]
+    try:
+        with ChunkFiles(path, from_disk=True) as files:
+            files.open({chunk.file for _, chunk in chunks})
+            found = run_parallel([partial(_check_chunk, files, name, chunk) for name, chunk in chunks])
+    except DamagedCheckpoint as error:
+        return [str(error)]
+    return [problem for problems in found for problem in problems]
+
+
+def _check_chunk(files: ChunkFiles, name: str, chunk: Chunk) -> list[str]:
+    problems = []
+    with files.buffer() as buffer:
+        for index in range(len(chunk.pieces)):
+            try:
+                files.read(name, chunk, index, buffer)
+            except DamagedCheckpoint as error:
+                problems.append(str(error))
+    return problems
+
+
+def _chunks(manifest: Manifest) -> list[tuple[str, Chunk]]:
+    return [(name, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]

@@ -1,0 +1,60 @@
+"""Flags of Megatron-LM and Megatron-DeepSpeed that are understood although nothing here depends on them.
+
+Each maps to (number of values it takes, why it changes nothing here); ``-1`` is "any number of values".
+"""
+
+from __future__ import annotations
+
+ALWAYS = "this is always so here"
+SDPA = "torch picks the attention kernel"
+NO_MOE = "mixture-of-experts is not part of gptpar"
+COMPILED = "the compiler fuses this"
+
+ACCEPTED: dict[str, tuple[int, str]] = {
+    "--use-flash-attn": (0, SDPA),
+    "--use-flash-attn-v2": (0, SDPA),
+    "--attention-backend": (1, SDPA),
+    "--transformer-impl": (1, "there is one implementation"),
+    "--use-mcore-models": (0, "there is one implementation"),
+    "--no-masked-softmax-fusion": (0, COMPILED),
+    "--no-bias-gelu-fusion": (0, COMPILED),
+    "--no-bias-dropout-fusion": (0, COMPILED),
+    "--no-gradient-accumulation-fusion": (0, COMPILED),
+    "--cross-entropy-loss-fusion": (0, ALWAYS),
+    "--attention-softmax-in-fp32": (0, ALWAYS),
+    "--accumulate-allreduce-grads-in-fp32": (0, ALWAYS),
+    "--overlap-grad-reduce": (0, ALWAYS),
+    "--openai-gelu": (0, "GELU is computed with its tanh form"),
+    "--use-cpu-initialization": (0, ALWAYS),
+    "--exit-signal-handler": (0, "SIGTERM and Ctrl-C always save and stop"),
+    "--data-impl": (1, "data sets are always memory-mapped"),
+    "--mmap-warmup": (0, "data sets are always memory-mapped"),
+    "--no-save-rng": (0, "random states are derived from seed and iteration, none are saved"),
+    "--no-load-rng": (0, "random states are derived from seed and iteration, none are saved"),
+    "--ckpt-format": (1, "there is one checkpoint format"),
+    "--distributed-timeout": (1, "see --distributed-timeout-minutes"),
+    "--local-rank": (1, "torchrun says it in the environment"),
+    "--local_rank": (1, "torchrun says it in the environment"),
+    "--timing-log-level": (1, "iteration time and throughput are always measured"),
+    "--timing-log-option": (1, "iteration time and throughput are always measured"),
+    "--num-experts": (-1, NO_MOE),
+    "--moe-expert-parallel-size": (1, NO_MOE),
+    "--moe-loss-coeff": (1, NO_MOE),
+    "--moe-train-capacity-factor": (1, NO_MOE),
+    "--moe-eval-capacity-factor": (1, NO_MOE),
+    "--moe-min-capacity": (1, NO_MOE),
+    "--eod-mask": (0, "see --eod-mask-loss"),
+}
+
+PLANNED: dict[str, str] = {
+    "--cpu-optimizer": "optimizer offload",
+    "--cpu-optimizer-ratio": "optimizer offload",
+    "--zero-stage": "ZeRO sharding",
+    "--use-distributed-optimizer": "ZeRO sharding",
+    "--sequence-parallel": "sequence parallelism",
+    "--deepspeed": "DeepSpeed's JSON",
+    "--deepspeed_config": "DeepSpeed's JSON",
+    "--num-layers-per-virtual-pipeline-stage": "interleaved pipelines",
+    "--num-virtual-stages-per-pipeline-rank": "interleaved pipelines",
+    "--context-parallel-size": "context parallelism",
+}

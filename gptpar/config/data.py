@@ -1,0 +1,54 @@
+"""Where tokens come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config.fields import flag
+
+TOKENIZER_TYPES = (
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "HFTokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+    "ByteLevelTokenizer",
+)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data sets in Megatron's .bin/.idx format, or synthetic tokens."""
+
+    data_path: tuple[str, ...] | None = flag(
+        None, "prefixes of .bin/.idx pairs, or WEIGHT PREFIX pairs to blend", metavar="PREFIX"
+    )
+    train_data_path: tuple[str, ...] | None = flag(None, "like --data-path, for training alone", metavar="PREFIX")
+    valid_data_path: tuple[str, ...] | None = flag(None, "like --data-path, for validation alone", metavar="PREFIX")
+    test_data_path: tuple[str, ...] | None = flag(None, "like --data-path, for testing alone", metavar="PREFIX")
+    split: str | None = flag(None, "shares of training, validation and test (default: 969, 30, 1)")
+    split_rule: str = flag(
+        "mcore", "how shares become boundaries: megatron-core's rule or the legacy one", choices=("mcore", "legacy")
+    )
+    data_cache_path: str | None = flag(None, "folder for index caches (default: beside the data)")
+    mock_data: bool = flag(False, "synthetic tokens instead of a data set")
+    num_workers: int = flag(2, "0 reads each batch when it is needed; more reads ahead in a thread")
+    dataloader_type: str = flag(
+        "single", "order of samples: in one pass, or reshuffled each epoch", choices=("single", "cyclic")
+    )
+    reset_position_ids: bool = flag(False, "positions start again after each end of document")
+    reset_attention_mask: bool = flag(False, "attention does not cross an end of document")
+    eod_mask_loss: bool = flag(False, "no loss where the input is an end of document")
+    seed: int = flag(1234, "seed of the initial weights, the data order and dropout")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Which tokenizer made the data set (its vocabulary sizes the model)."""
+
+    tokenizer_type: str | None = flag(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
+    tokenizer_model: str | None = flag(None, "SentencePiece .model, or a Hugging Face tokenizer.json")
+    vocab_file: str | None = flag(None, "GPT-2 BPE's encoder.json")
+    merge_file: str | None = flag(None, "GPT-2 BPE's vocab.bpe")
+    vocab_size: int | None = flag(None, "number of token ids, where no tokenizer says it")

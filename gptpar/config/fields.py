@@ -1,0 +1,39 @@
+"""How a dataclass field becomes a command-line flag."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    names: Sequence[str] = (),
+    off: str | None = None,
+    metavar: str | None = None,
+    spellings: dict[str, str] | None = None,
+) -> Any:
+    """A dataclass field that is also a flag; the flag's name is the field's with dashes.
+
+    Args:
+        default: value when the flag is absent. ``None`` means "to be derived" or "not used".
+        choices: the accepted words, for a text field.
+        names: further spellings of the flag, as other programs' users know it.
+        off: for a field that is true by default: the flag that turns it off.
+        spellings: other programs' words for a choice, such as ``{"layernorm": "LayerNorm"}``.
+    """
+    metadata = {
+        "help": help,
+        "choices": tuple(choices) if choices else None,
+        "names": tuple(names),
+        "off": off,
+        "metavar": metavar,
+        "spellings": spellings or {},
+    }
+    if isinstance(default, tuple):
+        return dataclasses.field(default_factory=lambda: default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)

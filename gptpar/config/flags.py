@@ -1,0 +1,189 @@
+"""The command line, generated from the configuration's dataclasses.
+
+Names and meanings are Megatron-LM's. Nothing stops at the first mistake: unknown flags, values that do not parse and
+unknown words are collected, so that the caller can report them together with every other problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gptpar.config import Config
+from gptpar.config.compat import ACCEPTED, PLANNED
+
+
+@dataclass
+class ParsedFlags:
+    """A command line, read.
+
+    Attributes:
+        config: what it says; fields with a problem keep their default.
+        problems: one sentence for each mistake.
+        given: the fields that were set, as ``section.field``.
+        without_effect: flags of other programs that are understood but change nothing, each with the reason.
+        rest: values of the extra flags a verb declares beyond the configuration's.
+    """
+
+    config: Config
+    problems: list[str] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
+    without_effect: list[str] = field(default_factory=list)
+    rest: argparse.Namespace = field(default_factory=argparse.Namespace)
+
+
+def flag_name(field_name: str) -> str:
+    """``hidden_size`` -> ``--hidden-size``."""
+    return "--" + field_name.replace("_", "-")
+
+
+def _base_type(hint: Any) -> tuple[type, bool]:
+    """The scalar type behind an annotation, and whether it takes several values."""
+    if isinstance(hint, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _reader(name: str, kind: type, spec: dataclasses.Field[Any], problems: list[str]) -> Any:
+    """A converter for argparse that notes a bad value instead of stopping."""
+
+    def read(text: str) -> Any:
+        choices = spec.metadata["choices"]
+        if choices:
+            word = spec.metadata["spellings"].get(text, text)
+            if word not in choices:
+                problems.append(f"{name} {text}: unknown; it takes one of {', '.join(choices)}.")
+            return word
+        try:
+            if kind is int and not text.lstrip("+-").isdigit() and float(text).is_integer():
+                return int(float(text))
+            return kind(text)
+        except (ValueError, OverflowError):
+            wanted = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
+            problems.append(f"{name} {text}: {wanted} is needed.")
+            return None
+
+    return read
+
+
+def _add_field(group: Any, section: str, spec: dataclasses.Field[Any], hint: Any, problems: list[str]) -> None:
+    kind, several = _base_type(hint)
+    meta = spec.metadata
+    names = [flag_name(spec.name), *(n for n in meta["names"] if n != flag_name(spec.name))]
+    common: dict[str, Any] = {"dest": f"{section}.{spec.name}", "default": argparse.SUPPRESS}
+    if kind is bool:
+        if meta["off"]:
+            group.add_argument(meta["off"], action="store_false", help=meta["help"], **common)
+        else:
+            group.add_argument(*names, action="store_true", help=meta["help"], **common)
+        return
+    text = meta["help"]
+    if meta["choices"]:
+        text += f" ({', '.join(meta['choices'])})"
+    if spec.default not in (None, dataclasses.MISSING):
+        text += f" (default: {spec.default:g})" if kind is float else f" (default: {spec.default})"
+    metavar = meta["metavar"] or {int: "N", float: "X"}.get(kind, "WORD")
+    nargs = "+" if several else None
+    reader = _reader(names[0], kind, spec, problems)
+    group.add_argument(*names, type=reader, nargs=nargs, metavar=metavar, help=text.replace("%", "%%"), **common)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Collects argparse's own complaints (such as a missing value) instead of exiting."""
+
+    def __init__(self, problems: list[str], **kwargs: Any):
+        super().__init__(allow_abbrev=False, **kwargs)
+        self.problems = problems
+
+    def error(self, message: str) -> typing.NoReturn:
+        self.problems.append(message.removeprefix("argument ") + ".")
+        raise _Stop
+
+    def known_flags(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
+
+class _Stop(Exception):
+    pass
+
+
+def make_parser(prog: str, description: str, problems: list[str]) -> _Parser:
+    """A parser with every configuration flag, one group a section."""
+    parser = _Parser(problems, prog=prog, description=description)
+    for section in dataclasses.fields(Config):
+        kind = type(getattr(Config(), section.name))
+        hints = typing.get_type_hints(kind)
+        title = (kind.__doc__ or section.name).strip().splitlines()[0]
+        group = parser.add_argument_group(section.name, title)
+        for spec in dataclasses.fields(kind):
+            if not spec.metadata:
+                continue
+            _add_field(group, section.name, spec, hints[spec.name], problems)
+    return parser
+
+
+def _unknown(words: Sequence[str], known: Sequence[str], parsed: ParsedFlags) -> None:
+    """Sort words that no flag took: accepted, planned, or a mistake with its nearest match."""
+    i = 0
+    while i < len(words):
+        name, _, glued = words[i].partition("=")
+        i += 1
+        values = 0
+        while i < len(words) and not words[i].startswith("--"):
+            values, i = values + 1, i + 1
+        if name in ACCEPTED:
+            wanted, why = ACCEPTED[name]
+            parsed.without_effect.append(f"{name}: {why}")
+            if wanted >= 0 and values + bool(glued) != wanted:
+                parsed.problems.append(f"{name} takes {wanted} value(s), {values + bool(glued)} given.")
+        elif name in PLANNED:
+            parsed.problems.append(f"{name}: {PLANNED[name]} is not part of this version yet; leave it out.")
+        elif name.startswith("-"):
+            near = difflib.get_close_matches(name, [*known, *ACCEPTED], n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]}?" if near else "; see --help for the flags there are."
+            parsed.problems.append(f"unknown flag {name}{hint}")
+        else:
+            parsed.problems.append(f"unexpected word {name!r}; values follow a flag.")
+
+
+def parse_flags(
+    argv: Sequence[str],
+    *,
+    prog: str = "gptpar pretrain",
+    description: str = "",
+    extra: typing.Callable[[argparse.ArgumentParser], None] | None = None,
+) -> ParsedFlags:
+    """Read a command line.
+
+    Args:
+        argv: the words after the verb.
+        extra: adds a verb's own flags to the parser; their values are returned in ``rest``.
+    """
+    parsed = ParsedFlags(Config())
+    parser = make_parser(prog, description, parsed.problems)
+    if extra is not None:
+        extra(parser)
+    try:
+        found, unknown = parser.parse_known_args(list(argv))
+    except _Stop:
+        return parsed
+    _unknown(unknown, parser.known_flags(), parsed)
+    values: dict[str, dict[str, Any]] = {}
+    for key, value in vars(found).items():
+        if "." not in key:
+            setattr(parsed.rest, key, value)
+        elif value is not None:
+            section, name = key.split(".")
+            values.setdefault(section, {})[name] = tuple(value) if isinstance(value, list) else value
+            parsed.given.add(key)
+    for section, fields in values.items():
+        parsed.config = parsed.config.update(section, **fields)
+    return parsed

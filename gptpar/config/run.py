@@ -1,0 +1,67 @@
+"""Processes, checkpoints and what a run shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config.fields import flag
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many processes share the work, and how."""
+
+    tensor_model_parallel_size: int = flag(1, "processes that split each layer")
+    pipeline_model_parallel_size: int = flag(1, "processes that split the stack of layers")
+    no_pipeline_parallel: bool = flag(False, "never split the stack of layers")
+    nproc_per_node: int | None = flag(
+        None, "workers to start on this machine without torchrun (default: one a visible GPU, else one)"
+    )
+    distributed_backend: str | None = flag(
+        None, "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: float = flag(10, "a collective that takes longer ends the run")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where a run is saved and resumed from."""
+
+    save: str | None = flag(None, "run folder: checkpoints, metrics.jsonl and TensorBoard files")
+    load: str | None = flag(None, "folder to resume from (its newest good checkpoint)")
+    save_interval: int | None = flag(None, "steps between checkpoints (the last step is always saved)")
+    keep_checkpoints: int | None = flag(None, "keep only this many of the newest checkpoints")
+    no_save_optim: bool = flag(False, "save weights without the optimizer's moments")
+    no_load_optim: bool = flag(False, "load weights without the optimizer's moments")
+    finetune: bool = flag(False, "load weights only; start at iteration 0 with a fresh schedule and data order")
+    ckpt_step: int | None = flag(None, "load this iteration instead of the newest")
+    exit_on_missing_checkpoint: bool = flag(False, "stop when --load holds no checkpoint instead of starting afresh")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Evaluation and what is written where."""
+
+    eval_interval: int | None = flag(None, "steps between evaluations on validation data (default: 1000)")
+    eval_iters: int = flag(100, "global batches in one evaluation; 0 is none")
+    skip_train: bool = flag(False, "evaluate the loaded checkpoint and stop")
+    log_interval: int = flag(100, "steps between console lines")
+    log_throughput: bool = flag(False, "add TFLOP/s per GPU to the console line")
+    log_params_norm: bool = flag(False, "compute and log the L2 norm of the parameters")
+    log_num_zeros_in_grad: bool = flag(False, "count and log zeros in the gradient")
+    tensorboard_dir: str | None = flag(None, "TensorBoard folder (default: SAVE/tensorboard)")
+    tensorboard_log_interval: int = flag(1, "steps between TensorBoard points")
+    tensorboard_queue_size: int = flag(1000, "TensorBoard events held before a flush")
+    log_timers_to_tensorboard: bool = flag(False, "chart iteration time and throughput")
+    log_batch_size_to_tensorboard: bool = flag(False, "chart the global batch size")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "chart the validation perplexity")
+    log_memory_to_tensorboard: bool = flag(False, "chart GPU memory")
+    log_world_size_to_tensorboard: bool = flag(False, "chart the number of processes")
+    log_loss_scale_to_tensorboard: bool = flag(
+        True, "do not chart the loss scale", off="--no-log-loss-scale-to-tensorboard"
+    )
+    log_learning_rate_to_tensorboard: bool = flag(
+        True, "do not chart the learning rate", off="--no-log-learnig-rate-to-tensorboard"
+    )
+    wandb_project: str | None = flag(None, "also log to this Weights & Biases project")
+    wandb_exp_name: str | None = flag(None, "name of the Weights & Biases run")

@@ -1,0 +1,99 @@
+"""Batches, duration, optimizer, schedule and precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config.fields import flag
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How much is trained on in a step, and for how long."""
+
+    micro_batch_size: int | None = flag(None, "samples one process runs at once")
+    global_batch_size: int | None = flag(None, "samples in one step, over all processes (default: micro x processes)")
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        "grow the global batch from START by INCREMENT up to --global-batch-size over SAMPLES samples",
+        metavar="START INCREMENT SAMPLES",
+    )
+    train_iters: int | None = flag(None, "train for this many steps")
+    train_samples: int | None = flag(None, "train on this many samples")
+    train_tokens: int | None = flag(None, "train on this many tokens")
+    exit_interval: int | None = flag(None, "save and stop after an iteration divisible by this")
+    exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay, its schedules and gradient clipping."""
+
+    optimizer: str = flag("adam", "adam is AdamW with decoupled weight decay", choices=("adam",))
+    lr: float | None = flag(None, "peak learning rate")
+    min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
+    lr_decay_style: str = flag("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_iters: int | None = flag(None, "steps until --min-lr (default: the whole run)")
+    lr_decay_samples: int | None = flag(None, "samples until --min-lr (default: the whole run)")
+    lr_decay_tokens: int | None = flag(None, "tokens until --min-lr")
+    lr_warmup_fraction: float | None = flag(None, "share of the decay span spent warming up")
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up")
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
+    lr_warmup_tokens: int | None = flag(None, "tokens of linear warm-up")
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
+    lr_wsd_decay_style: str = flag(
+        "exponential", "shape of WSD's tail", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's tail in steps")
+    lr_wsd_decay_samples: int | None = flag(None, "length of WSD's tail in samples")
+    weight_decay: float = flag(0.01, "decoupled weight decay (matrices only; not biases, not norms)")
+    start_weight_decay: float | None = flag(None, "weight decay at the start (with --weight-decay-incr-style)")
+    end_weight_decay: float | None = flag(None, "weight decay at the end")
+    weight_decay_incr_style: str = flag(
+        "constant", "how the weight decay grows", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = flag(1.0, "clip the global L2 norm of the gradient to this; 0 is off")
+    adam_beta1: float = flag(0.9, "decay of the first moment")
+    adam_beta2: float = flag(0.999, "decay of the second moment")
+    adam_eps: float = flag(1e-8, "added to the square root of the second moment")
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "on resume, let this command line's schedule replace the checkpoint's",
+        names=("--override-opt_param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "on resume, let the checkpoint's schedule replace this command line's",
+        names=("--use-checkpoint-opt_param-scheduler",),
+    )
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats. Master weights, moments and gradient sums are always fp32 (fp64 with --fp64)."""
+
+    fp16: bool = flag(False, "16-bit floats with a dynamic loss scale")
+    bf16: bool = flag(False, "bfloat16 weights and activations")
+    fp64: bool = flag(False, "64-bit floats throughout, for checks of exactness")
+    loss_scale: float | None = flag(None, "constant loss scale for --fp16 (default: dynamic)")
+    initial_loss_scale: float = flag(2.0**32, "where the dynamic loss scale starts")
+    min_loss_scale: float = flag(1.0, "the dynamic loss scale stops the run below this")
+    loss_scale_window: int = flag(1000, "good steps before the loss scale doubles")
+    hysteresis: int = flag(2, "overflows tolerated before the loss scale halves")
+    compile: bool = flag(True, "do not compile the blocks (compiling is on only on GPUs)", off="--no-compile")
+
+    @property
+    def dtype(self) -> str:
+        """``"fp16"``, ``"bf16"``, ``"fp64"`` or ``"fp32"``."""
+        return next((name for name in ("fp16", "bf16", "fp64") if getattr(self, name)), "fp32")
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Activation checkpointing: forget a block's activations and compute them again in the backward pass."""
+
+    recompute_granularity: str | None = flag(None, "what is recomputed: whole blocks", choices=("full",))
+    recompute_num_layers: int | None = flag(None, "recompute only the first N blocks (default: all)")
+    checkpoint_activations: bool = flag(False, "same as --recompute-granularity full")

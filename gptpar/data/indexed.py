@@ -1,0 +1,247 @@
+"""Megatron's tokenized corpus: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each sequence lies.
+
+The .idx file, little-endian and without padding: magic, u64 version, u8 dtype code, u64 S sequences, u64 D
+document entries, int32[S] lengths in tokens, int64[S] byte offsets into .bin, int64[D] document index
+(document k holds the sequences [d[k], d[k+1])), and for multimodal corpora int8[S] modes, which are allowed
+and ignored here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import struct
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import numpy as np
+
+from gptpar.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+TOKEN_CODES = {np.dtype(name): code for code, name in DTYPES.items() if "f" not in name}
+MAX_SEQUENCE = 2**31 - 1
+SCAN_CHUNK = 1 << 20  # entries looked at together, so that checking a corpus takes a few MB
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron's writer chooses for a vocabulary: uint16 below 65,500 tokens, else int32."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+class IndexedDataset:
+    """Read-only, memory-mapped view of one corpus.
+
+    Attributes:
+        lengths: int32[S], tokens per sequence.
+        offsets: int64[S], byte offset of each sequence in the .bin file.
+        document_index: int64[D], first sequence of each document, ending with S.
+        tokens: all tokens of the corpus, one after the other, in `dtype`.
+
+    Raises:
+        DataError: a file is missing, is no corpus, is cut short or too long, or its arrays contradict each
+            other.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]):
+        self.prefix = os.fspath(prefix)
+        self.idx_path, self.bin_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise DataError(f"{path} does not exist; a data path is the common prefix of a .bin and an .idx file")
+        index = _map(self.idx_path)
+        self.dtype, num_sequences, num_entries = self._read_header(index)
+        start = HEADER.size
+        self.lengths = np.frombuffer(index, "<i4", num_sequences, start)
+        self.offsets = np.frombuffer(index, "<i8", num_sequences, start + 4 * num_sequences)
+        self.document_index = np.frombuffer(index, "<i8", num_entries, start + 12 * num_sequences)
+        self._check_document_index()
+        self.num_tokens = self._check_lengths()
+        self._check_bin_size()
+        self.tokens = np.frombuffer(_map(self.bin_path), self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [offset, offset + length) of a sequence (None: to its end), as a view of the file."""
+        first = int(self.offsets[sequence]) // self.dtype.itemsize
+        available = int(self.lengths[sequence]) - offset
+        length = available if length is None else length
+        if offset < 0 or not 0 <= length <= available:
+            raise IndexError(
+                f"{self.prefix}: tokens [{offset}, {offset + length}) of sequence {sequence}, which holds "
+                f"{self.lengths[sequence]}"
+            )
+        return self.tokens[first + offset : first + offset + length]
+
+    def _read_header(self, index: bytes | mmap.mmap) -> tuple[np.dtype, int, int]:
+        if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:
+            raise DataError(
+                f"{self.idx_path} ({len(index):,} bytes) is not a Megatron index: it must start with {MAGIC!r}; make "
+                "the corpus with `gptpar preprocess`"
+            )
+        _, version, code, num_sequences, num_entries = HEADER.unpack(index[: HEADER.size])
+        if version != VERSION:
+            raise DataError(f"{self.idx_path} has format version {version}, only {VERSION} is known; re-tokenize it")
+        if code not in DTYPES or np.dtype(DTYPES[code]) not in TOKEN_CODES:
+            raise DataError(f"{self.idx_path} has dtype code {code}; tokens are one of the codes 1 to 5 or 8")
+        expected = HEADER.size + 12 * num_sequences + 8 * num_entries
+        if len(index) not in (expected, expected + num_sequences):
+            raise DataError(
+                f"{self.idx_path} holds {len(index):,} bytes but {num_sequences:,} sequences and {num_entries:,} "
+                f"document entries take {expected:,}; it is cut short or damaged, copy or make it again"
+            )
+        return np.dtype(DTYPES[code]), num_sequences, num_entries
+
+    def _check_document_index(self) -> None:
+        entries = self.document_index
+        rising = all(np.all(np.diff(entries[i : i + SCAN_CHUNK + 1]) >= 0) for i in range(0, len(entries), SCAN_CHUNK))
+        if not len(entries) or entries[0] != 0 or entries[-1] != len(self) or not rising:
+            ends = f"{entries[0]:,} to {entries[-1]:,}" if len(entries) else "no entries"
+            raise DataError(
+                f"{self.idx_path} has a broken document index ({ends}; it must rise from 0 to {len(self):,}); copy "
+                "or make the corpus again"
+            )
+
+    def _check_lengths(self) -> int:
+        """Total number of tokens; the offsets must be the running sum of the lengths."""
+        total = 0
+        for i in range(0, len(self), SCAN_CHUNK):
+            lengths = self.lengths[i : i + SCAN_CHUNK].astype(np.int64)
+            ends = total + np.cumsum(lengths)
+            bad = (lengths < 0) | ((ends - lengths) * self.dtype.itemsize != self.offsets[i : i + SCAN_CHUNK])
+            if bad.any():
+                at = int(bad.argmax())
+                raise DataError(
+                    f"{self.idx_path}: sequence {i + at:,} has length {lengths[at]:,} and offset "
+                    f"{self.offsets[i + at]:,}, expected offset "
+                    f"{int(ends[at] - lengths[at]) * self.dtype.itemsize:,}; the file is damaged, copy or make it "
+                    "again"
+                )
+            total = int(ends[-1])
+        return total
+
+    def _check_bin_size(self) -> None:
+        expected, found = self.num_tokens * self.dtype.itemsize, self.bin_path.stat().st_size
+        if found != expected:
+            raise DataError(
+                f"{self.bin_path} holds {found:,} bytes but its index promises {self.num_tokens:,} tokens of "
+                f"{self.dtype.itemsize} bytes = {expected:,}; it is "
+                f"{'cut short' if found < expected else 'too long'}, copy or make the corpus again"
+            )
+
+
+class IndexedDatasetWriter:
+    """Writes a corpus to temporary names beside `<prefix>` and publishes both files only when it is complete.
+
+    Use as a context manager (an exception removes the temporary files) or call finalize().
+
+    Raises:
+        DataError: a token does not fit the dtype, a sequence is too long, or an appended corpus has another
+            dtype.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: np.typing.DTypeLike):
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in TOKEN_CODES:
+            raise DataError(
+                f"tokens cannot be stored as {self.dtype}; choose an integer dtype up to int64, e.g. uint16"
+            )
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self._bin_temp, self._idx_temp = (f"{self.prefix}{end}.{os.getpid()}.tmp" for end in (".bin", ".idx"))
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._bin: IO[bytes] = open(self._bin_temp, "wb")  # noqa: SIM115 - closed by finalize or discard
+
+    def add_document(self, tokens: np.typing.ArrayLike) -> None:
+        """Append one document of one sequence; no tokens make an empty document."""
+        values = np.asarray(tokens)
+        if values.size == 0:
+            return self.add_empty_document()
+        if values.size > MAX_SEQUENCE:
+            raise DataError(f"a document of {values.size:,} tokens exceeds the format's {MAX_SEQUENCE:,}; split it")
+        limits = np.iinfo(self.dtype)
+        if values.dtype.kind not in "iu" or values.min() < limits.min or values.max() > limits.max:
+            raise DataError(
+                f"{self.prefix}: token ids {values.min()} to {values.max()} ({values.dtype}) do not fit {self.dtype} "
+                f"({limits.min} to {limits.max}); give the writer a dtype that holds the tokenizer's vocabulary"
+            )
+        self._bin.write(values.astype(self.dtype, copy=False).tobytes())
+        self._lengths.append(values.size)
+        self._documents.append(len(self._lengths))
+
+    def add_empty_document(self) -> None:
+        """Append a document without sequences, as Megatron's preprocessing does for an empty text."""
+        self._documents.append(len(self._lengths))
+
+    def append(self, other_prefix: str | os.PathLike[str]) -> None:
+        """Append all documents of another corpus, byte for byte."""
+        other = IndexedDataset(other_prefix)
+        if other.dtype != self.dtype:
+            raise DataError(
+                f"{other.prefix} holds {other.dtype} tokens, {self.prefix} holds {self.dtype}; merge corpora made "
+                "with the same tokenizer"
+            )
+        shift = len(self._lengths)
+        self._lengths.frombytes(other.lengths.astype(np.intc).tobytes())
+        self._documents.frombytes((other.document_index[1:] + shift).astype(np.int64).tobytes())
+        with open(other.bin_path, "rb") as source:
+            shutil.copyfileobj(source, self._bin, 1 << 24)
+
+    def finalize(self) -> None:
+        """Publish `<prefix>.bin`, then `<prefix>.idx`.
+
+        An index already there is removed first, so that it is never seen beside the new tokens.
+        """
+        with open(self._idx_temp, "wb") as index:
+            self._write_index(index)
+            for file in (self._bin, index):
+                file.flush()
+                os.fsync(file.fileno())
+        self._bin.close()
+        Path(self.prefix + ".idx").unlink(missing_ok=True)
+        os.replace(self._bin_temp, self.prefix + ".bin")
+        os.replace(self._idx_temp, self.prefix + ".idx")
+
+    def discard(self) -> None:
+        """Remove the temporary files; nothing is published."""
+        self._bin.close()
+        for path in (self._bin_temp, self._idx_temp):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        try:
+            if kind is None and not self._bin.closed:
+                self.finalize()
+        finally:
+            self.discard()
+
+    def _write_index(self, file: IO[bytes]) -> None:
+        lengths = np.frombuffer(self._lengths, np.intc)
+        file.write(HEADER.pack(MAGIC, VERSION, TOKEN_CODES[self.dtype], len(lengths), len(self._documents)))
+        file.write(lengths.astype("<i4", copy=False).data)
+        total = 0
+        for i in range(0, len(lengths), SCAN_CHUNK):
+            ends = total + np.cumsum(lengths[i : i + SCAN_CHUNK], dtype=np.int64)
+            file.write(((ends - lengths[i : i + SCAN_CHUNK]) * self.dtype.itemsize).astype("<i8").data)
+            total = int(ends[-1])
+        file.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data)
+
+
+def _map(path: Path) -> bytes | mmap.mmap:
+    with open(path, "rb") as file:
+        # an empty file cannot be mapped
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""

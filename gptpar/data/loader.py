@@ -1,0 +1,177 @@
+"""Micro-batches of one rank, read ahead in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from gptpar.data.blend import SampleSource
+from gptpar.data.gpt_dataset import PAD
+from gptpar.data.order import SampleOrder, micro_batch_starts
+from gptpar.errors import DataError
+
+NUM_START_UP_CHECKS = 8
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """B samples of S tokens. None stands for the usual case, so that nothing is copied or multiplied for it.
+
+    Attributes:
+        tokens_BS, labels_BS: int64; labels are the tokens that follow. Padding is 0 in both.
+        loss_mask_BS: float32, 0 where a label does not count; None: all count.
+        position_ids_BS: int64; None: 0 to S - 1.
+        document_ids_BS: int64, number of document ends before each token; tokens attend only to equal ids.
+            None: to all.
+    """
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    loss_mask_BS: torch.Tensor | None = None
+    position_ids_BS: torch.Tensor | None = None
+    document_ids_BS: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatch:
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: convert(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+
+def make_micro_batch(
+    samples_BT: np.ndarray,
+    *,
+    eod: int | None = None,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+) -> MicroBatch:
+    """Tokens, labels and masks of samples [B, S + 1], as Megatron's GPTDataset makes them.
+
+    Padding never counts in the loss. With eod given: positions restart and attention ends after each end of
+    document, and the loss leaves out what follows an end of document in the input, each if asked for.
+    """
+    inputs, labels = samples_BT[:, :-1], samples_BT[:, 1:]
+    counts = labels != PAD
+    ends = inputs == eod
+    if eod_mask_loss:
+        counts = counts & ~ends
+    follows_end = np.zeros_like(ends)
+    follows_end[:, 1:] = ends[:, :-1]
+    positions = documents = None
+    if reset_position_ids:
+        places = np.arange(inputs.shape[1])
+        positions = places - np.maximum.accumulate(np.where(follows_end, places, 0), axis=1)
+    if reset_attention_mask:
+        documents = np.cumsum(follows_end, axis=1)
+    return MicroBatch(
+        torch.from_numpy(np.where(inputs == PAD, 0, inputs)),
+        torch.from_numpy(np.where(labels == PAD, 0, labels)),
+        None if counts.all() else torch.from_numpy(counts.astype(np.float32)),
+        None if positions is None else torch.from_numpy(positions),
+        None if documents is None else torch.from_numpy(documents),
+    )
+
+
+class BatchLoader:
+    """Hands a rank its micro-batches of any global batch, and reads the next global batch meanwhile.
+
+    Args:
+        dataset: samples of S + 1 tokens.
+        order: maps places in the run to samples.
+        vocab_size: ids from here on are an error; None leaves them unchecked.
+        eod: id of the end-of-document token, needed by the three options after it.
+        num_workers: threads that read ahead; 0 reads inside fetch.
+
+    Raises:
+        DataError: an option needs eod, or one of a few samples looked at here holds an id outside the
+            vocabulary.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource,
+        *,
+        order: SampleOrder,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        vocab_size: int | None = None,
+        pin_memory: bool = False,
+        eod: int | None = None,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
+        eod_mask_loss: bool = False,
+        num_workers: int = 1,
+    ):
+        if eod is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
+            raise DataError("resetting positions or attention, or masking the loss, at document ends needs the eod id")
+        self._dataset, self._order, self._vocab_size = dataset, order, vocab_size
+        self._micro_batch_size, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
+        self._pin_memory = pin_memory
+        self._assemble = partial(
+            make_micro_batch,
+            eod=eod,
+            reset_position_ids=reset_position_ids,
+            reset_attention_mask=reset_attention_mask,
+            eod_mask_loss=eod_mask_loss,
+        )
+        self._pool = ThreadPoolExecutor(num_workers, "gptpar-data") if num_workers else None
+        self._ahead: tuple[tuple[int, int], list[Future[MicroBatch]]] = ((-1, 0), [])
+        last = len(dataset) - 1
+        self._read(np.unique(np.linspace(0, last, NUM_START_UP_CHECKS).astype(np.int64)))
+
+    def fetch(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
+        """This rank's micro-batches of the global batch that starts at `consumed_samples`.
+
+        The result depends on nothing but the arguments; asking for consecutive batches of one size is what
+        makes it quick, because the following batch is then already being read.
+
+        Raises:
+            DataError: the batch cannot be cut evenly, the data set ends, or a token id is outside the
+                vocabulary.
+        """
+        wanted = (consumed_samples, global_batch_size)
+        starts = micro_batch_starts(*wanted, self._micro_batch_size, self._dp_size)
+        if self._pool is None:
+            return [self._make(start) for start in starts]
+        guessed, futures = self._ahead
+        if guessed != wanted:
+            for future in futures:
+                future.cancel()
+            futures = [self._pool.submit(self._make, start) for start in starts]
+        following = (consumed_samples + global_batch_size, global_batch_size)
+        next_starts = micro_batch_starts(*following, self._micro_batch_size, self._dp_size)
+        self._ahead = (following, [self._pool.submit(self._make, start) for start in next_starts])
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, start: int) -> MicroBatch:
+        indices = self._order.indices(start, self._micro_batch_size, self._dp_rank, self._dp_size)
+        batch = self._assemble(self._read(indices))
+        return batch.pin_memory() if self._pin_memory else batch
+
+    def _read(self, indices: np.ndarray) -> np.ndarray:
+        samples_BT = np.stack([self._dataset[index] for index in indices.tolist()])
+        limit = self._vocab_size
+        if limit is not None and (samples_BT.max() >= limit or samples_BT.min() < PAD):
+            row, place = np.argwhere((samples_BT >= limit) | (samples_BT < PAD))[0]
+            raise DataError(
+                f"{self._dataset.describe(int(indices[row]))} holds token id {samples_BT[row, place]} at place "
+                f"{place}, outside the vocabulary of {limit:,}; the corpus was made with another tokenizer, or "
+                "--vocab-size is wrong"
+            )
+        return samples_BT

@@ -1,0 +1,226 @@
+"""Tokenize a corpus into .bin/.idx files: `gptpar preprocess`, tools/preprocess_data.py.
+
+The files are byte for byte those of Megatron-LM's preprocess_data.py with the same flags, for any number of
+workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from gptpar.command import Parser, positive_int
+from gptpar.data.indexed import IndexedDatasetWriter, token_dtype
+from gptpar.data.progress import Progress
+from gptpar.data.readers import FORMATS, Block, find_inputs, parse_block, read_blocks
+from gptpar.data.workers import ordered_map, terminate_cleanly
+from gptpar.errors import DataError, TokenizerError
+from gptpar.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer
+
+BAD_LINES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """The arguments of `build_tokenizer`: what a worker needs to build its own."""
+
+    tokenizer_type: str
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    return build_tokenizer(**asdict(spec))
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """The documents of one block.
+
+    Attributes:
+        columns: for each key, (tokens of all documents end to end, number of tokens of each document).
+        bad_lines: a sentence for each line that was skipped.
+        text_bytes: UTF-8 bytes that were encoded.
+        consumed: as in Block.
+    """
+
+    columns: list[tuple[np.ndarray, np.ndarray]]
+    bad_lines: list[str]
+    text_bytes: int
+    consumed: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns a block of bytes into tokens; small to send to a process, which builds the tokenizer once."""
+
+    spec: TokenizerSpec
+    keys: tuple[str, ...]
+    append_eod: bool
+    skip_bad_lines: bool
+
+    def __call__(self, block: Block) -> EncodedBlock:
+        bad_lines: list[str] = []
+        columns: list[list[list[int]]] = [[] for _ in self.keys]
+        text_bytes = 0
+        for line, texts in parse_block(block, self.keys, bad_lines if self.skip_bad_lines else None):
+            try:
+                encoded = [self._encode(text) for text in texts]
+            except TokenizerError as error:
+                problem = f"{block.path}, line {line}: {error}"
+                if not self.skip_bad_lines:
+                    raise DataError(problem) from error
+                bad_lines.append(problem)
+                continue
+            text_bytes += sum(len(text.encode()) for text in texts)
+            for column, ids in zip(columns, encoded, strict=True):
+                column.append(ids)
+        dtype = token_dtype(_tokenizer(self.spec).vocab_size)
+        return EncodedBlock([_flatten(column, dtype) for column in columns], bad_lines, text_bytes, block.consumed)
+
+    def _encode(self, text: str) -> list[int]:
+        tokenizer = _tokenizer(self.spec)
+        ids = tokenizer.encode(text)
+        if ids and self.append_eod:
+            ids.append(tokenizer.eod)
+        return ids
+
+
+def _flatten(documents: list[list[int]], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.array([len(ids) for ids in documents], np.int64)
+    tokens = np.empty(int(lengths.sum()), dtype)
+    for end, ids in zip(np.cumsum(lengths), documents, strict=True):
+        tokens[end - len(ids) : end] = ids
+    return tokens, lengths
+
+
+def preprocess(
+    inputs: Sequence[str],
+    output_prefix: str,
+    encoder: Encoder,
+    *,
+    workers: int = 1,
+    log_interval: int | None = None,
+) -> str:
+    """Write `<output_prefix>_<key>_document.{bin,idx}` for each key; returns a summary for the user.
+
+    Memory use does not grow with the inputs. Files of an earlier run are replaced, once the new ones are
+    complete; after an error or an interrupt they are as they were.
+
+    Raises:
+        ConfigError, TokenizerError: the tokenizer cannot be built.
+        DataError: an input is missing or holds a bad line (unless they are skipped), or there is no document
+            at all.
+    """
+    files = find_inputs(inputs)
+    dtype = token_dtype(_tokenizer(encoder.spec).vocab_size)
+    prefixes = [f"{output_prefix}_{key}_document" for key in encoder.keys]
+    progress = Progress(sum(map(os.path.getsize, files)), log_interval)
+    bad = BadLines()
+    with terminate_cleanly(), ExitStack() as stack:
+        writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
+        stack.callback(progress.finish)
+        for block in stack.enter_context(ordered_map(encoder, read_blocks(files), workers)):
+            for writer, (tokens, lengths) in zip(writers, block.columns, strict=True):
+                for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+                    writer.add_document(tokens[end - length : end])
+            bad.add(block.bad_lines)
+            num_tokens = sum(len(tokens) for tokens, _ in block.columns)
+            progress.update(block.consumed, len(block.columns[0][1]), num_tokens, block.text_bytes)
+        if not progress.documents:
+            raise DataError(f"no document in {', '.join(files)}{bad}")
+    return (
+        f"{progress.documents:,} documents, {progress.tokens:,} tokens ({dtype.name}) "
+        f"in {progress.seconds():.1f} s: {progress.rates()}\n"
+        f"wrote {', '.join(f'{prefix}.bin and .idx' for prefix in prefixes)}{bad}"
+    )
+
+
+class BadLines:
+    """Counts skipped lines and remembers the first few; its text is empty if there were none."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._examples: list[str] = []
+
+    def add(self, problems: list[str]) -> None:
+        self._count += len(problems)
+        self._examples += problems[: BAD_LINES_SHOWN - len(self._examples)]
+
+    def __str__(self) -> str:
+        more = self._count - len(self._examples)
+        lines = [
+            f"skipped {self._count:,} bad lines:",
+            *self._examples,
+            *([f"... and {more:,} more"] if more else []),
+        ]
+        return "".join(f"\n{line}" for line in lines) if self._count else ""
+
+
+def main(argv: list[str]) -> int:
+    """`gptpar preprocess`."""
+    args = _parser().parse_args(argv)
+    spec = TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_model, args.vocab_size)
+    encoder = Encoder(spec, tuple(args.json_keys), args.append_eod, args.skip_bad_lines)
+    workers = args.workers or available_cores()
+    print(preprocess(args.input, args.output_prefix, encoder, workers=workers, log_interval=args.log_interval))
+    return 0
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="gptpar preprocess",
+        description="Tokenize documents into PREFIX_KEY_document.bin and .idx, byte for byte Megatron-LM's.",
+        epilog="example:\n  gptpar preprocess --input corpus.jsonl --output-prefix data/corpus \\\n"
+        "      --append-eod --tokenizer-type GPT2BPETokenizer \\\n"
+        "      --vocab-file encoder.json --merge-file vocab.bpe",
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help=f"files, globs or folders: {FORMATS}. JSON holds one object a line; a text file is one document",
+    )
+    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="where the output files' names begin")
+    data.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys to tokenize, each into files of its own",
+    )
+    data.add_argument(
+        "--append-eod", action="store_true", help="end each document that is not empty with the eod token"
+    )
+    data.add_argument(
+        "--skip-bad-lines",
+        action="store_true",
+        help="count and skip lines that cannot be read, instead of stopping at the first",
+    )
+    data.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="accepted for Megatron's scripts")
+    runtime = parser.add_argument_group("runtime")
+    runtime.add_argument("--workers", type=positive_int, metavar="N", help="processes (default: one for each core)")
+    runtime.add_argument(
+        "--log-interval",
+        type=positive_int,
+        metavar="DOCUMENTS",
+        help="report progress every so many documents (default: every 5 seconds; a terminal always shows it live)",
+    )
+    add_tokenizer_flags(parser)
+    return parser

@@ -1,0 +1,66 @@
+"""Cutting a corpus into training, validation and test ranges, by either of Megatron's two rules."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from gptpar.errors import DataError
+
+SplitRule = Literal["mcore", "legacy"]
+SequenceRange = tuple[int, int]
+
+
+def parse_split(
+    text: str, num_sequences: int, rule: SplitRule = "mcore"
+) -> tuple[SequenceRange | None, SequenceRange | None, SequenceRange | None]:
+    """Sequence ranges [start, end) of train, valid and test for a text such as "969,30,1".
+
+    The two rules differ by a few sequences in small corpora: "mcore" rounds each boundary, "legacy" (Megatron
+    before megatron-core, Megatron-DeepSpeed) rounds each part and shifts every boundary but the first by what
+    is missing.
+
+    Returns:
+        Three ranges; None where a part has no share. A "mcore" range can be empty (start == end).
+
+    Raises:
+        DataError: the text is not one to three numbers with a positive sum.
+    """
+    shares = _shares(text)
+    train, valid, test = (_mcore if rule == "mcore" else _legacy)(shares, num_sequences)
+    return train, valid, test
+
+
+def _shares(text: str) -> list[float]:
+    numbers = re.findall(r"[.0-9]+", text)
+    try:
+        weights = [float(number) for number in numbers]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or sum(weights) <= 0 or "-" in text:
+        raise DataError(
+            f"split {text!r} must be one to three numbers, none negative, with a positive sum, e.g. 969,30,1"
+        )
+    weights += [0.0] * (3 - len(weights))
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _mcore(shares: list[float], num_sequences: int) -> list[SequenceRange | None]:
+    ranges: list[SequenceRange | None] = []
+    start = 0.0
+    for share in shares:
+        end = start + share
+        ranges.append(None if end <= start else (round(start * num_sequences), round(end * num_sequences)))
+        start = end
+    return ranges
+
+
+def _legacy(shares: list[float], num_sequences: int) -> list[SequenceRange | None]:
+    bounds = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share * num_sequences))
+    surplus = bounds[-1] - num_sequences
+    # the shift can push a boundary below 0, where the original would read a sequence from the corpus's end
+    bounds = [0] + [max(bound - surplus, 0) for bound in bounds[1:]]
+    return [(start, end) if end > start else None for start, end in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,85 @@
+"""A pool of processes that answers in order, holds a bounded amount of work and leaves no process behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import TypeVar
+
+from gptpar.errors import DataError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+PENDING_PER_WORKER = 3  # enough that no worker waits while the oldest result is being written
+
+
+@contextmanager
+def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Iterator[Result]]:
+    """`map(function, items)` over `workers` processes (1: this one), with the results in order.
+
+    At most PENDING_PER_WORKER items per worker are read ahead. Leaving the block, for whatever reason, ends
+    the workers; should this process be killed, they notice and end by themselves.
+
+    Raises:
+        DataError: a worker died.
+    """
+    if workers == 1:
+        yield map(function, items)
+        return
+    # spawn: a forked child would inherit the locks of threads that it does not have
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
+    try:
+        yield _results(pool, function, items, PENDING_PER_WORKER * workers)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _results(
+    pool: ProcessPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item], limit: int
+) -> Iterator[Result]:
+    pending: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) >= limit:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process died, most likely killed for lack of memory; use fewer --workers or shorter documents"
+        ) from error
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent alone decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def terminate_cleanly() -> Iterator[None]:
+    """Within the block SIGTERM raises SystemExit(143), so that temporary files and workers are cleaned up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,39 @@
+"""Errors meant for the person at the keyboard: the command line prints the message alone, without a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class GptparError(Exception):
+    """Base of every error that says what is wrong, with the numbers, and what to do about it."""
+
+
+class ConfigError(GptparError):
+    """All problems of a configuration at once.
+
+    Args:
+        problems: one sentence each, with the offending numbers and a remedy.
+    """
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = list(problems)
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+        lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
+        super().__init__(f"the configuration has {count}:\n{lines}")
+
+
+class DataError(GptparError):
+    """A corpus, index file or data set that cannot be used as asked."""
+
+
+class TokenizerError(GptparError):
+    """A tokenizer that cannot be built, or text it cannot represent."""
+
+
+class CheckpointError(GptparError):
+    """A checkpoint that cannot be written or read."""
+
+
+class NativeBuildError(GptparError):
+    """The C++ helper could not be compiled; holds the compiler's own message."""

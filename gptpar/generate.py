@@ -1,0 +1,141 @@
+"""``gptpar generate``: continue a prompt with a trained model, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from gptpar.checkpoint import find_checkpoints, read_tensors
+from gptpar.command import Parser
+from gptpar.config import Config
+from gptpar.errors import CheckpointError
+from gptpar.model.gpt import gpt_layers
+from gptpar.pipeline import Stage
+from gptpar.tokenizer import Tokenizer
+from gptpar.training.data import tokenizer_of
+from gptpar.training.resume import saved_config
+
+
+def load_model(
+    folder: Path, device: torch.device, dtype: torch.dtype, iteration: int | None = None
+) -> tuple[Stage, Config]:
+    """The model of a run folder's newest whole checkpoint (or of one iteration), ready to give logits.
+
+    Raises:
+        CheckpointError: none that can be read.
+    """
+    found = [path for number, path in find_checkpoints(folder) if iteration in (None, number)]
+    if not found:
+        what = "checkpoint" if iteration is None else f"checkpoint of iteration {iteration}"
+        raise CheckpointError(f"there is no {what} in {folder}")
+    problems: list[str] = []
+    for path in found:
+        try:
+            config, _ = saved_config(path)
+            stage = Stage(gpt_layers(config.model))
+            names = list(stage.global_parameters())
+            weights = read_tensors(path, [f"weights/{name}" for name in names])
+        except CheckpointError as error:
+            problems.append(str(error))
+            print(f"skipped a damaged checkpoint: {error}", file=sys.stderr)
+            continue
+        stage.place({name: weights[f"weights/{name}"].to(device, dtype) for name in names})
+        return stage.eval().requires_grad_(False), config
+    raise CheckpointError(f"no checkpoint in {folder} can be read:\n" + "\n".join(problems))
+
+
+@torch.no_grad()
+def sample(
+    stage: Stage,
+    prompt: list[int],
+    *,
+    num_tokens: int,
+    context: int,
+    vocab_size: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    stop_at: int | None = None,
+    seed: int = 1234,
+) -> Iterator[int]:
+    """Sample token after token, each from the whole context computed anew.
+
+    Args:
+        prompt: ids to continue; must not be empty.
+        context: the model's sequence length; older tokens are forgotten.
+        vocab_size: padding rows of the output beyond this are never chosen.
+        temperature: 0 takes the likeliest token.
+        top_k: choose among the k likeliest only; 0 among all.
+        stop_at: end after this id.
+    """
+    device = next(stage.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        window = torch.tensor([tokens[-context:]], device=device)
+        logits = stage(window, {})[0, -1, :vocab_size].float().cpu()
+        if temperature == 0:
+            choice = int(logits.argmax())
+        else:
+            logits = logits / temperature
+            if top_k:
+                logits[logits < logits.topk(min(top_k, vocab_size)).values[-1]] = -torch.inf
+            choice = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+        yield choice
+        tokens.append(choice)
+        if choice == stop_at:
+            return
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The verb's flags."""
+    parser = Parser(prog="gptpar generate", description=__doc__)
+    parser.add_argument("--load", required=True, type=Path, metavar="DIR", help="run folder with checkpoints")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="use this iteration instead of the newest")
+    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    parser.add_argument("--num-tokens", type=int, default=100, metavar="N", help="tokens to add")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest; 0: all")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the sampling")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--tokenizer-model", help="where the tokenizer's model is now, if it was moved")
+    parser.add_argument("--vocab-file", help="where GPT-2 BPE's encoder.json is now, if it was moved")
+    parser.add_argument("--merge-file", help="where GPT-2 BPE's vocab.bpe is now, if it was moved")
+    return parser
+
+
+def _tokenizer(config: Config, args: argparse.Namespace) -> Tokenizer:
+    moved = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    tokenizer = tokenizer_of(config.update("tokenizer", **{k: v for k, v in moved.items() if v}))
+    if tokenizer is None:
+        raise CheckpointError("the model was trained without a tokenizer (--vocab-size alone), so there is no text to make")
+    return tokenizer
+
+
+def main(argv: list[str]) -> int:
+    """Print the prompt and its continuation as it is sampled."""
+    args = make_parser().parse_args(argv)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    stage, config = load_model(args.load, device, dtype, args.ckpt_step)
+    tokenizer = _tokenizer(config, args)
+    assert config.model.seq_length
+    prompt = tokenizer.encode(args.prompt) or [tokenizer.eod]
+    made: list[int] = []
+    for token in sample(
+        stage,
+        prompt,
+        num_tokens=args.num_tokens,
+        context=config.model.seq_length,
+        vocab_size=tokenizer.vocab_size,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        stop_at=tokenizer.eod,
+        seed=args.seed,
+    ):
+        made.append(token)
+    print(args.prompt + tokenizer.decode(t for t in made if t != tokenizer.eod))
+    return 0

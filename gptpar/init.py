@@ -1,0 +1,78 @@
+"""Initial values as a function of (seed, global parameter name) only.
+
+Each parameter's full tensor is drawn on the CPU in fp32 from a generator of its own, so that neither the layout, nor the
+device, nor the order of construction changes a single value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent normal values with mean 0."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+
+Init = Normal | Constant
+
+
+def seed_of(seed: int, *words: object) -> int:
+    """A 63-bit seed that depends on the seed and the words, and on nothing else."""
+    text = "\0".join([str(seed), *map(str, words)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def draw(init: Init, shape: torch.Size, seed: int, name: str) -> torch.Tensor:
+    """The initial value of a parameter: fp32, on the CPU."""
+    if isinstance(init, Constant):
+        return torch.full(shape, init.value)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
+    return torch.empty(shape).normal_(std=init.std, generator=generator)
+
+
+def inits_of(module: nn.Module) -> dict[str, Init]:
+    """Every parameter's initialisation, by its name inside the module.
+
+    Layers of this package say it in an attribute ``init`` (parameter name -> Init) beside their parameters.
+
+    Raises:
+        TypeError: a parameter belongs to a module without such a declaration.
+    """
+    found: dict[str, Init] = {}
+    for prefix, child in module.named_modules():
+        for name, _ in child.named_parameters(recurse=False):
+            declared = getattr(child, "init", {})
+            if name not in declared:
+                raise TypeError(f"{type(child).__name__} does not declare how its parameter {name!r} is initialised")
+            found[f"{prefix}.{name}" if prefix else name] = declared[name]
+    return found
+
+
+@torch.no_grad()
+def initialise(targets: Mapping[str, torch.Tensor], inits: Mapping[str, Init], seed: int) -> None:
+    """Fill tensors with their initial values.
+
+    Args:
+        targets: global parameter name -> tensor of the full shape (any device and dtype), written in place.
+        inits: global parameter name -> how it is initialised.
+    """
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        drawn = {name: pool.submit(draw, inits[name], targets[name].shape, seed, name) for name in targets}
+        for name in list(drawn):
+            targets[name].copy_(drawn.pop(name).result())

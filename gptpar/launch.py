@@ -1,0 +1,42 @@
+"""Start one worker for each visible GPU, unless somebody (torchrun, SLURM) has done so already."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+
+def is_worker() -> bool:
+    """Whether this process was started by torchrun or by :func:`start_workers`."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def workers_wanted(nproc_per_node: int | None) -> int:
+    """Processes this machine is to run: as asked for, else one for each visible GPU, else one."""
+    return nproc_per_node or max(1, torch.cuda.device_count())
+
+
+def start_workers(count: int, argv: Sequence[str]) -> int:
+    """Run ``python -m gptpar ARGV`` in ``count`` processes through torch.distributed.run; returns an exit code.
+
+    Args:
+        argv: the verb and its flags.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    # What went wrong is said by the worker itself and by the line below; torchrun's own report would bury both.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    words = ["--standalone", f"--nproc-per-node={count}", "-m", "gptpar", *argv]
+    try:
+        run(get_args_parser().parse_args(words))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"error: rank {rank} ended with exit code {failure.exitcode}; its message is above", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0

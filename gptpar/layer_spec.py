@@ -1,0 +1,64 @@
+"""A model is a list of layer specifications; a layer is built only where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class LayerSpec:
+    """How to build one layer, without building it.
+
+    Args:
+        cls: the layer's class, a subclass of ``nn.Module``.
+        *args: its positional arguments.
+        name: the layer's global name, the same on every stage and in every checkpoint; parameters are called
+            ``name.parameter``.
+        batch_fields: fields of the micro-batch that the layer wants beside its input; it is called as
+            ``layer(x, *fields)``. They never travel between stages, because every stage can read the data.
+        **kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: ``cls`` is not a module class.
+    """
+
+    def __init__(
+        self, cls: type[nn.Module], *args: Any, name: str = "", batch_fields: tuple[str, ...] = (), **kwargs: Any
+    ):
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"a LayerSpec takes a subclass of torch.nn.Module, not {cls!r}")
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+        self.name = name
+        self.batch_fields = batch_fields
+
+    def build(self) -> nn.Module:
+        """Construct the layer."""
+        return self.cls(*self.args, **self.kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.cls.__name__}, name={self.name!r})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer whose module is shared by all specs with the same key.
+
+    Args:
+        key: what the sharing specs have in common.
+        forward_fn: called as ``forward_fn(module, x, *fields)`` instead of the module itself.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        cls: type[nn.Module],
+        *args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(cls, *args, **kwargs)
+        self.key = key
+        self.forward_fn = forward_fn

@@ -1,0 +1,1 @@
+"""The GPT: layers, their list, and what they cost."""

@@ -1,0 +1,164 @@
+"""Counts of parameters and floating point operations of a GPT, from its shape alone.
+
+Two definitions of a model's FLOPs are in use, and they differ by 2 to 15 % of a utilisation figure: attention
+over the whole square (PaLM, arXiv 2204.02311 appendix B; nanoGPT, torchtitan) or over its causal half
+(Megatron-LM since 2025, llm.c). Both are offered here, always under their name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+
+class Shape(Protocol):
+    """What a GPT's size depends on: any object with these attributes, all of them resolved."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_query_groups(self) -> int: ...
+    @property
+    def kv_channels(self) -> int: ...
+    @property
+    def seq_length(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def padded_vocab_size(self) -> int: ...
+    @property
+    def position_embedding_type(self) -> str: ...
+    @property
+    def normalization(self) -> str: ...
+    @property
+    def swiglu(self) -> bool: ...
+    @property
+    def add_bias_linear(self) -> bool: ...
+    @property
+    def add_qkv_bias(self) -> bool: ...
+    @property
+    def untie_embeddings_and_output_weights(self) -> bool: ...
+
+
+def query_width(shape: Shape) -> int:
+    """Width of all query heads together, which is also the width of the attention's output."""
+    return shape.num_attention_heads * shape.kv_channels
+
+
+def qkv_width(shape: Shape) -> int:
+    """Output width of the fused query, key and value projection."""
+    return query_width(shape) + 2 * shape.num_query_groups * shape.kv_channels
+
+
+def fc1_width(shape: Shape) -> int:
+    """Output width of the MLP's first matrix: SwiGLU computes a gate beside the value."""
+    return shape.ffn_hidden_size * (2 if shape.swiglu else 1)
+
+
+def _layer_matmul_parameters(shape: Shape) -> int:
+    attention = qkv_width(shape) + query_width(shape)
+    return shape.hidden_size * (attention + fc1_width(shape) + shape.ffn_hidden_size)
+
+
+def _layer_bias_parameters(shape: Shape) -> int:
+    qkv = qkv_width(shape) if shape.add_bias_linear or shape.add_qkv_bias else 0
+    rest = 2 * shape.hidden_size + fc1_width(shape) if shape.add_bias_linear else 0
+    return qkv + rest
+
+
+def matmul_parameters(shape: Shape) -> int:
+    """Parameters that multiply every token: the layers' matrices and the LM head once, tied or not."""
+    return shape.num_layers * _layer_matmul_parameters(shape) + shape.hidden_size * shape.padded_vocab_size
+
+
+def num_parameters(shape: Shape) -> int:
+    """All parameters of the whole model, exactly; the vocabulary counted as padded, a tied head once."""
+    norm = shape.hidden_size * (1 if shape.normalization == "RMSNorm" else 2)
+    layer_extras = 2 * norm + _layer_bias_parameters(shape)
+    learned = shape.position_embedding_type == "learned_absolute"
+    positions = shape.max_position_embeddings * shape.hidden_size if learned else 0
+    input_embedding = shape.hidden_size * shape.padded_vocab_size
+    untied = input_embedding if shape.untie_embeddings_and_output_weights else 0
+    return matmul_parameters(shape) + shape.num_layers * layer_extras + norm + positions + untied
+
+
+def flops_per_token(shape: Shape, *, causal: bool) -> float:
+    """FLOPs of one token's forward and backward pass; recomputation is not counted.
+
+    ``6 N + 12 L w s`` over the whole attention square, ``6 N + 6 L w s`` over its causal half, with N the
+    matmul parameters, w the width of all heads and s the sequence length. The causal count times the tokens
+    of an iteration equals Megatron-LM's ``num_floating_point_operations``.
+    """
+    attention = (6 if causal else 12) * shape.num_layers * query_width(shape) * shape.seq_length
+    return 6.0 * matmul_parameters(shape) + attention
+
+
+def tflops_per_gpu(shape: Shape, tokens_per_s_per_gpu: float) -> float:
+    """TFLOP/s per GPU as Megatron-LM's ``--log-throughput`` prints it (causal attention)."""
+    return flops_per_token(shape, causal=True) * tokens_per_s_per_gpu / 1e12
+
+
+def mfu(tokens_per_s_per_gpu: float, flops_per_token: float, peak: float | None) -> float | None:
+    """Model FLOPs utilisation as a fraction of ``peak`` FLOP/s; None where the peak is unknown."""
+    return None if peak is None else tokens_per_s_per_gpu * flops_per_token / peak
+
+
+# Dense TFLOP/s of one device at (bf16, fp16, tf32, fp32) from the makers' data sheets, half-precision
+# products summed in fp32; None where the device lacks the type. A row applies when all its words are in the
+# device's name, and the first such row counts, so variants stand before the plain name.
+_PEAK_TFLOPS: tuple[tuple[str, tuple[float | None, float | None, float | None, float]], ...] = (
+    ("b200", (2250, 2250, 1125, 75)),
+    ("gh200", (989, 989, 494.5, 67)),
+    ("h200 nvl", (835.5, 835.5, 417.5, 60)),
+    ("h200", (989, 989, 494.5, 67)),
+    ("h100 nvl", (835.5, 835.5, 417.5, 60)),
+    ("h100 pcie", (756, 756, 378, 51)),
+    ("h100", (989, 989, 494.5, 67)),
+    ("h800 pcie", (756, 756, 378, 51)),
+    ("h800", (989, 989, 494.5, 67)),
+    ("h20", (148, 148, 74, 44)),
+    ("a100", (312, 312, 156, 19.5)),
+    ("a800", (312, 312, 156, 19.5)),
+    ("a40", (149.7, 149.7, 74.8, 37.4)),
+    ("a30", (165, 165, 82, 10.3)),
+    ("a10", (125, 125, 62.5, 31.2)),
+    ("a10g", (70, 70, 35, 35)),
+    ("rtx a6000", (154.8, 154.8, 77.4, 38.7)),
+    ("l40s", (362, 362, 183, 91.6)),
+    ("l40", (181, 181, 90.5, 90.5)),
+    ("l4", (121, 121, 60, 30.3)),
+    ("rtx 6000 ada", (364.2, 364.2, 182.1, 91.1)),
+    ("rtx 4090", (165.2, 165.2, 82.6, 82.6)),
+    ("rtx 3090", (71, 71, 35.6, 35.6)),
+    ("v100 pcie", (None, 112, None, 14)),
+    ("v100", (None, 125, None, 15.7)),
+    ("t4", (None, 65, None, 8.1)),
+    ("mi300x", (1307.4, 1307.4, 653.7, 163.4)),
+)
+_COLUMN = {"bf16": 0, "fp16": 1, "tf32": 2, "fp32": 3}
+
+# A MIG slice, a laptop chip or a sister card shares the name but not the speed.
+_OTHER_VARIANTS = {"mig", "laptop", "max", "mobile", "d", "ti"}
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak FLOP/s of the device that ``torch.cuda.get_device_name()`` names.
+
+    ``precision`` is the matrix products' type, "bf16", "fp16", "fp32", or "tf32" for fp32 training with
+    TF32 products allowed. None for any other type, and for a device that is not in the table (a CPU, say)
+    or has no units for the type; MFU is then not reported.
+    """
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    if words & _OTHER_VARIANTS or precision not in _COLUMN:
+        return None
+    for row, peaks in _PEAK_TFLOPS:
+        if words.issuperset(row.split()):
+            peak = peaks[_COLUMN[precision]]
+            return None if peak is None else peak * 1e12
+    return None

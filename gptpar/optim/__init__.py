@@ -1,0 +1,1 @@
+"""The optimizer, its schedules, gradient sums and loss scale."""

@@ -1,0 +1,65 @@
+"""Where each parameter lies in the flat buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 64
+"""Elements; every parameter starts on a multiple, so that its views are aligned for vector and tensor-core loads."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: ``buffer[start:stop]`` viewed as ``shape``."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """All parameters of a stage in one range, those with weight decay first.
+
+    Within each half the order is the reverse of the forward pass: gradients arrive in the order in which they lie, so a
+    contiguous piece of the buffer is complete as early as it can be.
+
+    Attributes:
+        decayed: length of the part with weight decay.
+        length: length of the whole.
+    """
+
+    slots: dict[str, Slot]
+    decayed: int
+    length: int
+
+    @staticmethod
+    def of(shapes: Mapping[str, torch.Size]) -> FlatLayout:
+        """Lay out parameters.
+
+        Args:
+            shapes: global name -> full shape, in forward order.
+        """
+        names = sorted(reversed(list(shapes)), key=lambda name: not has_decay(name, shapes[name]))
+        slots: dict[str, Slot] = {}
+        start = decayed = 0
+        for name in names:
+            stop = start + math.prod(shapes[name])
+            slots[name] = Slot(start, stop, shapes[name])
+            start = -(-stop // ALIGNMENT) * ALIGNMENT
+            if has_decay(name, shapes[name]):
+                decayed = start
+        return FlatLayout(slots, decayed, start)
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each parameter's view of a buffer of this layout."""
+        return {name: buffer[slot.start : slot.stop].view(slot.shape) for name, slot in self.slots.items()}
+
+
+def has_decay(name: str, shape: torch.Size) -> bool:
+    """Whether weight decay applies: not to biases, not to vectors (Megatron's rule), judged on the full shape."""
+    return len(shape) > 1 and not name.endswith(".bias")

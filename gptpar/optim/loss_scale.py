@@ -1,0 +1,75 @@
+"""Loss scales for fp16."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gptpar.config import PrecisionConfig
+from gptpar.errors import GptparError
+
+
+@dataclass
+class LossScale:
+    """A constant scale (``dynamic`` false), or Megatron's dynamic one.
+
+    Dynamic: after ``hysteresis`` overflows the scale halves, and so it does at each further overflow; after ``window``
+    good steps in a row it doubles and the hysteresis is restored.
+    """
+
+    value: float
+    dynamic: bool
+    minimum: float = 1.0
+    window: int = 1000
+    hysteresis: int = 2
+    good_steps: int = 0
+    tolerance: int = 2
+
+    def update(self, overflow: bool) -> None:
+        """Take note of a step.
+
+        Raises:
+            GptparError: an overflow although the scale is already at its minimum.
+        """
+        if not self.dynamic:
+            return
+        if not overflow:
+            self.good_steps += 1
+            if self.good_steps == self.window:
+                self.good_steps, self.tolerance, self.value = 0, self.hysteresis, self.value * 2
+            return
+        self.good_steps = 0
+        self.tolerance -= 1
+        if self.tolerance > 0:
+            return
+        if self.value <= self.minimum:
+            raise GptparError(
+                f"the loss scale is already at its minimum ({self.minimum:g}) and the gradient still overflows: the run "
+                "has diverged, or the model does not fit fp16; lower --lr, lengthen the warm-up, or use --bf16."
+            )
+        self.value = max(self.value / 2, self.minimum)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return asdict(self)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's scale; how it moves on is this run's configuration."""
+        if self.dynamic and state["dynamic"]:
+            self.value, self.good_steps, self.tolerance = state["value"], state["good_steps"], state["tolerance"]
+
+
+def make_loss_scale(config: PrecisionConfig) -> LossScale:
+    """1 without fp16, constant with ``--loss-scale``, else dynamic."""
+    if not config.fp16:
+        return LossScale(1.0, dynamic=False)
+    if config.loss_scale is not None:
+        return LossScale(config.loss_scale, dynamic=False)
+    return LossScale(
+        config.initial_loss_scale,
+        dynamic=True,
+        minimum=config.min_loss_scale,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        tolerance=config.hysteresis,
+    )

@@ -1,0 +1,112 @@
+"""Learning rate and weight decay as pure functions of how much has been trained on (Megatron's schedules).
+
+Progress is measured in samples, or in tokens when any of the token flags is given. The step that starts at progress n
+trains with ``learning_rate(n)``: with a warm-up the very first step has the initial rate, as in Megatron.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gptpar.config import Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All lengths are in the unit of progress (samples or tokens).
+
+    Attributes:
+        unit: samples, or tokens when ``in_tokens``.
+        total: length of the run, over which the weight decay grows.
+    """
+
+    max_lr: float
+    min_lr: float
+    init_lr: float
+    warmup: float
+    decay: float
+    style: str
+    wsd_tail: float
+    wsd_style: str
+    start_decay: float
+    end_decay: float
+    decay_style: str
+    total: float
+    in_tokens: bool
+
+    def learning_rate(self, progress: float) -> float:
+        """The rate for a step that starts after ``progress`` samples (or tokens)."""
+        if self.warmup > 0 and progress <= self.warmup:
+            return self.init_lr + (self.max_lr - self.init_lr) * progress / self.warmup
+        if self.style == "constant":
+            return self.max_lr
+        if progress > self.decay:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1) / max(progress, 1)))
+        return self.min_lr + self._coefficient(progress) * (self.max_lr - self.min_lr)
+
+    def _coefficient(self, progress: float) -> float:
+        if self.style == "WSD":
+            start = self.decay - self.wsd_tail
+            return 1.0 if progress <= start else _tail(self.wsd_style, (progress - start) / self.wsd_tail)
+        ratio = (progress - self.warmup) / max(self.decay - self.warmup, 1)
+        return 1.0 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+
+    def weight_decay(self, progress: float) -> float:
+        """The decay for a step that starts after ``progress`` samples (or tokens)."""
+        if self.decay_style == "constant" or progress > self.total:
+            return self.end_decay
+        ratio = progress / self.total
+        coefficient = ratio if self.decay_style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)
+        return self.start_decay + coefficient * (self.end_decay - self.start_decay)
+
+
+def _tail(style: str, ratio: float) -> float:
+    return {
+        "linear": 1.0 - ratio,
+        "cosine": 0.5 * (math.cos(math.pi * ratio) + 1.0),
+        "exponential": 2.0 * 0.5**ratio - 1.0,
+        "minus_sqrt": 1.0 - math.sqrt(ratio),
+    }[style]
+
+
+def make_schedule(config: Config, train_samples: int) -> Schedule:
+    """Translate the flags.
+
+    Args:
+        config: a resolved configuration.
+        train_samples: samples in the whole run.
+    """
+    o, seq_length = config.optimizer, config.model.seq_length
+    assert o.lr is not None and seq_length and config.batch.global_batch_size
+    batch = config.batch.global_batch_size
+    in_tokens = o.lr_decay_tokens is not None or o.lr_warmup_tokens is not None
+    unit = seq_length if in_tokens else 1
+    decay = o.lr_decay_tokens
+    if decay is None:
+        decay_samples = o.lr_decay_samples or (o.lr_decay_iters or 0) * batch or train_samples
+        decay = decay_samples * unit
+    if o.lr_warmup_tokens is not None:
+        warmup: float = o.lr_warmup_tokens
+    elif o.lr_warmup_fraction is not None:
+        warmup = o.lr_warmup_fraction * decay
+    else:
+        warmup = (o.lr_warmup_samples or o.lr_warmup_iters * batch) * unit
+    constant = o.weight_decay_incr_style == "constant"
+    return Schedule(
+        max_lr=o.lr,
+        min_lr=o.min_lr,
+        init_lr=o.lr_warmup_init,
+        warmup=warmup,
+        decay=decay,
+        style=o.lr_decay_style,
+        wsd_tail=(o.lr_wsd_decay_samples or (o.lr_wsd_decay_iters or 0) * batch) * unit,
+        wsd_style=o.lr_wsd_decay_style,
+        start_decay=o.weight_decay if constant else o.start_weight_decay or 0.0,
+        end_decay=o.weight_decay if constant else o.end_weight_decay or 0.0,
+        decay_style=o.weight_decay_incr_style,
+        total=train_samples * unit,
+        in_tokens=in_tokens,
+    )

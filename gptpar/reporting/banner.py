@@ -1,0 +1,67 @@
+"""Plain text layout of the start banner: titled sections of aligned ``name value  (reason)`` rows."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WIDTH = 100
+_INDENT = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fact; ``reason`` says where a derived value comes from."""
+
+    name: str
+    value: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    rows: Sequence[Row]
+
+
+def banner(sections: Sequence[Section]) -> str:
+    """All sections as text, no line longer than 100 characters; values start in one column throughout.
+
+    Sections without rows are left out. Text that does not fit goes on under its value.
+    """
+    shown = [section for section in sections if section.rows]
+    column = _INDENT + 2 + max((len(row.name) for section in shown for row in section.rows), default=0)
+    return "\n".join(line for section in shown for line in _section_lines(section, column))
+
+
+def _section_lines(section: Section, column: int) -> list[str]:
+    title = f"--- {section.title} "
+    lines = [title.ljust(WIDTH, "-")]
+    for row in section.rows:
+        text = f"{row.value}  ({row.reason})" if row.reason else row.value
+        lines += textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent=" " * _INDENT + row.name.ljust(column - _INDENT),
+            subsequent_indent=" " * column,
+        )
+    return lines
+
+
+def format_bytes(count: float) -> str:
+    """``1.50 GiB``: bytes in the largest binary unit that leaves at least 1."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    exponent = 0
+    while abs(count) >= 1024 and exponent < len(units) - 1:
+        count /= 1024
+        exponent += 1
+    return f"{count:.2f} {units[exponent]}" if exponent else f"{count:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """``1.31 B``: a count of parameters or tokens in thousands, millions, billions or trillions."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f}"

@@ -1,0 +1,70 @@
+"""The lines a run prints, in Megatron-LM's order and formats so that existing log parsers work unchanged.
+
+What Megatron-LM does not print (tokens/s, MFU, progress, ETA) follows after its last field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from datetime import datetime
+
+from gptpar.reporting.records import IterationRecord, ValidationRecord
+
+
+def iteration_line(
+    record: IterationRecord, *, log_throughput: bool = False, now: datetime | None = None
+) -> str:
+    """One training line, timestamp included (``now`` defaults to the current time)."""
+    fields = [*_megatron_fields(record, log_throughput), *_own_fields(record)]
+    return f" [{now or datetime.now():%Y-%m-%d %H:%M:%S.%f}]" + "".join(f" {field} |" for field in fields)
+
+
+def _megatron_fields(r: IterationRecord, log_throughput: bool) -> Iterator[str]:
+    yield f"iteration {r.iteration:8d}/{r.train_iters:8d}"
+    yield f"consumed samples: {r.consumed_samples:12d}"
+    if r.skipped_samples > 0:
+        yield f"skipped samples: {r.skipped_samples:12d}"
+    yield f"elapsed time per iteration (ms): {r.elapsed_ms:.1f}"
+    if log_throughput:
+        yield f"throughput per GPU (TFLOP/s/GPU): {r.tflops_per_gpu:.1f}"
+    yield f"learning rate: {r.learning_rate:.6E}"
+    yield f"global batch size: {r.global_batch_size:5d}"
+    if r.lm_loss is not None:
+        yield f"lm loss: {r.lm_loss:.6E}"
+    yield f"loss scale: {r.loss_scale:.1f}"
+    if r.grad_norm is not None:
+        yield f"grad norm: {r.grad_norm:.3f}"
+    if r.num_zeros is not None:
+        yield f"num zeros: {r.num_zeros}"
+    if r.params_norm is not None:
+        yield f"params norm: {r.params_norm:.3f}"
+    yield f"number of skipped iterations: {r.num_skipped:3d}"
+    yield f"number of nan iterations: {r.num_nan:3d}"
+
+
+def _own_fields(r: IterationRecord) -> Iterator[str]:
+    yield f"tokens/s: {r.tokens_per_s:.1f}"
+    if r.mfu is not None and r.mfu_causal is not None:
+        yield f"MFU: {r.mfu:.1%} (causal {r.mfu_causal:.1%})"
+    yield f"{r.progress:.1%} done"
+    yield f"ETA: {format_duration(r.eta_s)}"
+
+
+def validation_lines(record: ValidationRecord) -> str:
+    """The three lines of an evaluation: the losses between two rules of dashes."""
+    where = f"iteration {record.iteration}" + (" on test set" if record.split == "test" else "")
+    values = f"lm loss value: {record.loss:.6E} | lm loss PPL: {record.perplexity:.6E}"
+    line = f" validation loss at {where} | {values} | "
+    rule = "-" * (len(line) + 1)
+    return f"{rule}\n{line}\n{rule}"
+
+
+def format_duration(seconds: float) -> str:
+    """``0:12:34`` for hours, minutes and seconds, ``2d 03:04:05`` with days, ``unknown`` if not finite."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    minutes, s = divmod(round(max(seconds, 0.0)), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return f"{days}d {h:02d}:{m:02d}:{s:02d}" if days else f"{h}:{m:02d}:{s:02d}"

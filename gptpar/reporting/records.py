@@ -1,0 +1,74 @@
+"""The facts of one training iteration and of one evaluation, as every sink receives them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """State of the device's caching allocator, from ``torch.cuda.memory_stats()``."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+    max_allocated_bytes: int
+    allocated_count: int
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """One iteration, or several with times and losses averaged.
+
+    Attributes:
+        iteration: number of the iteration just finished, from 1.
+        elapsed_ms: wall time of one iteration.
+        lm_loss: None when every iteration was skipped.
+        grad_norm: before clipping; None when it is not computed.
+        num_skipped, num_nan: iterations since the last record that took no step, or had a NaN loss.
+        tflops_per_gpu: by Megatron-LM's formula.
+        mfu, mfu_causal: fractions of the peak, counting full and causal attention; None without a known peak.
+        progress: finished fraction of the run, from 0 to 1.
+        eta_s: seconds to the end of the run.
+    """
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    consumed_tokens: int
+    elapsed_ms: float
+    learning_rate: float
+    global_batch_size: int
+    lm_loss: float | None
+    loss_scale: float
+    grad_norm: float | None
+    num_skipped: int
+    num_nan: int
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float | None
+    mfu_causal: float | None
+    progress: float
+    eta_s: float
+    skipped_samples: int = 0
+    params_norm: float | None = None
+    num_zeros: int | None = None
+    memory: MemoryStats | None = None
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """The mean loss over the validation or the test set after an iteration."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    loss: float
+    split: Literal["validation", "test"] = "validation"
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``, with the loss capped at 20 as in Megatron-LM."""
+        return math.exp(min(self.loss, 20.0))

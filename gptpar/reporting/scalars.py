@@ -1,0 +1,87 @@
+"""The scalars that TensorBoard and Weights & Biases receive, named as Megatron-LM names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.reporting.records import IterationRecord, MemoryStats, ValidationRecord
+
+# Megatron-LM draws these a second time over consumed samples.
+VERSUS_SAMPLES = frozenset(
+    {
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "loss-scale",
+        "world-size",
+        "grad-norm",
+        "num-zeros",
+        "params-norm",
+        "lm loss validation",
+        "lm loss validation ppl",
+        "lm loss test",
+        "lm loss test ppl",
+    }
+)
+
+
+@dataclass(frozen=True)
+class ScalarOptions:
+    """Which scalars are written, and how often: one field a Megatron ``--*-to-tensorboard`` flag.
+
+    Attributes:
+        interval: iterations from one written record to the next.
+        log_timers: also time, TFLOP/s, tokens/s and MFU of an iteration.
+    """
+
+    interval: int = 1
+    log_timers: bool = False
+    log_learning_rate: bool = True
+    log_batch_size: bool = True
+    log_loss_scale: bool = True
+    log_world_size: bool = False
+    log_memory: bool = False
+    log_validation_ppl: bool = False
+
+
+def iteration_scalars(record: IterationRecord, options: ScalarOptions, world_size: int) -> dict[str, float]:
+    """The scalars of one iteration by name, those without a value left out; ``iteration-time`` in seconds."""
+    values: dict[str, float | None] = {
+        "learning-rate": record.learning_rate if options.log_learning_rate else None,
+        "skipped-train-samples": record.skipped_samples or None,
+        "batch-size": record.global_batch_size if options.log_batch_size else None,
+        "lm loss": record.lm_loss,
+        "loss-scale": record.loss_scale if options.log_loss_scale else None,
+        "world-size": world_size if options.log_world_size else None,
+        "grad-norm": record.grad_norm,
+        "num-zeros": record.num_zeros,
+        "params-norm": record.params_norm,
+    }
+    if options.log_memory and record.memory is not None:
+        values |= _memory_scalars(record.memory)
+    if options.log_timers:
+        values |= {
+            "iteration-time": record.elapsed_ms / 1000,
+            "throughput": record.tflops_per_gpu,
+            "tokens-per-second": record.tokens_per_s,
+            "mfu": record.mfu,
+            "mfu-causal": record.mfu_causal,
+        }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _memory_scalars(memory: MemoryStats) -> dict[str, float | None]:
+    return {
+        "mem-reserved-bytes": memory.reserved_bytes,
+        "mem-allocated-bytes": memory.allocated_bytes,
+        "mem-max-allocated-bytes": memory.max_allocated_bytes,
+        "mem-allocated-count": memory.allocated_count,
+    }
+
+
+def validation_scalars(record: ValidationRecord, options: ScalarOptions) -> dict[str, float]:
+    """The scalars of one evaluation by name."""
+    values = {f"lm loss {record.split}": record.loss}
+    if options.log_validation_ppl:
+        values[f"lm loss {record.split} ppl"] = record.perplexity
+    return values

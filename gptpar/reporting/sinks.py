@@ -1,0 +1,150 @@
+"""Where a run's records go besides the console: metrics.jsonl, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from gptpar.errors import ConfigError
+from gptpar.reporting import metrics_file
+from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.reporting.scalars import VERSUS_SAMPLES, ScalarOptions, iteration_scalars, validation_scalars
+
+
+class Sink(Protocol):
+    """Receives every iteration and every evaluation of a run, in order."""
+
+    def iteration(self, record: IterationRecord) -> None: ...
+
+    def validation(self, record: ValidationRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """Appends to ``metrics.jsonl`` in the run's folder, each line complete on disk as soon as it is written.
+
+    Args:
+        folder: the run's folder, created where missing.
+        resume_iteration: iteration of the checkpoint the run goes on from, 0 for a fresh start; see
+            ``metrics_file.prepare`` for what becomes of a file that is already there.
+    """
+
+    def __init__(self, folder: Path, resume_iteration: int = 0):
+        path = folder / metrics_file.FILE_NAME
+        metrics_file.prepare(path, resume_iteration)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def iteration(self, record: IterationRecord) -> None:
+        self._file.write(metrics_file.json_line(metrics_file.iteration_object(record)))
+
+    def validation(self, record: ValidationRecord) -> None:
+        self._file.write(metrics_file.json_line(metrics_file.validation_object(record)))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Writes TensorBoard event files with Megatron-LM's scalar names, each over iterations and over samples.
+
+    Args:
+        queue_size: events kept in memory before they are flushed to disk.
+    """
+
+    def __init__(self, folder: Path, options: ScalarOptions, world_size: int = 1, queue_size: int = 1000):
+        tensorboard = _import("torch.utils.tensorboard", "--tensorboard-dir", "tensorboard")
+        self._writer = tensorboard.SummaryWriter(log_dir=str(folder), max_queue=queue_size)
+        self._options = options
+        self._world_size = world_size
+
+    def iteration(self, record: IterationRecord) -> None:
+        if record.iteration % self._options.interval == 0:
+            self._write(iteration_scalars(record, self._options, self._world_size), record)
+
+    def validation(self, record: ValidationRecord) -> None:
+        self._write(validation_scalars(record, self._options), record)
+
+    def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, record.iteration)
+            if name in VERSUS_SAMPLES:
+                self._writer.add_scalar(f"{name} vs samples", value, record.consumed_samples)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Logs to Weights & Biases under the same names; works without a network when WANDB_MODE=offline is set.
+
+    Args:
+        settings: the run's configuration, shown beside its curves.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: ScalarOptions,
+        world_size: int,
+        project: str,
+        name: str | None,
+        settings: Mapping[str, Any],
+    ):
+        wandb = _import("wandb", "--wandb-project", "gptpar[wandb]")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(settings))
+        self._options = options
+        self._world_size = world_size
+
+    def iteration(self, record: IterationRecord) -> None:
+        if record.iteration % self._options.interval == 0:
+            scalars = iteration_scalars(record, self._options, self._world_size)
+            self._run.log(scalars | {"samples vs steps": record.consumed_samples}, step=record.iteration)
+
+    def validation(self, record: ValidationRecord) -> None:
+        self._run.log(validation_scalars(record, self._options), step=record.iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _import(module: str, flag: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        remedy = f"run pip install '{package}', or drop the flag"
+        raise ConfigError([f"{flag} needs a package that is not installed ({error}): {remedy}"]) from error
+
+
+def make_sinks(
+    *,
+    run_folder: Path | None,
+    resume_iteration: int = 0,
+    world_size: int = 1,
+    options: ScalarOptions | None = None,
+    tensorboard_folder: Path | None = None,
+    tensorboard_queue_size: int = 1000,
+    wandb_project: str | None = None,
+    wandb_name: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> list[Sink]:
+    """The sinks that were asked for: each one whose folder or project is given.
+
+    Raises:
+        ConfigError: a sink's package is not installed.
+        GptparError: ``metrics.jsonl`` holds a line that cannot be read.
+    """
+    options = options or ScalarOptions()
+    sinks: list[Sink] = []
+    if tensorboard_folder is not None:
+        sinks.append(TensorBoardSink(tensorboard_folder, options, world_size, tensorboard_queue_size))
+    if wandb_project:
+        folder = run_folder or Path.cwd()
+        sinks.append(WandbSink(folder, options, world_size, wandb_project, wandb_name, settings or {}))
+    if run_folder is not None:
+        sinks.append(JsonlSink(run_folder, resume_iteration))
+    return sinks

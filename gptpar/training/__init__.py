@@ -1,0 +1,1 @@
+"""Pretraining: from a configuration to a trained, saved and reported model."""

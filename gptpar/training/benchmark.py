@@ -1,0 +1,112 @@
+"""``gptpar benchmark``: pretrain's own code path on synthetic tokens, summed up in one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from typing import Any, cast
+
+import torch
+
+from gptpar.config import Config
+from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.validate import resolve
+from gptpar.launch import is_worker, start_workers, workers_wanted
+from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
+from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.topology import world_from_environment
+from gptpar.training.reporter import device_peak
+from gptpar.training.run import Run, open_run
+
+DESCRIPTION = """Time training steps on synthetic tokens with any of pretrain's flags, and print one JSON line with the
+median step. Both MFUs divide by the device's dense peak: mfu counts attention over the full square,
+12 x layers x width x length a token; mfu_causal counts half of it."""
+
+
+class _Times:
+    """A sink that keeps every record."""
+
+    def __init__(self) -> None:
+        self.records: list[IterationRecord] = []
+
+    def iteration(self, record: IterationRecord) -> None:
+        self.records.append(record)
+
+    def validation(self, record: ValidationRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _extra_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("benchmark")
+    group.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps (default: 20)")
+    group.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="steps before them (default: 5)")
+
+
+def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
+    """Fill what a benchmark need not say; what the user said stays."""
+    steps = parsed.rest.steps + parsed.rest.warmup_steps
+    config = parsed.config
+    if config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_size is None:
+        config = config.update("tokenizer", vocab_size=50257)
+    if config.optimizer.lr is None:
+        config = config.update("optimizer", lr=3e-4)
+    config = config.update("data", mock_data=True, data_path=None)
+    config = config.update("batch", train_iters=steps, train_samples=None, train_tokens=None)
+    config = config.update("logging", eval_iters=0, log_interval=max(1, steps))
+    return dataclasses.replace(parsed, config=config)
+
+
+def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dict[str, Any]:
+    """The figures of the timed steps."""
+    topology, shape = run.trainer.topology, cast(Shape, run.config.model)
+    ms = sorted(record.elapsed_ms for record in records)
+    median = statistics.median(ms)
+    tokens = run.plan.full * shape.seq_length
+    per_s = tokens / median * 1e3
+    per_gpu = per_s / topology.layout.world_size
+    peak = device_peak(config, topology.device)
+    on_gpu = topology.device.type == "cuda"
+    return {
+        "model": config.model.preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
+        "params": num_parameters(shape),
+        "tokens_per_s": round(per_s, 1),
+        "tokens_per_s_per_gpu": round(per_gpu, 1),
+        "ms_per_step": round(median, 3),
+        "ms_min": round(ms[0], 3),
+        "ms_max": round(ms[-1], 3),
+        "mfu": _rounded(mfu(per_gpu, flops_per_token(shape, causal=False), peak)),
+        "mfu_causal": _rounded(mfu(per_gpu, flops_per_token(shape, causal=True), peak)),
+        "peak_mem_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
+        "loss": _rounded(records[-1].lm_loss),
+        "layout": topology.layout.describe(),
+        "seq_length": shape.seq_length,
+        "micro_batch_size": config.batch.micro_batch_size,
+        "global_batch_size": run.plan.full,
+        "precision": config.precision.dtype,
+        "steps": len(ms),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def main(argv: list[str]) -> int:
+    """Time the steps; the main process prints the line last."""
+    parsed = _with_defaults(parse_flags(argv, prog="gptpar benchmark", description=DESCRIPTION, extra=_extra_flags))
+    worker = is_worker()
+    count = world_from_environment()[2] if worker else workers_wanted(parsed.config.parallel.nproc_per_node)
+    config, derived = resolve(parsed, count)
+    if count > 1 and not worker:
+        return start_workers(count, ["benchmark", *argv])
+    times = _Times()
+    with open_run(config, derived, parsed.without_effect, more_sinks=[times]) as run:
+        run.train()
+        if run.trainer.topology.is_main:
+            print(json.dumps(result_line(config, run, times.records[parsed.rest.warmup_steps :])), flush=True)
+    return 0

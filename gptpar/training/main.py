@@ -1,0 +1,43 @@
+"""``gptpar pretrain``"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gptpar.config import Config
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.launch import is_worker, start_workers, workers_wanted
+from gptpar.tokenizer import tokenizer_problems
+from gptpar.topology import world_from_environment
+from gptpar.training.run import pretrain
+
+DESCRIPTION = """Pretrain a GPT. Flags carry Megatron-LM's names and meanings. Without torchrun, one worker is started
+for each visible GPU. Example: gptpar pretrain --preset 124M --mock-data --vocab-size 50257 --micro-batch-size 4
+--train-iters 10 --lr 3e-4"""
+
+
+def tokenizer_checks(config: Config) -> Iterable[str]:
+    """Problems of the tokenizer's flags and files."""
+    t = config.tokenizer
+    if t.tokenizer_type is None:
+        return []
+    return tokenizer_problems(
+        t.tokenizer_type,
+        tokenizer_model=t.tokenizer_model,
+        vocab_file=t.vocab_file,
+        merge_file=t.merge_file,
+        vocab_size=t.vocab_size,
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Validate, start workers if that is still to be done, and train."""
+    parsed = parse_flags(argv, description=DESCRIPTION)
+    worker = is_worker()
+    count = world_from_environment()[2] if worker else workers_wanted(parsed.config.parallel.nproc_per_node)
+    config, derived = resolve(parsed, count, more=tokenizer_checks)
+    if count > 1 and not worker:
+        return start_workers(count, ["pretrain", *argv])
+    pretrain(config, derived, parsed.without_effect)
+    return 0

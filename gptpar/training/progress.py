@@ -1,0 +1,24 @@
+"""How far a run is: what a checkpoint must know to go on exactly there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Progress:
+    """Counters of a run.
+
+    Attributes:
+        iteration: steps begun, skipped ones included.
+        consumed_samples: samples read, those of skipped steps included; this is the position in the data.
+        scheduled_samples: samples of steps that changed the weights; this is the position in the schedules.
+        skipped_iterations: steps whose gradient was not finite.
+        nan_iterations: steps whose loss was not finite.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    scheduled_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0

@@ -1,0 +1,156 @@
+"""Turns finished steps into records for the console, TensorBoard, metrics.jsonl and W&B."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+
+from gptpar.config import Config
+from gptpar.model.flops import Shape, flops_per_token, mfu, peak_flops, tflops_per_gpu
+from gptpar.reporting.console import iteration_line, validation_lines
+from gptpar.reporting.records import IterationRecord, MemoryStats, ValidationRecord
+from gptpar.reporting.sinks import Sink
+from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.progress import Progress
+from gptpar.training.trainer import Step
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """A finished step, read back from the device."""
+
+    step: Step
+    loss: float
+    grad_norm: float
+    skipped: bool
+    params_norm: float | None = None
+    num_zeros: int | None = None
+
+
+def device_peak(config: Config, device: torch.device) -> float | None:
+    """Peak FLOP/s of the device in the run's number format, where it is known."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), config.precision.dtype)
+
+
+@dataclass
+class Reporter:
+    """Only the main process has one that prints and writes.
+
+    Args:
+        plan: sizes and number of steps.
+        world_size: number of processes.
+        sinks: where records go besides the console.
+        say: prints a line.
+    """
+
+    config: Config
+    plan: BatchPlan
+    world_size: int
+    device: torch.device
+    sinks: Sequence[Sink]
+    say: Callable[[str], None]
+    _since: float = field(default_factory=time.perf_counter)
+    _window: list[IterationRecord] = field(default_factory=list)
+    _first: bool = True
+
+    def __post_init__(self) -> None:
+        self._peak = device_peak(self.config, self.device)
+        self._num_iterations = self.plan.num_iterations()
+
+    def restart_clock(self) -> None:
+        """What happened since the last step (an evaluation, a save) is nobody's step time."""
+        self._since = time.perf_counter()
+
+    def step(self, numbers: StepNumbers, progress: Progress) -> None:
+        """Report a finished step; ``progress`` includes it."""
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        record = self._record(numbers, progress, elapsed)
+        self._window.append(record)
+        for sink in self.sinks:
+            sink.iteration(record)
+        due = record.iteration % self.config.logging.log_interval == 0
+        if due or self._first or record.iteration == self._num_iterations:
+            self.say(iteration_line(self._averaged(), log_throughput=self.config.logging.log_throughput))
+            # The first step's time holds compilation and warm-up, so it is not averaged with later ones.
+            self._window.clear()
+            self._first = False
+
+    def _record(self, numbers: StepNumbers, progress: Progress, elapsed: float) -> IterationRecord:
+        shape, step = cast(Shape, self.config.model), numbers.step
+        tokens_per_s = step.samples * shape.seq_length / elapsed
+        per_gpu = tokens_per_s / self.world_size
+        left = max(0, self.plan.train_samples - progress.consumed_samples)
+        return IterationRecord(
+            iteration=step.iteration,
+            train_iters=self._num_iterations,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_samples * shape.seq_length,
+            elapsed_ms=elapsed * 1e3,
+            learning_rate=step.learning_rate,
+            global_batch_size=step.samples,
+            lm_loss=numbers.loss,
+            loss_scale=step.loss_scale,
+            grad_norm=numbers.grad_norm,
+            num_skipped=int(numbers.skipped),
+            num_nan=int(not math.isfinite(numbers.loss)),
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_gpu=per_gpu,
+            tflops_per_gpu=tflops_per_gpu(shape, per_gpu),
+            mfu=mfu(per_gpu, flops_per_token(shape, causal=False), self._peak),
+            mfu_causal=mfu(per_gpu, flops_per_token(shape, causal=True), self._peak),
+            progress=min(1.0, progress.consumed_samples / max(1, self.plan.train_samples)),
+            eta_s=left / step.samples * elapsed,
+            params_norm=numbers.params_norm,
+            num_zeros=numbers.num_zeros,
+            memory=self._memory(),
+        )
+
+    def _memory(self) -> MemoryStats | None:
+        if self.device.type != "cuda" or not self.config.logging.log_memory_to_tensorboard:
+            return None
+        stats = torch.cuda.memory_stats(self.device)
+        return MemoryStats(
+            reserved_bytes=stats["reserved_bytes.all.current"],
+            allocated_bytes=stats["allocated_bytes.all.current"],
+            max_allocated_bytes=stats["allocated_bytes.all.peak"],
+            allocated_count=stats["allocation.all.current"],
+        )
+
+    def _averaged(self) -> IterationRecord:
+        """The window as one record: times and losses averaged, skips summed, the rest as in the last step."""
+        window, last = self._window, self._window[-1]
+        good = [r.lm_loss for r in window if not r.num_skipped and r.lm_loss is not None]
+        ms = sum(r.elapsed_ms for r in window) / len(window)
+        speed = last.elapsed_ms / ms * sum(r.global_batch_size for r in window) / len(window) / last.global_batch_size
+        return replace(
+            last,
+            lm_loss=sum(good) / len(good) if good else None,
+            elapsed_ms=ms,
+            tokens_per_s=last.tokens_per_s * speed,
+            tokens_per_s_per_gpu=last.tokens_per_s_per_gpu * speed,
+            tflops_per_gpu=last.tflops_per_gpu * speed,
+            mfu=None if last.mfu is None else last.mfu * speed,
+            mfu_causal=None if last.mfu_causal is None else last.mfu_causal * speed,
+            eta_s=last.eta_s / speed,
+            num_skipped=sum(r.num_skipped for r in window),
+            num_nan=sum(r.num_nan for r in window),
+        )
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Report an evaluation."""
+        self.say(validation_lines(record))
+        for sink in self.sinks:
+            sink.validation(record)
+
+    def close(self) -> None:
+        """Flush and close the sinks."""
+        for sink in self.sinks:
+            sink.close()

@@ -1,0 +1,147 @@
+"""What a checkpoint holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptpar.checkpoint import find_checkpoints, load_checkpoint, load_meta, read_manifest, save_checkpoint
+from gptpar.config import Config
+from gptpar.errors import CheckpointError, ConfigError
+from gptpar.optim.schedule import Schedule
+from gptpar.training.progress import Progress
+from gptpar.training.trainer import Trainer
+
+RNG_RULE = "dropout is seeded by (seed, iteration, place of the micro-batch in the global batch)"
+
+
+def save(trainer: Trainer, progress: Progress, tokenizer: dict[str, Any]) -> Path:
+    """Write a checkpoint of this moment into the run folder; every process calls it.
+
+    Args:
+        tokenizer: the tokenizer's identity, kept so that a checkpoint is never continued with another vocabulary.
+    """
+    checkpoint = trainer.config.checkpoint
+    assert checkpoint.save is not None
+    meta = {
+        "progress": dataclasses.asdict(progress),
+        "optimizer_steps": trainer.optimizer.steps_taken,
+        "loss_scale": trainer.loss_scale.state(),
+        "schedule": dataclasses.asdict(trainer.schedule),
+        "rng": {"seed": trainer.config.data.seed, "rule": RNG_RULE},
+        "tokenizer": tokenizer,
+        "config": trainer.config.to_dict(),
+        "torch": torch.__version__,
+    }
+    tensors = checkpoint_tensors(trainer, with_moments=not checkpoint.no_save_optim)
+    return save_checkpoint(
+        checkpoint.save, progress.iteration, tensors, meta, keep=checkpoint.keep_checkpoints
+    )
+
+
+def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, torch.Tensor]:
+    """Views of the live state by global name: ``weights/NAME``, ``exp_avg/NAME``, ``exp_avg_sq/NAME``."""
+    return {
+        f"{kind}/{name}": tensor
+        for kind, views in trainer.optimizer.state_tensors().items()
+        for name, tensor in views.items()
+        if with_moments or kind == "weights"
+    }
+
+
+def refuse_foreign_save_folder(config: Config) -> None:
+    """Saving into a folder that holds another run's checkpoints would fail hours later; say so now.
+
+    Raises:
+        ConfigError: ``--save`` holds checkpoints and the run does not continue from them.
+    """
+    c = config.checkpoint
+    if c.save is None or (c.load is not None and Path(c.load).resolve() == Path(c.save).resolve()):
+        return
+    found = find_checkpoints(Path(c.save)) if Path(c.save).is_dir() else []
+    if found:
+        raise ConfigError(
+            [
+                f"--save {c.save} already holds checkpoints (newest: iteration {found[0][0]}): add --load {c.save} to go "
+                "on from there, or choose another folder."
+            ]
+        )
+
+
+def load(trainer: Trainer, tokenizer: dict[str, Any], say: Callable[[str], None]) -> Progress:
+    """Fill the trainer from ``--load`` and return where the run stands; a fresh start without a checkpoint.
+
+    Raises:
+        CheckpointError: no checkpoint although one is required, or one that does not fit this run.
+    """
+    c = trainer.config.checkpoint
+    if c.load is None:
+        return Progress()
+    if not Path(c.load).is_dir() or not find_checkpoints(Path(c.load)):
+        if c.exit_on_missing_checkpoint or c.ckpt_step is not None:
+            raise CheckpointError(f"there is no checkpoint in --load {c.load}")
+        say(f" > no checkpoint in {c.load} yet: starting from the beginning")
+        return Progress()
+    if not c.finetune:
+        newest = load_meta(c.load)
+        _require_same_tokenizer(newest["tokenizer"], tokenizer)
+        trainer.schedule = _agree_on_schedule(trainer, newest["schedule"])
+    weights_only = c.finetune or c.no_load_optim
+    targets = checkpoint_tensors(trainer, with_moments=not weights_only)
+    loaded = load_checkpoint(c.load, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
+    if weights_only and (missing := targets.keys() - _stored_names(loaded.path)):
+        raise CheckpointError(f"{loaded.path} lacks {len(missing)} weights of this model, such as {min(missing)!r}")
+    trainer.optimizer.publish()
+    say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
+    if c.finetune:
+        return Progress()
+    if not weights_only:
+        trainer.optimizer.steps_taken = loaded.meta["optimizer_steps"]
+    trainer.loss_scale.load(loaded.meta["loss_scale"])
+    return Progress(**loaded.meta["progress"])
+
+
+def _stored_names(path: Path) -> set[str]:
+    return set(read_manifest(path).tensors)
+
+
+def _only_missing(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Leaves out the reports of moments that were not asked for."""
+    return lambda sentence: None if "nothing asks for it" in sentence else say(f" > {sentence}")
+
+
+def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    keys = [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
+    return "; ".join(f"{key} {saved.get(key)} there, {here.get(key)} here" for key in keys)
+
+
+def _require_same_tokenizer(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    if differ := _differences(saved, here):
+        raise CheckpointError(
+            f"the checkpoint was trained with another tokenizer ({differ}): use the same one, or --finetune."
+        )
+
+
+def _agree_on_schedule(trainer: Trainer, saved: dict[str, Any]) -> Schedule:
+    """This command line's schedule if it equals the checkpoint's, else what the user said is to win."""
+    here = dataclasses.asdict(trainer.schedule)
+    o = trainer.config.optimizer
+    if o.use_checkpoint_opt_param_scheduler:
+        return Schedule(**saved)
+    differ = _differences(saved, here)
+    if differ and not o.override_opt_param_scheduler:
+        raise CheckpointError(
+            f"the schedule differs from the checkpoint's ({differ}; lengths in samples or tokens): add "
+            "--override-opt-param-scheduler to take this command line's, or --use-checkpoint-opt-param-scheduler."
+        )
+    return trainer.schedule
+
+
+def saved_config(path: Path) -> tuple[Config, dict[str, Any]]:
+    """The configuration and the whole meta of a checkpoint or of a folder's newest one."""
+    meta = load_meta(path)
+    return Config.from_dict(meta["config"]), meta

@@ -1,0 +1,268 @@
+"""A pretraining run, from its command line to its last checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from gptpar.config import Config
+from gptpar.config.derive import Derived
+from gptpar.optim.schedule import make_schedule
+from gptpar.reporting.records import ValidationRecord
+from gptpar.reporting.scalars import ScalarOptions
+from gptpar.reporting.sinks import Sink, make_sinks
+from gptpar.topology import Layout, Topology, open_topology, world_from_environment
+from gptpar.training import resume
+from gptpar.training.banner import start_banner
+from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.data import Loaders, Vocabulary, make_loaders, vocabulary_of, with_vocabulary
+from gptpar.training.interrupt import StopRequest
+from gptpar.training.progress import Progress
+from gptpar.training.reporter import Reporter, StepNumbers
+from gptpar.training.trainer import Step, Trainer
+
+
+@dataclass
+class Run:
+    """Everything a run is made of. :meth:`train` is its story."""
+
+    trainer: Trainer
+    progress: Progress
+    plan: BatchPlan
+    loaders: Loaders
+    vocabulary: Vocabulary
+    reporter: Reporter
+    request: StopRequest
+    say: Callable[[str], None]
+    started: float
+    saved_at: int | None = None
+    evaluated_at: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return self.trainer.config
+
+    def train(self) -> None:
+        """Step until the plan is finished or somebody asks to stop; evaluate and save on the way.
+
+        The numbers of a step are read while the device works on the next one, so nothing ever waits for a reading.
+        """
+        loader = self.loaders["train"]
+        assert loader is not None
+        self.reporter.restart_clock()
+        launched: Step | None = None
+        stop = False
+        while not stop and not self.plan.finished(self.progress.consumed_samples):
+            samples = self.plan.global_batch_size(self.progress.consumed_samples)
+            batches = loader.fetch(self.progress.consumed_samples, samples)
+            loss = self.trainer.forward_backward(batches, self.progress.iteration)
+            if launched is not None:
+                stop = self.finish(launched)
+            launched = self.launch_update(loss, samples)
+            if self.reads_at_once() or self.something_is_due() or stop:
+                stop |= self.finish(launched)
+                launched = None
+                self.do_what_is_due()
+                stop |= self._is_multiple(self.config.batch.exit_interval)
+        if launched is not None:
+            self.finish(launched)
+        self.save()
+
+    def launch_update(self, loss: torch.Tensor, samples: int) -> Step:
+        """Launch the optimizer step and move on in the data."""
+        p, schedule = self.progress, self.trainer.schedule
+        assert self.config.model.seq_length
+        position = p.scheduled_samples * (self.config.model.seq_length if schedule.in_tokens else 1)
+        p.iteration += 1
+        p.consumed_samples += samples
+        return self.trainer.update(
+            loss, iteration=p.iteration, samples=samples, progress=position, stop=self.wants_to_stop()
+        )
+
+    def finish(self, step: Step) -> bool:
+        """Take note of a step that was launched; returns whether any process wants to stop."""
+        loss, grad_norm, skipped, votes = step.readings.read()
+        numbers = StepNumbers(step, loss, grad_norm, bool(skipped), *self.optional_numbers())
+        self.progress.skipped_iterations += numbers.skipped
+        self.progress.nan_iterations += loss != loss
+        self.progress.scheduled_samples += 0 if numbers.skipped else step.samples
+        self.reporter.step(numbers, self.progress)
+        self.trainer.loss_scale.update(numbers.skipped)
+        return votes > 0
+
+    def optional_numbers(self) -> tuple[float | None, int | None]:
+        """Norm of the parameters and zeros in the gradient, if they were asked for (they wait for the device)."""
+        log, optimizer = self.config.logging, self.trainer.optimizer
+        views = optimizer.layout.views
+        norm = zeros = None
+        if log.log_params_norm:
+            norm = torch.nn.utils.get_total_norm(views(optimizer.master).values()).item()
+        if log.log_num_zeros_in_grad:
+            zeros = sum(int((grad == 0).sum()) for grad in views(optimizer.grad).values())
+        return norm, zeros
+
+    def reads_at_once(self) -> bool:
+        """A CPU has finished when the call returns; a dynamic loss scale must be known before the next step."""
+        return self.trainer.topology.device.type == "cpu" or self.trainer.loss_scale.dynamic
+
+    def wants_to_stop(self) -> bool:
+        """Whether this process was asked to stop, or its time is over."""
+        limit = self.config.batch.exit_duration_in_mins
+        late = limit is not None and (time.time() - self.started) / 60 > limit
+        return late or self.request.signal_name is not None
+
+    def something_is_due(self) -> bool:
+        """Whether the step just launched is followed by an evaluation, a save or the end."""
+        intervals = (self._eval_interval(), self.config.checkpoint.save_interval, self.config.batch.exit_interval)
+        return any(self._is_multiple(interval) for interval in intervals)
+
+    def do_what_is_due(self) -> None:
+        """Evaluate and save at their intervals."""
+        if not self.something_is_due():
+            return
+        if self._is_multiple(self._eval_interval()):
+            self.evaluate("valid")
+        if self._is_multiple(self.config.checkpoint.save_interval):
+            self.save()
+        self.reporter.restart_clock()
+
+    def _eval_interval(self) -> int | None:
+        return self.config.logging.eval_interval if self.loaders["valid"] is not None else None
+
+    def _is_multiple(self, interval: int | None) -> bool:
+        return interval is not None and self.progress.iteration % interval == 0
+
+    def evaluate(self, split: str) -> None:
+        """Report the mean loss over ``--eval-iters`` global batches of a split.
+
+        Which samples is a function of the iteration, so a resumed run evaluates on the same ones.
+        """
+        loader, log = self.loaders[split], self.config.logging
+        if loader is None or self.evaluated_at.get(split) == self.progress.iteration:
+            return
+        self.evaluated_at[split] = self.progress.iteration
+        assert log.eval_interval and self.config.model.seq_length
+        turn = self.progress.iteration // log.eval_interval if split == "valid" else 0
+        turn = min(turn, self.plan.num_iterations() // log.eval_interval)
+        batch = self.plan.full
+        start = turn * log.eval_iters * batch
+        losses = [self.trainer.evaluate(loader.fetch(start + i * batch, batch)) for i in range(log.eval_iters)]
+        loss = torch.stack(losses).mean().item()
+        samples = self.progress.consumed_samples
+        self.reporter.validation(
+            ValidationRecord(
+                self.progress.iteration,
+                samples,
+                samples * self.config.model.seq_length,
+                loss,
+                "validation" if split == "valid" else "test",
+            )
+        )
+
+    def save(self) -> None:
+        """Write a checkpoint, unless this moment is on disk already."""
+        folder = self.config.checkpoint.save
+        if folder is None or self.saved_at == self.progress.iteration:
+            return
+        self.saved_at = self.progress.iteration
+        self.say(f"saving checkpoint at iteration {self.progress.iteration:7d} to {folder}")
+        resume.save(self.trainer, self.progress, self.vocabulary.identity)
+        self.say(f"  successfully saved checkpoint at iteration {self.progress.iteration:7d} to {folder}")
+
+
+@contextmanager
+def open_run(
+    config: Config, derived: Sequence[Derived], without_effect: Sequence[str], more_sinks: Sequence[Sink] = ()
+) -> Iterator[Run]:
+    """Join the other processes, build everything, and close it all in order.
+
+    Args:
+        config: resolved.
+        derived, without_effect: for the start banner.
+        more_sinks: receive every record on the main process, beside the configured ones.
+    """
+    started = time.time()
+    parallel = config.parallel
+    _, _, world_size = world_from_environment()
+    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    layout = Layout(
+        world_size // model_parallel, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    )
+    with ExitStack() as stack:
+        topology = stack.enter_context(
+            open_topology(
+                layout, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes
+            )
+        )
+        say = _say if topology.is_main else _say_nothing
+        vocabulary = vocabulary_of(config)
+        config = with_vocabulary(config, vocabulary)
+        plan = BatchPlan.of(config.batch)
+        resume.refuse_foreign_save_folder(config)
+        say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
+        loaders = make_loaders(config, topology, plan, vocabulary)
+        for loader in loaders.values():
+            if loader is not None:
+                stack.callback(loader.close)
+        trainer = Trainer(config, topology, make_schedule(config, plan.train_samples))
+        trainer.initialise()
+        progress = resume.load(trainer, vocabulary.identity, say)
+        sinks = [*more_sinks, *_sinks(config, topology, progress)] if topology.is_main else []
+        reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)
+        stack.callback(reporter.close)
+        request = stack.enter_context(StopRequest().listening())
+        yield Run(trainer, progress, plan, loaders, vocabulary, reporter, request, say, started)
+
+
+def _sinks(config: Config, topology: Topology, progress: Progress) -> list[Sink]:
+    log, folder = config.logging, config.checkpoint.save
+    options = ScalarOptions(
+        interval=log.tensorboard_log_interval,
+        log_timers=log.log_timers_to_tensorboard,
+        log_learning_rate=log.log_learning_rate_to_tensorboard,
+        log_batch_size=log.log_batch_size_to_tensorboard,
+        log_loss_scale=log.log_loss_scale_to_tensorboard,
+        log_world_size=log.log_world_size_to_tensorboard,
+        log_memory=log.log_memory_to_tensorboard,
+        log_validation_ppl=log.log_validation_ppl_to_tensorboard,
+    )
+    return make_sinks(
+        run_folder=Path(folder) if folder else None,
+        resume_iteration=progress.iteration,
+        world_size=topology.layout.world_size,
+        options=options,
+        tensorboard_folder=Path(log.tensorboard_dir) if log.tensorboard_dir else None,
+        tensorboard_queue_size=log.tensorboard_queue_size,
+        wandb_project=log.wandb_project,
+        wandb_name=log.wandb_exp_name,
+        settings=config.to_dict(),
+    )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequence[str]) -> None:
+    """Train (unless ``--skip-train``), then evaluate on validation and test data."""
+    with open_run(config, derived, without_effect) as run:
+        if not config.logging.skip_train:
+            if run.plan.finished(run.progress.consumed_samples):
+                run.say(f" > nothing left to train: iteration {run.progress.iteration} is the last")
+            else:
+                run.train()
+        if run.request.signal_name is not None:
+            run.say(f" > stopped by {run.request.signal_name}; the same command goes on from here")
+            return
+        run.evaluate("valid")
+        run.evaluate("test")

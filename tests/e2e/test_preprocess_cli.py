@@ -1,0 +1,131 @@
+"""The tools as a user runs them: same bytes for any number of workers, and nothing left behind when stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "tools" / f"{name}.py"), *arguments]
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command(name, *arguments), capture_output=True, text=True, env=environment)
+
+
+def write_corpus(path: Path, documents: int) -> str:
+    lines = (json.dumps({"text": f"document {i} " * (i % 900)}) for i in range(documents))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_the_same_bytes_for_any_number_of_workers(tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c.jsonl", 1000)
+    for workers in ("1", "3"):
+        done = run(
+            "preprocess_data", "--input", corpus, "--output-prefix", str(tmp_path / workers), "--append-eod",
+            "--tokenizer-type", "ByteLevelTokenizer", "--workers", workers,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("1,000 documents, ")
+    for end in ("bin", "idx"):
+        one, three = ((tmp_path / f"{workers}_text_document.{end}").read_bytes() for workers in "13")
+        assert one == three and len(one) > 10_000
+
+
+def test_the_four_tools_together(tmp_path: Path):
+    corpus, model, prefix = str(tmp_path / "c.jsonl"), str(tmp_path / "t.model"), str(tmp_path / "p")
+    steps = [
+        ("make_corpus", "--output", corpus, "--max-megabytes", "1"),
+        ("train_tokenizer", "--input", corpus, "--vocab-size", "600", "--output", model),
+        ("preprocess_data", "--input", corpus, "--output-prefix", prefix, "--append-eod", "--workers", "1",
+         "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model),
+        ("merge_datasets", "--input", f"{prefix}_text_document", "--output-prefix", str(tmp_path / "all")),
+    ]  # fmt: skip
+    for step in steps:
+        done = run(*step)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"all.{end}").read_bytes() == (tmp_path / f"p_text_document.{end}").read_bytes()
+
+
+def test_an_error_in_a_worker_is_one_sentence(tmp_path: Path):
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text('{"text": "a"}\n{"txt": "b"}\n')
+    done = run(
+        "preprocess_data", "--input", str(corpus), "--output-prefix", str(tmp_path / "p"),
+        "--tokenizer-type", "ByteLevelTokenizer", "--workers", "2",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f'error: {corpus}, line 2: no key "text"; there are: txt\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_early_gets_no_traceback(unbuffered: str, tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c.jsonl", 10)
+    reader, writer = os.pipe()
+    os.close(reader)
+    arguments = ("--input", corpus, "--output-prefix", str(tmp_path / "p"), "--workers", "1")
+    done = subprocess.run(
+        command("preprocess_data", *arguments, "--tokenizer-type", "ByteLevelTokenizer"),
+        stdout=writer, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert (tmp_path / "p_text_document.idx").is_file()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for the workers in /proc")
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_stopped_run_leaves_nothing(signum: int, status: int, tmp_path: Path):
+    fifo = tmp_path / "c.jsonl"
+    write_corpus(fifo, 20_000)
+    process = subprocess.Popen(
+        command("preprocess_data", "--input", str(fifo), "--output-prefix", str(tmp_path / "p"), "--workers", "2",
+                "--tokenizer-type", "ByteLevelTokenizer"),
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    wait_for(lambda: sum(path.stat().st_size for path in tmp_path.glob("*.tmp")) > 0)
+    assert len(session(process.pid)) >= 3
+    os.kill(process.pid, signum)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == status, errors
+    assert b"Traceback" not in errors
+    wait_for(lambda: not session(process.pid))
+    left = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".tmp")}
+    assert left == {"c.jsonl"}
+    if signum != signal.SIGKILL:
+        assert not list(tmp_path.glob("*.tmp"))
+
+
+def wait_for(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.01)
+
+
+def session(leader: int) -> list[int]:
+    """Live processes of the session that `leader` started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(folder.name))
+    return found

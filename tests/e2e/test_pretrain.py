@@ -1,0 +1,177 @@
+"""The command line as a user runs it: train, stop, resume, generate, and be told what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import latest, load_meta, read_tensors
+from tests.helpers import TINY
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def command(flags: str, verb: str = "pretrain") -> list[str]:
+    return [sys.executable, "-m", "gptpar", verb, *(TINY if verb == "pretrain" else "").split(), *flags.split()]
+
+
+def gptpar(flags: str, verb: str = "pretrain", expect: int = 0) -> str:
+    done = subprocess.run(command(flags, verb), env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["lm_loss"] for line in lines]
+
+
+def state(run: Path) -> dict[str, torch.Tensor]:
+    path = latest(run)
+    assert path is not None
+    return read_tensors(path[1] if isinstance(path, tuple) else path)
+
+
+@pytest.mark.parametrize("flags", ["--nproc-per-node 1 --bf16", "--nproc-per-node 2 --global-batch-size 8"])
+def test_resume_is_bit_identical(tmp_path: Path, flags: str) -> None:
+    """Six steps at once, or three, a stop and three more: the same losses, weights and moments to the last bit."""
+    flags += " --train-iters 6 --hidden-dropout 0.1 --attention-dropout 0.1 --lr-warmup-iters 2"
+    gptpar(f"{flags} --save {tmp_path}/whole")
+    gptpar(f"{flags} --save {tmp_path}/parts --load {tmp_path}/parts --exit-interval 3")
+    assert load_meta(tmp_path / "parts")["progress"]["iteration"] == 3
+    output = gptpar(f"{flags} --save {tmp_path}/parts --load {tmp_path}/parts")
+    assert "(iteration 3)" in output
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole") and len(losses(tmp_path / "whole")) == 6
+    whole, parts = state(tmp_path / "whole"), state(tmp_path / "parts")
+    assert whole.keys() == parts.keys() and len(whole) == 3 * 28
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_run_moves_between_numbers_of_processes(tmp_path: Path) -> None:
+    """Three steps on two processes, three on one: in fp64 the same as six on one."""
+    flags = "--fp64 --train-iters 6 --global-batch-size 4 --hidden-dropout 0.1"
+    gptpar(f"{flags} --save {tmp_path}/one --nproc-per-node 1")
+    folder = f"--save {tmp_path}/moved --load {tmp_path}/moved"
+    gptpar(f"{flags} {folder} --nproc-per-node 2 --exit-interval 3")
+    gptpar(f"{flags} {folder} --nproc-per-node 1")
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    one, moved = state(tmp_path / "one"), state(tmp_path / "moved")
+    for name in one:
+        torch.testing.assert_close(moved[name], one[name], rtol=1e-10, atol=1e-12)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    flags = f"--train-iters 100000 --lr-decay-style constant --save {tmp_path} --load {tmp_path} --log-interval 1"
+    process = subprocess.Popen(command(flags), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "iteration        5/" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 0 and "stopped by SIGTERM" in rest
+    progress = load_meta(tmp_path)["progress"]
+    assert progress["iteration"] >= 5 and progress["consumed_samples"] == 2 * progress["iteration"]
+    again = subprocess.Popen(command(flags), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    assert again.stdout is not None
+    line = next(line for line in again.stdout if line.startswith(" ["))
+    assert f"iteration {progress['iteration'] + 1:8d}/" in line
+    again.kill()
+    again.wait()
+
+
+def test_fp16_overflows_are_skipped_and_counted(tmp_path: Path) -> None:
+    gptpar(f"--fp16 --train-iters 30 --initial-loss-scale 16777216 --hysteresis 1 --save {tmp_path}")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    skipped = sum(line["skipped_iterations"] for line in lines)
+    meta = load_meta(tmp_path)
+    assert skipped >= 1 and meta["progress"]["skipped_iterations"] == skipped
+    assert meta["optimizer_steps"] == 30 - skipped
+    assert meta["progress"]["scheduled_samples"] == 2 * (30 - skipped)
+    assert lines[-1]["loss_scale"] < 16777216 and lines[-1]["lm_loss"] < lines[0]["lm_loss"]
+
+
+def test_loss_scale_at_its_minimum_is_a_clear_stop() -> None:
+    output = gptpar("--fp16 --initial-loss-scale 1e30 --min-loss-scale 1e29 --hysteresis 1", expect=1)
+    assert "already at its minimum" in output and "Traceback" not in output
+
+
+def test_every_problem_is_told_at_once() -> None:
+    start = time.monotonic()
+    output = gptpar(
+        "--hidden-size 30 --bf16 --fp16 --num-layer 3 --save-interval 5 --data-path nowhere/x --lr-decay-style cosin",
+        expect=1,
+    )
+    for expected in (
+        "unknown flag --num-layer; did you mean --num-layers?",
+        "--lr-decay-style cosin: unknown",
+        "--hidden-size 30 is not divisible by --num-attention-heads 4: use 28 or 32",
+        "--fp16 and --bf16 exclude each other",
+        "--save-interval is given but --save is not",
+        "nowhere/x.bin and nowhere/x.idx not found",
+        "data is given twice",
+    ):
+        assert expected in output
+    assert "has 7 problems" in output and "Traceback" not in output
+    assert time.monotonic() - start < 60
+
+
+def test_a_foreign_save_folder_is_refused_before_training(tmp_path: Path) -> None:
+    gptpar(f"--train-iters 1 --save {tmp_path}")
+    output = gptpar(f"--train-iters 1 --save {tmp_path}", expect=1)
+    assert "already holds checkpoints (newest: iteration 1)" in output
+    output = gptpar(f"--train-iters 9 --save {tmp_path} --load {tmp_path}", expect=1)
+    assert "decay 2 there, 18 here" in output and "--override-opt-param-scheduler" in output
+    gptpar(f"--train-iters 3 --save {tmp_path} --load {tmp_path} --override-opt-param-scheduler")
+    assert len(losses(tmp_path)) == 3
+    output = gptpar(f"--vocab-size 61 --train-iters 3 --save {tmp_path} --load {tmp_path}", expect=1)
+    assert "another tokenizer (vocab_size 60 there, 61 here)" in output
+
+
+def test_finetune_takes_the_weights_alone(tmp_path: Path) -> None:
+    gptpar(f"--train-iters 2 --save {tmp_path}/a")
+    gptpar(f"--train-iters 1 --lr 0 --load {tmp_path}/a --finetune --save {tmp_path}/b")
+    before, after = state(tmp_path / "a"), state(tmp_path / "b")
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("weights/"))
+    assert load_meta(tmp_path / "b")["progress"]["iteration"] == 1 and losses(tmp_path / "b") != losses(tmp_path / "a")
+
+
+def test_batch_ramp_up_in_a_run_counted_in_tokens(tmp_path: Path) -> None:
+    flags = " ".join(TINY.replace("--train-iters 20", "--train-tokens 960").split())  # 60 samples
+    words = f"{flags} --global-batch-size 8 --rampup-batch-size 2 2 24 --lr-warmup-tokens 160 --save {tmp_path}"
+    done = subprocess.run([*command("")[:4], *words.split()], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # 8 samples of ramp for each of 2, 4 and 6; then 8 until fewer than 8 samples are left.
+    assert [line["global_batch_size"] for line in lines] == [2, 2, 2, 2, 4, 4, 6, 6, 8, 8, 8, 8]
+    assert [line["learning_rate"] for line in lines[:6]] == pytest.approx(
+        [0.0, 1e-2 * 0.2, 1e-2 * 0.4, 1e-2 * 0.6, 1e-2 * 0.8, 1e-2 * (1 - (192 - 160) / (960 - 160))]
+    )
+    assert lines[-1]["consumed_tokens"] == 16 * sum(line["global_batch_size"] for line in lines)
+
+
+def test_generate_continues_a_prompt(tmp_path: Path) -> None:
+    words = "--tokenizer-type ByteLevelTokenizer --vocab-size 257"
+    gptpar(f"{words} --train-iters 1 --save {tmp_path}")
+    flags = f"--load {tmp_path} --prompt abc --num-tokens 5 --device cpu --temperature 0"
+    first, second = gptpar(flags, "generate"), gptpar(flags, "generate")
+    assert first == second and first.startswith("abc")
+    assert "there is no checkpoint in" in gptpar(f"--load {tmp_path}/none", "generate", expect=1)
+
+
+def test_benchmark_prints_one_json_line() -> None:
+    flags = TINY.replace("--train-iters 20 ", "") + " --steps 4 --warmup-steps 2"
+    line = json.loads(gptpar(flags, "benchmark").splitlines()[-1])
+    assert line["steps"] == 4 and line["params"] == 28000
+    assert line["tokens_per_s"] == pytest.approx(32 / line["ms_per_step"] * 1e3, rel=1e-3)
+    assert {"model", "mfu", "mfu_causal", "peak_mem_gib", "loss", "layout", "tokens_per_s_per_gpu"} <= line.keys()

@@ -1,0 +1,41 @@
+"""Small models and configurations for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gptpar.config import Config
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.optim.schedule import make_schedule
+from gptpar.topology import Layout, Topology
+from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.trainer import Trainer
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 20 "
+    "--lr 1e-2 --mock-data --vocab-size 60 --make-vocab-size-divisible-by 64 --attention-dropout 0 --hidden-dropout 0 "
+    "--eval-iters 0"
+)
+
+
+def tiny_config(flags: str = "", world_size: int = 1) -> Config:
+    """The tiny model with further flags, resolved, its vocabulary padded to 64."""
+    config, _ = resolve(parse_flags(f"{TINY} {flags}".split()), world_size)
+    return config.update("model", padded_vocab_size=64)
+
+
+def make_trainer(config: Config, group: Any = None, rank: int = 0, data: int = 1) -> Trainer:
+    """A trainer on the CPU with initial weights."""
+    topology = Topology(Layout(data=data), rank, torch.device("cpu"), group)
+    trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
+    trainer.initialise()
+    return trainer
+
+
+def random_tokens(samples: int, length: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    """int64 [samples, length + 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (samples, length + 1), generator=generator)

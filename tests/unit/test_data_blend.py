@@ -1,0 +1,145 @@
+"""Blends against the plain loop of Megatron's rule, in Python floats (which are float64)."""
+
+import math
+
+import numpy as np
+import pytest
+
+from gptpar.data import kernels
+from gptpar.data.blend import BLOCK, BlendedDataset, normalize, parse_data_path, sizes_per_dataset
+from gptpar.errors import DataError
+
+
+class Numbers:
+    """Sample i of data set `name` is [name, i]."""
+
+    def __init__(self, name: int, size: int):
+        self.name, self.size = name, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.array([self.name, index])
+
+    def describe(self, index: int) -> str:
+        return f"sample {index} of set {self.name}"
+
+
+def reference(weights: list[float], size: int, limits: list[int] | None = None) -> list[tuple[int, int]]:
+    counts, placed = [0] * len(weights), []
+    for k in range(size):
+        best, best_error = -1, -math.inf
+        for j, weight in enumerate(weights):
+            error = weight * float(max(k, 1)) - float(counts[j])
+            if (limits is None or counts[j] < limits[j]) and error > best_error:
+                best, best_error = j, error
+        placed.append((best, counts[best]))
+        counts[best] += 1
+    return placed
+
+
+def located(blend: BlendedDataset) -> list[tuple[int, int]]:
+    return [blend.locate(i) for i in range(len(blend))]
+
+
+@pytest.mark.parametrize(
+    "weights, n",
+    [
+        ([1.0], 10),
+        ([0.5, 0.5], 7),
+        ([0.3, 0.7], 1000),
+        ([1, 2, 3], 2 * BLOCK + 17),
+        ([0.1] * 10, 3 * BLOCK),  # ties everywhere
+        ([0.0, 1.0], 50),
+        ([0.9, 0.05, 0.03, 0.02], BLOCK),
+        ([7, 11, 13, 17, 19, 23, 29], 9000),
+    ],
+)
+def test_weighted_blends_are_megatrons(weights: list[float], n: int) -> None:
+    shares = normalize(weights).tolist()
+    # one sample at least, as every corpus has: the rule's first tie gives even a weight of 0 a sample
+    sets = [Numbers(j, max(size, 1)) for j, size in enumerate(sizes_per_dataset(n, weights))]
+    blend = BlendedDataset(sets, weights, n)
+    assert len(blend) == sum(math.ceil(n * share) for share in shares)
+    expected = reference(shares, len(blend))
+    assert located(blend) == expected
+    for i in (len(blend) - 1, 0, len(blend) // 2):  # any order of access
+        assert tuple(blend[i].tolist()) == expected[i]
+    with pytest.raises(IndexError):
+        blend.locate(len(blend))
+
+
+def test_without_weights_each_set_is_read_once() -> None:
+    sizes = [5, 0, 17, 3]
+    blend = BlendedDataset([Numbers(j, size) for j, size in enumerate(sizes)])
+    expected = reference(normalize(sizes).tolist(), 25, sizes)
+    assert located(blend) == expected
+    assert sorted(expected) == [(j, i) for j, size in enumerate(sizes) for i in range(size)]
+
+
+def test_without_weights_a_size_is_a_limit() -> None:
+    sets = [Numbers(0, 30), Numbers(1, 10)]
+    assert located(BlendedDataset(sets, None, 12)) == reference([0.75, 0.25], 12)
+    assert len(BlendedDataset(sets, None, 100)) == 40
+
+
+def test_random_weights_native_and_plain_agree() -> None:
+    random = np.random.RandomState(0)
+    for num_sets in (2, 5, 40):
+        weights = normalize(random.rand(num_sets))
+        limits = random.randint(20, 60, num_sets)
+        arrays = [(np.zeros(num_sets, np.int64), np.zeros(3000, np.int16), np.zeros(3000, np.int64)) for _ in "ab"]
+        placed = [
+            function(weights, limits, 0, 3000, *out)
+            for function, out in zip((kernels.blend, kernels._blend_plain), arrays, strict=True)
+        ]
+        assert placed == [min(3000, limits.sum())] * 2
+        assert all(np.array_equal(a, b) for a, b in zip(*arrays, strict=True))
+
+
+def test_sizes_asked_of_each_set() -> None:
+    assert sizes_per_dataset(1000, [3, 1]) == [754, 252]
+    assert sizes_per_dataset(7, [0.5, 0.5]) == [5, 5]  # ceil(4 * 1.005)
+    assert sizes_per_dataset(7, [0.5, 0.5], "legacy") == [4, 4]  # ceil(3.5 * 1.005)
+    assert sizes_per_dataset(10, [0, 1]) == [0, 11]
+
+
+@pytest.mark.parametrize(
+    "entries, prefixes, weights",
+    [
+        (["a"], ["a"], None),
+        (["0.3", "a", "0.7", "b"], ["a", "b"], [0.3, 0.7]),
+        (["a", "b"], ["a", "b"], None),
+        (["a", "b", "c"], ["a", "b", "c"], None),
+        (["1", "a", "x", "b"], ["1", "a", "x", "b"], None),
+        (["2", "3"], ["3"], [2.0]),
+    ],
+)
+def test_data_paths(entries: list[str], prefixes: list[str], weights: list[float] | None) -> None:
+    assert parse_data_path(entries) == (prefixes, weights)
+
+
+@pytest.mark.parametrize("entries", [[], ["0", "a"], ["-1", "a", "2", "b"], ["nan", "a", "1", "b"], ["inf", "a"]])
+def test_bad_data_paths(entries: list[str]) -> None:
+    with pytest.raises(DataError):
+        parse_data_path(entries)
+
+
+def test_impossible_blends_are_refused_with_numbers() -> None:
+    sets = [Numbers(0, 100), Numbers(1, 3)]
+    with pytest.raises(DataError, match="a blend of 20 samples takes 10 from data set 1, which has 3"):
+        BlendedDataset(sets, [1, 1], 20)
+    with pytest.raises(DataError, match="needs a number of samples"):
+        BlendedDataset(sets, [1, 1])
+    with pytest.raises(DataError, match="2 data sets has 1 weights"):
+        BlendedDataset(sets, [1.0], 10)
+    with pytest.raises(DataError, match="none of the 1 data sets"):
+        BlendedDataset([Numbers(0, 0)])
+    with pytest.raises(DataError, match="1 to 32,767 data sets, not 0"):
+        BlendedDataset([])
+
+
+def test_a_blended_sample_names_its_source() -> None:
+    blend = BlendedDataset([Numbers(0, 9), Numbers(1, 9)], [1, 1], 8)
+    assert blend.describe(3) == "sample 1 of set 1 (sample 3 of the blend)"

@@ -1,0 +1,131 @@
+"""The three data sets of a run from plain arguments."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptpar.data.blend import BlendedDataset
+from gptpar.data.build import MockDataset, SampleSpec, build_train_valid_test, unigram_entropy
+from gptpar.data.gpt_dataset import GPTDataset
+from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
+from gptpar.errors import DataError
+
+SPEC = SampleSpec(seq_length=8, seed=1)
+
+
+def corpus(prefix: Path, first: int, num_documents: int = 20, length: int = 50) -> str:
+    """Documents whose tokens all equal first + document number."""
+    with IndexedDatasetWriter(prefix, "int32") as writer:
+        for document in range(num_documents):
+            writer.add_document(np.full(length, first + document))
+    return str(prefix)
+
+
+def tokens(dataset: GPTDataset | BlendedDataset) -> set[int]:
+    return {token for i in range(len(dataset)) for token in dataset[i].tolist()}
+
+
+def test_a_single_corpus_is_split(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", 100)
+    train, valid, test = build_train_valid_test((300, 5, 0), SPEC, data_path=[prefix], split="80,10,10")
+    assert tokens(train) == set(range(100, 116)) and tokens(valid) == {116, 117} and test is None
+    assert len(train) >= 300 and train.split_name == "train" and valid.split_name == "valid"
+    assert train.indexed is valid.indexed
+
+
+def test_none_means_one_pass(tmp_path: Path) -> None:
+    train, valid, _ = build_train_valid_test((None, 0, 0), SPEC, data_path=[corpus(tmp_path / "a", 100)], split="1")
+    assert len(train) == (1000 - 1) // 8 and valid is None
+
+
+def test_an_empty_split_that_is_needed_is_refused(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", 100)
+    arguments = {"data_path": [prefix], "split": "949,50,1"}
+    with pytest.raises(DataError, match=r"\(test\): 4 samples are asked for, but its sequences \[20, 20\) of 20"):
+        build_train_valid_test((10, 4, 4), SPEC, **arguments)
+    assert build_train_valid_test((10, 4, 0), SPEC, **arguments)[2] is None
+    assert build_train_valid_test((10, 4, 4), SPEC, data_path=[prefix], split="90,10")[2] is None
+
+
+def test_legacy_ranges(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", 0, 50)
+    train, valid, test = build_train_valid_test(
+        (600, 60, 5), SPEC, data_path=[prefix], split="949,50,1", split_rule="legacy"
+    )
+    assert tokens(train) == set(range(48)) and tokens(valid) == {48, 49} and test is None
+
+
+def test_a_weighted_blend(tmp_path: Path) -> None:
+    path = ["3", corpus(tmp_path / "a", 100), "1", corpus(tmp_path / "b", 200)]
+    train, valid, _ = build_train_valid_test((100, 10, 0), SPEC, data_path=path, split="90,10")
+    assert isinstance(train, BlendedDataset) and len(train) == 100 and len(valid) == 8 + 3
+    sources = [train.locate(i)[0] for i in range(100)]
+    assert sources.count(0) == 75 and sources[:4] == [0, 1, 0, 0]
+    assert all(train[i].min() // 100 == 1 + source for i, source in enumerate(sources))
+    with pytest.raises(DataError, match="needs a number of samples"):
+        build_train_valid_test((None, 0, 0), SPEC, data_path=path)
+
+
+def test_a_blend_without_weights_is_read_once(tmp_path: Path) -> None:
+    path = [corpus(tmp_path / "a", 100), corpus(tmp_path / "b", 200, 10)]
+    train, _, _ = build_train_valid_test((None, 0, 0), SPEC, data_path=path, split="1")
+    assert len(train) == 124 + 62
+    with pytest.warns(UserWarning, match="train: 500 samples are asked for, but one pass .* has 186"):
+        assert len(build_train_valid_test((500, 0, 0), SPEC, data_path=path, split="1")[0]) == 186
+
+
+def test_a_blend_with_a_corpus_too_small_to_split(tmp_path: Path) -> None:
+    path = ["1", corpus(tmp_path / "a", 100, 50), "1", corpus(tmp_path / "b", 200, 10)]
+    with pytest.raises(DataError, match="leaves valid without a sequence in 1 of 2 corpora"):
+        build_train_valid_test((10, 10, 0), SPEC, data_path=path, split="90,5,5", split_rule="legacy")
+
+
+def test_a_path_for_each_split(tmp_path: Path) -> None:
+    train, valid, test = build_train_valid_test(
+        (50, 5, 5),
+        SPEC,
+        split_data_paths=([corpus(tmp_path / "a", 100)], ["1", corpus(tmp_path / "b", 200)], None),
+    )
+    assert tokens(train) <= set(range(100, 120)) and tokens(valid) <= set(range(200, 220)) and test is None
+    assert isinstance(valid, GPTDataset)
+
+
+def test_only_validation_may_keep_its_last_sample(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "a", 100)
+    kept = build_train_valid_test((None, None, 0), SPEC, data_path=[prefix], split="50,50", drop_last_valid=False)
+    assert [len(dataset) for dataset in kept[:2]] == [499 // 8, math.ceil(499 / 8)]
+
+
+def test_exactly_one_source() -> None:
+    with pytest.raises(DataError, match="^0 sources of data"):
+        build_train_valid_test((1, 0, 0), SPEC)
+    with pytest.raises(DataError, match="^2 sources of data"):
+        build_train_valid_test((1, 0, 0), SPEC, data_path=["a"], mock_vocab_size=10)
+
+
+def test_mock_samples_are_functions_of_seed_split_and_index() -> None:
+    train, valid, test = build_train_valid_test((5, 3, 0), SPEC, mock_vocab_size=50)
+    assert (len(train), len(valid), test) == (5, 3, None)
+    again = MockDataset(5, 8, 50, seed=1)
+    for i in range(5):
+        sample = train[i]
+        assert sample.tolist() == again[i].tolist() and sample.shape == (9,) and sample.dtype == np.int64
+        assert sample.min() >= 0 and sample.max() < 50
+        assert len(set(np.diff(sample) % 50)) == 1
+    others = [MockDataset(5, 8, 50, seed=2), MockDataset(5, 8, 50, seed=1, split=1)]
+    assert all(any(other[i].tolist() != train[i].tolist() for i in range(5)) for other in others)
+    with pytest.raises(IndexError):
+        train[5]
+
+
+def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptpar.data.build.ENTROPY_CHUNK", 7)  # several chunks, ids growing between them
+    assert unigram_entropy(IndexedDataset(corpus(tmp_path / "a", 3, 16))) == pytest.approx(math.log(16))
+    with IndexedDatasetWriter(tmp_path / "b", "uint16") as writer:
+        writer.add_document([1, 1, 1, 5])
+    assert unigram_entropy(IndexedDataset(tmp_path / "b")) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
+    with IndexedDatasetWriter(tmp_path / "c", "uint16") as writer:
+        writer.add_empty_document()
+    assert unigram_entropy(IndexedDataset(tmp_path / "c")) == 0

@@ -1,0 +1,258 @@
+"""GPTDataset against a plain-loop reference of Megatron's rules, written from their description alone."""
+
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptpar.data import gpt_dataset, index_cache, kernels
+from gptpar.data.gpt_dataset import GPTDataset
+from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
+from gptpar.errors import DataError, NativeBuildError
+
+
+def corpus(folder: Path, lengths: list[int], dtype: str = "int32") -> IndexedDataset:
+    """Sequences of the given lengths, zero allowed, holding the tokens 100, 101, ..."""
+    prefix, start = folder / "corpus", 100
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for length in lengths:
+            if length:
+                writer.add_document(np.arange(start, start + length))
+            else:  # a sequence without tokens, which other writers can make
+                writer._lengths.append(0)
+                writer.add_empty_document()
+            start += length
+    return IndexedDataset(prefix)
+
+
+def reference(lengths: list[int], n: int | None, seq: int, seed: int, x: int, drop_last: bool = True) -> tuple:
+    """(documents, sample index rows, shuffle index, separate_last), as plain loops."""
+    tokens = sum(lengths)
+    epochs = 1
+    while n is not None and epochs * tokens < n * seq + x:
+        epochs += 1
+    separate, sans = False, 0
+    if epochs > 1:
+        sans = ((epochs - 1) * tokens - x) // seq
+        per_epoch = (tokens - x) // seq
+        assert 0 <= n - sans <= per_epoch + 1
+        separate = n - sans < int(0.80 * per_epoch)
+    random = np.random.RandomState(seed)
+    ids = np.arange(len(lengths), dtype=np.int32)
+    if separate:
+        first, last = np.tile(ids, epochs - 1), ids.copy()
+        random.shuffle(first)
+        random.shuffle(last)
+        documents = np.concatenate([first, last])
+    else:
+        documents = np.tile(ids, epochs)
+        random.shuffle(documents)
+    if drop_last:
+        count = (epochs * tokens - x) // seq
+    else:
+        count = math.ceil(float(np.float32(epochs * tokens - x) / np.float32(seq)))
+    rows, place, offset = [(0, 0)], 0, 0
+    while len(rows) <= count:
+        remaining = seq + x
+        while remaining:
+            length = lengths[documents[place]] - offset
+            remaining -= length
+            if remaining <= 0:
+                offset += remaining + length - x
+                remaining = 0
+            elif place == len(documents) - 1:
+                assert len(rows) == count and not drop_last
+                offset = lengths[documents[place]] - x
+                break
+            else:
+                place, offset = place + 1, 0
+        rows.append((place, offset))
+    cut = sans if separate else count
+    parts = [np.arange(cut, dtype=np.uint32), np.arange(cut, count, dtype=np.uint32)]
+    for part in parts[: 2 if separate else 1]:
+        random.shuffle(part)
+    return documents, rows, np.concatenate(parts), separate
+
+
+def reference_sample(lengths: list[int], documents: np.ndarray, rows: list, sample: int, seq: int, x: int) -> list[int]:
+    starts = np.cumsum([0, *lengths]) + 100
+    (place, offset), (last_place, last_offset) = rows[sample], rows[sample + 1]
+    text: list[int] = []
+    while place < last_place:
+        start = starts[documents[place]]
+        text += range(start + offset, start + lengths[documents[place]])
+        place, offset = place + 1, 0
+    start = starts[documents[place]]
+    text += range(start + offset, start + last_offset + x)
+    return text + [-1] * (seq + 1 - len(text))
+
+
+SHAPES = [
+    ([10], None),
+    ([10], 1),
+    ([10], 50),
+    ([9, 1], 2),  # ends exactly at a boundary
+    ([4, 4, 4, 1], 3),
+    ([4, 4, 4], 3),  # S + x short of a whole sample
+    ([8, 8, 8, 8], 40),
+    ([0, 5, 0, 0, 7, 0, 3, 0], 30),
+    ([1] * 37, 100),
+    ([100, 3, 50, 1, 1, 20], 41),  # last epoch separate
+    ([100, 3, 50, 1, 1, 20], 43),
+    ([100, 3, 50, 1, 1, 20], 80),  # not separate
+    ([100, 3, 50, 1, 1, 20], 0),
+    ([2, 3], 20),  # shorter than one sample: repeated
+    (list(range(1, 60)), 5000),
+    ([3] * 300, 2500),  # ids beyond uint8
+    ([5, 6] * 1500, None),  # several blocks
+]
+
+
+@pytest.mark.parametrize("lengths, n", SHAPES)
+@pytest.mark.parametrize("seq, x", [(4, 1), (4, 0), (7, 1), (1, 1)])
+def test_indices_and_samples_are_megatrons(tmp_path: Path, lengths: list[int], n: int | None, seq: int, x: int) -> None:
+    documents, rows, shuffle, separate = reference(lengths, n, seq, 1234, x)
+    dataset = GPTDataset(corpus(tmp_path, lengths), (0, len(lengths)), n, seq, 1234, add_extra_token=x)
+    assert dataset.plan.separate_last is separate
+    assert np.array_equal(dataset._documents, documents)
+    assert np.array_equal(dataset._shuffle, shuffle) and dataset._shuffle.dtype == np.uint32
+    assert len(dataset) == len(rows) - 1 >= (n or 0)
+    assert [dataset.boundary(k) for k in range(len(rows))] == rows
+    for i in range(0, len(dataset), max(1, len(dataset) // 50)):
+        sample = dataset[i]
+        assert sample.dtype == np.int64 and sample.shape == (seq + 1,)
+        assert sample.tolist() == reference_sample(lengths, documents, rows, int(shuffle[i]), seq, x)
+
+
+def test_the_shapes_cover_both_kinds_of_last_epoch() -> None:
+    assert {reference(lengths, n, 4, 1, 1)[3] for lengths, n in SHAPES} == {True, False}
+
+
+@pytest.mark.parametrize("lengths", [[10], [3, 8], [4, 4, 1], [4, 4, 4], [0, 7, 6]])
+@pytest.mark.parametrize("x", [0, 1])
+def test_a_kept_last_sample_is_padded(tmp_path: Path, lengths: list[int], x: int) -> None:
+    documents, rows, shuffle, _ = reference(lengths, None, 4, 5, x, drop_last=False)
+    dataset = GPTDataset(corpus(tmp_path, lengths), (0, len(lengths)), None, 4, 5, add_extra_token=x, drop_last=False)
+    assert np.array_equal(dataset._shuffle, shuffle)
+    assert [dataset.boundary(k) for k in range(len(rows))] == rows
+    for i in range(len(dataset)):
+        assert dataset[i].tolist() == reference_sample(lengths, documents, rows, int(shuffle[i]), 4, x)
+
+
+def test_a_range_reads_only_its_sequences(tmp_path: Path) -> None:
+    dataset = GPTDataset(corpus(tmp_path, [5] * 8), (3, 6), 40, 4, 1)
+    assert {token for i in range(len(dataset)) for token in dataset[i].tolist()} == set(range(115, 130))
+
+
+def test_too_little_data_is_refused_with_numbers(tmp_path: Path) -> None:
+    indexed = corpus(tmp_path, [3, 3, 3])
+    with pytest.raises(DataError, match=r"\(valid\): 10 samples .* sequences \[3, 3\) of 3 hold no token"):
+        GPTDataset(indexed, (3, 3), 10, 4, 1, split_name="valid")
+    with pytest.raises(DataError, match=r"one sample takes 9 \+ 1 tokens, but its 3 sequences hold only 9"):
+        GPTDataset(indexed, (0, 3), None, 9, 1)
+    assert len(GPTDataset(indexed, (3, 3), 0, 4, 1)) == 0
+    with pytest.raises(IndexError, match="sample 2 of 2"):
+        GPTDataset(indexed, (0, 3), None, 4, 1)[2]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int32, np.int64])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 255, 256, 257, 258, 5000, 65537])
+def test_native_shuffle_is_numpys(n: int, dtype: type) -> None:
+    assert kernels._library() is not None
+    ours, theirs = np.random.RandomState(n), np.random.RandomState(n)
+    ours.standard_normal(3), theirs.standard_normal(3)  # a cached Gauss and a place inside the state block survive
+    values = np.arange(n).astype(dtype)
+    expected = values.copy()
+    for _ in range(2):
+        kernels.shuffle_in_place(values, ours)
+        theirs.shuffle(expected)
+    assert np.array_equal(values, expected)
+    assert ours.standard_normal(4).tolist() == theirs.standard_normal(4).tolist()
+
+
+def test_without_a_compiler_one_warning_and_the_same_indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise NativeBuildError("no compiler")
+
+    indexed = corpus(tmp_path, [7, 9, 4])
+    native = GPTDataset(indexed, (0, 3), 50, 4, 3)
+    kernels._library.cache_clear()
+    monkeypatch.setattr(kernels.native, "load", refuse)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            plain = GPTDataset(indexed, (0, 3), 50, 4, 3)
+    finally:
+        kernels._library.cache_clear()
+    assert [str(warning.message) for warning in caught] == [
+        "data indices are built in Python, the same but slower: no compiler"
+    ]
+    assert np.array_equal(plain._documents, native._documents) and np.array_equal(plain._shuffle, native._shuffle)
+
+
+@pytest.fixture
+def always_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt_dataset, "MIN_CACHED_ENTRIES", 0)
+
+
+def samples(dataset: GPTDataset) -> list[list[int]]:
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def cached(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
+
+
+def test_the_cache_is_read_again_and_never_for_other_data(tmp_path: Path, always_cached: None) -> None:
+    indexed = corpus(tmp_path, [7, 9, 4])
+    first = GPTDataset(indexed, (0, 3), 50, 4, 3)
+    folder = tmp_path / "cache"
+    files = cached(folder)
+    assert len(files) == 3 and isinstance(first._shuffle, np.memmap)
+    assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == samples(first)
+    assert cached(folder) == files
+    for change in ({"seed": 4}, {"num_samples": 60}, {"seq_length": 5}, {"sequence_range": (0, 2)}):
+        arguments = {"sequence_range": (0, 3), "num_samples": 50, "seq_length": 4, "seed": 3} | change
+        before = len(cached(folder))
+        GPTDataset(indexed, **arguments)
+        assert len(cached(folder)) == before + 3, change
+    again = corpus(tmp_path, [7, 4, 9])  # tokenized anew under the same name, with the same number of tokens
+    replaced = GPTDataset(again, (0, 3), 50, 4, 3)
+    rows = reference([7, 4, 9], 50, 4, 3, 1)[1]
+    assert [replaced.boundary(k) for k in range(len(rows))] == rows
+    assert [path.name for path in folder.iterdir() if "tmp" in path.name] == []
+
+
+@pytest.mark.parametrize("keep", [0, 40, -1])
+def test_a_cut_cache_file_is_built_again(tmp_path: Path, always_cached: None, keep: int) -> None:
+    indexed = corpus(tmp_path, [7, 9, 4])
+    expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))
+    for path in (tmp_path / "cache").glob("*-shuffle.npy"):
+        path.write_bytes(path.read_bytes()[:keep])
+    assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
+
+
+def test_an_unwritable_cache_falls_back_to_memory(tmp_path: Path, always_cached: None) -> None:
+    indexed = corpus(tmp_path, [7, 9, 4])
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.warns(UserWarning, match="cannot write the index cache .* give a writable folder"):
+        dataset = GPTDataset(indexed, (0, 3), 50, 4, 3, cache_dir=tmp_path / "file")
+    assert samples(dataset) == samples(GPTDataset(indexed, (0, 3), 50, 4, 3, cache_dir=tmp_path / "good"))
+
+
+def test_without_file_locks_the_cache_is_still_written(
+    tmp_path: Path, always_cached: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(index_cache.fcntl, "flock", refuse)
+    GPTDataset(corpus(tmp_path, [7, 9, 4]), (0, 3), 50, 4, 3)
+    assert len(cached(tmp_path / "cache")) == 3
+
+
+def test_small_indices_leave_no_files(tmp_path: Path) -> None:
+    GPTDataset(corpus(tmp_path, [7, 9, 4]), (0, 3), 50, 4, 3)
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,197 @@
+"""The corpus format: byte-level golden, damage of every kind, and publishing all or nothing."""
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from gptpar.errors import DataError
+
+DOCUMENTS = [[1, 2, 3], [], [65535], [7, 8]]  # the second one is an empty document
+GOLDEN_BIN = struct.pack("<6H", 1, 2, 3, 65535, 7, 8)
+GOLDEN_IDX = (
+    b"MMIDIDX\x00\x00"
+    + struct.pack("<QBQQ", 1, 8, 3, 5)
+    + struct.pack("<3i", 3, 1, 2)
+    + struct.pack("<3q", 0, 6, 8)
+    + struct.pack("<5q", 0, 1, 1, 2, 3)
+)
+
+
+def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: str = "uint16") -> Path:
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(np.array(document, dtype=np.int64))
+    return prefix
+
+
+def read(prefix: Path, end: str) -> bytes:
+    return Path(f"{prefix}{end}").read_bytes()
+
+
+def test_the_files_are_the_golden_bytes(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus")
+    assert read(prefix, ".bin") == GOLDEN_BIN
+    assert read(prefix, ".idx") == GOLDEN_IDX
+    assert sorted(os.listdir(tmp_path)) == ["corpus.bin", "corpus.idx"]
+
+
+def test_reading_gives_back_what_was_written(tmp_path: Path) -> None:
+    corpus = IndexedDataset(write(tmp_path / "corpus"))
+    assert len(corpus) == 3 and corpus.num_tokens == 6 and corpus.dtype == np.uint16
+    assert corpus.lengths.tolist() == [3, 1, 2]
+    assert corpus.offsets.tolist() == [0, 6, 8]
+    assert corpus.document_index.tolist() == [0, 1, 1, 2, 3]
+    assert corpus.get(0).tolist() == [1, 2, 3]
+    assert corpus.get(0, 1).tolist() == [2, 3]
+    assert corpus.get(0, 1, 1).tolist() == [2]
+    assert corpus.get(2, 2, 0).tolist() == []
+    with pytest.raises(IndexError, match=r"tokens \[1, 4\) of sequence 2, which holds 2"):
+        corpus.get(2, 1, 3)
+
+
+def test_views_outlive_the_dataset(tmp_path: Path) -> None:
+    lengths = IndexedDataset(write(tmp_path / "corpus")).lengths
+    assert lengths.sum() == 6
+
+
+@pytest.mark.parametrize("dtype, code, size", [("uint8", 1, 1), ("int8", 2, 1), ("int16", 3, 2), ("int32", 4, 4),
+                                               ("int64", 5, 8), ("uint16", 8, 2)])  # fmt: skip
+def test_dtype_codes(tmp_path: Path, dtype: str, code: int, size: int) -> None:
+    prefix = write(tmp_path / "corpus", [[5, 6]], dtype)
+    assert read(prefix, ".idx")[17] == code
+    assert len(read(prefix, ".bin")) == 2 * size
+    assert IndexedDataset(prefix).get(0).tolist() == [5, 6]
+
+
+def test_token_dtype_changes_at_65500() -> None:
+    assert [token_dtype(size).name for size in (256, 65499, 65500, 50257)] == ["uint16", "uint16", "int32", "uint16"]
+
+
+def test_an_empty_corpus_is_valid(tmp_path: Path) -> None:
+    corpus = IndexedDataset(write(tmp_path / "corpus", [[], []]))
+    assert len(corpus) == 0 and corpus.num_tokens == 0 and corpus.document_index.tolist() == [0, 0, 0]
+
+
+def test_multimodal_modes_are_ignored(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus")
+    Path(f"{prefix}.idx").write_bytes(GOLDEN_IDX + b"\x00\x01\x00")
+    assert IndexedDataset(prefix).lengths.tolist() == [3, 1, 2]
+
+
+def patched(position: int, value: bytes) -> bytes:
+    return GOLDEN_IDX[:position] + value + GOLDEN_IDX[position + len(value) :]
+
+
+@pytest.mark.parametrize(
+    "idx, bin_, message",
+    [
+        (b"", GOLDEN_BIN, "must start with"),
+        (GOLDEN_IDX[:20], GOLDEN_BIN, r"\(20 bytes\) is not a Megatron index"),
+        (GOLDEN_IDX[:40], GOLDEN_BIN, "holds 40 bytes but 3 sequences and 5 document entries take 110"),
+        (GOLDEN_IDX[:60], GOLDEN_BIN, "holds 60 bytes"),
+        (GOLDEN_IDX[:-1], GOLDEN_BIN, "holds 109 bytes"),
+        (GOLDEN_IDX + b"\0", GOLDEN_BIN, "holds 111 bytes"),
+        (patched(0, b"X"), GOLDEN_BIN, "is not a Megatron index"),
+        (patched(9, b"\x02"), GOLDEN_BIN, "format version 2"),
+        (patched(17, b"\x09"), GOLDEN_BIN, "dtype code 9"),
+        (patched(17, b"\x07"), GOLDEN_BIN, "dtype code 7"),
+        (patched(34, struct.pack("<i", 4)), GOLDEN_BIN, "sequence 1 has length 1 and offset 6, expected offset 8"),
+        (patched(38, struct.pack("<i", -1)), GOLDEN_BIN, "sequence 1 has length -1"),
+        (patched(46, struct.pack("<q", 2)), GOLDEN_BIN, "sequence 0 has length 3 and offset 2"),
+        (patched(78, struct.pack("<q", 3)), GOLDEN_BIN, r"broken document index \(0 to 3"),
+        (patched(102, struct.pack("<q", 2)), GOLDEN_BIN, "0 to 2; it must rise from 0 to 3"),
+        (patched(70, struct.pack("<q", 1)), GOLDEN_BIN, "1 to 3; it must rise"),
+        (GOLDEN_IDX, b"", "holds 0 bytes but its index promises 6 tokens of 2 bytes = 12; it is cut short"),
+        (GOLDEN_IDX, GOLDEN_BIN[:-1], "holds 11 bytes"),
+        (GOLDEN_IDX, GOLDEN_BIN + b"\0\0", "14 bytes .* it is too long"),
+    ],
+)  # fmt: skip
+def test_damage_is_refused_with_numbers(tmp_path: Path, idx: bytes, bin_: bytes, message: str) -> None:
+    (tmp_path / "corpus.idx").write_bytes(idx)
+    (tmp_path / "corpus.bin").write_bytes(bin_)
+    with pytest.raises(DataError, match=message) as error:
+        IndexedDataset(tmp_path / "corpus")
+    assert str(tmp_path / "corpus") in str(error.value)
+
+
+@pytest.mark.parametrize("missing", [".bin", ".idx"])
+def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
+    prefix = write(tmp_path / "corpus")
+    os.unlink(f"{prefix}{missing}")
+    with pytest.raises(DataError, match=f"corpus{missing} does not exist"):
+        IndexedDataset(prefix)
+
+
+def test_merging_is_the_same_as_writing_all_at_once(tmp_path: Path) -> None:
+    parts = [write(tmp_path / "a"), write(tmp_path / "b", [[], [9]]), write(tmp_path / "c", [[]])]
+    whole = write(tmp_path / "whole", [*DOCUMENTS, [], [9], []])
+    with IndexedDatasetWriter(tmp_path / "merged", np.uint16) as writer:
+        for part in parts:
+            writer.append(part)
+    for end in (".bin", ".idx"):
+        assert read(tmp_path / "merged", end) == read(whole, end)
+
+
+def test_merging_refuses_another_dtype_and_leaves_nothing(tmp_path: Path) -> None:
+    wide = write(tmp_path / "wide", [[1]], "int32")
+    with pytest.raises(DataError, match="holds int32 tokens, .* holds uint16"), \
+            IndexedDatasetWriter(tmp_path / "merged", "uint16") as writer:  # fmt: skip
+        writer.append(wide)
+    assert sorted(os.listdir(tmp_path)) == ["wide.bin", "wide.idx"]
+
+
+@pytest.mark.parametrize("tokens", [[65536], [-1], [1.5]])
+def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, tokens: list[float]) -> None:
+    with pytest.raises(DataError, match="do not fit uint16"), \
+            IndexedDatasetWriter(tmp_path / "corpus", "uint16") as writer:  # fmt: skip
+        writer.add_document(np.array(tokens))
+    assert os.listdir(tmp_path) == []
+
+
+def test_float_dtypes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be stored as float32"):
+        IndexedDatasetWriter(tmp_path / "corpus", "float32")
+
+
+def test_an_exception_keeps_the_corpus_that_was_there(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "corpus")
+    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(prefix, "int32") as writer:
+        writer.add_document(np.arange(100_000))
+        raise KeyboardInterrupt
+    assert (read(prefix, ".bin"), read(prefix, ".idx")) == (GOLDEN_BIN, GOLDEN_IDX)
+    assert sorted(os.listdir(tmp_path)) == ["corpus.bin", "corpus.idx"]
+
+
+def test_a_killed_writer_leaves_nothing_under_the_final_names(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, numpy as np
+from gptpar.data.indexed import IndexedDatasetWriter
+writer = IndexedDatasetWriter(sys.argv[1], "uint16")
+for _ in range(100):
+    writer.add_document(np.arange(1000))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    prefix = write(tmp_path / "old")
+    for name in ("new", "old"):
+        done = subprocess.run([sys.executable, "-c", program, str(tmp_path / name)], check=False)
+        assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "new.bin").exists() and not (tmp_path / "new.idx").exists()
+    assert (read(prefix, ".bin"), read(prefix, ".idx")) == (GOLDEN_BIN, GOLDEN_IDX)
+
+
+def test_finalize_by_hand(tmp_path: Path) -> None:
+    writer = IndexedDatasetWriter(tmp_path / "corpus", "uint16")
+    writer.add_document([1, 2, 3])
+    writer.add_empty_document()
+    writer.add_document([65535])
+    writer.add_document([7, 8])
+    assert not (tmp_path / "corpus.idx").exists()
+    writer.finalize()
+    assert read(tmp_path / "corpus", ".idx") == GOLDEN_IDX

@@ -1,0 +1,162 @@
+"""Micro-batches: masks and positions by hand, the cut over ranks, reading ahead and its errors."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from gptpar.data.loader import BatchLoader, MicroBatch, make_micro_batch
+from gptpar.data.order import make_order
+from gptpar.errors import DataError
+
+EOD = 9
+
+
+class Counting:
+    """Sample i holds i * 10, i * 10 + 1, ...; remembers which thread read what."""
+
+    def __init__(self, size: int = 48, seq_length: int = 4):
+        self.size, self.seq_length = size, seq_length
+        self.reads: list[tuple[int, bool]] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.reads.append((index, threading.current_thread() is threading.main_thread()))
+        return np.arange(index * 10, index * 10 + self.seq_length + 1)
+
+    def describe(self, index: int) -> str:
+        return f"sample {index} of /data/corpus (train)"
+
+
+def loader(dataset: Counting, **options: object) -> BatchLoader:
+    settings: dict = {"order": make_order("single", len(dataset)), "micro_batch_size": 2, "num_workers": 1} | options
+    return BatchLoader(dataset, **settings)
+
+
+def rows(batches: list[MicroBatch]) -> list[list[int]]:
+    """First token of each sample over ten: its index, per micro-batch."""
+    return [(batch.tokens_BS[:, 0] // 10).tolist() for batch in batches]
+
+
+def test_tokens_and_labels_without_masks() -> None:
+    batch = make_micro_batch(np.array([[1, 9, 3, 4], [5, 6, 7, 8]]))
+    assert batch.tokens_BS.tolist() == [[1, 9, 3], [5, 6, 7]]
+    assert batch.labels_BS.tolist() == [[9, 3, 4], [6, 7, 8]]
+    assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
+    assert batch.loss_mask_BS is None and batch.position_ids_BS is None and batch.document_ids_BS is None
+
+
+def test_padding_does_not_count() -> None:
+    batch = make_micro_batch(np.array([[1, 2, 3, -1], [4, 5, -1, -1]]))
+    assert batch.tokens_BS.tolist() == [[1, 2, 3], [4, 5, 0]]
+    assert batch.labels_BS.tolist() == [[2, 3, 0], [5, 0, 0]]
+    assert batch.loss_mask_BS.tolist() == [[1, 1, 0], [1, 0, 0]] and batch.loss_mask_BS.dtype == torch.float32
+
+
+def test_document_ends() -> None:
+    samples = np.array([[1, 9, 9, 2, 3, 9, 4], [9, 1, 2, 3, 4, 5, 9]])
+    batch = make_micro_batch(samples, eod=EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+    assert batch.position_ids_BS.tolist() == [[0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4]]
+    assert batch.document_ids_BS.tolist() == [[0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1]]
+    assert batch.loss_mask_BS.tolist() == [[1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1]]
+    assert batch.position_ids_BS.dtype == batch.document_ids_BS.dtype == torch.int64
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_document_ends_as_megatron_loops_over_them(seed: int) -> None:
+    samples = np.random.RandomState(seed).randint(7, 10, (4, 30))
+    batch = make_micro_batch(samples, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
+    for row, (positions, documents) in enumerate(zip(batch.position_ids_BS, batch.document_ids_BS, strict=True)):
+        expected, start = np.arange(29), 0
+        ids = np.zeros(29, int)
+        for end in np.flatnonzero(samples[row, :-1] == EOD):
+            expected[end + 1 :] -= end + 1 - start
+            ids[end + 1 :] += 1
+            start = end + 1
+        assert positions.tolist() == expected.tolist() and documents.tolist() == ids.tolist()
+
+
+def test_conversion_keeps_what_is_absent_absent() -> None:
+    batch = make_micro_batch(np.array([[1, 2, -1]])).to("cpu", non_blocking=True)
+    assert batch.loss_mask_BS.tolist() == [[1, 0]] and batch.position_ids_BS is None
+    assert make_micro_batch(np.array([[1, 2, 3]])).to(torch.device("meta")).tokens_BS.device.type == "meta"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_each_rank_gets_its_micro_batches(num_workers: int) -> None:
+    per_rank = []
+    for rank in range(2):
+        reader = loader(Counting(), dp_rank=rank, dp_size=2, num_workers=num_workers)
+        per_rank.append([rows(reader.fetch(consumed, 12)) for consumed in (0, 12, 24)])
+        reader.close()
+    assert per_rank[0] == [[[0, 1], [4, 5], [8, 9]], [[12, 13], [16, 17], [20, 21]], [[24, 25], [28, 29], [32, 33]]]
+    assert per_rank[1][0] == [[2, 3], [6, 7], [10, 11]]
+
+
+def test_fetch_depends_on_its_arguments_alone() -> None:
+    reader = loader(Counting())
+    expected = {(0, 4): [[0, 1], [2, 3]], (8, 8): [[8, 9], [10, 11], [12, 13], [14, 15]], (4, 2): [[4, 5]]}
+    for arguments in [(0, 4), (8, 8), (4, 2), (0, 4), (0, 4), (8, 8)]:  # a growing batch, a jump back, a repeat
+        assert rows(reader.fetch(*arguments)) == expected[arguments]
+    reader.close()
+
+
+def test_the_next_batch_is_read_ahead_by_another_thread() -> None:
+    dataset = Counting()
+    reader = loader(dataset)
+    reader.fetch(0, 4)
+    for future in reader._ahead[1]:
+        future.result()
+    reads = [index for index, _ in dataset.reads[-8:]]
+    assert reads == list(range(8)) and not any(in_main for _, in_main in dataset.reads[-8:])
+    reader.fetch(4, 4)
+    reader.close()
+    assert [index for index, _ in dataset.reads].count(5) == 1
+
+
+def test_the_last_batch_is_not_spoiled_by_reading_ahead() -> None:
+    reader = loader(Counting(8))
+    assert rows(reader.fetch(4, 4)) == [[4, 5], [6, 7]]
+    with pytest.raises(DataError, match="samples 8 to 9 are needed, but the data set has 8"):
+        reader.fetch(8, 4)
+    assert rows(reader.fetch(0, 4)) == [[0, 1], [2, 3]]
+    reader.close()
+
+
+def test_close_may_be_called_twice_and_while_reading() -> None:
+    reader = loader(Counting())
+    reader.fetch(0, 8)
+    reader.close()
+    reader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gptpar-data")]
+
+
+def test_ids_outside_the_vocabulary_are_named() -> None:
+    reader = loader(Counting(), vocab_size=475)  # the start-up check sees the last sample, up to 474
+    with pytest.raises(DataError, match=r"sample 47 of /data/corpus \(train\) holds token id 474 at place 4, "
+                                        r"outside the vocabulary of 474; .* another tokenizer"):  # fmt: skip
+        loader(Counting(), vocab_size=474)
+    assert reader.fetch(44, 4)[1].labels_BS.max() == 474
+    reader.close()
+
+
+def test_ids_outside_the_vocabulary_are_found_later_too() -> None:
+    class Rare(Counting):
+        def __getitem__(self, index: int) -> np.ndarray:
+            return np.array([1, 2, 3, 4, 999 if index == 5 else -7 if index == 8 else 0])
+
+    reader = loader(Rare(), vocab_size=10)
+    reader.fetch(0, 4)
+    with pytest.raises(DataError, match=r"sample 5 of /data/corpus \(train\) holds token id 999"):
+        reader.fetch(4, 4)
+    with pytest.raises(DataError, match="sample 8 .* holds token id -7"):
+        reader.fetch(8, 4)
+    reader.close()
+
+
+def test_document_options_need_the_eod_id() -> None:
+    with pytest.raises(DataError, match="needs the eod id"):
+        loader(Counting(), reset_attention_mask=True)

@@ -1,0 +1,137 @@
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gptpar.model.memory import (
+    MemoryPlan,
+    activation_bytes,
+    expected_memory,
+    layer_activation_bytes_per_token,
+    logits_bytes,
+)
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    num_layers: int = 24
+    hidden_size: int = 1024
+    ffn_hidden_size: int = 4096
+    num_attention_heads: int = 16
+    num_query_groups: int = 16
+    kv_channels: int = 64
+    seq_length: int = 1024
+    max_position_embeddings: int = 1024
+    padded_vocab_size: int = 50304
+    position_embedding_type: str = "learned_absolute"
+    normalization: str = "LayerNorm"
+    swiglu: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    untie_embeddings_and_output_weights: bool = False
+
+
+SHAPE = GPTShape()
+PLAN = MemoryPlan(num_parameters=1000, layers_in_flight=24, micro_batch_size=16, bytes_per_element=2)
+H, TOKENS = 1024, 16 * 1024
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "sequence_parallel", "per_hidden"),
+    [(1, False, 34), (2, False, 10 + 24 / 2), (8, False, 10 + 24 / 8), (2, True, 34 / 2), (8, True, 34 / 8)],
+)
+def test_layer_activations_are_those_of_the_paper(tensor_parallel, sequence_parallel, per_hidden):
+    plan = replace(
+        PLAN, hidden_dropout=0.1, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel
+    )
+    assert layer_activation_bytes_per_token(SHAPE, plan) == per_hidden * H
+
+
+def test_no_dropout_means_no_masks_and_wider_elements_scale():
+    assert layer_activation_bytes_per_token(SHAPE, PLAN) == 32 * H
+    assert layer_activation_bytes_per_token(SHAPE, replace(PLAN, bytes_per_element=4)) == 64 * H
+
+
+class Block(nn.Module):
+    """A plain pre-norm block, to count what autograd really keeps."""
+
+    def __init__(self, s: GPTShape):
+        super().__init__()
+        self.shape = s
+        width = s.num_attention_heads * s.kv_channels
+        keys = s.num_query_groups * s.kv_channels
+        self.norm1, self.norm2 = nn.LayerNorm(s.hidden_size), nn.LayerNorm(s.hidden_size)
+        self.qkv, self.proj = nn.Linear(s.hidden_size, width + 2 * keys), nn.Linear(width, s.hidden_size)
+        self.fc1 = nn.Linear(s.hidden_size, s.ffn_hidden_size)
+        self.fc2 = nn.Linear(s.ffn_hidden_size, s.hidden_size)
+
+    def forward(self, x_BSD):
+        s = self.shape
+        sizes = [s.num_attention_heads, s.num_query_groups, s.num_query_groups]
+        q, k, v = (
+            part.transpose(1, 2)
+            for part in self.qkv(self.norm1(x_BSD)).unflatten(-1, (-1, s.kv_channels)).split(sizes, dim=2)
+        )
+        attention = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x_BSD = x_BSD + self.proj(attention)
+        return x_BSD + self.fc2(F.gelu(self.fc1(self.norm2(x_BSD))))
+
+
+def test_layer_activations_are_what_autograd_keeps():
+    shape = replace(SHAPE, hidden_size=128, ffn_hidden_size=512, num_attention_heads=2, num_query_groups=2)
+    block, kept = Block(shape), {}
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # holding it keeps its address its own
+        return tensor
+
+    x_BSD = torch.randn(2, 64, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x_BSD)
+    measured = sum(size for size, _ in kept.values()) / (2 * 64)
+    plan = replace(PLAN, bytes_per_element=4)
+    # The norms' statistics and the attention's log-sum-exp, a few numbers a token, are not in the formula.
+    assert layer_activation_bytes_per_token(shape, plan) == pytest.approx(measured, rel=0.01)
+
+
+def test_grouped_queries_and_swiglu():
+    shape = replace(SHAPE, num_query_groups=4, swiglu=True)
+    # 4 inputs of h, q and output of h each, k and v of h/4 each, SwiGLU's gate, value and product of 4h each
+    assert layer_activation_bytes_per_token(shape, PLAN) == 2 * (4 + 2 + 0.5 + 12) * H
+
+
+def test_activations_without_and_with_recomputation():
+    ends = 4 * H  # inputs of the last norm and of the head
+    assert activation_bytes(SHAPE, PLAN) == TOKENS * (24 * 32 * H + ends)
+    full = replace(PLAN, recomputed_layers=24)
+    assert activation_bytes(SHAPE, full) == TOKENS * (24 * 2 * H + 32 * H + ends)
+    first_ten = replace(PLAN, recomputed_layers=10)
+    assert activation_bytes(SHAPE, first_ten) == TOKENS * (14 * 32 * H + 10 * 2 * H + 32 * H + ends)
+
+
+def test_logits_shrink_with_chunks_and_tensor_parallelism():
+    assert logits_bytes(SHAPE, PLAN) == TOKENS * 50304 * 10
+    assert logits_bytes(SHAPE, replace(PLAN, logits_chunks=4, tensor_parallel=2)) == TOKENS * 50304 * 10 // 8
+    assert logits_bytes(SHAPE, replace(PLAN, bytes_per_element=4)) == TOKENS * 50304 * 12
+
+
+@pytest.mark.parametrize(("bytes_per_element", "per_parameter"), [(2, 18), (4, 16), (8, 32)])
+def test_bytes_per_parameter(bytes_per_element, per_parameter):
+    memory = expected_memory(SHAPE, replace(PLAN, bytes_per_element=bytes_per_element))
+    states = memory.parameters + memory.gradients + memory.masters + memory.moments
+    assert states == 1000 * per_parameter
+    assert memory.total == states + memory.activations + memory.logits
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [(0, 18_000), (1, 6_000 + 12_000 / 4), (2, 2_000 + 16_000 / 4), (3, 18_000 / 4)],
+)
+def test_zero_divides_stage_by_stage(stage, expected):
+    memory = expected_memory(SHAPE, replace(PLAN, data_parallel=4, zero_stage=stage))
+    assert memory.parameters + memory.gradients + memory.masters + memory.moments == expected

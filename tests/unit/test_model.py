@@ -1,0 +1,134 @@
+"""Parts of the model against their plain definitions, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptpar.init import draw, initialise, seed_of
+from gptpar.init import Normal
+from gptpar.model.flops import num_parameters
+from gptpar.model.gpt import gpt_layers
+from gptpar.pipeline import Stage
+from gptpar.tensor_parallel import cross_entropy
+from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, num_chunks
+from tests.helpers import random_tokens, tiny_config
+
+OPTIONS = {
+    "gpt2": "",
+    "rope": "--position-embedding-type rope --rotary-percent 0.5",
+    "no positions": "--no-position-embedding",
+    "rmsnorm": "--normalization rmsnorm",
+    "swiglu": "--swiglu",
+    "no biases": "--disable-bias-linear",
+    "qkv bias alone": "--disable-bias-linear --add-qkv-bias",
+    "grouped queries": "--num-query-groups 2",
+    "one key head": "--num-query-groups 1",
+    "untied": "--untie-embeddings-and-output-weights",
+    "wide heads": "--kv-channels 16",
+    "all": "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 2 "
+    "--untie-embeddings-and-output-weights",
+}
+
+
+def build(flags: str, dtype: torch.dtype = torch.float64) -> Stage:
+    stage = Stage(gpt_layers(tiny_config(flags).model))
+    weights = {name: torch.empty(p.shape, dtype=dtype) for name, p in stage.global_parameters().items()}
+    initialise(weights, stage.global_inits(), seed=3)
+    stage.place(weights)
+    return stage
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 10])
+def test_linear_cross_entropy_equals_logits_then_loss(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, v, d = 20, 50, 8
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", v * 8 * (n // chunks))
+    assert num_chunks(n, v, 8, "cpu") >= chunks
+    hidden = torch.randn(n, d, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(v, d, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, v, (n,))
+    weights = torch.rand(n, dtype=torch.float64)
+    expected = (F.cross_entropy(hidden @ weight.t(), labels, reduction="none") * weights).sum()
+    wanted = torch.autograd.grad(expected * 3.0, (hidden, weight))
+    for scale in (1.0, 3.0, 1024.0):  # the incoming gradient need not be the one announced
+        loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, torch.tensor(scale, dtype=torch.float64))
+        got = torch.autograd.grad(loss * 3.0, (hidden, weight))
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fused_loss_and_gradients_equal_the_plain_ones(name: str) -> None:
+    stage = build(OPTIONS[name])
+    tokens = random_tokens(2, 16, 60)
+    x, labels = tokens[:, :-1], tokens[:, 1:]
+    mask = (torch.arange(32).view(2, 16) % 5 != 0).double()
+    loss = stage(x, {"labels": labels, "loss_mask": mask})
+    parameters = stage.global_parameters()
+    got = torch.autograd.grad(loss, list(parameters.values()))
+    losses = F.cross_entropy(stage(x, {}).flatten(0, 1), labels.flatten(), reduction="none")
+    plain = (losses * mask.flatten()).sum() / mask.sum()
+    wanted = torch.autograd.grad(plain, list(parameters.values()))
+    torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
+    for parameter, g, w in zip(parameters, got, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-13, msg=parameter)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_parameter_count_equals_the_formula(name: str) -> None:
+    config = tiny_config(OPTIONS[name])
+    count = sum(p.numel() for p in Stage(gpt_layers(config.model)).global_parameters().values())
+    assert count == num_parameters(config.model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flags", ["", "--position-embedding-type rope"])
+def test_a_document_does_not_see_the_one_before(flags: str) -> None:
+    """With positions and attention reset, two documents in one sample give what each gives alone."""
+    stage = build(flags)
+    tokens = random_tokens(1, 15, 60)
+    positions = torch.tensor([[*range(6), *range(10)]])
+    documents = torch.tensor([[0] * 6 + [1] * 10])
+    both = stage(tokens, {"position_ids": positions, "document_ids": documents})
+    torch.testing.assert_close(both[:, :6], stage(tokens[:, :6], {}), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(both[:, 6:], stage(tokens[:, 6:], {}), rtol=1e-10, atol=1e-12)
+
+
+def test_recomputation_changes_no_gradient() -> None:
+    config = tiny_config("--hidden-dropout 0.1 --attention-dropout 0.1")
+    tokens = random_tokens(2, 16, 60)
+    found = []
+    for names in (frozenset(), frozenset({"layers.0", "layers.1"})):
+        stage = Stage(gpt_layers(config.model), recompute=names)
+        weights = {n: torch.empty(p.shape, dtype=torch.float64) for n, p in stage.global_parameters().items()}
+        initialise(weights, stage.global_inits(), seed=3)
+        stage.place(weights)
+        torch.manual_seed(5)
+        loss = stage.train()(tokens[:, :-1], {"labels": tokens[:, 1:]})
+        found.append((loss, *torch.autograd.grad(loss, list(stage.global_parameters().values()))))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_initial_values_depend_on_seed_and_name_alone() -> None:
+    deep, shallow = build(""), build("--num-layers 1")
+    ours, theirs = deep.global_parameters(), shallow.global_parameters()
+    assert torch.equal(ours["embedding.weight"], theirs["embedding.weight"])
+    assert torch.equal(ours["layers.0.mlp.up.weight"], theirs["layers.0.mlp.up.weight"])
+    # Output projections are scaled by depth: the same draw, another scale.
+    ratio = ours["layers.0.mlp.down.weight"] / theirs["layers.0.mlp.down.weight"]
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 0.5**0.5), rtol=1e-6, atol=0)
+    assert not torch.equal(ours["layers.0.mlp.up.weight"], ours["layers.1.mlp.up.weight"])
+
+
+def test_initial_scales_are_megatrons() -> None:
+    big = draw(Normal(0.02), torch.Size((500, 500)), 1, "x")
+    assert abs(big.std().item() - 0.02) < 1e-4 and abs(big.mean().item()) < 2e-4
+    inits = Stage(gpt_layers(tiny_config().model)).global_inits()
+    assert inits["layers.1.attention.out.weight"] == Normal(0.02 / 2.0)
+    assert inits["layers.1.attention.qkv.weight"] == Normal(0.02)
+
+
+def test_seeds_are_stable() -> None:
+    """A change here would silently change every run's initial weights and dropout."""
+    assert seed_of(1234, "embedding.weight") == 6915944740240564239
+    assert seed_of(1234, "dropout", 0, 1) != seed_of(1234, "dropout", 1, 0)

@@ -1,0 +1,120 @@
+"""Reading documents: every format gives the same text, and bad input names its file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptpar.data.readers import find_inputs, parse_block, read_blocks, read_documents
+from gptpar.errors import DataError
+
+TEXTS = ["one", "", "zwei é\n\t", "日本😀\u2028", "x" * 5000]
+LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()
+
+
+def parse(path: Path, keys: tuple[str, ...] = ("text",), bad: list[str] | None = None) -> list[tuple[str, ...]]:
+    return [texts for block in read_blocks([str(path)], 64) for _, texts in parse_block(block, keys, bad)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst"])
+def test_every_compression_gives_the_same_documents(name: str, tmp_path: Path):
+    path = tmp_path / name
+    path.write_bytes(compress(name, LINES))
+    assert list(read_documents([str(path)])) == TEXTS
+    blocks = list(read_blocks([str(path)], 64))
+    assert b"".join(block.data for block in blocks) == LINES
+    assert [block.first_line for block in blocks] == [1, 4]
+    assert blocks[-1].consumed == path.stat().st_size
+
+
+def compress(name: str, data: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.compress(data[:50]) + gzip.compress(data[50:])
+    if name.endswith(".zst"):
+        zstandard = pytest.importorskip("zstandard")
+        return zstandard.compress(data[:50]) + zstandard.compress(data[50:])
+    return data
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_compressed_file_that_is_cut_short_or_damaged(name: str, tmp_path: Path):
+    path = tmp_path / name
+    for content in (compress(name, LINES)[:-9], b"not compressed at all"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"{path} cannot be read"):
+            list(read_blocks([str(path)]))
+
+
+def test_zst_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "compression", None)
+    with pytest.raises(DataError, match=r"gptpar\[zst\]"):
+        list(read_blocks([str(path)]))
+
+
+def test_a_text_file_is_one_document(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\n\ntwo\n")
+    (tmp_path / "b.txt").write_bytes(b"")
+    assert list(read_documents([str(tmp_path)])) == ["one\r\n\n\ntwo\n", ""]
+
+
+def test_lines_end_at_newlines_only(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"text": "a\u2028b\x85c"}\r\n\n  \n{"text": "last"}'.encode())
+    assert parse(path) == [("a\u2028b\x85c",), ("last",)]
+
+
+def test_several_keys(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"title": "t", "text": "x"}\n')
+    assert parse(path, ("text", "title")) == [("x", "t")]
+
+
+BAD_LINES = [
+    (b'{"text": "a"', "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b'"text"', "a JSON object is needed, this is str"),
+    (b'{"body": 1, "id": 2}', 'no key "text"; there are: body, id'),
+    (b'{"text": null}', 'the value of "text" is NoneType, not a string'),
+    (b'{"text": "\xff"}', r"byte 11 \(0xff\) is not UTF-8"),
+    (b'{"text": "\\ud800"}', ".* holds half a character"),
+]
+
+
+@pytest.mark.parametrize(("line", "problem"), BAD_LINES)
+def test_a_bad_line_names_file_and_line(line: bytes, problem: str, tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' * 7 + line + b"\n" + b'{"text": "good"}\n')
+    with pytest.raises(DataError, match=f"^{path}, line 8: {problem}"):
+        parse(path)
+    bad: list[str] = []
+    assert parse(path, bad=bad) == [("good",)] * 8
+    assert len(bad) == 1 and bad[0].startswith(f"{path}, line 8: ")
+
+
+def test_inputs_are_files_globs_and_folders(tmp_path: Path):
+    names = ["b.jsonl", "a.jsonl.gz", "sub/c.txt", "sub/README.md"]
+    (tmp_path / "sub").mkdir()
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    found = [str(tmp_path / name) for name in ("a.jsonl.gz", "b.jsonl", "sub/c.txt")]
+    assert find_inputs([str(tmp_path)]) == found
+    assert find_inputs([str(tmp_path / "*.jsonl*")]) == found[:2]
+    assert find_inputs([found[2], found[0]]) == [found[2], found[0]]
+
+
+def test_all_bad_inputs_at_once(tmp_path: Path):
+    for name in ("a.jsonl", "b.md"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError) as caught:
+        find_inputs([f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl", f"{tmp_path}/b.md", f"{tmp_path}/none.txt"])
+    none, unknown, twice = str(caught.value).split("\n")
+    assert none.startswith(f"{tmp_path}/none.txt: no such file")
+    assert unknown.startswith(f"{tmp_path}/b.md: unknown kind of file")
+    assert twice == f"{tmp_path}/a.jsonl is named twice, which would repeat its documents"

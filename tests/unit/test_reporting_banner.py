@@ -1,0 +1,47 @@
+import pytest
+
+from gptpar.reporting.banner import WIDTH, Row, Section, banner, format_bytes, format_count
+
+
+def test_rows_are_aligned_over_all_sections():
+    text = banner(
+        [
+            Section("model", [Row("parameters", "124,475,904"), Row("ffn size", "3072", "4 x hidden")]),
+            Section("empty", []),
+            Section("batch", [Row("global", "8", "micro-batch 4 x 2 data-parallel processes")]),
+        ]
+    )
+    assert text.split("\n") == [
+        "--- model " + "-" * 90,
+        "  parameters  124,475,904",
+        "  ffn size    3072  (4 x hidden)",
+        "--- batch " + "-" * 90,
+        "  global      8  (micro-batch 4 x 2 data-parallel processes)",
+    ]
+
+
+def test_long_text_goes_on_under_its_value():
+    lines = banner([Section("data", [Row("files", "part " * 40, "x" * 150)])]).split("\n")
+    assert max(map(len, lines)) <= WIDTH
+    assert all(line.startswith(" " * 9) for line in lines[2:])
+    assert "".join(lines).count("part") == 40
+
+
+def test_nothing_to_say():
+    assert banner([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (18 * 2**30, "18.00 GiB"), (2**52, "4096.00 TiB")],
+)
+def test_bytes(count, text):
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1500, "1.50 K"), (124_475_904, "124.48 M"), (1.31e9, "1.31 B")],
+)
+def test_counts(count, text):
+    assert format_count(count) == text

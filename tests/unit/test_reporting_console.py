@@ -1,0 +1,118 @@
+import re
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+
+from gptpar.reporting.console import format_duration, iteration_line, validation_lines
+from gptpar.reporting.records import IterationRecord, ValidationRecord
+
+NOW = datetime(2026, 3, 4, 5, 6, 7, 89)
+RECORD = IterationRecord(
+    iteration=100,
+    train_iters=500000,
+    consumed_samples=25600,
+    consumed_tokens=26214400,
+    elapsed_ms=1234.56,
+    learning_rate=1.5e-4,
+    global_batch_size=256,
+    lm_loss=6.7890123,
+    loss_scale=1.0,
+    grad_norm=1.23456,
+    num_skipped=0,
+    num_nan=0,
+    tokens_per_s=188700.04,
+    tokens_per_s_per_gpu=188700.04,
+    tflops_per_gpu=428.76,
+    mfu=0.4622,
+    mfu_causal=0.4334,
+    progress=0.1234,
+    eta_s=754.0,
+)
+PLAIN = (
+    " [2026-03-04 05:06:07.000089] iteration      100/  500000 | consumed samples:        25600 |"
+    " elapsed time per iteration (ms): 1234.6 | learning rate: 1.500000E-04 | global batch size:   256 |"
+    " lm loss: 6.789012E+00 | loss scale: 1.0 | grad norm: 1.235 | number of skipped iterations:   0 |"
+    " number of nan iterations:   0 | tokens/s: 188700.0 | MFU: 46.2% (causal 43.3%) | 12.3% done |"
+    " ETA: 0:12:34 |"
+)
+
+
+def test_plain_line():
+    assert iteration_line(RECORD, now=NOW) == PLAIN
+
+
+def test_line_with_every_optional_field():
+    record = replace(RECORD, skipped_samples=512, num_zeros=17, params_norm=321.98765, loss_scale=65536.0)
+    assert iteration_line(record, log_throughput=True, now=NOW) == (
+        " [2026-03-04 05:06:07.000089] iteration      100/  500000 | consumed samples:        25600 |"
+        " skipped samples:          512 | elapsed time per iteration (ms): 1234.6 |"
+        " throughput per GPU (TFLOP/s/GPU): 428.8 | learning rate: 1.500000E-04 | global batch size:   256 |"
+        " lm loss: 6.789012E+00 | loss scale: 65536.0 | grad norm: 1.235 | num zeros: 17 |"
+        " params norm: 321.988 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+        " tokens/s: 188700.0 |"
+        " MFU: 46.2% (causal 43.3%) | 12.3% done | ETA: 0:12:34 |"
+    )
+
+
+def test_line_of_a_skipped_iteration_on_a_cpu():
+    record = replace(RECORD, lm_loss=None, grad_norm=None, mfu=None, mfu_causal=None, num_skipped=1)
+    line = iteration_line(record, now=NOW)
+    assert "lm loss" not in line and "grad norm" not in line and "MFU" not in line
+    assert " skipped iterations:   1 | number of nan iterations:   0 | tokens/s: 188700.0 | 12.3%" in line
+
+
+def test_a_usual_megatron_log_parser_reads_the_line():
+    number = r"([-+\d.E]+)"
+    pattern = re.compile(
+        rf"iteration\s+(\d+)/\s*(\d+) \|.*consumed samples:\s+(\d+) \|.*"
+        rf"elapsed time per iteration \(ms\): {number} \|.*"
+        rf"throughput per GPU \(TFLOP/s/GPU\): {number} \|.*learning rate: {number} \|.*"
+        rf"global batch size:\s+(\d+) \|.*lm loss: {number} \|.*loss scale: {number} \|.*"
+        rf"grad norm: {number} \|.*"
+        r"number of skipped iterations:\s+(\d+) \|.*number of nan iterations:\s+(\d+) \|"
+    )
+    match = pattern.search(iteration_line(RECORD, log_throughput=True))
+    assert match is not None
+    values = [float(value) for value in match.groups()]
+    assert values == [100, 500000, 25600, 1234.6, 428.8, 1.5e-4, 256, 6.789012, 1.0, 1.235, 0, 0]
+
+
+def test_fields_split_at_bars_as_key_and_value():
+    fields = [field.strip() for field in PLAIN.split("|")]
+    assert fields[-1] == ""  # the line ends with a bar
+    pairs = dict(field.split(": ", 1) for field in fields[1:-1] if ": " in field)
+    assert float(pairs["lm loss"]) == 6.789012
+    assert float(pairs["tokens/s"]) == 188700.0
+
+
+def test_validation_lines():
+    line = (
+        " validation loss at iteration 1000 | lm loss value: 3.000000E+00 | lm loss PPL: 2.008554E+01 | "
+    )
+    rule = "-" * (len(line) + 1)
+    assert validation_lines(ValidationRecord(1000, 256000, 1, 3.0)) == f"{rule}\n{line}\n{rule}"
+    test = validation_lines(ValidationRecord(1000, 256000, 1, 3.0, split="test"))
+    assert " validation loss at iteration 1000 on test set | lm loss value: 3.000000E+00 |" in test
+
+
+def test_perplexity_is_capped_and_keeps_nan():
+    assert ValidationRecord(1, 1, 1, 1000.0).perplexity == pytest.approx(4.85165195e8)
+    assert str(ValidationRecord(1, 1, 1, float("nan")).perplexity) == "nan"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00:00"),
+        (-3, "0:00:00"),
+        (59.6, "0:01:00"),
+        (754, "0:12:34"),
+        (86399, "23:59:59"),
+        (2 * 86400 + 3 * 3600 + 4 * 60 + 5, "2d 03:04:05"),
+        (float("inf"), "unknown"),
+        (float("nan"), "unknown"),
+    ],
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text

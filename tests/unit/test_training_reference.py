@@ -1,0 +1,67 @@
+"""Training against a plain PyTorch loop on the same batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptpar.data.loader import MicroBatch
+from gptpar.model.gpt import gpt_layers
+from gptpar.pipeline import Stage
+from tests.helpers import make_trainer, random_tokens, tiny_config
+
+STEPS = 50
+
+
+def plain_loop(config, tokens: list[torch.Tensor]) -> list[float]:  # type: ignore[no-untyped-def]
+    """Forward, mean cross entropy, clipping, AdamW, linear warm-up, cosine decay: nothing but torch."""
+    trainer = make_trainer(config)
+    weights = trainer.optimizer.state_tensors()["weights"]
+    model = Stage(gpt_layers(config.model))
+    model.place({name: value.clone() for name, value in weights.items()})
+    named = model.global_parameters()
+    decayed = [p for name, p in named.items() if p.dim() > 1]
+    others = [p for name, p in named.items() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step, batch in enumerate(tokens):
+        warm, total = 10, STEPS
+        ratio = (step - warm) / (total - warm)
+        lr = 1e-2 * step / warm if step <= warm else 1e-3 + 0.5 * (1 + math.cos(math.pi * ratio)) * (1e-2 - 1e-3)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        logits = model(batch[:, :-1], {})
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(named.values()), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 1])
+def test_fifty_steps_follow_a_plain_loop(micro_batch_size: int) -> None:
+    """Loss by loss to 1e-5 in fp32, whether a batch is run whole or accumulated from four micro-batches."""
+    config = tiny_config(
+        f"--train-iters {STEPS} --micro-batch-size {micro_batch_size} --global-batch-size 4 --lr-warmup-iters 10 "
+        "--lr-decay-style cosine --min-lr 1e-3 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 0.5"
+    )
+    tokens = [random_tokens(4, 16, 60, seed=step) for step in range(STEPS)]
+    trainer = make_trainer(config)
+    losses, norms = [], []
+    for step, batch in enumerate(tokens):
+        parts = [MicroBatch(part[:, :-1], part[:, 1:]) for part in batch.split(micro_batch_size)]
+        loss = trainer.forward_backward(parts, step)
+        launched = trainer.update(loss, iteration=step + 1, samples=4, progress=step * 4, stop=False)
+        got, norm, skipped, _ = launched.readings.read()
+        assert skipped == 0
+        losses.append(got)
+        norms.append(norm)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_loop(config, tokens)), rtol=0, atol=1e-5)
+    assert sum(norm > 0.5 for norm in norms) > 10, "clipping must have been active"
+    assert losses[-1] < losses[0]

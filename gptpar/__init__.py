@@ -1,6 +1,21 @@
 """gptpar pretrains GPT models with data, tensor and pipeline parallelism, ZeRO and exact CPU offload."""
 
-from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gptpar.layer_spec import LayerSpec, TiedLayerSpec
 
 __version__ = "0.1.0"
 __all__ = ["LayerSpec", "TiedLayerSpec", "__version__"]
+
+_HOMES = {"LayerSpec": "gptpar.layer_spec", "TiedLayerSpec": "gptpar.layer_spec"}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are used: preprocessing's workers, for one, need no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gptpar' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
-from gptpar.errors import GptparError
+from gptpar.command import run
 
 VERBS: dict[str, tuple[str, str]] = {
     "pretrain": ("gptpar.training.main", "train a GPT"),
     "benchmark": ("gptpar.training.benchmark", "time training steps on synthetic tokens; prints one JSON line"),
     "generate": ("gptpar.generate", "continue a prompt with a trained model"),
-    "preprocess": ("gptpar.data.preprocess", "turn text into .bin/.idx data sets"),
     "inspect": ("gptpar.checkpoint.inspect", "list, describe and verify checkpoints"),
+    "preprocess": ("gptpar.data.preprocess", "turn text into .bin/.idx data sets"),
+    "merge": ("gptpar.data.merge", "join .bin/.idx data sets"),
+    "train-tokenizer": ("gptpar.tokenizer.train", "train a SentencePiece tokenizer"),
+    "make-corpus": ("gptpar.data.corpus", "make a corpus from Python's own library"),
+    "fit": ("gptpar.fit", "choose batch, length and number format for this machine"),
+    "summary": ("gptpar.reporting.summary", "what a run has learnt"),
+    "plot": ("gptpar.reporting.plot", "draw runs to a PNG"),
 }
 
 
@@ -36,19 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if words else 2
     if words[0] not in VERBS:
-        print(f"error: there is no verb {words[0]!r}\n{usage()}", file=sys.stderr)
+        near = difflib.get_close_matches(words[0], VERBS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"error: there is no verb {words[0]!r}{hint}\n{usage()}", file=sys.stderr)
         return 2
     module = importlib.import_module(VERBS[words[0]][0])
-    try:
-        return module.main(words[1:])
-    except GptparError as error:
-        return _fail(str(error), 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-
-
-def _fail(message: str, code: int) -> int:
-    """Every worker fails alike when the fault is the user's, so one of them says it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    return code
+    return run(module.main, words[1:])

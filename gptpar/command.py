@@ -7,8 +7,8 @@ import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 from gptpar.errors import GptparError
 
@@ -42,22 +42,27 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
         return super()._get_help_string(action)
 
 
-def run(main: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> NoReturn:
-    """Exit with the status of a tool's `main`; a GptparError's message goes to stderr (1), Ctrl-C is 130."""
+def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Call a verb's `main` and return its exit status; a GptparError's message goes to stderr (1), Ctrl-C is 130."""
     try:
-        status = main(list(sys.argv[1:] if argv is None else argv))
+        status = main(argv)
         sys.stdout.flush()
+        return status
     except GptparError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 1
+        return _fail(str(error), 1)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        status = 130
+        return _fail("interrupted", 130)
     except BrokenPipeError:
         # the reader of our output (`| head`) has left; what stdout still holds must not raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 128 + signal.SIGPIPE
-    sys.exit(status)
+        return 128 + signal.SIGPIPE
+
+
+def _fail(message: str, status: int) -> int:
+    """Every worker fails alike when the fault is the user's, so one of them says it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return status
 
 
 def positive_int(text: str) -> int:

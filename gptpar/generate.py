@@ -111,7 +111,9 @@ def _tokenizer(config: Config, args: argparse.Namespace) -> Tokenizer:
     moved = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
     tokenizer = tokenizer_of(config.update("tokenizer", **{k: v for k, v in moved.items() if v}))
     if tokenizer is None:
-        raise CheckpointError("the model was trained without a tokenizer (--vocab-size alone), so there is no text to make")
+        raise CheckpointError(
+            "the model was trained without a tokenizer (--vocab-size alone), so there is no text to make"
+        )
     return tokenizer
 
 

@@ -1,7 +1,7 @@
 """Initial values as a function of (seed, global parameter name) only.
 
-Each parameter's full tensor is drawn on the CPU in fp32 from a generator of its own, so that neither the layout, nor the
-device, nor the order of construction changes a single value.
+Each parameter's full tensor is drawn on the CPU in fp32 from a generator of its own, so that neither the layout, nor
+the device, nor the order of construction changes a single value.
 """
 
 from __future__ import annotations

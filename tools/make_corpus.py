@@ -1,7 +1,11 @@
-"""Make a corpus from Python's standard library: see `python tools/make_corpus.py --help`."""
+"""Make a corpus from Python's own library: the same as ``gptpar make-corpus``, run from a checkout."""
 
-from gptpar.command import run
-from gptpar.data.corpus import main
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gptpar.cli import main
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(main(["make-corpus", *sys.argv[1:]]))

@@ -1,7 +1,11 @@
-"""Join tokenized corpora: see `python tools/merge_datasets.py --help`."""
+"""Join .bin/.idx data sets: the same as ``gptpar merge``, run from a checkout."""
 
-from gptpar.command import run
-from gptpar.data.merge import main
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gptpar.cli import main
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(main(["merge", *sys.argv[1:]]))

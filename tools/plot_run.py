@@ -1,8 +1,11 @@
-"""Draw loss, learning rate, gradient norm and tokens/s of runs; the same as ``gptpar plot``."""
+"""Draw runs to a PNG: the same as ``gptpar plot``, run from a checkout."""
 
 import sys
+from pathlib import Path
 
-from gptpar.reporting.plot import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gptpar.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["plot", *sys.argv[1:]]))

@@ -1,7 +1,11 @@
-"""Tokenize a corpus: see `python tools/preprocess_data.py --help`."""
+"""Turn text into .bin/.idx data sets: the same as ``gptpar preprocess``, run from a checkout."""
 
-from gptpar.command import run
-from gptpar.data.preprocess import main
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gptpar.cli import main
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(main(["preprocess", *sys.argv[1:]]))

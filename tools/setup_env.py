@@ -58,9 +58,7 @@ def requirements(level: str, everything: bool) -> list[str]:
         lines += project["project"].get("optional-dependencies", {}).get(extra, [])
     if everything:
         lines += project["build-system"]["requires"]
-    return [
-        line for line in lines if not line.startswith("gptpar[")
-    ]  # an extra naming extras that we list ourselves
+    return [line for line in lines if not line.startswith("gptpar[")]  # an extra naming extras that we list ourselves
 
 
 def missing(level: str) -> list[str]:
@@ -116,9 +114,7 @@ def venv_is_complete(level: str) -> bool:
 def base_python() -> str:
     """The newest Python that can make a virtual environment, ``$PYTHON`` before all."""
     check = "import sys, ensurepip, venv; assert sys.version_info >= (3, 11)"
-    started_with = os.path.realpath(
-        sys.executable
-    )  # follows a virtual environment to the Python it was made with
+    started_with = os.path.realpath(sys.executable)  # follows a virtual environment to the Python it was made with
     names = [os.environ.get("PYTHON", ""), "python3.13", "python3.12", "python3.11", "python3", started_with]
     for path in filter(None, map(shutil.which, names)):
         inside = Path(path).is_relative_to(VENV)
@@ -184,9 +180,7 @@ def _venv_can_be_updated() -> bool:
             return True
     if STAMP.exists():
         return False
-    raise SetupError(
-        f"{VENV} was not made by this script and has no Python 3.11 or newer with pip; move it away."
-    )
+    raise SetupError(f"{VENV} was not made by this script and has no Python 3.11 or newer with pip; move it away.")
 
 
 def _phase(title: str, command: list[str]) -> None:
@@ -195,9 +189,7 @@ def _phase(title: str, command: list[str]) -> None:
     say(f"{title} ...")
     with open(LOG, "a+") as log:
         offset = log.tell()
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT)
         try:
             while True:
                 with suppress(subprocess.TimeoutExpired):
@@ -242,9 +234,7 @@ def one_at_a_time() -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise SetupError(
-                        f"another set-up of {ROOT} has been running for {LOCK_TIMEOUT_S} s."
-                    ) from None
+                    raise SetupError(f"another set-up of {ROOT} has been running for {LOCK_TIMEOUT_S} s.") from None
                 time.sleep(0.5)
             except OSError:  # a file system without locks
                 break

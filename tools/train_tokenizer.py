@@ -1,7 +1,11 @@
-"""Train a SentencePiece tokenizer: see `python tools/train_tokenizer.py --help`."""
+"""Train a SentencePiece tokenizer: the same as ``gptpar train-tokenizer``, run from a checkout."""
 
-from gptpar.command import run
-from gptpar.tokenizer.train import main
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gptpar.cli import main
 
 if __name__ == "__main__":
-    run(main)
+    sys.exit(main(["train-tokenizer", *sys.argv[1:]]))

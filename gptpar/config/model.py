@@ -28,9 +28,7 @@ class ModelConfig:
         "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
     )
     use_rotary_position_embeddings: bool = flag(False, "same as --position-embedding-type rope")
-    add_position_embedding: bool = flag(
-        True, "same as --position-embedding-type none", off="--no-position-embedding"
-    )
+    add_position_embedding: bool = flag(True, "same as --position-embedding-type none", off="--no-position-embedding")
     rotary_base: int = flag(10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",))
     rotary_percent: float = flag(1.0, "share of each head's width that is rotated")
     normalization: str = flag(

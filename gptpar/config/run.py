@@ -17,9 +17,7 @@ class ParallelConfig:
     nproc_per_node: int | None = flag(
         None, "workers to start on this machine without torchrun (default: one a visible GPU, else one)"
     )
-    distributed_backend: str | None = flag(
-        None, "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo")
-    )
+    distributed_backend: str | None = flag(None, "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10, "a collective that takes longer ends the run")
 
 

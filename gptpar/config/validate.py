@@ -191,8 +191,7 @@ def _schedule(config: Config) -> Iterator[str]:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
     if o.weight_decay_incr_style != "constant" and (o.start_weight_decay is None or o.end_weight_decay is None):
         yield (
-            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and "
-            "--end-weight-decay."
+            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay."
         )
     if not 0 <= o.adam_beta1 < 1 or not 0 <= o.adam_beta2 < 1:
         yield f"--adam-beta1 {o.adam_beta1:g} and --adam-beta2 {o.adam_beta2:g} must be at least 0 and less than 1."
@@ -232,9 +231,8 @@ def _data(config: Config) -> Iterator[str]:
         yield "--split cuts one --data-path into three; with --train-data-path it has no meaning: drop it."
     if t.tokenizer_type is None and t.vocab_size is None:
         yield "the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size."
-    if d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask:
-        if t.tokenizer_type is None:
-            yield "--eod-mask-loss and --reset-* need to know the end-of-document id: give --tokenizer-type."
+    if (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask) and t.tokenizer_type is None:
+        yield "--eod-mask-loss and --reset-* need to know the end-of-document id: give --tokenizer-type."
 
 
 def _files(config: Config) -> Iterator[str]:

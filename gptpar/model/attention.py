@@ -57,9 +57,7 @@ class Attention(nn.Module):
         query_width = config.num_attention_heads * config.kv_channels
         qkv_width = query_width + 2 * config.num_query_groups * config.kv_channels
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.qkv = ColumnParallelLinear(
-            config.hidden_size, qkv_width, bias=qkv_bias, std=config.init_method_std
-        )
+        self.qkv = ColumnParallelLinear(config.hidden_size, qkv_width, bias=qkv_bias, std=config.init_method_std)
         self.out = RowParallelLinear(query_width, config.hidden_size, bias=config.add_bias_linear, std=output_std)
 
     def forward(

@@ -37,9 +37,7 @@ class MasterAdamW:
         config: betas, epsilon and clipping.
     """
 
-    def __init__(
-        self, layout: FlatLayout, param_dtype: torch.dtype, device: torch.device, config: OptimizerConfig
-    ):
+    def __init__(self, layout: FlatLayout, param_dtype: torch.dtype, device: torch.device, config: OptimizerConfig):
         self.layout = layout
         self.clip_grad = config.clip_grad
         wide = torch.promote_types(param_dtype, torch.float32)
@@ -50,7 +48,9 @@ class MasterAdamW:
         self.live = self.master if same else torch.zeros(layout.length, dtype=param_dtype, device=device)
         pieces = [slice(0, layout.decayed), slice(layout.decayed, layout.length)]
         pieces = [piece for piece in pieces if piece.stop > piece.start]
-        groups = [{"params": [self._piece(p)], "weight_decay": 0.0, "decays": p.start == 0 < layout.decayed} for p in pieces]
+        groups = [
+            {"params": [self._piece(p)], "weight_decay": 0.0, "decays": p.start == 0 < layout.decayed} for p in pieces
+        ]
         self.inner = torch.optim.AdamW(
             groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True
         )

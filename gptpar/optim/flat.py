@@ -44,7 +44,8 @@ class FlatLayout:
         Args:
             shapes: global name -> full shape, in forward order.
         """
-        names = sorted(reversed(list(shapes)), key=lambda name: not has_decay(name, shapes[name]))
+        backwards = list(reversed(shapes))
+        names = [name for decays in (True, False) for name in backwards if has_decay(name, shapes[name]) is decays]
         slots: dict[str, Slot] = {}
         start = decayed = 0
         for name in names:

@@ -44,8 +44,8 @@ class LossScale:
             return
         if self.value <= self.minimum:
             raise GptparError(
-                f"the loss scale is already at its minimum ({self.minimum:g}) and the gradient still overflows: the run "
-                "has diverged, or the model does not fit fp16; lower --lr, lengthen the warm-up, or use --bf16."
+                f"the loss scale is already at its minimum ({self.minimum:g}) and the gradient still overflows: the "
+                "run has diverged, or the model does not fit fp16; lower --lr, lengthen the warm-up, or use --bf16."
             )
         self.value = max(self.value / 2, self.minimum)
 

@@ -12,9 +12,7 @@ from datetime import datetime
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 
 
-def iteration_line(
-    record: IterationRecord, *, log_throughput: bool = False, now: datetime | None = None
-) -> str:
+def iteration_line(record: IterationRecord, *, log_throughput: bool = False, now: datetime | None = None) -> str:
     """One training line, timestamp included (``now`` defaults to the current time)."""
     fields = [*_megatron_fields(record, log_throughput), *_own_fields(record)]
     return f" [{now or datetime.now():%Y-%m-%d %H:%M:%S.%f}]" + "".join(f" {field} |" for field in fields)

@@ -95,4 +95,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         """Gradients of hidden and weight."""
         grad_hidden_ND, grad_weight_VD, scale = ctx.saved_tensors
         ratio = grad_loss / scale
-        return grad_hidden_ND * ratio.to(grad_hidden_ND.dtype), grad_weight_VD * ratio.to(grad_weight_VD.dtype), None, None, None
+        return (
+            grad_hidden_ND * ratio.to(grad_hidden_ND.dtype),
+            grad_weight_VD * ratio.to(grad_weight_VD.dtype),
+            None,
+            None,
+            None,
+        )

@@ -47,10 +47,17 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
     pad = f"{vocabulary.size:,} token ids, padded to a multiple of {m.make_vocab_size_divisible_by}"
     return [
         Row("shape", shape),
-        Row("kind", f"{m.position_embedding_type} positions, {m.normalization}, {kind}, {'tied' if m.tied else 'untied'}"),
+        Row(
+            "kind",
+            f"{m.position_embedding_type} positions, {m.normalization}, {kind}, {'tied' if m.tied else 'untied'}",
+        ),
         Row("vocabulary", f"{m.padded_vocab_size:,}", pad),
         Row("parameters", format_count(num_parameters(cast(Shape, m)))),
-        Row("FLOPs a token", f"{flops_per_token(cast(Shape, m), causal=False):.3e}", "full attention, forward and backward"),
+        Row(
+            "FLOPs a token",
+            f"{flops_per_token(cast(Shape, m), causal=False):.3e}",
+            "full attention, forward and backward",
+        ),
     ]
 
 
@@ -58,7 +65,9 @@ def _layout(config: Config, topology: Topology) -> list[Row]:
     layout, device = topology.layout, topology.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     peak = device_peak(config, device)
-    reason = "MFU is not shown: the peak of this device is not known" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s"
+    reason = (
+        "MFU is not shown: the peak of this device is not known" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s"
+    )
     return [
         Row("processes", f"{layout.world_size}", layout.describe()),
         Row("device", name, reason),
@@ -72,7 +81,11 @@ def _run(config: Config, plan: BatchPlan) -> list[Row]:
     tokens = plan.train_samples * m.seq_length
     rows = [
         Row("batch", f"{plan.full} samples x {m.seq_length} tokens", f"{plan.full * m.seq_length:,} tokens a step"),
-        Row("length", f"{plan.num_iterations():,} steps", f"{plan.train_samples:,} samples, {format_count(tokens)} tokens"),
+        Row(
+            "length",
+            f"{plan.num_iterations():,} steps",
+            f"{plan.train_samples:,} samples, {format_count(tokens)} tokens",
+        ),
         Row("learning rate", f"{o.lr} to {o.min_lr}, {o.lr_decay_style}"),
     ]
     if plan.start != plan.full:

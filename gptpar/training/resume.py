@@ -38,9 +38,7 @@ def save(trainer: Trainer, progress: Progress, tokenizer: dict[str, Any]) -> Pat
         "torch": torch.__version__,
     }
     tensors = checkpoint_tensors(trainer, with_moments=not checkpoint.no_save_optim)
-    return save_checkpoint(
-        checkpoint.save, progress.iteration, tensors, meta, keep=checkpoint.keep_checkpoints
-    )
+    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=checkpoint.keep_checkpoints)
 
 
 def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, torch.Tensor]:
@@ -66,8 +64,8 @@ def refuse_foreign_save_folder(config: Config) -> None:
     if found:
         raise ConfigError(
             [
-                f"--save {c.save} already holds checkpoints (newest: iteration {found[0][0]}): add --load {c.save} to go "
-                "on from there, or choose another folder."
+                f"--save {c.save} already holds checkpoints (newest: iteration {found[0][0]}): add --load {c.save} to "
+                "go on from there, or choose another folder."
             ]
         )
 

@@ -43,9 +43,7 @@ H, TOKENS = 1024, 16 * 1024
     [(1, False, 34), (2, False, 10 + 24 / 2), (8, False, 10 + 24 / 8), (2, True, 34 / 2), (8, True, 34 / 8)],
 )
 def test_layer_activations_are_those_of_the_paper(tensor_parallel, sequence_parallel, per_hidden):
-    plan = replace(
-        PLAN, hidden_dropout=0.1, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel
-    )
+    plan = replace(PLAN, hidden_dropout=0.1, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel)
     assert layer_activation_bytes_per_token(SHAPE, plan) == per_hidden * H
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptpar.init import draw, initialise, seed_of
-from gptpar.init import Normal
+from gptpar.init import Normal, draw, initialise, seed_of
 from gptpar.model.flops import num_parameters
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
@@ -27,8 +26,8 @@ OPTIONS = {
     "one key head": "--num-query-groups 1",
     "untied": "--untie-embeddings-and-output-weights",
     "wide heads": "--kv-channels 16",
-    "all": "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 2 "
-    "--untie-embeddings-and-output-weights",
+    "all": "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights",
 }
 
 

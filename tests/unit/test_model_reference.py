@@ -33,7 +33,9 @@ def split_qkv(qkv: torch.Tensor, groups: int, width: int) -> tuple[torch.Tensor,
 def test_logits_equal_gpt2() -> None:
     stage, ours = build("")
     reference = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4, attn_implementation="eager")
+        transformers.GPT2Config(
+            vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4, attn_implementation="eager"
+        )
     ).eval()
     theirs = {
         "transformer.wte.weight": ours["embedding.weight"],

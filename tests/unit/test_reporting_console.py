@@ -87,9 +87,7 @@ def test_fields_split_at_bars_as_key_and_value():
 
 
 def test_validation_lines():
-    line = (
-        " validation loss at iteration 1000 | lm loss value: 3.000000E+00 | lm loss PPL: 2.008554E+01 | "
-    )
+    line = " validation loss at iteration 1000 | lm loss value: 3.000000E+00 | lm loss PPL: 2.008554E+01 | "
     rule = "-" * (len(line) + 1)
     assert validation_lines(ValidationRecord(1000, 256000, 1, 3.0)) == f"{rule}\n{line}\n{rule}"
     test = validation_lines(ValidationRecord(1000, 256000, 1, 3.0, split="test"))

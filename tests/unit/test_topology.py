@@ -1,0 +1,68 @@
+"""The grid of ranks, batch plans and the choice for a machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptpar.config.training import BatchConfig
+from gptpar.errors import GptparError
+from gptpar.fit import Machine, choose
+from gptpar.topology import Layout
+from gptpar.training.batch_plan import BatchPlan
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(3, 4, 1), Layout(1, 2, 5), Layout()])
+def test_coordinates_and_ranks_are_inverse(layout: Layout) -> None:
+    seen = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert len(set(seen)) == layout.world_size
+    assert [layout.rank(*place) for place in seen] == list(range(layout.world_size))
+
+
+def test_tensor_axis_is_fastest_then_data_then_pipeline() -> None:
+    layout = Layout(data=2, tensor=2, pipeline=2)
+    assert [layout.coordinates(r) for r in (0, 1, 2, 4)] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
+
+
+def test_ramp_follows_megatrons_rule() -> None:
+    plan = BatchPlan.of(
+        BatchConfig(global_batch_size=256, rampup_batch_size=(32, 32, 1953125), train_samples=439453125)
+    )
+    span = 1953125 / 7
+    sizes = [plan.global_batch_size(n) for n in (0, int(span), int(span) + 1, 1953125, 1953126)]
+    assert sizes == [32, 32, 64, 256, 256]
+    steps, consumed = 0, 0
+    while consumed <= 1953125:
+        consumed += plan.global_batch_size(consumed)
+        steps += 1
+    assert plan.num_iterations() == steps + (439453125 - consumed) // 256
+
+
+def test_a_plan_without_ramp_counts_whole_batches() -> None:
+    plan = BatchPlan.of(BatchConfig(global_batch_size=8, train_samples=63))
+    assert plan.num_iterations() == 7 and plan.finished(56) and not plan.finished(48)
+    assert BatchPlan.of(BatchConfig(global_batch_size=8, train_iters=5)).train_samples == 40
+
+
+def chosen(machine: Machine, vocab_size: int = 1024) -> dict[str, str]:
+    return {choice.flag: choice.value for choice in choose(machine, "350M", vocab_size, minutes=5)}
+
+
+def test_choice_for_two_cpu_cores() -> None:
+    flags = chosen(Machine(0, "bf16", 20 * GIB, 0.6 * 700e9, "test"))
+    assert flags["seq-length"] == "256" and flags["micro-batch-size"] == "4" and "bf16" in flags
+    assert 60 <= int(flags["train-iters"]) <= 120 and int(flags["lr-warmup-iters"]) == int(flags["train-iters"]) // 10
+
+
+def test_choice_for_four_gpus() -> None:
+    flags = chosen(Machine(4, "bf16", 80 * GIB, 4 * 0.35 * 989e12, "test"), 8192)
+    assert (flags["seq-length"], flags["micro-batch-size"], flags["global-batch-size"]) == ("1024", "16", "64")
+    assert flags["train-iters"] == "1000"
+    small = chosen(Machine(1, "fp16", 16 * GIB, 0.35 * 125e12, "test"), 8192)
+    assert int(small["micro-batch-size"]) < 16 and small["global-batch-size"] == "16" and "fp16" in small
+
+
+def test_a_model_that_cannot_fit_is_refused_with_numbers() -> None:
+    with pytest.raises(GptparError, match=r"needs \d+\.\d+ GiB .* has 4\.00 GiB free"):
+        choose(Machine(0, "bf16", 4 * GIB, 1e12, "test"), "350M", 1024, 5)

@@ -44,7 +44,7 @@ class FlatLayout:
         Args:
             shapes: global name -> full shape, in forward order.
         """
-        backwards = list(reversed(shapes))
+        backwards = list(shapes)[::-1]
         names = [name for decays in (True, False) for name in backwards if has_decay(name, shapes[name]) is decays]
         slots: dict[str, Slot] = {}
         start = decayed = 0

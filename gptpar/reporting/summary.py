@@ -40,8 +40,9 @@ def main(argv: list[str]) -> int:
     reached = last_tenth(losses)
     print(f"loss: {losses[0]:.3f} at the start, {reached:.3f} on average over the last tenth of {len(losses)} steps")
     if entropy is not None:
+        side = "below" if reached <= entropy else "above"
         print(
             f"token frequencies alone would give {entropy:.3f} (the corpus's unigram entropy): "
-            f"the model is {entropy - reached:.3f} nats below"
+            f"the model is {abs(entropy - reached):.3f} nats {side} that"
         )
     return 0

@@ -14,7 +14,7 @@ source tools/setup_env.sh run
 
 PRESET="${PRESET:-350M}"
 RUN="${RUN:-runs/gpt-$PRESET}"
-MINUTES="${MINUTES:-5}"
+MINUTES="${MINUTES:-7}"
 gptpar() { "$PYTHON" -m gptpar "$@"; }
 
 # What is chosen for this machine is kept with the run, because a resumed run must go on with the same schedule.
@@ -64,7 +64,7 @@ if [[ ${#data_flags[@]} -gt 0 ]]; then
     reference=(--reference-loss "$entropy" --reference-label "unigram entropy")
     gptpar summary "$RUN" --data-path "${data_flags[1]}"
     echo "--- a sample -------------------------------------------------------------------------------"
-    gptpar generate --load "$RUN" --prompt "def " --num-tokens 60
+    gptpar generate --load "$RUN" --prompt "def" --num-tokens 60
     echo "--------------------------------------------------------------------------------------------"
 else
     gptpar summary "$RUN"

@@ -26,7 +26,7 @@ from gptpar.reporting.console import format_duration
 
 GPU_SHARE_OF_PEAK = 0.35
 """Assumed share of a GPU's peak that training reaches; only the number of steps depends on it."""
-CPU_SHARE_OF_MATMUL = 0.6
+CPU_SHARE_OF_MATMUL = 0.65
 """Training's speed on a CPU as a share of a large matrix product's (optimizer, softmax and norms included)."""
 
 
@@ -104,7 +104,7 @@ def choose(machine: Machine, preset: str, vocab_size: int, minutes: float) -> li
     Raises:
         GptparError: the model does not fit into the memory even with the smallest batch.
     """
-    seq_length, largest = (1024, 16) if machine.num_gpus else (256, 4)
+    seq_length, largest = (1024, 16) if machine.num_gpus else (128, 4)
     where = "the GPU" if machine.num_gpus else "the host"
     micro = largest
     while (need := memory_needed(preset, seq_length, vocab_size, micro, machine.precision)) > 0.9 * machine.memory:
@@ -117,12 +117,16 @@ def choose(machine: Machine, preset: str, vocab_size: int, minutes: float) -> li
     batch = max(micro * max(1, machine.num_gpus), largest)
     tokens = batch * seq_length
     seconds = tokens * flops_per_token(shape_of(preset, seq_length, vocab_size), causal=False) / machine.flops
-    few, many = (200, 1000) if machine.num_gpus else (60, 120)
+    few, many = (200, 1000) if machine.num_gpus else (60, 240)
     steps = min(many, max(few, int(minutes * 60 / seconds)))
     warmup = max(1, steps // 10)
     length = f"about {format_duration(steps * seconds)} at an expected {seconds:.2f} s a step"
     return [
-        Choice("seq-length", str(seq_length), "attention stays short on a CPU" if not machine.num_gpus else "GPT-2's"),
+        Choice(
+            "seq-length",
+            str(seq_length),
+            "GPT-2's" if machine.num_gpus else "many small steps learn more in little time",
+        ),
         Choice(
             "micro-batch-size", str(micro), f"needs {format_bytes(need)} of {format_bytes(machine.memory)} on {where}"
         ),
@@ -160,7 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
     parser = Parser(prog="gptpar fit", description=__doc__)
     parser.add_argument("--preset", default="350M", choices=tuple(PRESETS), help="the model")
-    parser.add_argument("--minutes", type=positive_float, default=6.0, metavar="X", help="training time to aim at")
+    parser.add_argument("--minutes", type=positive_float, default=7.0, metavar="X", help="training time to aim at")
     parser.add_argument(
         "--vocab-size", type=positive_int, metavar="N", help="vocabulary of the data, if it exists already"
     )

@@ -172,6 +172,6 @@ def test_generate_continues_a_prompt(tmp_path: Path) -> None:
 def test_benchmark_prints_one_json_line() -> None:
     flags = TINY.replace("--train-iters 20 ", "") + " --steps 4 --warmup-steps 2"
     line = json.loads(gptpar(flags, "benchmark").splitlines()[-1])
-    assert line["steps"] == 4 and line["params"] == 28000
+    assert line["steps"] == 4 and line["params"] == 28032
     assert line["tokens_per_s"] == pytest.approx(32 / line["ms_per_step"] * 1e3, rel=1e-3)
     assert {"model", "mfu", "mfu_causal", "peak_mem_gib", "loss", "layout", "tokens_per_s_per_gpu"} <= line.keys()

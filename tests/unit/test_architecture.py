@@ -26,7 +26,7 @@ ROWS = [
     ["optim"],
     ["engine"],
     ["reporting"],
-    ["training"],
+    ["training", "fit"],
     ["generate"],
     ["cli"],
     ["__init__", "__main__"],
@@ -39,7 +39,15 @@ FIRST_USER_OF_STANDALONE = ROW_OF["reporting"]
 # Programs that join two such rooms: they are imported by the command line alone.
 PROGRAMS = {"data/preprocess.py": "tokenizer", "tokenizer/train.py": "data"}
 
-PURE = ["config", "data/order.py", "data/splits.py", "model/flops.py"]
+PURE = [
+    "config",
+    "optim/schedule.py",
+    "optim/flat.py",
+    "training/batch_plan.py",
+    "data/order.py",
+    "data/splits.py",
+    "model/flops.py",
+]
 HEAVY = ["tensorboard", "matplotlib", "sentencepiece", "tiktoken", "transformers"]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80

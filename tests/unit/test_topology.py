@@ -51,8 +51,8 @@ def chosen(machine: Machine, vocab_size: int = 1024) -> dict[str, str]:
 
 def test_choice_for_two_cpu_cores() -> None:
     flags = chosen(Machine(0, "bf16", 20 * GIB, 0.6 * 700e9, "test"))
-    assert flags["seq-length"] == "256" and flags["micro-batch-size"] == "4" and "bf16" in flags
-    assert 60 <= int(flags["train-iters"]) <= 120 and int(flags["lr-warmup-iters"]) == int(flags["train-iters"]) // 10
+    assert flags["seq-length"] == "128" and flags["micro-batch-size"] == "4" and "bf16" in flags
+    assert 100 <= int(flags["train-iters"]) <= 240 and int(flags["lr-warmup-iters"]) == int(flags["train-iters"]) // 10
 
 
 def test_choice_for_four_gpus() -> None:

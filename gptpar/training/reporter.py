@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -17,7 +16,7 @@ from gptpar.reporting.records import IterationRecord, MemoryStats, ValidationRec
 from gptpar.reporting.sinks import Sink
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
-from gptpar.training.trainer import Step
+from gptpar.training.trainer import Moment, Step
 
 
 @dataclass(frozen=True)
@@ -56,22 +55,22 @@ class Reporter:
     device: torch.device
     sinks: Sequence[Sink]
     say: Callable[[str], None]
-    _since: float = field(default_factory=time.perf_counter)
     _window: list[IterationRecord] = field(default_factory=list)
     _first: bool = True
 
     def __post_init__(self) -> None:
         self._peak = device_peak(self.config, self.device)
         self._num_iterations = self.plan.num_iterations()
+        self._since = Moment(self.device)
 
     def restart_clock(self) -> None:
         """What happened since the last step (an evaluation, a save) is nobody's step time."""
-        self._since = time.perf_counter()
+        self._since = Moment(self.device)
 
     def step(self, numbers: StepNumbers, progress: Progress) -> None:
         """Report a finished step; ``progress`` includes it."""
-        now = time.perf_counter()
-        elapsed, self._since = now - self._since, now
+        now = numbers.step.readings.moment
+        elapsed, self._since = now.seconds_since(self._since), now
         record = self._record(numbers, progress, elapsed)
         self._window.append(record)
         for sink in self.sinks:

@@ -12,7 +12,9 @@ import torch
 
 from gptpar.config import Config
 from gptpar.config.derive import Derived
+from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
+from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.records import ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks
@@ -177,6 +179,24 @@ class Run:
 
 
 @contextmanager
+def memory_explained(config: Config) -> Iterator[None]:
+    """Turn the device's out-of-memory error into one that says what to change.
+
+    Raises:
+        GptparError: in its place.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        taken = torch.cuda.max_memory_allocated()
+        raise GptparError(
+            f"the GPU's memory is full ({format_bytes(taken)} were in use): lower --micro-batch-size "
+            f"{config.batch.micro_batch_size}, add --recompute-granularity full, or shorten --seq-length "
+            f"{config.model.seq_length}. torch says: {str(error).splitlines()[0]}"
+        ) from error
+
+
+@contextmanager
 def open_run(
     config: Config, derived: Sequence[Derived], without_effect: Sequence[str], more_sinks: Sequence[Sink] = ()
 ) -> Iterator[Run]:
@@ -195,6 +215,7 @@ def open_run(
         world_size // model_parallel, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     )
     with ExitStack() as stack:
+        stack.enter_context(memory_explained(config))
         topology = stack.enter_context(
             open_topology(
                 layout, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes

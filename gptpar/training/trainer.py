@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,24 +24,43 @@ from gptpar.topology import Topology
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
+class Moment:
+    """A point in the device's work, for timing it without waiting for it."""
+
+    def __init__(self, device: torch.device):
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._host = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Return when the device has got here."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Time that passed on the device; both moments must have been waited for or lie in the past."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._host - earlier._host
+
+
 class Readings:
-    """Numbers on their way from the device; the host goes on until it asks for them."""
+    """Numbers on their way from the device; the host goes on until it asks for them.
+
+    Attributes:
+        moment: when they were ready.
+    """
 
     def __init__(self, numbers: Sequence[torch.Tensor]):
         stacked = torch.stack([n.detach().double() for n in numbers])
-        self._event: torch.cuda.Event | None = None
-        if stacked.is_cuda:
-            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-            self._host.copy_(stacked, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = stacked
+        self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=stacked.is_cuda)
+        self._host.copy_(stacked, non_blocking=True)
+        self.moment = Moment(stacked.device)
 
     def read(self) -> list[float]:
         """Wait for this step, not for what was queued after it."""
-        if self._event is not None:
-            self._event.synchronize()
+        self.moment.wait()
         return self._host.tolist()
 
 

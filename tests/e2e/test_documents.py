@@ -1,0 +1,62 @@
+"""What the README and the examples tell people to run does run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(script: str, cwd: Path, **more: str) -> str:
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=cwd,
+        env={**ENVIRONMENT, **more},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+def test_readme_commands_in_order(tmp_path: Path) -> None:
+    """The block under "Pretraining by hand", as it stands, in an empty folder."""
+    section = (ROOT / "README.md").read_text().split("## Pretraining by hand")[1]
+    block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    output = run(f'python() {{ "$PYTHON" "$@"; }}\n{block[1]}', tmp_path)
+    assert "every byte of" in output and '"tokens_per_s"' in output
+    assert (tmp_path / "runs/tiny/iter_0000040/manifest.json").exists()
+    assert (tmp_path / "runs/tiny/run.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def small_text(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.jsonl"
+    line = '{"text": "%s"}\n'
+    path.write_text("".join(line % f"number {i} follows number {i - 1} and so it goes on, " for i in range(3000)))
+    return path
+
+
+def test_example_runs_resumes_and_sums_up(tmp_path: Path, small_text: Path) -> None:
+    """The example with the user's own text and a tiny shape: a second run goes on where the first ended."""
+    tiny = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --save-interval 10 --lr 1e-2 --lr-warmup-iters 2"
+    script = f"bash {ROOT}/examples/pretrain_gpt_350M.sh {tiny} --train-iters 30"
+    settings = {"RUN": str(tmp_path / "run"), "DATA": str(small_text), "MINUTES": "0.1"}
+    first = run(f"{script} --exit-interval 20", tmp_path, **settings)
+    assert "saving checkpoint at iteration      20" in first
+    second = run(script, tmp_path, **settings)
+    assert "(iteration 20)" in second and "saving checkpoint at iteration      30" in second
+    summary = re.search(r"loss: ([\d.]+) at the start, ([\d.]+) on average over the last tenth of 30 steps", second)
+    entropy = re.search(r"would give ([\d.]+) \(the corpus's unigram entropy\)", second)
+    assert summary is not None and entropy is not None
+    assert float(summary[2]) < float(summary[1]) - 1.0
+    assert (tmp_path / "run/loss.png").stat().st_size > 10_000

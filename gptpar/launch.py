@@ -26,12 +26,15 @@ def start_workers(count: int, argv: Sequence[str]) -> int:
     Args:
         argv: the verb and its flags.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     # What went wrong is said by the worker itself and by the line below; torchrun's own report would bury both.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     words = ["--standalone", f"--nproc-per-node={count}", "-m", "gptpar", *argv]
     try:
         run(get_args_parser().parse_args(words))
@@ -39,4 +42,6 @@ def start_workers(count: int, argv: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         print(f"error: rank {rank} ended with exit code {failure.exitcode}; its message is above", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as stopped:  # the workers were given the signal and the time to save
+        return 128 + stopped.sigval
     return 0

@@ -5,15 +5,24 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
+SAME_REQUEST_SECONDS = 2.0
+"""A terminal's Ctrl-C reaches a worker twice, once directly and once through torchrun."""
+
 
 class StopRequest:
-    """Remembers that somebody asked the run to stop. A second Ctrl-C stops at once, without saving."""
+    """Remembers that somebody asked the run to stop. Another Ctrl-C, later, stops at once and without saving.
+
+    Attributes:
+        signal: the first signal that came.
+    """
 
     def __init__(self) -> None:
-        self.signal_name: str | None = None
+        self.signal: signal.Signals | None = None
+        self._when = 0.0
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -29,6 +38,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name is not None and number == signal.SIGINT:
+        if self.signal is None:
+            self.signal, self._when = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._when > SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name

@@ -39,5 +39,6 @@ def main(argv: list[str]) -> int:
     config, derived = resolve(parsed, count, more=tokenizer_checks)
     if count > 1 and not worker:
         return start_workers(count, ["pretrain", *argv])
-    pretrain(config, derived, parsed.without_effect)
-    return 0
+    stopped_by = pretrain(config, derived, parsed.without_effect)
+    # torchrun takes anything but 0 for a crash; a shell is told of the signal in the usual way.
+    return 0 if stopped_by is None or worker else 128 + stopped_by

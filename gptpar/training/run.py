@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -117,7 +118,7 @@ class Run:
         """Whether this process was asked to stop, or its time is over."""
         limit = self.config.batch.exit_duration_in_mins
         late = limit is not None and (time.time() - self.started) / 60 > limit
-        return late or self.request.signal_name is not None
+        return late or self.request.signal is not None
 
     def something_is_due(self) -> bool:
         """Whether the step just launched is followed by an evaluation, a save or the end."""
@@ -274,16 +275,22 @@ def _say_nothing(line: str) -> None:
     pass
 
 
-def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequence[str]) -> None:
-    """Train (unless ``--skip-train``), then evaluate on validation and test data."""
+def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequence[str]) -> signal.Signals | None:
+    """Train (unless ``--skip-train``), then evaluate on validation and test data.
+
+    Returns:
+        The signal that ended the run early, if one did.
+    """
     with open_run(config, derived, without_effect) as run:
         if not config.logging.skip_train:
             if run.plan.finished(run.progress.consumed_samples):
                 run.say(f" > nothing left to train: iteration {run.progress.iteration} is the last")
             else:
                 run.train()
-        if run.request.signal_name is not None:
-            run.say(f" > stopped by {run.request.signal_name}; the same command goes on from here")
-            return
-        run.evaluate("valid")
-        run.evaluate("test")
+        if run.request.signal is not None:
+            saved = f"; --load {config.checkpoint.save} goes on from here" if config.checkpoint.save else ""
+            run.say(f" > stopped by {run.request.signal.name}{saved}")
+        else:
+            run.evaluate("valid")
+            run.evaluate("test")
+        return run.request.signal

@@ -70,24 +70,26 @@ def test_a_run_moves_between_numbers_of_processes(tmp_path: Path) -> None:
         torch.testing.assert_close(moved[name], one[name], rtol=1e-10, atol=1e-12)
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "workers"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals, workers: int) -> None:
+    """One process and SIGTERM; two workers and a terminal's Ctrl-C, which reaches every process of the group."""
     flags = f"--train-iters 100000 --lr-decay-style constant --save {tmp_path} --load {tmp_path} --log-interval 1"
-    process = subprocess.Popen(command(flags), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    flags += f" --nproc-per-node {workers}"
+    process = subprocess.Popen(
+        command(flags), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if "iteration        5/" in line:
             break
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, number)
     rest = process.stdout.read()
-    assert process.wait(timeout=60) == 0 and "stopped by SIGTERM" in rest
+    assert process.wait(timeout=60) == 128 + number and f"stopped by {number.name}" in rest
     progress = load_meta(tmp_path)["progress"]
-    assert progress["iteration"] >= 5 and progress["consumed_samples"] == 2 * progress["iteration"]
-    again = subprocess.Popen(command(flags), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
-    assert again.stdout is not None
-    line = next(line for line in again.stdout if line.startswith(" ["))
-    assert f"iteration {progress['iteration'] + 1:8d}/" in line
-    again.kill()
-    again.wait()
+    assert progress["iteration"] >= 5 and progress["consumed_samples"] == 2 * workers * progress["iteration"]
+    again = gptpar(f"{flags} --exit-interval {progress['iteration'] + 1}")
+    first = next(line for line in again.splitlines() if line.startswith(" ["))
+    assert f"iteration {progress['iteration'] + 1:8d}/" in first
 
 
 def test_fp16_overflows_are_skipped_and_counted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gptpar.config.fields import flag
 
@@ -52,3 +53,9 @@ class TokenizerConfig:
     vocab_file: str | None = flag(None, "GPT-2 BPE's encoder.json")
     merge_file: str | None = flag(None, "GPT-2 BPE's vocab.bpe")
     vocab_size: int | None = flag(None, "number of token ids, where no tokenizer says it")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a tokenizer is built from, beside its type."""
+        names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+        return {name: getattr(self, name) for name in names}

@@ -20,8 +20,8 @@ FINGERPRINT_BYTES = 1 << 16
 
 
 def file_identity(path: Path) -> dict[str, Any]:
-    """What tells a file from its replacement: size, modification time and a hash of its first and last 64 "
-    "KiB."""
+    """What tells a file from its replacement: size, modification time and a hash of its first and last 64
+    KiB."""
     status = path.stat()
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read(FINGERPRINT_BYTES))

@@ -1,5 +1,5 @@
-"""The two loops over every sample of a run, in C++ (csrc/data_index.cpp) or, without a compiler, in numpy "
-"and Python."""
+"""The two loops over every sample of a run, in C++ (csrc/data_index.cpp) or, without a compiler, in numpy
+and Python."""
 
 from __future__ import annotations
 

@@ -39,13 +39,7 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
     t = config.tokenizer
     if t.tokenizer_type is None:
         return None
-    return build_tokenizer(
-        t.tokenizer_type,
-        vocab_file=t.vocab_file,
-        merge_file=t.merge_file,
-        tokenizer_model=t.tokenizer_model,
-        vocab_size=t.vocab_size,
-    )
+    return build_tokenizer(t.tokenizer_type, **t.options)
 
 
 def vocabulary_of(config: Config) -> Vocabulary:

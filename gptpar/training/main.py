@@ -20,15 +20,7 @@ for each visible GPU. Example: gptpar pretrain --preset 124M --mock-data --vocab
 def tokenizer_checks(config: Config) -> Iterable[str]:
     """Problems of the tokenizer's flags and files."""
     t = config.tokenizer
-    if t.tokenizer_type is None:
-        return []
-    return tokenizer_problems(
-        t.tokenizer_type,
-        tokenizer_model=t.tokenizer_model,
-        vocab_file=t.vocab_file,
-        merge_file=t.merge_file,
-        vocab_size=t.vocab_size,
-    )
+    return [] if t.tokenizer_type is None else tokenizer_problems(t.tokenizer_type, **t.options)
 
 
 def main(argv: list[str]) -> int:

@@ -52,7 +52,7 @@ def output_and_loss(
     Args:
         vocabulary: holds the matrix weight_VD, tied to the input embedding or the output layer's own.
         labels_BS: the token that follows each token.
-        loss_mask_BS: weight of each token, by default 1; the mean is ``sum(mask * loss) / sum(mask)``.
+        loss_mask_BS: weight of each token, by default 1; the mean is ``sum(mask * loss) / max(1, sum(mask))``.
         scale: the incoming gradient that ``backward`` will be given (see :class:`LinearCrossEntropy`).
 
     Returns:
@@ -68,7 +68,9 @@ def output_and_loss(
         weights_N = loss_mask_BS.flatten().to(wide)
         weights_N = weights_N / weights_N.sum().clamp(min=1)
     scale = torch.ones((), dtype=wide, device=x_BSD.device) if scale is None else scale
-    return LinearCrossEntropy.apply(x_BSD.flatten(0, 1), vocabulary.weight, labels_N, weights_N, scale)
+    # The function cannot see torch.no_grad(), and would form the weight's gradient in an evaluation too.
+    weight_VD = vocabulary.weight if torch.is_grad_enabled() else vocabulary.weight.detach()
+    return LinearCrossEntropy.apply(x_BSD.flatten(0, 1), weight_VD, labels_N, weights_N, scale)
 
 
 class OutputLayer(VocabParallelEmbedding):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gptpar.config import OptimizerConfig
-from gptpar.optim.flat import FlatLayout
+from gptpar.optim.flat import FlatLayout, l2_norm
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,9 @@ class MasterAdamW:
             weight_decay: this step's decoupled decay, for the parameters that have one.
             loss_scale: what the gradient sum is to be divided by.
         """
-        norm = torch.nn.utils.get_total_norm(self.layout.views(self.grad).values()) / loss_scale
-        skipped = (~norm.isfinite()).float()
+        norm = l2_norm(self.grad) / loss_scale
+        finite = norm.isfinite()
+        skipped = (~finite).float()
         divisor = torch.full_like(norm, loss_scale)
         if self.clip_grad > 0:
             divisor = divisor * ((norm + 1e-6) / self.clip_grad).clamp(min=1.0)
@@ -84,7 +85,7 @@ class MasterAdamW:
             group["lr"] = lr
             group["weight_decay"] = weight_decay if group["decays"] else 0.0
         if self.grad.dtype == torch.float64:  # the fused kernel divides by an fp32 number
-            self.grad /= divisor
+            self.grad /= divisor.where(finite, 1.0)  # 0 / NaN would spoil the gaps between parameters for good
             divisor = torch.ones_like(divisor)
         self.inner.grad_scale, self.inner.found_inf = divisor.float(), skipped  # type: ignore[attr-defined]
         self.inner.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ BUCKET_ELEMENTS = 25_000_000
 
 @dataclass
 class _Bucket:
-    """A contiguous piece of the buffer, reduced at once when its last gradient has arrived."""
+    """A contiguous piece of the buffer, reduced as a whole once its last gradient has arrived."""
 
     start: int
     stop: int
@@ -28,6 +29,9 @@ class _Bucket:
 
 class GradientSum:
     """Takes each parameter's gradient as autograd produces it and adds it to a flat buffer.
+
+    Buckets are reduced in the order of the buffer, whatever the order in which they complete: processes match
+    collectives by their order alone, and one whose autograd differed would hang or add up the wrong pieces.
 
     Args:
         parameters: global name -> live parameter; their ``.grad`` is always empty afterwards.
@@ -50,6 +54,7 @@ class GradientSum:
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._arrived: set[str] = set()
         self._last = False
+        self._waiting: deque[_Bucket] = deque()
         self._pending: list[Any] = []
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
@@ -60,8 +65,9 @@ class GradientSum:
         self._last = False
 
     def expect_last(self) -> None:
-        """The next backward pass is the step's last: reduce each bucket as it completes."""
+        """The next backward pass is the step's last: reduce each bucket as it and those before it complete."""
         self._last = True
+        self._waiting.extend(self._buckets)
         for bucket in self._buckets:
             bucket.missing = len(bucket.names)
 
@@ -74,24 +80,22 @@ class GradientSum:
             self.views[name].copy_(parameter.grad)
             self._arrived.add(name)
         parameter.grad = None
-        if self._last and self._group is not None:
-            bucket = self._bucket_of[name]
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                self._reduce(bucket)
+        if self._last:
+            self._bucket_of[name].missing -= 1
+            while self._waiting and self._waiting[0].missing == 0:
+                self._reduce(self._waiting.popleft())
 
     def _reduce(self, bucket: _Bucket) -> None:
-        piece = self.buffer[bucket.start : bucket.stop]
-        self._pending.append(dist.all_reduce(piece, group=self._group, async_op=True))
+        if self._group is not None:
+            piece = self.buffer[bucket.start : bucket.stop]
+            self._pending.append(dist.all_reduce(piece, group=self._group, async_op=True))
 
     def finish(self) -> None:
         """Wait until the sum is complete; parameters that got no gradient count as zero."""
         for name in self.views.keys() - self._arrived:
             self.views[name].zero_()
-        if self._group is not None:
-            for bucket in self._buckets:
-                if bucket.missing:
-                    self._reduce(bucket)
+        while self._waiting:
+            self._reduce(self._waiting.popleft())
         for work in self._pending:
             work.wait()
         self._pending.clear()

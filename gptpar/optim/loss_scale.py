@@ -35,7 +35,7 @@ class LossScale:
             return
         if not overflow:
             self.good_steps += 1
-            if self.good_steps == self.window:
+            if self.good_steps >= self.window:  # more, after a resume with a shorter window
                 self.good_steps, self.tolerance, self.value = 0, self.hysteresis, self.value * 2
             return
         self.good_steps = 0

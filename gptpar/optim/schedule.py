@@ -80,7 +80,7 @@ def make_schedule(config: Config, train_samples: int) -> Schedule:
         train_samples: samples in the whole run.
     """
     o, seq_length = config.optimizer, config.model.seq_length
-    assert o.lr is not None and seq_length and config.batch.global_batch_size
+    assert seq_length and config.batch.global_batch_size
     batch = config.batch.global_batch_size
     in_tokens = o.lr_decay_tokens is not None or o.lr_warmup_tokens is not None
     unit = seq_length if in_tokens else 1
@@ -96,7 +96,7 @@ def make_schedule(config: Config, train_samples: int) -> Schedule:
         warmup = (o.lr_warmup_samples or o.lr_warmup_iters * batch) * unit
     constant = o.weight_decay_incr_style == "constant"
     return Schedule(
-        max_lr=o.lr,
+        max_lr=o.lr or 0.0,  # absent only with --skip-train, which takes no step
         min_lr=o.min_lr,
         init_lr=o.lr_warmup_init,
         warmup=warmup,

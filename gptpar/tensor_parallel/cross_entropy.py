@@ -21,10 +21,11 @@ def num_chunks(num_tokens: int, vocab_size: int, element_size: int, device_type:
     return -(-num_tokens // tokens_a_chunk)
 
 
-def token_losses(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """``logsumexp(logits) - logits[label]`` for each token, at least in fp32."""
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return torch.logsumexp(logits_NV, -1) - logits_NV.gather(1, labels_N[:, None]).squeeze(1)
+def loss_alone(logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
+    """``sum(weights * losses)``, at least in fp32."""
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    losses_N = torch.logsumexp(wide_NV, -1) - wide_NV.gather(1, labels_N[:, None]).squeeze(1)
+    return (losses_N * weights_N).sum()
 
 
 def loss_and_grad(
@@ -40,8 +41,9 @@ def loss_and_grad(
 
 
 @cache
-def _compiled_loss_and_grad() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    return torch.compile(loss_and_grad, dynamic=False)
+def _kernel(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """On a GPU compiled, so that no fp32 copy of the logits is ever written to memory."""
+    return torch.compile(function, dynamic=False) if device_type == "cuda" else function
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -66,7 +68,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_grad = any(ctx.needs_input_grad)
         num_tokens, device = hidden_ND.shape[0], hidden_ND.device.type
         step = -(-num_tokens // num_chunks(num_tokens, weight_VD.shape[0], hidden_ND.element_size(), device))
-        chunk_fn = _compiled_loss_and_grad() if device == "cuda" else loss_and_grad
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
         grad_weight_VD: torch.Tensor | None = None
@@ -74,9 +75,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + step)
             logits_NV = hidden_ND[part] @ weight_VD.t()
             if grad_hidden_ND is None:
-                loss += (token_losses(logits_NV, labels_N[part]) * weights_N[part]).sum()
+                loss += _kernel(loss_alone, device)(logits_NV, labels_N[part], weights_N[part])
                 continue
-            chunk_loss, grad_NV = chunk_fn(logits_NV, labels_N[part], weights_N[part], scale)
+            chunk_loss, grad_NV = _kernel(loss_and_grad, device)(logits_NV, labels_N[part], weights_N[part], scale)
             del logits_NV
             loss += chunk_loss
             torch.mm(grad_NV, weight_VD, out=grad_hidden_ND[part])

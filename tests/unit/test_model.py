@@ -57,6 +57,22 @@ def test_linear_cross_entropy_equals_logits_then_loss(chunks: int, monkeypatch: 
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
 
 
+def test_a_mask_of_zeros_gives_zero_and_no_nan() -> None:
+    stage, tokens = build(""), random_tokens(1, 16, 60)
+    loss = stage(tokens[:, :-1], {"labels": tokens[:, 1:], "loss_mask": torch.zeros(1, 16)})
+    grads = torch.autograd.grad(loss, list(stage.global_parameters().values()))
+    assert loss.item() == 0 and all(grad.count_nonzero() == 0 for grad in grads)
+
+
+def test_an_evaluation_forms_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, tokens = build(""), random_tokens(2, 16, 60)
+    fields = {"labels": tokens[:, 1:]}
+    expected = stage(tokens[:, :-1], fields).item()
+    monkeypatch.setattr(cross_entropy, "loss_and_grad", None)
+    with torch.no_grad():
+        assert stage(tokens[:, :-1], fields).item() == pytest.approx(expected, rel=1e-14)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_fused_loss_and_gradients_equal_the_plain_ones(name: str) -> None:
     stage = build(OPTIONS[name])

@@ -119,7 +119,6 @@ def choose(machine: Machine, preset: str, vocab_size: int, minutes: float) -> li
     seconds = tokens * flops_per_token(shape_of(preset, seq_length, vocab_size), causal=False) / machine.flops
     few, many = (200, 1000) if machine.num_gpus else (60, 240)
     steps = min(many, max(few, int(minutes * 60 / seconds)))
-    warmup = max(1, steps // 10)
     length = f"about {format_duration(steps * seconds)} at an expected {seconds:.2f} s a step"
     return [
         Choice(
@@ -132,7 +131,7 @@ def choose(machine: Machine, preset: str, vocab_size: int, minutes: float) -> li
         ),
         Choice("global-batch-size", str(batch), f"{tokens:,} tokens a step"),
         Choice("train-iters", str(steps), length),
-        Choice("lr-warmup-iters", str(warmup), "a tenth of the run"),
+        Choice("lr-warmup-fraction", "0.1", "a tenth of the run"),
         Choice("log-interval", "1" if not machine.num_gpus else "10", "a line every few seconds"),
         *(
             [Choice(machine.precision, "", f"the fastest number format here ({machine.description})")]

@@ -64,7 +64,6 @@ def inits_of(module: nn.Module) -> dict[str, Init]:
     return found
 
 
-@torch.no_grad()
 def initialise(targets: Mapping[str, torch.Tensor], inits: Mapping[str, Init], seed: int) -> None:
     """Fill tensors with their initial values.
 
@@ -72,7 +71,11 @@ def initialise(targets: Mapping[str, torch.Tensor], inits: Mapping[str, Init], s
         targets: global parameter name -> tensor of the full shape (any device and dtype), written in place.
         inits: global parameter name -> how it is initialised.
     """
+
+    def fill(name: str) -> None:
+        with torch.no_grad():  # a setting of the thread
+            targets[name].copy_(draw(inits[name], targets[name].shape, seed, name))
+
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-        drawn = {name: pool.submit(draw, inits[name], targets[name].shape, seed, name) for name in targets}
-        for name in list(drawn):
-            targets[name].copy_(drawn.pop(name).result())
+        for filled in [pool.submit(fill, name) for name in targets]:
+            filled.result()

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from gptpar.errors import GptparError
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -98,6 +100,8 @@ def open_topology(layout: Layout, *, backend: str | None, timeout_minutes: float
     A group that handles CPU tensors beside GPU tensors is ``cpu:gloo,cuda:nccl``. One process alone needs no group.
     """
     rank, local_rank, world_size = world_from_environment()
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise GptparError("--distributed-backend nccl needs GPUs and torch sees none here: use gloo, or leave it out.")
     on_gpu = torch.cuda.is_available() and backend != "gloo"
     device = torch.device("cuda", local_rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:

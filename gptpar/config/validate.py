@@ -155,6 +155,8 @@ def _duration(config: Config) -> Iterator[str]:
         yield "--rampup-batch-size needs --train-samples or --train-tokens: with it, steps differ in size."
     if c.save_interval is not None and not c.save:
         yield "--save-interval is given but --save is not: say where to save."
+    if config.logging.eval_iters < 0:
+        yield f"--eval-iters is {config.logging.eval_iters}; 0 turns evaluation off."
     positive = {
         "--save-interval": c.save_interval,
         "--keep-checkpoints": c.keep_checkpoints,
@@ -187,11 +189,17 @@ def _schedule(config: Config) -> Iterator[str]:
         yield "the warm-up is given more than once (iterations or samples, fraction, tokens): keep one."
     if o.lr_warmup_fraction is not None and not 0 <= o.lr_warmup_fraction < 1:
         yield f"--lr-warmup-fraction {o.lr_warmup_fraction:g} must be at least 0 and less than 1."
+    yield from _warmup_is_shorter(config)
     if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None and o.lr_wsd_decay_samples is None:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
     if o.weight_decay_incr_style != "constant" and (o.start_weight_decay is None or o.end_weight_decay is None):
         yield (
             f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay."
+        )
+    elif o.weight_decay_incr_style != "constant" and not 0 <= (o.start_weight_decay or 0) <= (o.end_weight_decay or 0):
+        yield (
+            f"the weight decay is to grow from {o.start_weight_decay:g} to {o.end_weight_decay:g}: both must be at "
+            "least 0 and the end not below the start."
         )
     if not 0 <= o.adam_beta1 < 1 or not 0 <= o.adam_beta2 < 1:
         yield f"--adam-beta1 {o.adam_beta1:g} and --adam-beta2 {o.adam_beta2:g} must be at least 0 and less than 1."
@@ -199,6 +207,19 @@ def _schedule(config: Config) -> Iterator[str]:
         yield f"--clip-grad {o.clip_grad:g} is negative; 0 turns clipping off."
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
+
+
+def _warmup_is_shorter(config: Config) -> Iterator[str]:
+    """The peak rate must be reached before the decay is over."""
+    o, b = config.optimizer, config.batch
+    spans = {
+        "iters": (o.lr_warmup_iters, o.lr_decay_iters or b.train_iters),
+        "samples": (o.lr_warmup_samples, o.lr_decay_samples or b.train_samples),
+        "tokens": (o.lr_warmup_tokens, o.lr_decay_tokens),
+    }
+    for unit, (warmup, decay) in spans.items():
+        if warmup and decay and warmup >= decay:
+            yield f"--lr-warmup-{unit} {warmup} must be less than the decay's {decay}, or --lr is never reached."
 
 
 def _precision(config: Config) -> Iterator[str]:
@@ -213,6 +234,9 @@ def _precision(config: Config) -> Iterator[str]:
             f"--initial-loss-scale {p.initial_loss_scale:g} must be at least --min-loss-scale "
             f"{p.min_loss_scale:g}, and that more than 0."
         )
+    for name in ("hysteresis", "loss_scale_window"):
+        if getattr(p, name) < 1:
+            yield f"--{name.replace('_', '-')} is {getattr(p, name)}; it must be at least 1."
     layers = config.recompute.recompute_num_layers
     if layers is not None and config.recompute.recompute_granularity is None:
         yield "--recompute-num-layers needs --recompute-granularity full."

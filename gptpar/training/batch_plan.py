@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gptpar.config import BatchConfig
+from gptpar.training.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,23 @@ class BatchPlan:
     increment: int
     ramp_samples: int
     train_samples: int
+    train_iters: int | None = None
 
     @staticmethod
-    def of(batch: BatchConfig) -> BatchPlan:
-        """From a resolved configuration."""
+    def of(batch: BatchConfig, done: Progress | None = None) -> BatchPlan:
+        """From a resolved configuration.
+
+        Args:
+            done: where the run goes on; its batches so far may have had another size.
+        """
+        done = done or Progress()
         full = batch.global_batch_size
         assert full is not None
         start, increment, ramp = batch.rampup_batch_size or (full, 1, 0)
-        total = batch.train_samples if batch.train_iters is None else batch.train_iters * full
-        return BatchPlan(full, start, increment, ramp, total or 0)
+        if batch.train_iters is None:
+            return BatchPlan(full, start, increment, ramp, batch.train_samples or 0)
+        total = done.consumed_samples + max(0, batch.train_iters - done.iteration) * full
+        return BatchPlan(full, start, increment, ramp, total, batch.train_iters)
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Samples in the step that starts after ``consumed_samples``."""
@@ -37,14 +46,21 @@ class BatchPlan:
         span = self.ramp_samples / ((self.full - self.start) / self.increment)
         return min(self.full, self.start + int(consumed_samples / span) * self.increment)
 
-    def finished(self, consumed_samples: int) -> bool:
-        """Whether no whole step is left."""
-        return consumed_samples + self.global_batch_size(consumed_samples) > self.train_samples
+    def finished(self, done: Progress) -> bool:
+        """Whether no step is left: by the count of steps where the run is given in steps, else by samples."""
+        if self.train_iters is not None:
+            return done.iteration >= self.train_iters
+        return not self._has_room(done.consumed_samples)
+
+    def _has_room(self, consumed_samples: int) -> bool:
+        return consumed_samples + self.global_batch_size(consumed_samples) <= self.train_samples
 
     def num_iterations(self) -> int:
         """Steps in the whole run."""
+        if self.train_iters is not None:
+            return self.train_iters
         consumed = steps = 0
-        while consumed <= self.ramp_samples and not self.finished(consumed):
+        while consumed <= self.ramp_samples and self._has_room(consumed):
             consumed += self.global_batch_size(consumed)
             steps += 1
         return steps + max(0, self.train_samples - consumed) // self.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,15 @@ from typing import Any
 
 import torch
 
-from gptpar.checkpoint import find_checkpoints, load_checkpoint, load_meta, read_manifest, save_checkpoint
+from gptpar.checkpoint import (
+    DamagedCheckpoint,
+    Manifest,
+    find_checkpoints,
+    load_checkpoint,
+    load_meta,
+    read_manifest,
+    save_checkpoint,
+)
 from gptpar.config import Config
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
@@ -70,6 +79,32 @@ def refuse_foreign_save_folder(config: Config) -> None:
         )
 
 
+def checkpoint_to_resume(config: Config) -> Manifest | None:
+    """What the checkpoint that ``--load`` (and ``--ckpt-step``) mean says of itself; ``None`` for a fresh start.
+
+    Raises:
+        CheckpointError: there is none although one is required, or none whose manifest can be read.
+    """
+    c = config.checkpoint
+    if c.load is None:
+        return None
+    found = find_checkpoints(Path(c.load)) if Path(c.load).is_dir() else []
+    if not found and not c.exit_on_missing_checkpoint and c.ckpt_step is None:
+        return None
+    for number, path in found:
+        if c.ckpt_step in (None, number):
+            with contextlib.suppress(DamagedCheckpoint):  # load_checkpoint will name it, and take an older one
+                return read_manifest(path)
+    wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
+    raise CheckpointError(f"there is no readable {wanted} in --load {c.load}")
+
+
+def progress_to_resume(config: Config) -> Progress:
+    """Where the run will go on, known before anything is built."""
+    manifest = checkpoint_to_resume(config)
+    return Progress() if manifest is None or config.checkpoint.finetune else Progress(**manifest.meta["progress"])
+
+
 def load(trainer: Trainer, tokenizer: dict[str, Any], say: Callable[[str], None]) -> Progress:
     """Fill the trainer from ``--load`` and return where the run stands; a fresh start without a checkpoint.
 
@@ -77,34 +112,40 @@ def load(trainer: Trainer, tokenizer: dict[str, Any], say: Callable[[str], None]
         CheckpointError: no checkpoint although one is required, or one that does not fit this run.
     """
     c = trainer.config.checkpoint
-    if c.load is None:
+    manifest = checkpoint_to_resume(trainer.config)
+    if manifest is None or c.load is None:
+        if c.load is not None:
+            say(f" > no checkpoint in {c.load} yet: starting from the beginning")
         return Progress()
-    if not Path(c.load).is_dir() or not find_checkpoints(Path(c.load)):
-        if c.exit_on_missing_checkpoint or c.ckpt_step is not None:
-            raise CheckpointError(f"there is no checkpoint in --load {c.load}")
-        say(f" > no checkpoint in {c.load} yet: starting from the beginning")
-        return Progress()
-    if not c.finetune:
-        newest = load_meta(c.load)
-        _require_same_tokenizer(newest["tokenizer"], tokenizer)
-        trainer.schedule = _agree_on_schedule(trainer, newest["schedule"])
     weights_only = c.finetune or c.no_load_optim
+    _require_fit(trainer, manifest, tokenizer, weights_only=weights_only)
     targets = checkpoint_tensors(trainer, with_moments=not weights_only)
     loaded = load_checkpoint(c.load, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
-    if weights_only and (missing := targets.keys() - _stored_names(loaded.path)):
-        raise CheckpointError(f"{loaded.path} lacks {len(missing)} weights of this model, such as {min(missing)!r}")
     trainer.optimizer.publish()
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
     if c.finetune:
         return Progress()
+    trainer.schedule = _agree_on_schedule(trainer, loaded.meta["schedule"])
     if not weights_only:
         trainer.optimizer.steps_taken = loaded.meta["optimizer_steps"]
     trainer.loss_scale.load(loaded.meta["loss_scale"])
     return Progress(**loaded.meta["progress"])
 
 
-def _stored_names(path: Path) -> set[str]:
-    return set(read_manifest(path).tensors)
+def _require_fit(trainer: Trainer, manifest: Manifest, tokenizer: dict[str, Any], *, weights_only: bool) -> None:
+    """What can be known before the tensors are read: tokenizer, schedule, and that what is wanted was saved."""
+    c, stored = trainer.config.checkpoint, manifest.tensors.keys()
+    if not c.finetune:
+        _require_same_tokenizer(manifest.meta["tokenizer"], tokenizer)
+        _agree_on_schedule(trainer, manifest.meta["schedule"])
+    if not weights_only and not any(name.startswith("exp_avg/") for name in stored):
+        raise CheckpointError(
+            f"the checkpoint in {c.load} was saved without the optimizer's moments: add --no-load-optim"
+        )
+    if weights_only and (missing := checkpoint_tensors(trainer, with_moments=False).keys() - stored):
+        raise CheckpointError(
+            f"the checkpoint in {c.load} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
+        )
 
 
 def _only_missing(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -130,7 +171,7 @@ def _agree_on_schedule(trainer: Trainer, saved: dict[str, Any]) -> Schedule:
     o = trainer.config.optimizer
     if o.use_checkpoint_opt_param_scheduler:
         return Schedule(**saved)
-    differ = _differences(saved, here)
+    differ = "" if trainer.config.logging.skip_train else _differences(saved, here)
     if differ and not o.override_opt_param_scheduler:
         raise CheckpointError(
             f"the schedule differs from the checkpoint's ({differ}; lengths in samples or tokens): add "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 from gptpar.config import Config
 from gptpar.config.derive import Derived
 from gptpar.errors import GptparError
+from gptpar.optim.flat import l2_norm
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.records import ValidationRecord
@@ -61,7 +63,7 @@ class Run:
         self.reporter.restart_clock()
         launched: Step | None = None
         stop = False
-        while not stop and not self.plan.finished(self.progress.consumed_samples):
+        while not stop and not self.plan.finished(self.progress):
             samples = self.plan.global_batch_size(self.progress.consumed_samples)
             batches = loader.fetch(self.progress.consumed_samples, samples)
             loss = self.trainer.forward_backward(batches, self.progress.iteration)
@@ -93,7 +95,7 @@ class Run:
         loss, grad_norm, skipped, votes = step.readings.read()
         numbers = StepNumbers(step, loss, grad_norm, bool(skipped), *self.optional_numbers())
         self.progress.skipped_iterations += numbers.skipped
-        self.progress.nan_iterations += loss != loss
+        self.progress.nan_iterations += not math.isfinite(loss)
         self.progress.scheduled_samples += 0 if numbers.skipped else step.samples
         self.reporter.step(numbers, self.progress)
         self.trainer.loss_scale.update(numbers.skipped)
@@ -102,17 +104,20 @@ class Run:
     def optional_numbers(self) -> tuple[float | None, int | None]:
         """Norm of the parameters and zeros in the gradient, if they were asked for (they wait for the device)."""
         log, optimizer = self.config.logging, self.trainer.optimizer
-        views = optimizer.layout.views
-        norm = zeros = None
-        if log.log_params_norm:
-            norm = torch.nn.utils.get_total_norm(views(optimizer.master).values()).item()
+        norm = l2_norm(optimizer.master).item() if log.log_params_norm else None
+        zeros = None
         if log.log_num_zeros_in_grad:
-            zeros = sum(int((grad == 0).sum()) for grad in views(optimizer.grad).values())
+            zeros = sum(int((grad == 0).sum()) for grad in optimizer.layout.views(optimizer.grad).values())
         return norm, zeros
 
     def reads_at_once(self) -> bool:
-        """A CPU has finished when the call returns; a dynamic loss scale must be known before the next step."""
-        return self.trainer.topology.device.type == "cpu" or self.trainer.loss_scale.dynamic
+        """Whether a step's numbers cannot wait for the next step.
+
+        A CPU has finished when the call returns; a dynamic loss scale must be known before the next step; the gradient
+        whose zeros are counted is overwritten by it.
+        """
+        on_cpu = self.trainer.topology.device.type == "cpu"
+        return on_cpu or self.trainer.loss_scale.dynamic or self.config.logging.log_num_zeros_in_grad
 
     def wants_to_stop(self) -> bool:
         """Whether this process was asked to stop, or its time is over."""
@@ -151,7 +156,7 @@ class Run:
             return
         self.evaluated_at[split] = self.progress.iteration
         assert log.eval_interval and self.config.model.seq_length
-        turn = self.progress.iteration // log.eval_interval if split == "valid" else 0
+        turn = max(0, self.progress.iteration - 1) // log.eval_interval if split == "valid" else 0
         turn = min(turn, self.plan.num_iterations() // log.eval_interval)
         batch = self.plan.full
         start = turn * log.eval_iters * batch
@@ -225,7 +230,7 @@ def open_run(
         say = _say if topology.is_main else _say_nothing
         vocabulary = vocabulary_of(config)
         config = with_vocabulary(config, vocabulary)
-        plan = BatchPlan.of(config.batch)
+        plan = BatchPlan.of(config.batch, resume.progress_to_resume(config))
         resume.refuse_foreign_save_folder(config)
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         loaders = make_loaders(config, topology, plan, vocabulary)
@@ -283,13 +288,14 @@ def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequenc
     """
     with open_run(config, derived, without_effect) as run:
         if not config.logging.skip_train:
-            if run.plan.finished(run.progress.consumed_samples):
+            if run.plan.finished(run.progress):
                 run.say(f" > nothing left to train: iteration {run.progress.iteration} is the last")
             else:
                 run.train()
-        if run.request.signal is not None:
+        # A signal may have reached some processes only, or one of them later: all must take the same way.
+        if run.trainer.topology.any_rank(run.request.signal is not None):
             saved = f"; --load {config.checkpoint.save} goes on from here" if config.checkpoint.save else ""
-            run.say(f" > stopped by {run.request.signal.name}{saved}")
+            run.say(f" > stopped by {run.request.signal.name if run.request.signal else 'a signal'}{saved}")
         else:
             run.evaluate("valid")
             run.evaluate("test")

@@ -48,7 +48,7 @@ def small_text(tmp_path: Path) -> Path:
 
 def test_example_runs_resumes_and_sums_up(tmp_path: Path, small_text: Path) -> None:
     """The example with the user's own text and a tiny shape: a second run goes on where the first ended."""
-    tiny = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --save-interval 10 --lr 1e-2 --lr-warmup-iters 2"
+    tiny = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --save-interval 10 --lr 1e-2"
     script = f"bash {ROOT}/examples/pretrain_gpt_350M.sh {tiny} --train-iters 30"
     settings = {"RUN": str(tmp_path / "run"), "DATA": str(small_text), "MINUTES": "0.1"}
     first = run(f"{script} --exit-interval 20", tmp_path, **settings)

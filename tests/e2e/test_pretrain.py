@@ -92,6 +92,47 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
     assert f"iteration {progress['iteration'] + 1:8d}/" in first
 
 
+def test_a_signal_to_one_of_two_workers_stops_both(tmp_path: Path) -> None:
+    """Neither may go on alone into the final evaluation, where it would wait for the other until the time-out."""
+    flags = f"--train-iters 100000 --lr-decay-style constant --save {tmp_path} --log-interval 1 --eval-iters 2"
+    process = subprocess.Popen(
+        command(f"{flags} --nproc-per-node 2"), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "iteration        5/" in line:
+            break
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [int(c) for c in children if b"pretrain" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGTERM)
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 0 and "stopped by a signal" in rest and "on test set" not in rest
+    assert load_meta(tmp_path)["progress"]["iteration"] >= 5
+
+
+def test_moments_that_were_not_saved_are_missed_in_one_sentence(tmp_path: Path) -> None:
+    gptpar(f"--train-iters 2 --no-save-optim --save {tmp_path}")
+    folder = f"--save {tmp_path} --load {tmp_path} --train-iters 4 --override-opt-param-scheduler"
+    output = gptpar(folder, expect=1)
+    assert "saved without the optimizer's moments: add --no-load-optim" in output and len(output.splitlines()[-1]) < 200
+    gptpar(f"{folder} --no-load-optim")
+    assert len(losses(tmp_path)) == 4
+
+
+def test_skip_train_evaluates_a_checkpoint(tmp_path: Path) -> None:
+    gptpar(f"--train-iters 2 --eval-iters 3 --eval-interval 1 --save {tmp_path}")
+    words = TINY.replace("--train-iters 20 --lr 1e-2", "").replace("--eval-iters 0", "--eval-iters 3")
+    done = subprocess.run(
+        [*command("")[:4], *words.split(), "--skip-train", "--load", str(tmp_path)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "on test set | lm loss value: " in done.stdout
+
+
 def test_fp16_overflows_are_skipped_and_counted(tmp_path: Path) -> None:
     gptpar(f"--fp16 --train-iters 30 --initial-loss-scale 16777216 --hysteresis 1 --save {tmp_path}")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

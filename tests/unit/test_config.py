@@ -108,6 +108,14 @@ def test_whole_numbers_may_be_written_with_an_exponent() -> None:
         ("--clip-grad -1", "--clip-grad -1 is negative"),
         ("--recompute-num-layers 2", "--recompute-num-layers needs --recompute-granularity full"),
         ("--log-interval 0", "--log-interval is 0; it must be at least 1"),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the decay's 10"),
+        ("--lr-warmup-tokens 9 --lr-decay-tokens 8", "--lr-warmup-tokens 9 must be less than the decay's 8"),
+        ("--hysteresis 0", "--hysteresis is 0; it must be at least 1"),
+        ("--eval-iters -1", "--eval-iters is -1; 0 turns evaluation off"),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.1",
+            "the weight decay is to grow from 0.3 to 0.1",
+        ),
     ],
 )
 def test_each_problem_is_a_sentence_with_numbers_and_a_remedy(flags: str, expected: str) -> None:

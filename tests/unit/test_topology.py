@@ -9,6 +9,7 @@ from gptpar.errors import GptparError
 from gptpar.fit import Machine, choose
 from gptpar.topology import Layout
 from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.progress import Progress
 
 GIB = 1 << 30
 
@@ -41,8 +42,17 @@ def test_ramp_follows_megatrons_rule() -> None:
 
 def test_a_plan_without_ramp_counts_whole_batches() -> None:
     plan = BatchPlan.of(BatchConfig(global_batch_size=8, train_samples=63))
-    assert plan.num_iterations() == 7 and plan.finished(56) and not plan.finished(48)
+    assert plan.num_iterations() == 7
+    assert plan.finished(Progress(consumed_samples=56)) and not plan.finished(Progress(consumed_samples=48))
     assert BatchPlan.of(BatchConfig(global_batch_size=8, train_iters=5)).train_samples == 40
+
+
+def test_a_run_counted_in_steps_ends_by_steps_whatever_its_batches_were() -> None:
+    """Four steps of 2 samples, then a global batch of 4: four more steps, 8 + 16 samples."""
+    plan = BatchPlan.of(BatchConfig(global_batch_size=4, train_iters=8), Progress(iteration=4, consumed_samples=8))
+    assert (plan.train_samples, plan.num_iterations()) == (24, 8)
+    assert not plan.finished(Progress(iteration=7, consumed_samples=20))
+    assert plan.finished(Progress(iteration=8, consumed_samples=24))
 
 
 def chosen(machine: Machine, vocab_size: int = 1024) -> dict[str, str]:
@@ -52,7 +62,7 @@ def chosen(machine: Machine, vocab_size: int = 1024) -> dict[str, str]:
 def test_choice_for_two_cpu_cores() -> None:
     flags = chosen(Machine(0, "bf16", 20 * GIB, 0.6 * 700e9, "test"))
     assert flags["seq-length"] == "128" and flags["micro-batch-size"] == "4" and "bf16" in flags
-    assert 100 <= int(flags["train-iters"]) <= 240 and int(flags["lr-warmup-iters"]) == int(flags["train-iters"]) // 10
+    assert 100 <= int(flags["train-iters"]) <= 240 and flags["lr-warmup-fraction"] == "0.1"
 
 
 def test_choice_for_four_gpus() -> None:

@@ -34,14 +34,14 @@ class DataConfig:
     )
     data_cache_path: str | None = flag(None, "folder for index caches (default: beside the data)")
     mock_data: bool = flag(False, "synthetic tokens instead of a data set")
-    num_workers: int = flag(2, "0 reads each batch when it is needed; more reads ahead in a thread")
+    num_workers: int = flag(2, "0 reads each batch when it is needed; more reads ahead in a thread", least=0)
     dataloader_type: str = flag(
         "single", "order of samples: in one pass, or reshuffled each epoch", choices=("single", "cyclic")
     )
     reset_position_ids: bool = flag(False, "positions start again after each end of document")
     reset_attention_mask: bool = flag(False, "attention does not cross an end of document")
     eod_mask_loss: bool = flag(False, "no loss where the input is an end of document")
-    seed: int = flag(1234, "seed of the initial weights, the data order and dropout")
+    seed: int = flag(1234, "seed of the initial weights, the data order and dropout", least=0)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TokenizerConfig:
     tokenizer_model: str | None = flag(None, "SentencePiece .model, or a Hugging Face tokenizer.json")
     vocab_file: str | None = flag(None, "GPT-2 BPE's encoder.json")
     merge_file: str | None = flag(None, "GPT-2 BPE's vocab.bpe")
-    vocab_size: int | None = flag(None, "number of token ids, where no tokenizer says it")
+    vocab_size: int | None = flag(None, "number of token ids, where no tokenizer says it", least=1)
 
     @property
     def options(self) -> dict[str, Any]:

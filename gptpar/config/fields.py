@@ -16,6 +16,8 @@ def flag(
     off: str | None = None,
     metavar: str | None = None,
     spellings: dict[str, str] | None = None,
+    least: float | None = None,
+    above: float | None = None,
 ) -> Any:
     """A dataclass field that is also a flag; the flag's name is the field's with dashes.
 
@@ -25,6 +27,8 @@ def flag(
         names: further spellings of the flag, as other programs' users know it.
         off: for a field that is true by default: the flag that turns it off.
         spellings: other programs' words for a choice, such as ``{"layernorm": "LayerNorm"}``.
+        least: the smallest number that makes sense.
+        above: the number must be more than this.
     """
     metadata = {
         "help": help,
@@ -33,6 +37,8 @@ def flag(
         "off": off,
         "metavar": metavar,
         "spellings": spellings or {},
+        "least": least,
+        "above": above,
     }
     if isinstance(default, tuple):
         return dataclasses.field(default_factory=lambda: default, metadata=metadata)

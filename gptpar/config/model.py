@@ -13,37 +13,43 @@ class ModelConfig:
     """A GPT. Fields that are ``None`` are derived (``gptpar.config.derive``) before anything reads them."""
 
     preset: str | None = flag(None, "fill the model's shape by its usual name", choices=tuple(PRESETS))
-    num_layers: int | None = flag(None, "number of transformer blocks")
-    hidden_size: int | None = flag(None, "width of the residual stream")
-    ffn_hidden_size: int | None = flag(None, "width of the MLP (default: 4 x hidden, with --swiglu 8/3 x hidden)")
-    num_attention_heads: int | None = flag(None, "number of query heads")
+    num_layers: int | None = flag(None, "number of transformer blocks", least=1)
+    hidden_size: int | None = flag(None, "width of the residual stream", least=1)
+    ffn_hidden_size: int | None = flag(
+        None, "width of the MLP (default: 4 x hidden, with --swiglu 8/3 x hidden)", least=1
+    )
+    num_attention_heads: int | None = flag(None, "number of query heads", least=1)
     group_query_attention: bool = flag(False, "share each key/value head among several query heads")
     num_query_groups: int | None = flag(
-        None, "number of key/value heads (default: one a query head)", names=("--num-key-value-heads",)
+        None, "number of key/value heads (default: one a query head)", names=("--num-key-value-heads",), least=1
     )
-    kv_channels: int | None = flag(None, "width of one head (default: hidden / heads)")
-    seq_length: int | None = flag(None, "tokens in one sample")
-    max_position_embeddings: int | None = flag(None, "learned positions (default: --seq-length)")
+    kv_channels: int | None = flag(None, "width of one head (default: hidden / heads)", least=1)
+    seq_length: int | None = flag(None, "tokens in one sample", least=1)
+    max_position_embeddings: int | None = flag(None, "learned positions (default: --seq-length)", least=1)
     position_embedding_type: str = flag(
         "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
     )
     use_rotary_position_embeddings: bool = flag(False, "same as --position-embedding-type rope")
     add_position_embedding: bool = flag(True, "same as --position-embedding-type none", off="--no-position-embedding")
-    rotary_base: int = flag(10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",))
-    rotary_percent: float = flag(1.0, "share of each head's width that is rotated")
+    rotary_base: int = flag(
+        10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), above=0
+    )
+    rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0)
     normalization: str = flag(
         "LayerNorm",
         "kind of normalisation",
         choices=("LayerNorm", "RMSNorm"),
         spellings={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     )
-    norm_epsilon: float = flag(1e-5, "added to the variance in norms", names=("--layernorm-epsilon",))
+    norm_epsilon: float = flag(1e-5, "added to the variance in norms", names=("--layernorm-epsilon",), above=0)
     swiglu: bool = flag(False, "gated SiLU MLP instead of GELU")
     add_bias_linear: bool = flag(True, "linear layers without biases", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "bias on the QKV projection even with --disable-bias-linear")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own")
-    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this (whatever the layout)")
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this (whatever the layout)", least=1
+    )
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights", least=0)
     attention_dropout: float = flag(0.1, "dropout on attention probabilities")
     hidden_dropout: float = flag(0.1, "dropout on embeddings and on each block's two outputs")
 

@@ -11,14 +11,14 @@ from gptpar.config.fields import flag
 class ParallelConfig:
     """How many processes share the work, and how."""
 
-    tensor_model_parallel_size: int = flag(1, "processes that split each layer")
-    pipeline_model_parallel_size: int = flag(1, "processes that split the stack of layers")
+    tensor_model_parallel_size: int = flag(1, "processes that split each layer", least=1)
+    pipeline_model_parallel_size: int = flag(1, "processes that split the stack of layers", least=1)
     no_pipeline_parallel: bool = flag(False, "never split the stack of layers")
     nproc_per_node: int | None = flag(
-        None, "workers to start on this machine without torchrun (default: one a visible GPU, else one)"
+        None, "workers to start on this machine without torchrun (default: one a visible GPU, else one)", least=1
     )
     distributed_backend: str | None = flag(None, "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: float = flag(10, "a collective that takes longer ends the run")
+    distributed_timeout_minutes: float = flag(10, "a collective that takes longer ends the run", above=0)
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "run folder: checkpoints, metrics.jsonl and TensorBoard files")
     load: str | None = flag(None, "folder to resume from (its newest good checkpoint)")
-    save_interval: int | None = flag(None, "steps between checkpoints (the last step is always saved)")
-    keep_checkpoints: int | None = flag(None, "keep only this many of the newest checkpoints")
+    save_interval: int | None = flag(None, "steps between checkpoints (the last step is always saved)", least=1)
+    keep_checkpoints: int | None = flag(None, "keep only this many of the newest checkpoints", least=1)
     no_save_optim: bool = flag(False, "save weights without the optimizer's moments")
     no_load_optim: bool = flag(False, "load weights without the optimizer's moments")
     finetune: bool = flag(False, "load weights only; start at iteration 0 with a fresh schedule and data order")
-    ckpt_step: int | None = flag(None, "load this iteration instead of the newest")
+    ckpt_step: int | None = flag(None, "load this iteration instead of the newest", least=0)
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load holds no checkpoint instead of starting afresh")
 
 
@@ -40,16 +40,16 @@ class CheckpointConfig:
 class LoggingConfig:
     """Evaluation and what is written where."""
 
-    eval_interval: int | None = flag(None, "steps between evaluations on validation data (default: 1000)")
-    eval_iters: int = flag(100, "global batches in one evaluation; 0 is none")
+    eval_interval: int | None = flag(None, "steps between evaluations on validation data (default: 1000)", least=1)
+    eval_iters: int = flag(100, "global batches in one evaluation; 0 is none", least=0)
     skip_train: bool = flag(False, "evaluate the loaded checkpoint and stop")
-    log_interval: int = flag(100, "steps between console lines")
+    log_interval: int = flag(100, "steps between console lines", least=1)
     log_throughput: bool = flag(False, "add TFLOP/s per GPU to the console line")
     log_params_norm: bool = flag(False, "compute and log the L2 norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "count and log zeros in the gradient")
     tensorboard_dir: str | None = flag(None, "TensorBoard folder (default: SAVE/tensorboard)")
-    tensorboard_log_interval: int = flag(1, "steps between TensorBoard points")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard events held before a flush")
+    tensorboard_log_interval: int = flag(1, "steps between TensorBoard points", least=1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard events held before a flush", least=1)
     log_timers_to_tensorboard: bool = flag(False, "chart iteration time and throughput")
     log_batch_size_to_tensorboard: bool = flag(False, "chart the global batch size")
     log_validation_ppl_to_tensorboard: bool = flag(False, "chart the validation perplexity")

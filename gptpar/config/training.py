@@ -13,18 +13,20 @@ DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 class BatchConfig:
     """How much is trained on in a step, and for how long."""
 
-    micro_batch_size: int | None = flag(None, "samples one process runs at once")
-    global_batch_size: int | None = flag(None, "samples in one step, over all processes (default: micro x processes)")
+    micro_batch_size: int | None = flag(None, "samples one process runs at once", least=1)
+    global_batch_size: int | None = flag(
+        None, "samples in one step, over all processes (default: micro x processes)", least=1
+    )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
         "grow the global batch from START by INCREMENT up to --global-batch-size over SAMPLES samples",
         metavar="START INCREMENT SAMPLES",
     )
-    train_iters: int | None = flag(None, "train for this many steps")
-    train_samples: int | None = flag(None, "train on this many samples")
-    train_tokens: int | None = flag(None, "train on this many tokens")
-    exit_interval: int | None = flag(None, "save and stop after an iteration divisible by this")
-    exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes")
+    train_iters: int | None = flag(None, "train for this many steps", least=1)
+    train_samples: int | None = flag(None, "train on this many samples", least=1)
+    train_tokens: int | None = flag(None, "train on this many tokens", least=1)
+    exit_interval: int | None = flag(None, "save and stop after an iteration divisible by this", least=1)
+    exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes", above=0)
 
 
 @dataclass(frozen=True)
@@ -32,32 +34,32 @@ class OptimizerConfig:
     """AdamW with decoupled weight decay, its schedules and gradient clipping."""
 
     optimizer: str = flag("adam", "adam is AdamW with decoupled weight decay", choices=("adam",))
-    lr: float | None = flag(None, "peak learning rate")
+    lr: float | None = flag(None, "peak learning rate", least=0)
     min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=DECAY_STYLES)
-    lr_decay_iters: int | None = flag(None, "steps until --min-lr (default: the whole run)")
-    lr_decay_samples: int | None = flag(None, "samples until --min-lr (default: the whole run)")
-    lr_decay_tokens: int | None = flag(None, "tokens until --min-lr")
+    lr_decay_iters: int | None = flag(None, "steps until --min-lr (default: the whole run)", least=1)
+    lr_decay_samples: int | None = flag(None, "samples until --min-lr (default: the whole run)", least=1)
+    lr_decay_tokens: int | None = flag(None, "tokens until --min-lr", least=1)
     lr_warmup_fraction: float | None = flag(None, "share of the decay span spent warming up")
-    lr_warmup_iters: int = flag(0, "steps of linear warm-up")
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
-    lr_warmup_tokens: int | None = flag(None, "tokens of linear warm-up")
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up", least=0)
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up", least=0)
+    lr_warmup_tokens: int | None = flag(None, "tokens of linear warm-up", least=0)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
     lr_wsd_decay_style: str = flag(
         "exponential", "shape of WSD's tail", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's tail in steps")
-    lr_wsd_decay_samples: int | None = flag(None, "length of WSD's tail in samples")
-    weight_decay: float = flag(0.01, "decoupled weight decay (matrices only; not biases, not norms)")
-    start_weight_decay: float | None = flag(None, "weight decay at the start (with --weight-decay-incr-style)")
-    end_weight_decay: float | None = flag(None, "weight decay at the end")
+    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's tail in steps", least=1)
+    lr_wsd_decay_samples: int | None = flag(None, "length of WSD's tail in samples", least=1)
+    weight_decay: float = flag(0.01, "decoupled weight decay (matrices only; not biases, not norms)", least=0)
+    start_weight_decay: float | None = flag(None, "weight decay at the start (with --weight-decay-incr-style)", least=0)
+    end_weight_decay: float | None = flag(None, "weight decay at the end", least=0)
     weight_decay_incr_style: str = flag(
         "constant", "how the weight decay grows", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(1.0, "clip the global L2 norm of the gradient to this; 0 is off")
+    clip_grad: float = flag(1.0, "clip the global L2 norm of the gradient to this; 0 is off", least=0)
     adam_beta1: float = flag(0.9, "decay of the first moment")
     adam_beta2: float = flag(0.999, "decay of the second moment")
-    adam_eps: float = flag(1e-8, "added to the square root of the second moment")
+    adam_eps: float = flag(1e-8, "added to the square root of the second moment", above=0)
     override_opt_param_scheduler: bool = flag(
         False,
         "on resume, let this command line's schedule replace the checkpoint's",
@@ -77,11 +79,11 @@ class PrecisionConfig:
     fp16: bool = flag(False, "16-bit floats with a dynamic loss scale")
     bf16: bool = flag(False, "bfloat16 weights and activations")
     fp64: bool = flag(False, "64-bit floats throughout, for checks of exactness")
-    loss_scale: float | None = flag(None, "constant loss scale for --fp16 (default: dynamic)")
+    loss_scale: float | None = flag(None, "constant loss scale for --fp16 (default: dynamic)", above=0)
     initial_loss_scale: float = flag(2.0**32, "where the dynamic loss scale starts")
-    min_loss_scale: float = flag(1.0, "the dynamic loss scale stops the run below this")
-    loss_scale_window: int = flag(1000, "good steps before the loss scale doubles")
-    hysteresis: int = flag(2, "overflows tolerated before the loss scale halves")
+    min_loss_scale: float = flag(1.0, "the dynamic loss scale stops the run below this", above=0)
+    loss_scale_window: int = flag(1000, "good steps before the loss scale doubles", least=1)
+    hysteresis: int = flag(2, "overflows tolerated before the loss scale halves", least=1)
     compile: bool = flag(True, "do not compile the blocks (compiling is on only on GPUs)", off="--no-compile")
 
     @property
@@ -95,5 +97,5 @@ class RecomputeConfig:
     """Activation checkpointing: forget a block's activations and compute them again in the backward pass."""
 
     recompute_granularity: str | None = flag(None, "what is recomputed: whole blocks", choices=("full",))
-    recompute_num_layers: int | None = flag(None, "recompute only the first N blocks (default: all)")
+    recompute_num_layers: int | None = flag(None, "recompute only the first N blocks (default: all)", least=1)
     checkpoint_activations: bool = flag(False, "same as --recompute-granularity full")

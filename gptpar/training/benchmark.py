@@ -17,8 +17,9 @@ from gptpar.launch import is_worker, start_workers, workers_wanted
 from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 from gptpar.topology import world_from_environment
+from gptpar.training.assemble import open_run
 from gptpar.training.reporter import device_peak
-from gptpar.training.run import Run, open_run
+from gptpar.training.run import Run
 
 DESCRIPTION = """Time training steps on synthetic tokens with any of pretrain's flags, and print one JSON line with the
 median step. Both MFUs divide by the device's dense peak: mfu counts attention over the full square,

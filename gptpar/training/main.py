@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Sequence
 
 from gptpar.config import Config
+from gptpar.config.derive import Derived
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.launch import is_worker, start_workers, workers_wanted
 from gptpar.tokenizer import tokenizer_problems
 from gptpar.topology import world_from_environment
-from gptpar.training.run import pretrain
+from gptpar.training.assemble import open_run
 
 DESCRIPTION = """Pretrain a GPT. Flags carry Megatron-LM's names and meanings. Without torchrun, one worker is started
 for each visible GPU. Example: gptpar pretrain --preset 124M --mock-data --vocab-size 50257 --micro-batch-size 4
@@ -21,6 +23,28 @@ def tokenizer_checks(config: Config) -> Iterable[str]:
     """Problems of the tokenizer's flags and files."""
     t = config.tokenizer
     return [] if t.tokenizer_type is None else tokenizer_problems(t.tokenizer_type, **t.options)
+
+
+def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequence[str]) -> signal.Signals | None:
+    """Train (unless ``--skip-train``), then evaluate on validation and test data.
+
+    Returns:
+        The signal that ended the run early, if one did.
+    """
+    with open_run(config, derived, without_effect) as run:
+        if not config.logging.skip_train:
+            if run.plan.finished(run.progress):
+                run.say(f" > nothing left to train: iteration {run.progress.iteration} is the last")
+            else:
+                run.train()
+        # A signal may have reached some processes only, or one of them later: all must take the same way.
+        if run.trainer.topology.any_rank(run.request.signal is not None):
+            saved = f"; --load {config.checkpoint.save} goes on from here" if config.checkpoint.save else ""
+            run.say(f" > stopped by {run.request.signal.name if run.request.signal else 'a signal'}{saved}")
+        else:
+            run.evaluate("valid")
+            run.evaluate("test")
+        return run.request.signal
 
 
 def main(argv: list[str]) -> int:

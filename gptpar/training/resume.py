@@ -106,7 +106,7 @@ def progress_to_resume(config: Config) -> Progress:
 
 
 def load(trainer: Trainer, tokenizer: dict[str, Any], say: Callable[[str], None]) -> Progress:
-    """Fill the trainer from ``--load`` and return where the run stands; a fresh start without a checkpoint.
+    """Fill the trainer from ``--load``, or with initial weights if there is no checkpoint; return where the run stands.
 
     Raises:
         CheckpointError: no checkpoint although one is required, or one that does not fit this run.
@@ -116,6 +116,7 @@ def load(trainer: Trainer, tokenizer: dict[str, Any], say: Callable[[str], None]
     if manifest is None or c.load is None:
         if c.load is not None:
             say(f" > no checkpoint in {c.load} yet: starting from the beginning")
+        trainer.initialise()
         return Progress()
     weights_only = c.finetune or c.no_load_optim
     _require_fit(trainer, manifest, tokenizer, weights_only=weights_only)

@@ -1,31 +1,20 @@
-"""A pretraining run, from its command line to its last checkpoint."""
+"""A pretraining run: what it is made of, and its loop."""
 
 from __future__ import annotations
 
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from gptpar.config import Config
-from gptpar.config.derive import Derived
-from gptpar.errors import GptparError
 from gptpar.optim.flat import l2_norm
-from gptpar.optim.schedule import make_schedule
-from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.records import ValidationRecord
-from gptpar.reporting.scalars import ScalarOptions
-from gptpar.reporting.sinks import Sink, make_sinks
-from gptpar.topology import Layout, Topology, open_topology, world_from_environment
 from gptpar.training import resume
-from gptpar.training.banner import start_banner
 from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.data import Loaders, Vocabulary, make_loaders, vocabulary_of, with_vocabulary
+from gptpar.training.data import Loaders, Vocabulary
 from gptpar.training.interrupt import StopRequest
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter, StepNumbers
@@ -182,121 +171,3 @@ class Run:
         self.say(f"saving checkpoint at iteration {self.progress.iteration:7d} to {folder}")
         resume.save(self.trainer, self.progress, self.vocabulary.identity)
         self.say(f"  successfully saved checkpoint at iteration {self.progress.iteration:7d} to {folder}")
-
-
-@contextmanager
-def memory_explained(config: Config) -> Iterator[None]:
-    """Turn the device's out-of-memory error into one that says what to change.
-
-    Raises:
-        GptparError: in its place.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        taken = torch.cuda.max_memory_allocated()
-        raise GptparError(
-            f"the GPU's memory is full ({format_bytes(taken)} were in use): lower --micro-batch-size "
-            f"{config.batch.micro_batch_size}, add --recompute-granularity full, or shorten --seq-length "
-            f"{config.model.seq_length}. torch says: {str(error).splitlines()[0]}"
-        ) from error
-
-
-@contextmanager
-def open_run(
-    config: Config, derived: Sequence[Derived], without_effect: Sequence[str], more_sinks: Sequence[Sink] = ()
-) -> Iterator[Run]:
-    """Join the other processes, build everything, and close it all in order.
-
-    Args:
-        config: resolved.
-        derived, without_effect: for the start banner.
-        more_sinks: receive every record on the main process, beside the configured ones.
-    """
-    started = time.time()
-    parallel = config.parallel
-    _, _, world_size = world_from_environment()
-    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    layout = Layout(
-        world_size // model_parallel, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    )
-    with ExitStack() as stack:
-        stack.enter_context(memory_explained(config))
-        topology = stack.enter_context(
-            open_topology(
-                layout, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes
-            )
-        )
-        say = _say if topology.is_main else _say_nothing
-        vocabulary = vocabulary_of(config)
-        config = with_vocabulary(config, vocabulary)
-        plan = BatchPlan.of(config.batch, resume.progress_to_resume(config))
-        resume.refuse_foreign_save_folder(config)
-        say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
-        loaders = make_loaders(config, topology, plan, vocabulary)
-        for loader in loaders.values():
-            if loader is not None:
-                stack.callback(loader.close)
-        trainer = Trainer(config, topology, make_schedule(config, plan.train_samples))
-        trainer.initialise()
-        progress = resume.load(trainer, vocabulary.identity, say)
-        sinks = [*more_sinks, *_sinks(config, topology, progress)] if topology.is_main else []
-        reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)
-        stack.callback(reporter.close)
-        request = stack.enter_context(StopRequest().listening())
-        yield Run(trainer, progress, plan, loaders, vocabulary, reporter, request, say, started)
-
-
-def _sinks(config: Config, topology: Topology, progress: Progress) -> list[Sink]:
-    log, folder = config.logging, config.checkpoint.save
-    options = ScalarOptions(
-        interval=log.tensorboard_log_interval,
-        log_timers=log.log_timers_to_tensorboard,
-        log_learning_rate=log.log_learning_rate_to_tensorboard,
-        log_batch_size=log.log_batch_size_to_tensorboard,
-        log_loss_scale=log.log_loss_scale_to_tensorboard,
-        log_world_size=log.log_world_size_to_tensorboard,
-        log_memory=log.log_memory_to_tensorboard,
-        log_validation_ppl=log.log_validation_ppl_to_tensorboard,
-    )
-    return make_sinks(
-        run_folder=Path(folder) if folder else None,
-        resume_iteration=progress.iteration,
-        world_size=topology.layout.world_size,
-        options=options,
-        tensorboard_folder=Path(log.tensorboard_dir) if log.tensorboard_dir else None,
-        tensorboard_queue_size=log.tensorboard_queue_size,
-        wandb_project=log.wandb_project,
-        wandb_name=log.wandb_exp_name,
-        settings=config.to_dict(),
-    )
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _say_nothing(line: str) -> None:
-    pass
-
-
-def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequence[str]) -> signal.Signals | None:
-    """Train (unless ``--skip-train``), then evaluate on validation and test data.
-
-    Returns:
-        The signal that ended the run early, if one did.
-    """
-    with open_run(config, derived, without_effect) as run:
-        if not config.logging.skip_train:
-            if run.plan.finished(run.progress):
-                run.say(f" > nothing left to train: iteration {run.progress.iteration} is the last")
-            else:
-                run.train()
-        # A signal may have reached some processes only, or one of them later: all must take the same way.
-        if run.trainer.topology.any_rank(run.request.signal is not None):
-            saved = f"; --load {config.checkpoint.save} goes on from here" if config.checkpoint.save else ""
-            run.say(f" > stopped by {run.request.signal.name if run.request.signal else 'a signal'}{saved}")
-        else:
-            run.evaluate("valid")
-            run.evaluate("test")
-        return run.request.signal

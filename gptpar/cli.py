@@ -46,5 +46,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"error: there is no verb {words[0]!r}{hint}\n{usage()}", file=sys.stderr)
         return 2
-    module = importlib.import_module(VERBS[words[0]][0])
-    return run(module.main, words[1:])
+    # A verb is imported inside `run`, for torch takes a second in which somebody may press Ctrl-C.
+    return run(lambda rest: importlib.import_module(VERBS[words[0]][0]).main(rest), words[1:])

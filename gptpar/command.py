@@ -7,10 +7,14 @@ import difflib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from gptpar.errors import GptparError
+
+OTHERS_FIRST_SECONDS = 2.0
+"""How long a worker other than the first waits before it tells of its failure; torchrun looks every 0.1 s."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,10 +25,16 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        # Looked for first: argparse would report the lack of the flag that a mistyped one was meant to be.
+        self._refuse([w for w in words if w.startswith("--") and w.split("=", 1)[0] not in self._option_string_actions])
         parsed, unknown = self.parse_known_args(args, namespace)
+        self._refuse(unknown)
+        return parsed
+
+    def _refuse(self, unknown: list[str]) -> None:
         if unknown:
             self.error("; ".join(self._explain(argument) for argument in unknown))
-        return parsed
 
     def _explain(self, argument: str) -> str:
         flag = argument.split("=", 1)[0]
@@ -34,8 +44,8 @@ class Parser(argparse.ArgumentParser):
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        # "(default: None)" and "(default: False)" tell a reader nothing.
-        if action.default is None or action.default is False:
+        # "(default: None)", "(default: False)" and "(default: )" tell a reader nothing.
+        if action.default is None or action.default is False or action.default == "":
             return action.help
         if isinstance(action.default, list):
             return f"{action.help} (default: {' '.join(map(str, action.default))})"
@@ -43,7 +53,11 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Call a verb's `main` and return its exit status; a GptparError's message goes to stderr (1), Ctrl-C is 130."""
+    """Call a verb's `main` and return its exit status.
+
+    What the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr and
+    status 1; Ctrl-C is 130.
+    """
     try:
         status = main(argv)
         sys.stdout.flush()
@@ -51,18 +65,27 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     except GptparError as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", 130) if _local_rank() == 0 else 130  # all were, and knew it
     except BrokenPipeError:
         # the reader of our output (`| head`) has left; what stdout still holds must not raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
 
 
 def _fail(message: str, status: int) -> int:
-    """Every worker fails alike when the fault is the user's, so one of them says it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    """Say it once: workers mostly fail alike, and the first to end makes torchrun end the others while they wait."""
+    rank = _local_rank()
+    if rank != 0:
+        time.sleep(OTHERS_FIRST_SECONDS)
+        message = f"local rank {rank}: {message}"
+    print(f"error: {message}", file=sys.stderr, flush=True)
     return status
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def positive_int(text: str) -> int:
@@ -70,6 +93,14 @@ def positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def not_negative_int(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
     return value
 
 

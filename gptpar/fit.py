@@ -161,7 +161,7 @@ def memory_needed(preset: str, seq_length: int, vocab_size: int, micro_batch_siz
 
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
-    parser = Parser(prog="gptpar fit", description=__doc__)
+    parser = Parser(prog="gptpar fit", description=__doc__.replace("``", ""))
     parser.add_argument("--preset", default="350M", choices=tuple(PRESETS), help="the model")
     parser.add_argument("--minutes", type=positive_float, default=7.0, metavar="X", help="training time to aim at")
     parser.add_argument(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gptpar.checkpoint import find_checkpoints, read_tensors
-from gptpar.command import Parser
+from gptpar.command import Parser, not_negative_int, positive_int
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_layers
@@ -90,20 +90,41 @@ def sample(
             return
 
 
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value:g} is not 0 or more")
+    return value
+
+
+def _device(text: str) -> torch.device:
+    names = ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if text not in names or (text == "cuda" and not torch.cuda.is_available()):
+        usable = ", ".join(names if torch.cuda.is_available() else names[:1])
+        raise argparse.ArgumentTypeError(f"{text} is not usable on this machine; choose from {usable}")
+    return torch.device(text)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
-    parser = Parser(prog="gptpar generate", description=__doc__)
+    parser = Parser(prog="gptpar generate", description="Continue a prompt with a trained model, on a CPU or a GPU.")
     parser.add_argument("--load", required=True, type=Path, metavar="DIR", help="run folder with checkpoints")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="use this iteration instead of the newest")
-    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
-    parser.add_argument("--num-tokens", type=int, default=100, metavar="N", help="tokens to add")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest; 0: all")
+    parser.add_argument(
+        "--prompt", default="", metavar="TEXT", help="text to continue (default: the start of a document)"
+    )
+    parser.add_argument("--num-tokens", type=positive_int, default=100, metavar="N", help="tokens to add")
+    parser.add_argument(
+        "--temperature", type=_temperature, default=0.8, metavar="X", help="0 takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top-k", type=not_negative_int, default=50, metavar="K", help="choose among the K likeliest; 0: all"
+    )
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the sampling")
-    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--tokenizer-model", help="where the tokenizer's model is now, if it was moved")
-    parser.add_argument("--vocab-file", help="where GPT-2 BPE's encoder.json is now, if it was moved")
-    parser.add_argument("--merge-file", help="where GPT-2 BPE's vocab.bpe is now, if it was moved")
+    parser.add_argument("--device", type=_device, metavar="NAME", help="cpu or cuda (default: a GPU if there is one)")
+    parser.add_argument("--tokenizer-model", metavar="FILE", help="where the tokenizer's model is now, if it was moved")
+    parser.add_argument("--vocab-file", metavar="FILE", help="where GPT-2 BPE's encoder.json is now, if it was moved")
+    parser.add_argument("--merge-file", metavar="FILE", help="where GPT-2 BPE's vocab.bpe is now, if it was moved")
     return parser
 
 
@@ -120,7 +141,7 @@ def _tokenizer(config: Config, args: argparse.Namespace) -> Tokenizer:
 def main(argv: list[str]) -> int:
     """Print the prompt and its continuation as it is sampled."""
     args = make_parser().parse_args(argv)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     stage, config = load_model(args.load, device, dtype, args.ckpt_step)
     tokenizer = _tokenizer(config, args)

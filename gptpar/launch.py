@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -40,8 +41,16 @@ def start_workers(count: int, argv: Sequence[str]) -> int:
         run(get_args_parser().parse_args(words))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"error: rank {rank} ended with exit code {failure.exitcode}; its message is above", file=sys.stderr)
+        print(f"error: rank {rank} {_ending(failure.exitcode)}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as stopped:  # the workers were given the signal and the time to save
         return 128 + stopped.sigval
     return 0
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return "was killed by SIGKILL, as Linux does to the largest process when memory is full"
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}; its message is above"

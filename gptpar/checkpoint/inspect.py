@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
 from gptpar.checkpoint.verify import verify_checkpoint
+from gptpar.command import Parser
 from gptpar.errors import CheckpointError
 
 
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     Raises:
         CheckpointError: DIR holds no checkpoint.
     """
-    parser = argparse.ArgumentParser(prog="gptpar inspect", description="Show what a checkpoint holds.")
+    parser = Parser(prog="gptpar inspect", description="Show what a checkpoint holds.")
     parser.add_argument("dir", type=Path, help="one checkpoint (iter_0000010), or a directory of checkpoints")
     parser.add_argument("--verify", action="store_true", help="re-read every byte and name what is damaged")
     parser.add_argument("--json", action="store_true", help="print JSON")

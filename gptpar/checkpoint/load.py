@@ -22,6 +22,9 @@ from gptpar.checkpoint.storage import ChunkReader
 from gptpar.checkpoint.verify import Report, damaged_files, report_all
 from gptpar.errors import CheckpointError
 
+MOST_LISTED = 8
+"""Differences told one by one: another width changes every tensor, which says no more than a few do."""
+
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
@@ -53,7 +56,7 @@ def load_checkpoint(
     Every rank of the group calls this. Each piece of 8 MiB is checked before it is copied, in one reading, so
     damage
     is found when earlier pieces are in the targets already: an older checkpoint then overwrites all of them;
-    if there is none, the error says that the targets are partly filled.
+    if there is none, the targets may be left partly filled.
 
     Args:
         root: directory of the run's checkpoints.
@@ -82,7 +85,7 @@ def load_checkpoint(
             skipped.append(f"{path}: {error}")
             ranks.lead(partial(report, f"skipped a damaged checkpoint: {error}"))
     listing = "\n".join(skipped)
-    raise CheckpointError(f"no whole checkpoint in {root}; the targets may be partly filled. Damaged:\n{listing}")
+    raise CheckpointError(f"no whole checkpoint in {root}, so nothing can be resumed from it. Damaged:\n{listing}")
 
 
 def load_meta(root: str | Path) -> dict[str, Any]:
@@ -167,8 +170,10 @@ def _require_match(
     elif strays:
         ranks.lead(lambda: report_all(report, [f"{stray}; left alone" for stray in strays]))
     if problems:
-        listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-        raise CheckpointError(f"{path} does not fit this model ({len(problems)} differences):\n{listing}")
+        listing = [f"  {number}. {problem}" for number, problem in enumerate(problems[:MOST_LISTED], 1)]
+        if len(problems) > MOST_LISTED:
+            listing.append(f"  and {len(problems) - MOST_LISTED} more")
+        raise CheckpointError(f"{path} does not fit this model ({len(problems)} differences):\n" + "\n".join(listing))
 
 
 def _mismatches(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list[str]:

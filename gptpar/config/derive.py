@@ -87,8 +87,8 @@ def _derive_model(notes: _Notes) -> None:
 def _derive_batch(notes: _Notes, world_size: int) -> None:
     config = notes.config
     parallel, batch = config.parallel, config.batch
-    data_parallel = world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    if batch.micro_batch_size and data_parallel:
+    data_parallel = world_size // max(1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    if batch.micro_batch_size and data_parallel > 0:
         reason = f"micro-batch {batch.micro_batch_size} x {data_parallel} data-parallel process(es)"
         notes.fill("batch", "global_batch_size", batch.micro_batch_size * data_parallel, reason)
     seq_length = config.model.seq_length

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from gptpar.config import Config
 from gptpar.config.compat import ACCEPTED, PLANNED
+from gptpar.errors import ConfigError
 
 
 @dataclass
@@ -65,7 +67,10 @@ def _reader(name: str, kind: type, spec: dataclasses.Field[Any], problems: list[
         try:
             if kind is int and not text.lstrip("+-").isdigit() and float(text).is_integer():
                 return int(float(text))
-            return kind(text)
+            value = kind(text)
+            if kind is float and not math.isfinite(value):
+                raise ValueError(value)
+            return value
         except (ValueError, OverflowError):
             wanted = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
             problems.append(f"{name} {text}: {wanted} is needed.")
@@ -89,7 +94,7 @@ def _add_field(group: Any, section: str, spec: dataclasses.Field[Any], hint: Any
     if meta["choices"]:
         text += f" ({', '.join(meta['choices'])})"
     if spec.default not in (None, dataclasses.MISSING):
-        text += f" (default: {spec.default:g})" if kind is float else f" (default: {spec.default})"
+        text += f" (default: {spec.default:.10g})" if kind is float else f" (default: {spec.default})"
     metavar = meta["metavar"] or {int: "N", float: "X"}.get(kind, "WORD")
     nargs = "+" if several else None
     reader = _reader(names[0], kind, spec, problems)
@@ -166,6 +171,9 @@ def parse_flags(
     Args:
         argv: the words after the verb.
         extra: adds a verb's own flags to the parser; their values are returned in ``rest``.
+
+    Raises:
+        ConfigError: a flag without its value, which leaves the rest of the line unread.
     """
     parsed = ParsedFlags(Config())
     parser = make_parser(prog, description, parsed.problems)
@@ -173,8 +181,8 @@ def parse_flags(
         extra(parser)
     try:
         found, unknown = parser.parse_known_args(list(argv))
-    except _Stop:
-        return parsed
+    except _Stop:  # nothing after that word was read, so it would all seem to be missing
+        raise ConfigError(parsed.problems) from None
     _unknown(unknown, parser.known_flags(), parsed)
     values: dict[str, dict[str, Any]] = {}
     for key, value in vars(found).items():

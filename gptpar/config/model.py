@@ -10,7 +10,10 @@ from gptpar.config.presets import PRESETS
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A GPT. Fields that are ``None`` are derived (``gptpar.config.derive``) before anything reads them."""
+    """A GPT's shape and options.
+
+    Fields that are ``None`` are derived (``gptpar.config.derive``) before anything reads them.
+    """
 
     preset: str | None = flag(None, "fill the model's shape by its usual name", choices=tuple(PRESETS))
     num_layers: int | None = flag(None, "number of transformer blocks", least=1)

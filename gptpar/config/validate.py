@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from gptpar.config import Config
 from gptpar.config.derive import Derived, derive
-from gptpar.config.flags import ParsedFlags
+from gptpar.config.flags import ParsedFlags, flag_name
 from gptpar.errors import ConfigError
 
 
@@ -23,10 +24,25 @@ def resolve(
         ConfigError: with all problems of the command line and of the configuration.
     """
     config, derived = derive(parsed.config, world_size)
-    problems = [*parsed.problems, *find_problems(config, world_size), *(more(config) if more else ())]
+    problems = [*parsed.problems, *out_of_range(parsed.config), *find_problems(config, world_size)]
+    problems += more(config) if more else ()
     if problems:
         raise ConfigError(problems)
     return config, derived
+
+
+def out_of_range(config: Config) -> Iterator[str]:
+    """Numbers beyond the limits that their flags declare; what was derived from them needs no sentence of its own."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for spec in dataclasses.fields(values):
+            value, limits = getattr(values, spec.name), spec.metadata
+            if value is None or not limits:
+                continue
+            if limits["least"] is not None and value < limits["least"]:
+                yield f"{flag_name(spec.name)} is {value:g}; it must be at least {limits['least']}."
+            elif limits["above"] is not None and value <= limits["above"]:
+                yield f"{flag_name(spec.name)} is {value:g}; it must be more than {limits['above']}."
 
 
 def find_problems(config: Config, world_size: int) -> list[str]:
@@ -38,11 +54,8 @@ def find_problems(config: Config, world_size: int) -> list[str]:
 def _model(config: Config) -> Iterator[str]:
     m = config.model
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        value = getattr(m, name)
-        if value is None:
-            yield f"the model's {name} is not known: give --{name.replace('_', '-')}, or a --preset such as 350M."
-        elif value < 1:
-            yield f"--{name.replace('_', '-')} is {value}; it must be at least 1."
+        if getattr(m, name) is None:
+            yield f"the model's {name} is not known: give {flag_name(name)}, or a --preset such as 350M."
     hidden, heads = m.hidden_size, m.num_attention_heads
     if hidden and heads and hidden % heads and m.kv_channels == hidden // heads:
         yield (
@@ -58,7 +71,7 @@ def _model(config: Config) -> Iterator[str]:
         )
     if m.position_embedding_type == "rope" and m.kv_channels:
         rotated = int(m.kv_channels * m.rotary_percent)
-        if rotated % 2 or rotated < 2:
+        if rotated % 2 or not 2 <= rotated <= m.kv_channels:
             yield (
                 f"rotary positions turn pairs of channels, but {m.rotary_percent:g} of a head of "
                 f"{m.kv_channels} is {rotated}: choose an even number."
@@ -81,9 +94,7 @@ def _parallel(world_size: int):  # type: ignore[no-untyped-def]
             "--pipeline-model-parallel-size": p.pipeline_model_parallel_size,
         }
         for name, size in sizes.items():
-            if size < 1:
-                yield f"{name} is {size}; it must be at least 1."
-            elif size > 1:
+            if size > 1:
                 yield f"{name} {size}: this version trains with data parallelism only; use 1."
         model_parallel = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
         if model_parallel > 0 and world_size % model_parallel:
@@ -103,12 +114,9 @@ def _batch(world_size: int):  # type: ignore[no-untyped-def]
         if b.micro_batch_size is None:
             yield "--micro-batch-size is missing: the number of samples one process runs at once, for example 4."
             return
-        if b.micro_batch_size < 1:
-            yield f"--micro-batch-size is {b.micro_batch_size}; it must be at least 1."
-            return
         data_parallel = max(1, world_size // max(1, p.tensor_model_parallel_size * p.pipeline_model_parallel_size))
-        unit = b.micro_batch_size * data_parallel
-        if b.global_batch_size is not None and (b.global_batch_size < 1 or b.global_batch_size % unit):
+        unit = max(1, b.micro_batch_size) * data_parallel
+        if b.global_batch_size is not None and b.global_batch_size % unit:
             yield (
                 f"--global-batch-size {b.global_batch_size} is not a multiple of --micro-batch-size "
                 f"{b.micro_batch_size} x {data_parallel} data-parallel process(es) = {unit}: "
@@ -148,24 +156,10 @@ def _duration(config: Config) -> Iterator[str]:
         yield "how long to train is not said: give --train-iters, --train-samples or --train-tokens."
     elif len(given) > 1:
         yield f"how long to train is said twice ({' and '.join(given)}): keep one."
-    for name, value in (("--train-iters", b.train_iters), ("--train-samples", b.train_samples)):
-        if value is not None and value < 1:
-            yield f"{name} is {value}; it must be at least 1."
     if b.rampup_batch_size is not None and b.train_iters is not None:
         yield "--rampup-batch-size needs --train-samples or --train-tokens: with it, steps differ in size."
     if c.save_interval is not None and not c.save:
         yield "--save-interval is given but --save is not: say where to save."
-    if config.logging.eval_iters < 0:
-        yield f"--eval-iters is {config.logging.eval_iters}; 0 turns evaluation off."
-    positive = {
-        "--save-interval": c.save_interval,
-        "--keep-checkpoints": c.keep_checkpoints,
-        "--exit-interval": b.exit_interval,
-        "--log-interval": config.logging.log_interval,
-        "--eval-interval": config.logging.eval_interval,
-        "--tensorboard-log-interval": config.logging.tensorboard_log_interval,
-    }
-    yield from (f"{n} is {v}; it must be at least 1." for n, v in positive.items() if v is not None and v < 1)
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -203,8 +197,6 @@ def _schedule(config: Config) -> Iterator[str]:
         )
     if not 0 <= o.adam_beta1 < 1 or not 0 <= o.adam_beta2 < 1:
         yield f"--adam-beta1 {o.adam_beta1:g} and --adam-beta2 {o.adam_beta2:g} must be at least 0 and less than 1."
-    if o.clip_grad < 0:
-        yield f"--clip-grad {o.clip_grad:g} is negative; 0 turns clipping off."
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
 
@@ -229,14 +221,8 @@ def _precision(config: Config) -> Iterator[str]:
         yield f"{' and '.join(chosen)} exclude each other: choose one number format."
     if p.loss_scale is not None and not p.fp16:
         yield f"--loss-scale {p.loss_scale:g} has a meaning with --fp16 only."
-    if p.min_loss_scale <= 0 or p.initial_loss_scale < p.min_loss_scale:
-        yield (
-            f"--initial-loss-scale {p.initial_loss_scale:g} must be at least --min-loss-scale "
-            f"{p.min_loss_scale:g}, and that more than 0."
-        )
-    for name in ("hysteresis", "loss_scale_window"):
-        if getattr(p, name) < 1:
-            yield f"--{name.replace('_', '-')} is {getattr(p, name)}; it must be at least 1."
+    if p.initial_loss_scale < p.min_loss_scale:
+        yield (f"--initial-loss-scale {p.initial_loss_scale:g} must be at least --min-loss-scale {p.min_loss_scale:g}.")
     layers = config.recompute.recompute_num_layers
     if layers is not None and config.recompute.recompute_granularity is None:
         yield "--recompute-num-layers needs --recompute-granularity full."
@@ -265,7 +251,10 @@ def _files(config: Config) -> Iterator[str]:
         for prefix in _prefixes(paths or ()):
             missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
             if missing:
-                yield f"the data set {prefix} is not complete: {' and '.join(missing)} not found."
+                yield (
+                    f"the data set {prefix} is not complete: {' and '.join(missing)} not found; give the path without "
+                    ".bin or .idx."
+                )
     if c.load and not Path(c.load).is_dir() and c.load != c.save:
         yield f"--load {c.load}: there is no such folder."
     if c.save and Path(c.save).exists() and not Path(c.save).is_dir():

@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser = Parser(
-        prog="make_corpus.py",
+        prog="gptpar make-corpus",
         description=f"Write Python {version}'s standard library, sources and documentation, as JSON lines.",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help='.jsonl file of {"text", "source"} objects')

@@ -150,7 +150,8 @@ class GPTDataset:
         if num_tokens == 0 and num_samples != 0:
             raise DataError(
                 f"{self._name()}: {num_samples or 'some'} samples are asked for, but its sequences [{self._start}, "
-                f"{end}) of {len(indexed):,} hold no token; change --split or use a larger corpus"
+                f"{end}) of {len(indexed):,} hold no token; change --split, use a larger corpus, or "
+                "turn evaluation off with --eval-iters 0"
             )
         self.plan = plan_index(
             len(self._lengths), max(num_tokens, 1), num_samples, seq_length, add_extra_token, drop_last

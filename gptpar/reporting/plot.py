@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gptpar.command import Parser
 from gptpar.errors import GptparError
 from gptpar.reporting.banner import format_count
 from gptpar.reporting.metrics_file import FILE_NAME, read_metrics
@@ -191,8 +190,8 @@ def run_names(paths: list[Path]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """``gptpar plot RUN [RUN ...]``; 0 once the picture is written, 1 with a message when it cannot be."""
-    parser = argparse.ArgumentParser(prog="gptpar plot", description="Draw runs into one picture.")
+    """``gptpar plot RUN [RUN ...]``; 0 once the picture is written."""
+    parser = Parser(prog="gptpar plot", description="Draw runs into one picture.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"a run folder or its {FILE_NAME}")
     parser.add_argument("--output", type=Path, help="the PNG (default: run.png in the first run's folder)")
     parser.add_argument("--reference-loss", type=float, help="draw a dashed line at this loss")
@@ -200,11 +199,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     first: Path = args.runs[0]
     output: Path = args.output or (first if first.is_dir() else first.parent) / "run.png"
-    try:
-        runs = [load_run(path, name) for path, name in zip(args.runs, run_names(args.runs), strict=True)]
-    except GptparError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if output.suffix != ".png":
+        raise GptparError(f"--output {output}: the picture is a PNG; let the name end in .png")
+    runs = [load_run(path, name) for path, name in zip(args.runs, run_names(args.runs), strict=True)]
     output.parent.mkdir(parents=True, exist_ok=True)
     draw(runs, args.reference_loss, args.reference_label).savefig(output)
     print(f"wrote {output}")

@@ -14,7 +14,9 @@ from gptpar.reporting.metrics_file import FILE_NAME, read_metrics
 
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
-    parser = Parser(prog="gptpar summary", description=__doc__)
+    parser = Parser(
+        prog="gptpar summary", description="What a run has learnt, against what token frequencies alone would tell."
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--data-path", metavar="PREFIX", help="the run's data set, for its unigram entropy")
     parser.add_argument("--entropy-only", action="store_true", help="print the unigram entropy alone")

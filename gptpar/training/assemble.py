@@ -30,19 +30,24 @@ from gptpar.training.trainer import Trainer
 
 @contextmanager
 def memory_explained(config: Config) -> Iterator[None]:
-    """Turn the device's out-of-memory error into one that says what to change.
+    """Turn torch's out-of-memory error, of a GPU or of the host, into one that says what to change.
 
     Raises:
         GptparError: in its place.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        taken = torch.cuda.max_memory_allocated()
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            full = f"the GPU's memory is full ({format_bytes(torch.cuda.max_memory_allocated())} were in use)"
+        elif "can't allocate memory" in str(error):  # the CPU's allocator has no exception of its own
+            full = "this machine's memory is full"
+        else:
+            raise
         raise GptparError(
-            f"the GPU's memory is full ({format_bytes(taken)} were in use): lower --micro-batch-size "
-            f"{config.batch.micro_batch_size}, add --recompute-granularity full, or shorten --seq-length "
-            f"{config.model.seq_length}. torch says: {str(error).splitlines()[0]}"
+            f"{full}: lower --micro-batch-size {config.batch.micro_batch_size}, add --recompute-granularity full, "
+            f"shorten --seq-length {config.model.seq_length}, or choose a smaller model. "
+            f"torch says: {str(error).splitlines()[0]}"
         ) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from gptpar.command import not_negative_int, positive_int
 from gptpar.config import Config
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.validate import resolve
@@ -42,8 +43,10 @@ class _Times:
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("benchmark")
-    group.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps (default: 20)")
-    group.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="steps before them (default: 5)")
+    group.add_argument("--steps", type=positive_int, default=20, metavar="N", help="timed steps (default: 20)")
+    group.add_argument(
+        "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before them (default: 5)"
+    )
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:

@@ -89,7 +89,8 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
     if c.load is None:
         return None
     found = find_checkpoints(Path(c.load)) if Path(c.load).is_dir() else []
-    if not found and not c.exit_on_missing_checkpoint and c.ckpt_step is None:
+    required = c.exit_on_missing_checkpoint or c.finetune or config.logging.skip_train or c.ckpt_step is not None
+    if not found and not required:
         return None
     for number, path in found:
         if c.ckpt_step in (None, number):

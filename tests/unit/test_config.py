@@ -105,13 +105,21 @@ def test_whole_numbers_may_be_written_with_an_exponent() -> None:
         ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradicts"),
         ("--skip-train", "--skip-train evaluates a checkpoint: give --load"),
         ("--eod-mask-loss", "need to know the end-of-document id"),
-        ("--clip-grad -1", "--clip-grad -1 is negative"),
+        ("--clip-grad -1", "--clip-grad is -1; it must be at least 0"),
         ("--recompute-num-layers 2", "--recompute-num-layers needs --recompute-granularity full"),
         ("--log-interval 0", "--log-interval is 0; it must be at least 1"),
         ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the decay's 10"),
         ("--lr-warmup-tokens 9 --lr-decay-tokens 8", "--lr-warmup-tokens 9 must be less than the decay's 8"),
         ("--hysteresis 0", "--hysteresis is 0; it must be at least 1"),
-        ("--eval-iters -1", "--eval-iters is -1; 0 turns evaluation off"),
+        ("--seed -5", "--seed is -5; it must be at least 0"),
+        ("--num-workers -1", "--num-workers is -1; it must be at least 0"),
+        ("--nproc-per-node -2", "--nproc-per-node is -2; it must be at least 1"),
+        ("--kv-channels 0", "--kv-channels is 0; it must be at least 1"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size is 0; it must be at least 1"),
+        ("--norm-epsilon 0", "--norm-epsilon is 0; it must be more than 0"),
+        ("--lr inf", "--lr inf: a number is needed"),
+        ("--lr", "--lr: expected one argument"),
+        ("--eval-iters -1", "--eval-iters is -1; it must be at least 0"),
         (
             "--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.1",
             "the weight decay is to grow from 0.3 to 0.1",
@@ -153,3 +161,13 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert caught.value.code == 0
     assert all(flag in text for flag in ("--num-layers", "--no-compile", "--disable-bias-linear", "--lr-decay-style"))
+
+
+def test_a_flag_without_its_value_is_the_only_problem_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_flags(["--num-layers", "2", "--lr"])
+    assert caught.value.problems == ["--lr: expected one argument."]
+
+
+def test_a_number_out_of_range_is_told_once_whatever_follows_from_it() -> None:
+    assert problems("--hidden-size -8 --num-attention-heads 1") == ["--hidden-size is -8; it must be at least 1."]

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gptpar.command import run
+from gptpar.errors import GptparError
 from gptpar.reporting.plot import draw, load_run, main, run_names, smooth
 
 
@@ -102,7 +104,12 @@ def test_runs_of_one_name_are_told_apart_by_path():
 def test_what_cannot_be_drawn_is_said_clearly(tmp_path, capsys, content, message):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    assert main([str(tmp_path)]) == 1
+    assert run(main, [str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert message in error and str(tmp_path) in error
     assert not (tmp_path / "run.png").exists()
+
+
+def test_a_picture_of_another_kind_is_refused_before_the_run_is_read(tmp_path):
+    with pytest.raises(GptparError, match="run.foo: the picture is a PNG"):
+        main([str(tmp_path / "nowhere"), "--output", str(tmp_path / "run.foo")])

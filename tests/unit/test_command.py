@@ -1,0 +1,60 @@
+"""What a user sees of the command line's own machinery: typos, a full disk, workers that fail together."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+import pytest
+
+from gptpar import command
+from gptpar.cli import main
+from gptpar.errors import DataError
+from gptpar.launch import _ending
+
+
+def test_a_typo_is_named_rather_than_the_flag_it_leaves_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", "--verfy"])
+    assert stopped.value.code == 2
+    assert "unrecognized argument --verfy (did you mean --verify?)" in capsys.readouterr().err
+
+
+def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def full(argv: list[str]) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "corpus.bin")
+
+    assert command.run(full, []) == 1
+    assert capsys.readouterr().err == "error: No space left on device: corpus.bin\n"
+
+
+def test_a_failure_of_another_worker_alone_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(command, "OTHERS_FIRST_SECONDS", 0)
+
+    def bad(argv: list[str]) -> int:
+        raise DataError("sample 7 is damaged")
+
+    assert command.run(bad, []) == 1
+    assert capsys.readouterr().err == "error: local rank 3: sample 7 is damaged\n"
+
+
+def test_only_the_first_worker_tells_of_ctrl_c(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    assert command.run(interrupted, []) == 130
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert command.run(interrupted, []) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_how_a_worker_ended_is_said_in_words() -> None:
+    assert _ending(-signal.SIGKILL).startswith("was killed by SIGKILL, as Linux does")
+    assert _ending(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert _ending(1) == "ended with exit code 1; its message is above"

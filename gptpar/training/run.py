@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gptpar.config import Config
+from gptpar.errors import GptparError
 from gptpar.optim.flat import l2_norm
 from gptpar.reporting.records import ValidationRecord
 from gptpar.training import resume
@@ -19,6 +20,10 @@ from gptpar.training.interrupt import StopRequest
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter, StepNumbers
 from gptpar.training.trainer import Step, Trainer
+
+
+MOST_SKIPPED_IN_A_ROW = 100
+"""A dynamic loss scale of 2^32 may need 32 overflows to find its level; more than this many are no search."""
 
 
 @dataclass
@@ -35,6 +40,7 @@ class Run:
     say: Callable[[str], None]
     started: float
     saved_at: int | None = None
+    skipped_in_a_row: int = 0
     evaluated_at: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -84,10 +90,16 @@ class Run:
         loss, grad_norm, skipped, votes = step.readings.read()
         numbers = StepNumbers(step, loss, grad_norm, bool(skipped), *self.optional_numbers())
         self.progress.skipped_iterations += numbers.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if numbers.skipped else 0
         self.progress.nan_iterations += not math.isfinite(loss)
         self.progress.scheduled_samples += 0 if numbers.skipped else step.samples
         self.reporter.step(numbers, self.progress)
         self.trainer.loss_scale.update(numbers.skipped)
+        if self.skipped_in_a_row == MOST_SKIPPED_IN_A_ROW:
+            raise GptparError(
+                f"the gradient was not finite in {MOST_SKIPPED_IN_A_ROW} steps in a row, up to iteration {step.iteration}: "
+                "the run has diverged; go on from an earlier checkpoint (--ckpt-step) with a lower --lr or a longer warm-up."
+            )
         return votes > 0
 
     def optional_numbers(self) -> tuple[float | None, int | None]:

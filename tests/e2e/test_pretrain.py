@@ -149,6 +149,12 @@ def test_loss_scale_at_its_minimum_is_a_clear_stop() -> None:
     assert "already at its minimum" in output and "Traceback" not in output
 
 
+def test_a_run_that_has_diverged_stops(tmp_path: Path) -> None:
+    output = gptpar(f"--train-iters 150 --lr 1e30 --lr-decay-style constant --save {tmp_path}", expect=1)
+    assert "not finite in 100 steps in a row" in output and "Traceback" not in output
+    assert not list(tmp_path.glob("iter_*"))
+
+
 def test_every_problem_is_told_at_once() -> None:
     start = time.monotonic()
     output = gptpar(

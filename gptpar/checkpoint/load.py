@@ -53,10 +53,9 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Fill `targets` in place from the newest whole checkpoint, whatever layout saved it.
 
-    Every rank of the group calls this. Each piece of 8 MiB is checked before it is copied, in one reading, so
-    damage
-    is found when earlier pieces are in the targets already: an older checkpoint then overwrites all of them;
-    if there is none, the targets may be left partly filled.
+    Every rank of the group calls this. Each piece of 8 MiB is checked before it is copied, in one reading, so damage
+    is found when earlier pieces are in the targets already: an older checkpoint then overwrites all of them; if there
+    is none, the targets may be left partly filled.
 
     Args:
         root: directory of the run's checkpoints.

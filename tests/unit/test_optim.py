@@ -18,8 +18,9 @@ from gptpar.optim.schedule import make_schedule
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
 
-def rates(flags: str, at: list[float], train_samples: int = 1000) -> list[float]:
-    schedule = make_schedule(tiny_config(flags), train_samples)
+def rates(flags: str, at: list[float]) -> list[float]:
+    """Rates of a run of 500 steps of 2 samples."""
+    schedule = make_schedule(tiny_config(f"--train-iters 500 {flags}"), 1000)
     return [schedule.learning_rate(n) for n in at]
 
 

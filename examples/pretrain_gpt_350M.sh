@@ -14,7 +14,7 @@ source tools/setup_env.sh run
 
 PRESET="${PRESET:-350M}"
 RUN="${RUN:-runs/gpt-$PRESET}"
-MINUTES="${MINUTES:-7}"
+MINUTES="${MINUTES:-5.5}"
 gptpar() { "$PYTHON" -m gptpar "$@"; }
 
 # What is chosen for this machine is kept with the run, because a resumed run must go on with the same schedule.

@@ -163,7 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
     parser = Parser(prog="gptpar fit", description=__doc__.replace("``", ""))
     parser.add_argument("--preset", default="350M", choices=tuple(PRESETS), help="the model")
-    parser.add_argument("--minutes", type=positive_float, default=7.0, metavar="X", help="training time to aim at")
+    parser.add_argument("--minutes", type=positive_float, default=5.5, metavar="X", help="training time to aim at")
     parser.add_argument(
         "--vocab-size", type=positive_int, metavar="N", help="vocabulary of the data, if it exists already"
     )

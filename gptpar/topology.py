@@ -67,11 +67,6 @@ class Topology:
         """Whether this process writes the console, the logs and the TensorBoard files."""
         return self.rank == 0
 
-    def barrier(self) -> None:
-        """Wait for all processes."""
-        if self.layout.world_size > 1:
-            dist.barrier()
-
     def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the data axis, in place."""
         if self.data_group is not None:

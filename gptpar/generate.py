@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,7 +77,8 @@ def sample(
     tokens = list(prompt)
     for _ in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=device)
-        logits = stage(window, {})[0, -1, :vocab_size].float().cpu()
+        fields: dict[str, Any] = {"seq_length": window.shape[1]}
+        logits = stage(window, fields)[-1, :vocab_size].float().cpu()
         if temperature == 0:
             choice = int(logits.argmax())
         else:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from gptpar.tensor_parts import TensorParts, as_parts
+
 
 @dataclass(frozen=True)
 class Normal:
@@ -64,18 +66,19 @@ def inits_of(module: nn.Module) -> dict[str, Init]:
     return found
 
 
-def initialise(targets: Mapping[str, torch.Tensor], inits: Mapping[str, Init], seed: int) -> None:
+def initialise(targets: Mapping[str, torch.Tensor | TensorParts], inits: Mapping[str, Init], seed: int) -> None:
     """Fill tensors with their initial values.
 
     Args:
-        targets: global parameter name -> tensor of the full shape (any device and dtype), written in place.
+        targets: global parameter name -> the tensor, or the parts of it that this process holds (any device and
+            dtype), written in place.
         inits: global parameter name -> how it is initialised.
     """
 
-    def fill(name: str) -> None:
-        with torch.no_grad():  # a setting of the thread
-            targets[name].copy_(draw(inits[name], targets[name].shape, seed, name))
+    def fill(name: str, target: TensorParts) -> None:
+        target.fill(draw(inits[name], target.shape, seed, name))
 
+    held = {name: parts for name, target in targets.items() if (parts := as_parts(target)).num_held}
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-        for filled in [pool.submit(fill, name) for name in targets]:
+        for filled in [pool.submit(fill, name, parts) for name, parts in held.items()]:
             filled.result()

@@ -6,9 +6,13 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+
+from gptpar.activity import FOLDER_VARIABLE, last_activity
 
 
 def is_worker() -> bool:
@@ -37,20 +41,24 @@ def start_workers(count: int, argv: Sequence[str]) -> int:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     words = ["--standalone", f"--nproc-per-node={count}", "-m", "gptpar", *argv]
-    try:
-        run(get_args_parser().parse_args(words))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"error: rank {rank} {_ending(failure.exitcode)}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 1
-    except SignalException as stopped:  # the workers were given the signal and the time to save
-        return 128 + stopped.sigval
+    with tempfile.TemporaryDirectory(prefix="gptpar-activity-") as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        try:
+            run(get_args_parser().parse_args(words))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            print(f"error: rank {rank} {_ending(failure.exitcode, last_activity(Path(folder), rank))}", file=sys.stderr)
+            return failure.exitcode if failure.exitcode > 0 else 1
+        except SignalException as stopped:  # the workers were given the signal and the time to save
+            return 128 + stopped.sigval
     return 0
 
 
-def _ending(exit_code: int) -> str:
+def _ending(exit_code: int, doing: str) -> str:
     if exit_code == -signal.SIGKILL:
-        return "was killed by SIGKILL, as Linux does to the largest process when memory is full"
+        return (
+            f"was killed by SIGKILL, as Linux does to the largest process when memory is full, while it was at {doing}"
+        )
     if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}; its message is above"
+        return f"was killed by {signal.Signals(-exit_code).name} while it was at {doing}"
+    return f"ended with exit code {exit_code} while it was at {doing}; its message is above"

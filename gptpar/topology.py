@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,53 @@ class Layout:
         """The rank at a position; the inverse of :meth:`coordinates`."""
         return tensor + self.tensor * (data + self.data * pipeline)
 
+    def data_groups(self) -> list[list[int]]:
+        """Ranks that hold the same weights and different samples."""
+        return [
+            [self.rank(d, t, p) for d in range(self.data)] for p in range(self.pipeline) for t in range(self.tensor)
+        ]
+
+    def tensor_groups(self) -> list[list[int]]:
+        """Ranks that share each layer."""
+        return [
+            [self.rank(d, t, p) for t in range(self.tensor)] for p in range(self.pipeline) for d in range(self.data)
+        ]
+
+    def chains(self) -> list[list[int]]:
+        """Ranks that pass activations to each other, by stage."""
+        return [
+            [self.rank(d, t, p) for p in range(self.pipeline)] for d in range(self.data) for t in range(self.tensor)
+        ]
+
     def describe(self) -> str:
         """For example ``dp2 x tp2 x pp1``."""
         return f"dp{self.data} x tp{self.tensor} x pp{self.pipeline}"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A one-way connection between neighbouring stages, with a communicator of its own.
+
+    Attributes:
+        peer: the rank at the other end.
+    """
+
+    peer: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Links:
+    """A stage's connections: activations come from the previous stage and go to the next, gradients the other way.
+
+    Every link has its own communicator, so that nothing that waits can hold up anything else. The last stage's next
+    one is the first (which interleaved schedules use).
+    """
+
+    activations_in: Link
+    activations_out: Link
+    gradients_in: Link
+    gradients_out: Link
 
 
 @dataclass(frozen=True)
@@ -50,12 +94,17 @@ class Topology:
 
     Attributes:
         data_group: ranks that hold the same weights and different samples; ``None`` when alone on that axis.
+        tensor_group: ranks that share each layer; ``None`` when alone on that axis.
+        links: connections to the neighbouring stages; ``None`` without a pipeline.
     """
 
     layout: Layout
     rank: int
     device: torch.device
     data_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
+    links: Links | None = None
+    _stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, repr=False)
 
     @property
     def data_rank(self) -> int:
@@ -63,14 +112,36 @@ class Topology:
         return self.layout.coordinates(self.rank)[0]
 
     @property
+    def tensor_rank(self) -> int:
+        """Position on the tensor axis."""
+        return self.layout.coordinates(self.rank)[1]
+
+    @property
+    def stage(self) -> int:
+        """Position on the pipeline axis."""
+        return self.layout.coordinates(self.rank)[2]
+
+    @property
     def is_main(self) -> bool:
         """Whether this process writes the console, the logs and the TensorBoard files."""
         return self.rank == 0
 
-    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over the data axis, in place."""
-        if self.data_group is not None:
-            dist.all_reduce(tensor, group=self.data_group)
+    def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group of the processes at some stages of each chain; every process calls it, in the same order.
+
+        Returns:
+            The group this process belongs to, or ``None``.
+        """
+        key = tuple(stages)
+        if key not in self._stage_groups:
+            chains = self.layout.chains()
+            self._stage_groups[key] = _my_group([[chain[s] for s in key] for chain in chains], self.rank)
+        return self._stage_groups[key]
+
+    def sum_over_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all processes, in place."""
+        if self.layout.world_size > 1:
+            dist.all_reduce(tensor)
         return tensor
 
     def any_rank(self, yes: bool) -> bool:
@@ -82,6 +153,48 @@ class Topology:
         return bool(votes.item())
 
 
+def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
+    """Create the groups of a layout; every process calls it, after ``init_process_group`` if there are several."""
+    return Topology(
+        layout,
+        rank,
+        device,
+        data_group=_my_group(layout.data_groups(), rank),
+        tensor_group=_my_group(layout.tensor_groups(), rank),
+        links=_make_links(layout, rank) if layout.pipeline > 1 else None,
+    )
+
+
+def _my_group(rank_lists: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """Create a group for each list, in which all processes take part; ``None`` for a process that is alone in its."""
+    mine = None
+    for ranks in rank_lists:
+        if len(ranks) == 1:
+            continue
+        group = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+        if rank in ranks:
+            mine = group
+    return mine
+
+
+def _make_links(layout: Layout, rank: int) -> Links:
+    stages = layout.pipeline
+    found: dict[str, Link] = {}
+    for chain in layout.chains():
+        for stage in range(stages):
+            here, there = chain[stage], chain[(stage + 1) % stages]
+            for out, into, sender, receiver in (
+                ("activations_out", "activations_in", here, there),
+                ("gradients_out", "gradients_in", there, here),
+            ):
+                group = dist.new_group([sender, receiver])
+                if rank == sender:
+                    found[out] = Link(receiver, group)
+                if rank == receiver:
+                    found[into] = Link(sender, group)
+    return Links(**found)
+
+
 def world_from_environment() -> tuple[int, int, int]:
     """(rank, local rank, world size) as torchrun set them; (0, 0, 1) without torchrun."""
     rank, local, size = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
@@ -89,8 +202,8 @@ def world_from_environment() -> tuple[int, int, int]:
 
 
 @contextlib.contextmanager
-def open_topology(layout: Layout, *, backend: str | None, timeout_minutes: float) -> Iterator[Topology]:
-    """Join the other processes, and leave them in order at the end.
+def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[int, torch.device]]:
+    """Join the other processes, and leave them in order at the end; yields this process's rank and device.
 
     A group that handles CPU tensors beside GPU tensors is ``cpu:gloo,cuda:nccl``. One process alone needs no group.
     """
@@ -102,14 +215,20 @@ def open_topology(layout: Layout, *, backend: str | None, timeout_minutes: float
     if on_gpu:
         torch.cuda.set_device(device)
     if world_size == 1:
-        yield Topology(layout, rank, device)
+        yield rank, device
         return
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=timeout_minutes)
     )
     try:
-        group = dist.group.WORLD if layout.data > 1 else None
-        yield Topology(layout, rank, device, group)
+        yield rank, device
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def open_topology(layout: Layout, *, backend: str | None, timeout_minutes: float) -> Iterator[Topology]:
+    """Join the other processes and create the layout's groups; leave in order at the end."""
+    with open_world(backend, timeout_minutes) as (rank, device):
+        yield make_topology(layout, rank, device)

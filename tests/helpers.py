@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from gptpar.config import Config
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.optim.schedule import make_schedule
-from gptpar.topology import Layout, Topology
+from gptpar.topology import Layout, make_topology
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
 
@@ -27,9 +25,9 @@ def tiny_config(flags: str = "", world_size: int = 1) -> Config:
     return config.update("model", padded_vocab_size=64)
 
 
-def make_trainer(config: Config, group: Any = None, rank: int = 0, data: int = 1) -> Trainer:
-    """A trainer on the CPU with initial weights."""
-    topology = Topology(Layout(data=data), rank, torch.device("cpu"), group)
+def make_trainer(config: Config, rank: int = 0, layout: Layout = Layout()) -> Trainer:  # noqa: B008
+    """A trainer on the CPU with initial weights; with a layout of several processes, every one of them calls it."""
+    topology = make_topology(layout, rank, torch.device("cpu"))
     trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
     trainer.initialise()
     return trainer

@@ -16,11 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from gptpar.checkpoint import folders
 from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, dtype_name, read_manifest
+from gptpar.checkpoint.planner import ChunkLoadPlanner
 from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.storage import ChunkReader
 from gptpar.checkpoint.verify import Report, damaged_files, report_all
 from gptpar.errors import CheckpointError
+from gptpar.tensor_parts import TensorParts, as_parts
 
 MOST_LISTED = 8
 """Differences told one by one: another width changes every tensor, which says no more than a few do."""
@@ -44,7 +46,7 @@ class LoadedCheckpoint:
 
 def load_checkpoint(
     root: str | Path,
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor | TensorParts],
     *,
     iteration: int | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -59,7 +61,7 @@ def load_checkpoint(
 
     Args:
         root: directory of the run's checkpoints.
-        targets: by global name; plain tensors take the whole tensor, DTensors their shard of it, on any
+        targets: by global name; plain tensors take the whole tensor, `TensorParts` their boxes of it, on any
             device.
         iteration: load this one and no other; None: the newest that is whole.
         process_group: default: all processes, or this one alone where torch.distributed is not initialised.
@@ -152,7 +154,7 @@ def _open(path: Path, iteration: int) -> Manifest:
 def _require_match(
     ranks: Ranks,
     manifest: Manifest,
-    targets: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor | TensorParts],
     path: Path,
     strict: bool,
     report: Report,
@@ -175,7 +177,7 @@ def _require_match(
         raise CheckpointError(f"{path} does not fit this model ({len(problems)} differences):\n" + "\n".join(listing))
 
 
-def _mismatches(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list[str]:
+def _mismatches(manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> list[str]:
     problems = []
     for name, target in targets.items():
         if (entry := manifest.tensors.get(name)) is None:
@@ -188,7 +190,7 @@ def _mismatches(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list
     return problems
 
 
-def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
+def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> None:
     known = {name: target for name, target in targets.items() if name in manifest.tensors}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()  # targets are filled on other threads' streams
@@ -198,16 +200,16 @@ def _fill(ranks: Ranks, path: Path, manifest: Manifest, targets: Mapping[str, to
 def _read(
     path: Path,
     manifest: Manifest,
-    targets: dict[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor | TensorParts],
     group: dist.ProcessGroup | None,
     *,
     distributed: bool,
 ) -> None:
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = ChunkReader(path, manifest)
+    parts = {name: as_parts(target) for name, target in targets.items()}
+    reader, planner = ChunkReader(path, manifest), ChunkLoadPlanner()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(targets, storage_reader=reader, planner=planner, process_group=group, no_dist=not distributed)
+            dcp.load(parts, storage_reader=reader, planner=planner, process_group=group, no_dist=not distributed)
     except CheckpointException as error:
         raise as_checkpoint_error(error) from error

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint.manifest import PIECE_BYTES, Chunk, DamagedCheckpoint
+from gptpar.tensor_parts import Box
 
 NUM_THREADS = 4
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes), one number per dim
 
 
 def tensor_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -110,39 +108,12 @@ class ChunkFiles:
         return piece
 
 
-def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that hold exactly the elements start..stop of a row-major array, in order; at most 2 * dims."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    inner = shape[1:]
-    row = prod(inner)
-    first, head = divmod(start, row)
-    last, tail = divmod(stop, row)
-    if head:
-        for offsets, sizes in flat_boxes(inner, head, tail if first == last else row):
-            yield (first, *offsets), (1, *sizes)
-        first += 1
-    if first < last:
-        yield (first, *(0 for _ in inner)), (last - first, *inner)
-    if tail and first <= last:
-        for offsets, sizes in flat_boxes(inner, 0, tail):
-            yield (last, *offsets), (1, *sizes)
-
-
 def overlap(a: Box, b: Box) -> Box | None:
     """The box common to both, or None."""
     lows = tuple(map(max, a[0], b[0]))
     highs = [min(ao + an, bo + bn) for ao, an, bo, bn in zip(*a, *b, strict=True)]
     sizes = tuple(high - low for low, high in zip(lows, highs, strict=True))
     return (lows, sizes) if all(size > 0 for size in sizes) else None
-
-
-def box_view(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tensor:
-    """The part of `tensor` that `box` covers, when the tensor's first element lies at `origin`."""
-    return tensor[tuple(slice(o - at, o - at + n) for o, n, at in zip(*box, origin, strict=True))]
 
 
 def run_parallel(calls: list[Any]) -> list[Any]:

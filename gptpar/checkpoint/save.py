@@ -25,6 +25,7 @@ from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
 from gptpar.checkpoint.storage import ChunkWriter
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_pieces, report_all
 from gptpar.errors import CheckpointError
+from gptpar.tensor_parts import TensorParts, as_parts
 
 _SHARED_DIRECTORY_SECONDS = 10.0
 
@@ -37,7 +38,7 @@ def print_report(sentence: str) -> None:
 def save_checkpoint(
     root: str | Path,
     iteration: int,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | TensorParts],
     meta: dict[str, Any],
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -53,9 +54,9 @@ def save_checkpoint(
     Args:
         root: directory of the run's checkpoints, on a file system that all ranks share.
         iteration: names the checkpoint, `root/iter_0000010`.
-        tensors: by global name. A plain tensor that several ranks hold is a replica and is written once; a
-            DTensor's shards are written by the ranks that hold them. Ranks may hold different names (pipeline
-            stages).
+        tensors: by global name. A plain tensor is all of one, `TensorParts` are the boxes of it that this rank
+            holds; a box that several ranks hold is a replica and is written once. Ranks may hold different names
+            (pipeline stages); together they must hold every element of every tensor.
         meta: rank 0's is stored, as JSON gives it back (tuples become lists).
         process_group: default: all processes, or this one alone where torch.distributed is not initialised.
         keep: delete all but the newest `keep` checkpoints, once one of those kept has been re-read from the
@@ -67,8 +68,9 @@ def save_checkpoint(
         shapes and the same meta is proved and kept, not written again; a damaged one is moved aside first.
 
     Raises:
-        CheckpointError: on every rank, if any rank fails; if the disk has too little room (nothing is written
-            then); if a whole checkpoint of this iteration with other contents exists.
+        CheckpointError: on every rank, if any rank fails; if the ranks disagree about a tensor, or some of its
+            elements are held by none, or in two boxes that overlap, or the disk has too little room (nothing is
+            written then); if a whole checkpoint of this iteration with other contents exists.
     """
     ranks, root = Ranks(process_group), Path(root)
     final = folders.checkpoint_path(root, iteration)
@@ -79,7 +81,7 @@ def save_checkpoint(
             ranks.lead(lambda: _require_same(final, table, meta))
             return final
         ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
-    _write(ranks, final, iteration, tensors, meta)
+    _write(ranks, final, iteration, tensors, table, meta)
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
         _retain(ranks, root, keep, report)
@@ -87,7 +89,7 @@ def save_checkpoint(
 
 
 def _check_input(
-    iteration: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any], keep: int | None
+    iteration: int, tensors: Mapping[str, torch.Tensor | TensorParts], meta: dict[str, Any], keep: int | None
 ) -> dict[str, list[Any]]:
     """This rank's table name -> [dtype, shape]; raises CheckpointError with everything that is wrong."""
     problems = [] if iteration >= 0 else [f"iteration is {iteration}; it must be at least 0"]
@@ -99,7 +101,7 @@ def _check_input(
         problems.append(f"meta cannot be stored as JSON: {error}")
     table = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        if not _is_dense(tensor):
             problems.append(f"{name!r} is no dense tensor with data; put other state into meta")
             continue
         try:
@@ -111,8 +113,25 @@ def _check_input(
     return table
 
 
+def _is_dense(tensor: object) -> bool:
+    """Whether every part is a tensor with bytes of its own; subclasses such as DTensor may hold less than they say."""
+    held: list[Any] = [part for _, part in tensor.parts] if isinstance(tensor, TensorParts) else [tensor]
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return all(type(t) in kinds and t.layout == torch.strided and not t.is_meta for t in held)
+
+
 def _union(tables: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    return {name: entry for table in tables for name, entry in table.items()}
+    """All ranks' tensors; raises CheckpointError where they disagree."""
+    union: dict[str, list[Any]] = {}
+    for rank, table in enumerate(tables):
+        for name, entry in table.items():
+            if (known := union.setdefault(name, entry)) != entry:
+                other = next(rank for rank, table in enumerate(tables) if name in table)
+                raise CheckpointError(
+                    f"ranks disagree about tensor {name!r}: {entry[0]} {entry[1]} on rank {rank}, "
+                    f"{known[0]} {known[1]} on rank {other}"
+                )
+    return union
 
 
 def _prepare_root(root: Path, report: Report) -> None:
@@ -146,7 +165,12 @@ def _require_same(final: Path, table: dict[str, list[Any]], meta: dict[str, Any]
 
 
 def _write(
-    ranks: Ranks, final: Path, iteration: int, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]
+    ranks: Ranks,
+    final: Path,
+    iteration: int,
+    tensors: Mapping[str, torch.Tensor | TensorParts],
+    table: dict[str, list[Any]],
+    meta: dict[str, Any],
 ) -> None:
     """Write into a temporary directory; rank 0 publishes it in the last step, after all succeeded."""
     temporary = ranks.lead(lambda: _make_temporary(final.parent, iteration))
@@ -162,9 +186,9 @@ def _write(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
-                dict(tensors),
+                {name: as_parts(tensor) for name, tensor in tensors.items()},
                 storage_writer=ChunkWriter(temporary, ranks.rank, iteration, meta, publish),
-                planner=ChunkSavePlanner(),
+                planner=ChunkSavePlanner({name: shape for name, (_, shape) in table.items()}),
                 process_group=ranks.group,
                 no_dist=not ranks.distributed,
             )

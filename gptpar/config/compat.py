@@ -9,6 +9,9 @@ ALWAYS = "this is always so here"
 SDPA = "torch picks the attention kernel"
 NO_MOE = "mixture-of-experts is not part of gptpar"
 COMPILED = "the compiler fuses this"
+COLLECTIVES = "the ZeRO stage decides what is gathered and reduced, and when"
+BUCKETS = "sizes of messages are chosen here"
+CUTS = "every layer counts where the stack is cut; see --partition-method"
 
 ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-flash-attn": (0, SDPA),
@@ -22,8 +25,20 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--no-gradient-accumulation-fusion": (0, COMPILED),
     "--cross-entropy-loss-fusion": (0, ALWAYS),
     "--attention-softmax-in-fp32": (0, ALWAYS),
-    "--accumulate-allreduce-grads-in-fp32": (0, ALWAYS),
+    "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always summed in fp32; see --grad-reduce-in-bf16"),
     "--overlap-grad-reduce": (0, ALWAYS),
+    "--overlap-param-gather": (0, COLLECTIVES),
+    "--ddp-bucket-size": (1, BUCKETS),
+    "--zero-reduce-scatter": (0, COLLECTIVES),
+    "--zero-contigious-gradients": (0, ALWAYS),
+    "--zero-reduce-bucket-size": (1, BUCKETS),
+    "--zero-allgather-bucket-size": (1, BUCKETS),
+    "--tp-comm-overlap": (0, "this is so unless --no-tp-comm-overlap is given"),
+    "--account-for-embedding-in-pipeline-split": (0, CUTS),
+    "--account-for-loss-in-pipeline-split": (0, CUTS),
+    "--deepspeed-activation-checkpointing": (0, "see --recompute-granularity"),
+    "--contigious-checkpointing": (0, "torch's allocator keeps memory together"),
+    "--synchronize-each-layer": (0, "recomputation needs no synchronisation"),
     "--openai-gelu": (0, "GELU is computed with its tanh form"),
     "--use-cpu-initialization": (0, ALWAYS),
     "--exit-signal-handler": (0, "SIGTERM and Ctrl-C always save and stop"),
@@ -49,12 +64,9 @@ ACCEPTED: dict[str, tuple[int, str]] = {
 PLANNED: dict[str, str] = {
     "--cpu-optimizer": "optimizer offload",
     "--cpu-optimizer-ratio": "optimizer offload",
-    "--zero-stage": "ZeRO sharding",
-    "--use-distributed-optimizer": "ZeRO sharding",
-    "--sequence-parallel": "sequence parallelism",
     "--deepspeed": "DeepSpeed's JSON",
     "--deepspeed_config": "DeepSpeed's JSON",
-    "--num-layers-per-virtual-pipeline-stage": "interleaved pipelines",
-    "--num-virtual-stages-per-pipeline-rank": "interleaved pipelines",
     "--context-parallel-size": "context parallelism",
+    "--ds-sequence-parallel-size": "context parallelism",
+    "--enable-zbh1-pipeline": "a zero-bubble pipeline",
 }

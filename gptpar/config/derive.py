@@ -30,7 +30,11 @@ class _Notes:
 
     def replace(self, section: str, name: str, value: object, reason: str) -> None:
         self.config = self.config.update(section, **{name: value})
-        self.derived.append(Derived(name.replace("_", " "), value, reason))
+        self.add(name.replace("_", " "), value, reason)
+
+    def add(self, name: str, value: object, reason: str) -> None:
+        """A value that has no field of its own."""
+        self.derived.append(Derived(name, value, reason))
 
 
 def ffn_width(hidden_size: int, swiglu: bool) -> int:
@@ -55,7 +59,9 @@ def derive(config: Config, world_size: int) -> tuple[Config, list[Derived]]:
     """
     notes = _Notes(config)
     _derive_model(notes)
+    _derive_parallel(notes, world_size)
     _derive_batch(notes, world_size)
+    _derive_recompute(notes)
     _derive_rest(notes)
     return notes.config, notes.derived
 
@@ -84,23 +90,57 @@ def _derive_model(notes: _Notes) -> None:
         notes.fill("model", "max_position_embeddings", model.seq_length, "--seq-length")
 
 
+def _derive_parallel(notes: _Notes, world_size: int) -> None:
+    p = notes.config.parallel
+    data_parallel = p.data_parallel_size(world_size)
+    tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    if p.model_parallel_size > 1:
+        reason = f"{world_size} processes / ({tensor} tensor x {pipeline} pipeline)"
+        notes.add("data parallel size", data_parallel, reason)
+    num_layers, per_chunk = notes.config.model.num_layers, p.num_layers_per_virtual_pipeline_stage
+    if num_layers and per_chunk and pipeline > 0 and num_layers % (pipeline * per_chunk) == 0:
+        reason = f"{num_layers} layers / ({pipeline} stages x {per_chunk} layers in a virtual stage)"
+        notes.fill("parallel", "num_virtual_stages_per_pipeline_rank", num_layers // (pipeline * per_chunk), reason)
+    if p.no_pipeline_parallel and data_parallel > 1:
+        reason = f"--no-pipeline-parallel with {data_parallel} data-parallel processes"
+        notes.fill("parallel", "zero_stage", 3, reason)
+    elif p.use_distributed_optimizer:
+        notes.fill("parallel", "zero_stage", 1, "--use-distributed-optimizer")
+    else:
+        notes.fill("parallel", "zero_stage", 0, "every process holds all of its part of the model and the optimizer")
+
+
 def _derive_batch(notes: _Notes, world_size: int) -> None:
-    config = notes.config
-    parallel, batch = config.parallel, config.batch
-    data_parallel = world_size // max(1, parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
-    if batch.micro_batch_size and data_parallel > 0:
+    batch, seq_length = notes.config.batch, notes.config.model.seq_length
+    data_parallel = notes.config.parallel.data_parallel_size(world_size)
+    if batch.micro_batch_size:
         reason = f"micro-batch {batch.micro_batch_size} x {data_parallel} data-parallel process(es)"
-        notes.fill("batch", "global_batch_size", batch.micro_batch_size * data_parallel, reason)
-    seq_length = config.model.seq_length
+        unit = batch.micro_batch_size * data_parallel
+        notes.fill("batch", "global_batch_size", unit, reason)
+        full = notes.config.batch.global_batch_size
+        if full and unit > 0 and full % unit == 0:
+            notes.add("micro batches per step", full // unit, f"batch {full} / ({reason})")
     if batch.train_tokens and seq_length and batch.train_iters is None:
         samples = -(-batch.train_tokens // seq_length)
         notes.fill("batch", "train_samples", samples, f"{batch.train_tokens:,} tokens / {seq_length} a sample")
 
 
+def _derive_recompute(notes: _Notes) -> None:
+    r = notes.config.recompute
+    if r.checkpoint_activations:
+        notes.fill("recompute", "recompute_granularity", "full", "--checkpoint-activations")
+    if r.recompute_activations:
+        notes.fill("recompute", "recompute_granularity", "selective", "--recompute-activations")
+    if r.checkpoint_num_layers is not None:
+        reason = f"--checkpoint-num-layers {r.checkpoint_num_layers}"
+        notes.fill("recompute", "recompute_method", "uniform", reason)
+        notes.fill("recompute", "recompute_num_layers", r.checkpoint_num_layers, reason)
+    if notes.config.recompute.recompute_granularity == "selective":
+        notes.fill("recompute", "recompute_modules", ("core_attn",), "Megatron's default")
+
+
 def _derive_rest(notes: _Notes) -> None:
     config = notes.config
-    if config.recompute.checkpoint_activations:
-        notes.fill("recompute", "recompute_granularity", "full", "--checkpoint-activations")
     if config.data.data_path:
         notes.fill("data", "split", "969, 30, 1", "Megatron's default")
     if config.logging.eval_iters:

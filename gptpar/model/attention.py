@@ -1,17 +1,22 @@
 """Causal self-attention with grouped queries and rotary positions.
 
-Legend: B batch, S sequence, D model width, G key/value heads ("groups"), Q query heads of one group, K head width.
+Legend: B batch, S sequence, N = B x S tokens, D model width, G key/value heads ("groups"), Q query heads of one group,
+K head width.
+With tensor parallelism G counts this rank's groups.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
-from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
 
 def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotated: int, base: int) -> torch.Tensor:
@@ -44,7 +49,14 @@ class Attention(nn.Module):
     order), so that a contiguous slice is a set of whole groups.
     """
 
-    def __init__(self, config: ModelConfig, output_std: float):
+    def __init__(
+        self,
+        config: ModelConfig,
+        output_std: float,
+        axis: TensorAxis = ALONE,
+        *,
+        recompute_core: bool = False,
+    ):
         super().__init__()
         assert config.num_attention_heads and config.num_query_groups and config.hidden_size and config.kv_channels
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
@@ -54,17 +66,41 @@ class Attention(nn.Module):
         )
         self.rotary_base = config.rotary_base
         self.dropout = config.attention_dropout
+        self.recompute_core = recompute_core
         query_width = config.num_attention_heads * config.kv_channels
         qkv_width = query_width + 2 * config.num_query_groups * config.kv_channels
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.qkv = ColumnParallelLinear(config.hidden_size, qkv_width, bias=qkv_bias, std=config.init_method_std)
-        self.out = RowParallelLinear(query_width, config.hidden_size, bias=config.add_bias_linear, std=output_std)
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size, qkv_width, bias=qkv_bias, std=config.init_method_std, axis=axis
+        )
+        self.out = RowParallelLinear(
+            query_width, config.hidden_size, bias=config.add_bias_linear, std=output_std, axis=axis
+        )
 
     def forward(
-        self, x_BSD: torch.Tensor, positions_BS: torch.Tensor | None, document_ids_BS: torch.Tensor | None
+        self,
+        x_ND: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        seq_length: int,
     ) -> torch.Tensor:
-        """Returns y_BSD."""
-        qkv = rearrange(self.qkv(x_BSD), "b s (g h k) -> b g h s k", h=self.queries_per_group + 2, k=self.head_width)
+        """Returns y_ND."""
+        core = (
+            partial(checkpoint, self.core, use_reentrant=False) if self.recompute_core and self.training else self.core
+        )
+        return self.out(core(self.qkv(x_ND), positions_BS, document_ids_BS, seq_length))
+
+    def core(
+        self,
+        qkv: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        seq_length: int,
+    ) -> torch.Tensor:
+        """Attention without its projections: from all tokens' queries, keys and values to y_N(HK)."""
+        qkv = rearrange(
+            qkv, "(b s) (g h k) -> b g h s k", s=seq_length, h=self.queries_per_group + 2, k=self.head_width
+        )
         q, k, v = qkv.split([self.queries_per_group, 1, 1], dim=2)
         q_BHSK, k_BGSK, v_BGSK = q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
         if self.rotated:
@@ -79,4 +115,4 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.queries_per_group > 1,
         )
-        return self.out(rearrange(y_BHSK, "b h s k -> b s (h k)"))
+        return rearrange(y_BHSK, "b h s k -> (b s) (h k)")

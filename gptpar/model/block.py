@@ -1,6 +1,6 @@
 """One transformer block.
 
-Legend: B batch, S sequence, D model width, F width of the MLP.
+Legend: B batch, S sequence, N tokens, D model width, F width of the MLP (this rank's share of it).
 """
 
 from __future__ import annotations
@@ -8,17 +8,20 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
 from gptpar.model.attention import Attention
 from gptpar.model.norm import make_norm
-from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
+
+NOTHING: frozenset[str] = frozenset()
 
 
 class MLP(nn.Module):
     """Two linear layers with GELU (tanh form) between them, or the gated SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, output_std: float):
+    def __init__(self, config: ModelConfig, output_std: float, axis: TensorAxis = ALONE):
         super().__init__()
         assert config.hidden_size and config.ffn_hidden_size
         self.gated = config.swiglu
@@ -29,17 +32,18 @@ class MLP(nn.Module):
             bias=config.add_bias_linear,
             std=config.init_method_std,
             parts=parts,
+            axis=axis,
         )
         self.down = RowParallelLinear(
-            config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear, std=output_std
+            config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear, std=output_std, axis=axis
         )
 
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        """Returns y_BSD."""
-        up = self.up(x_BSD)
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Returns y_ND."""
+        up = self.up(x_ND)
         if self.gated:
-            gate_BSF, value_BSF = up.chunk(2, dim=-1)
-            return self.down(F.silu(gate_BSF) * value_BSF)
+            gate_NF, value_NF = up.chunk(2, dim=-1)
+            return self.down(F.silu(gate_NF) * value_NF)
         return self.down(F.gelu(up, approximate="tanh"))
 
 
@@ -47,25 +51,41 @@ class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` (pre-norm, as GPT-2).
 
     Weights that write to the residual stream start with std / sqrt(2 x layers) (Megatron's and GPT-2's scale).
+
+    Args:
+        axis: this process's place on the tensor axis.
+        recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
+            without its projections), ``mlp``, ``layernorm``.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE, *, recompute_modules: frozenset[str] = NOTHING):
         super().__init__()
         assert config.num_layers and config.hidden_size
+        unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
+        assert not unknown, f"a block has no {sorted(unknown)} to recompute"
         output_std = config.init_method_std / (2 * config.num_layers) ** 0.5
+        self.recompute_modules = recompute_modules
         self.attention_norm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon)
-        self.attention = Attention(config, output_std)
+        self.attention = Attention(config, output_std, axis, recompute_core="core_attn" in recompute_modules)
         self.mlp_norm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon)
-        self.mlp = MLP(config, output_std)
+        self.mlp = MLP(config, output_std, axis)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
         self,
-        x_BSD: torch.Tensor,
-        positions_BS: torch.Tensor | None = None,
-        document_ids_BS: torch.Tensor | None = None,
+        x_ND: torch.Tensor,
+        positions_BS: torch.Tensor | None,
+        document_ids_BS: torch.Tensor | None,
+        seq_length: int,
     ) -> torch.Tensor:
-        """Returns y_BSD."""
-        attended_BSD = self.attention(self.attention_norm(x_BSD), positions_BS, document_ids_BS)
-        x_BSD = x_BSD + self.dropout(attended_BSD)
-        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        """Returns y_ND; under sequence parallelism x and y hold this rank's tokens."""
+        attended_ND = self.attention(
+            self._run("layernorm", self.attention_norm, x_ND), positions_BS, document_ids_BS, seq_length
+        )
+        x_ND = x_ND + self.dropout(attended_ND)
+        return x_ND + self.dropout(self._run("mlp", self.mlp, self._run("layernorm", self.mlp_norm, x_ND)))
+
+    def _run(self, name: str, part: nn.Module, x_ND: torch.Tensor) -> torch.Tensor:
+        if name in self.recompute_modules and self.training:
+            return checkpoint(part, x_ND, use_reentrant=False)
+        return part(x_ND)

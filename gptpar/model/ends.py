@@ -1,11 +1,10 @@
 """What surrounds the blocks: positions, and the output layer with its loss.
 
-Legend: B batch, S sequence, D model width, V padded vocabulary, N = B x S tokens.
+Legend: B batch, S sequence, D model width, V padded vocabulary, N = B x S tokens (under sequence parallelism
+hidden states between layers hold this rank's share of them).
 """
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +12,17 @@ from torch import nn
 
 from gptpar.config import ModelConfig
 from gptpar.init import Init, Normal
-from gptpar.tensor_parallel import VocabParallelEmbedding
+from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
+from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy
 
 
 class PositionEmbedding(nn.Module):
     """Adds learned positions (where the model has them), then dropout."""
 
-    shard_dims: ClassVar[dict[str, int]] = {}
-
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE):
         super().__init__()
+        self.axis = axis
         assert config.hidden_size
         self.weight: nn.Parameter | None = None
         if config.position_embedding_type == "learned_absolute":
@@ -32,17 +31,29 @@ class PositionEmbedding(nn.Module):
             self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, x_BSD: torch.Tensor, positions_BS: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns y_BSD."""
+    def forward(self, x_ND: torch.Tensor, positions_BS: torch.Tensor | None, seq_length: int) -> torch.Tensor:
+        """Returns y_ND."""
         if self.weight is not None:
-            positions = slice(x_BSD.shape[1]) if positions_BS is None else positions_BS
-            x_BSD = x_BSD + self.weight[positions]
-        return self.dropout(x_BSD)
+            x_ND = self._add(self.weight, x_ND, positions_BS, seq_length)
+        return self.dropout(x_ND)
+
+    def _add(
+        self, weight: torch.Tensor, x_ND: torch.Tensor, positions_BS: torch.Tensor | None, seq_length: int
+    ) -> torch.Tensor:
+        if positions_BS is None and not self.axis.splits_tokens:
+            return (x_ND.unflatten(0, (-1, seq_length)) + weight[:seq_length]).flatten(0, 1)
+        own = x_ND.shape[0]  # all ranks hold equally many tokens
+        start = self.axis.rank * own if self.axis.splits_tokens else 0
+        if positions_BS is None:
+            positions_N = torch.arange(start, start + own, device=x_ND.device) % seq_length
+        else:
+            positions_N = positions_BS.flatten()[start : start + own]
+        return x_ND + weight[positions_N]
 
 
 def output_and_loss(
     vocabulary: VocabParallelEmbedding,
-    x_BSD: torch.Tensor,
+    x_ND: torch.Tensor,
     labels_BS: torch.Tensor | None = None,
     loss_mask_BS: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
@@ -56,21 +67,24 @@ def output_and_loss(
         scale: the incoming gradient that ``backward`` will be given (see :class:`LinearCrossEntropy`).
 
     Returns:
-        logits_BSV without labels, else a scalar of at least fp32.
+        logits_NV without labels, else a scalar of at least fp32.
     """
     if labels_BS is None:
-        return F.linear(x_BSD, vocabulary.weight)
-    wide = torch.promote_types(x_BSD.dtype, torch.float32)
+        assert vocabulary.axis.size == 1, "logits of a split vocabulary are never put together"
+        return F.linear(x_ND, vocabulary.weight)
+    wide = torch.promote_types(x_ND.dtype, torch.float32)
     labels_N = labels_BS.flatten()
     if loss_mask_BS is None:
-        weights_N = torch.full(labels_N.shape, 1.0 / labels_N.numel(), dtype=wide, device=x_BSD.device)
+        weights_N = torch.full(labels_N.shape, 1.0 / labels_N.numel(), dtype=wide, device=x_ND.device)
     else:
         weights_N = loss_mask_BS.flatten().to(wide)
         weights_N = weights_N / weights_N.sum().clamp(min=1)
-    scale = torch.ones((), dtype=wide, device=x_BSD.device) if scale is None else scale
+    scale = torch.ones((), dtype=wide, device=x_ND.device) if scale is None else scale
     # The function cannot see torch.no_grad(), and would form the weight's gradient in an evaluation too.
     weight_VD = vocabulary.weight if torch.is_grad_enabled() else vocabulary.weight.detach()
-    return LinearCrossEntropy.apply(x_BSD.flatten(0, 1), weight_VD, labels_N, weights_N, scale)
+    axis, vocab_size = vocabulary.axis, vocabulary.splits["weight"].full
+    hidden_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_ND, axis)
+    return LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, weights_N, scale, axis, vocab_size)
 
 
 class OutputLayer(VocabParallelEmbedding):
@@ -78,10 +92,10 @@ class OutputLayer(VocabParallelEmbedding):
 
     def forward(  # type: ignore[override]
         self,
-        x_BSD: torch.Tensor,
+        x_ND: torch.Tensor,
         labels_BS: torch.Tensor | None = None,
         loss_mask_BS: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :func:`output_and_loss`."""
-        return output_and_loss(self, x_BSD, labels_BS, loss_mask_BS, scale)
+        return output_and_loss(self, x_ND, labels_BS, loss_mask_BS, scale)

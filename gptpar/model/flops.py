@@ -99,6 +99,14 @@ def flops_per_token(shape: Shape, *, causal: bool) -> float:
     return 6.0 * matmul_parameters(shape) + attention
 
 
+def layer_flops(shape: Shape) -> list[float]:
+    """FLOPs of a token's forward pass in each layer of ``gpt_layers``: lookups and norms count nothing beside the
+    matrix products and the causal half of attention."""
+    block = 2.0 * _layer_matmul_parameters(shape) + 2.0 * query_width(shape) * shape.seq_length
+    head = 2.0 * shape.hidden_size * shape.padded_vocab_size
+    return [0.0, 0.0, *[block] * shape.num_layers, 0.0, head]
+
+
 def tflops_per_gpu(shape: Shape, tokens_per_s_per_gpu: float) -> float:
     """TFLOP/s per GPU as Megatron-LM's ``--log-throughput`` prints it (causal attention)."""
     return flops_per_token(shape, causal=True) * tokens_per_s_per_gpu / 1e12

@@ -1,83 +1,175 @@
-"""The layers that one process runs."""
+"""The layers that one process runs one after the other: a whole model, or one piece of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from gptpar.init import Init, inits_of
 from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.recompute import Keep, recomputed
+from gptpar.tensor_parallel.axis import Split
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What is known of a parameter beside its values.
+
+    Attributes:
+        shape: of this process's tensor-parallel share.
+        split: how the whole parameter is split over the tensor axis; ``None`` where every rank has all of it.
+        init: how it is initialised.
+    """
+
+    shape: torch.Size
+    split: Split | None
+    init: Init
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        sizes = list(self.shape)
+        if self.split is not None:
+            sizes[self.split.dim] = self.split.full
+        return torch.Size(sizes)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where this process's share begins in the whole parameter."""
+        return tuple(
+            self.split.start if self.split is not None and dim == self.split.dim else 0
+            for dim in range(len(self.shape))
+        )
+
+
+class LayerCaller(Protocol):
+    """Calls a layer on behalf of whoever owns its parameters, who may have to bring them first."""
+
+    def __call__(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Returns ``call(x, *args)``."""
+
+
+def call_directly(name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """The parameters are in place."""
+    return call(x, *args)
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    run: Callable[..., Any]
+    fields: tuple[str, ...]
 
 
 class Stage(nn.Module):
-    """A run of consecutive layers, called one after the other.
-
-    Layers are built without storage (on the meta device): whoever owns the parameters gives them memory and values.
+    """A run of consecutive layers.
 
     Args:
         specs: the layers of this stage, in order.
-        recompute: names of the layers whose activations are computed again in the backward pass.
+        build: makes a layer from its specification; by default without storage (on the meta device): whoever owns
+            the parameters gives them memory and values.
+        recompute: groups of consecutive layers' names; within each, activations are forgotten and computed again in
+            the backward pass.
+        keep: how the inputs of such groups are kept.
+        tied: modules shared with other stages of this process, by key; new ones are added.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], *, recompute: frozenset[str] = frozenset()):
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        *,
+        build: Callable[[LayerSpec], nn.Module] | None = None,
+        recompute: Sequence[tuple[str, ...]] = (),
+        keep: Keep | None = None,
+        tied: dict[str, nn.Module] | None = None,
+    ):
         super().__init__()
         self.specs = list(specs)
-        self.recompute = recompute
+        self.caller: LayerCaller = call_directly
         self.layers = nn.ModuleList()
+        self._keep = keep or Keep()
         self._names: list[str] = []
-        tied: dict[str, nn.Module] = {}
-        self._calls: list[tuple[Callable[..., Any], tuple[str, ...], bool]] = []
+        tied = {} if tied is None else tied
+        calls: list[_Call] = []
         for spec in self.specs:
             shared = tied.get(spec.key) if isinstance(spec, TiedLayerSpec) else None
-            if shared is None:
-                with torch.device("meta"):
-                    layer = spec.build()
+            layer = shared if shared is not None else (build or build_on_meta)(spec)
+            if spec.name not in self._names:
                 self.layers.append(layer)
                 self._names.append(spec.name)
-            else:
-                layer = shared
             if isinstance(spec, TiedLayerSpec):
                 tied[spec.key] = layer
-            call: Callable[..., Any] = layer
+            run: Callable[..., Any] = layer
             if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
-                call = partial(spec.forward_fn, layer)
-            self._calls.append((call, spec.batch_fields, spec.name in recompute))
+                run = partial(spec.forward_fn, layer)
+            calls.append(_Call(spec.name, run, spec.batch_fields))
+        group_of = {name: number for number, names in enumerate(recompute) for name in names}
+        self._segments = [
+            (list(run), number is not None) for number, run in groupby(calls, key=lambda call: group_of.get(call.name))
+        ]
 
-    def forward(self, x: torch.Tensor, fields: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, fields: Fields) -> torch.Tensor:
         """Run the layers.
 
         Args:
-            x: the stage's input: tokens_BS on the first stage, hidden states_BSD on others.
-            fields: the micro-batch's other tensors by name; a field that is absent is passed as ``None``.
+            x: the stage's input: tokens on the first stage, hidden states on others.
+            fields: the micro-batch's other values by name; one that is absent is passed as ``None``.
         """
-        for call, names, recompute in self._calls:
-            args = [fields.get(name) for name in names]
+        for calls, recompute in self._segments:
             if recompute and torch.is_grad_enabled():
-                x = checkpoint(call, x, *args, use_reentrant=False)
+                x = recomputed(partial(self._run, calls, fields), x, keep=self._keep)
             else:
-                x = call(x, *args)
+                x = self._run(calls, fields, x)
         return x
+
+    def _run(self, calls: Sequence[_Call], fields: Fields, x: torch.Tensor) -> torch.Tensor:
+        for call in calls:
+            x = self.caller(call.name, call.run, x, *(fields.get(name) for name in call.fields))
+        return x
+
+    def call_order(self) -> list[str]:
+        """Layers' names as forward calls them; a tied one may come twice."""
+        return [call.name for calls, _ in self._segments for call in calls]
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
         """Global name -> parameter, in forward order, tied parameters once."""
-        return {
-            f"{name}.{local}": parameter
+        return {name: parameter for layer in self.parameters_by_layer().values() for name, parameter in layer.items()}
+
+    def parameters_by_layer(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Layer's name -> global name -> parameter, for layers that have any."""
+        found = {
+            name: {f"{name}.{local}": parameter for local, parameter in layer.named_parameters()}
             for name, layer in zip(self._names, self.layers, strict=True)
-            for local, parameter in layer.named_parameters()
         }
+        return {name: parameters for name, parameters in found.items() if parameters}
+
+    def infos(self) -> dict[str, ParameterInfo]:
+        """Global name -> what is known of the parameter.
+
+        Raises:
+            TypeError: a layer does not declare how a parameter is initialised.
+        """
+        found: dict[str, ParameterInfo] = {}
+        for name, layer in zip(self._names, self.layers, strict=True):
+            inits = inits_of(layer)
+            for prefix, module in layer.named_modules():
+                splits: Mapping[str, Split] = getattr(module, "splits", {})
+                for local, parameter in module.named_parameters(recurse=False):
+                    inner = f"{prefix}.{local}" if prefix else local
+                    found[f"{name}.{inner}"] = ParameterInfo(parameter.shape, splits.get(local), inits[inner])
+        return found
 
     def global_inits(self) -> dict[str, Init]:
         """Global name -> how the parameter is initialised."""
-        return {
-            f"{name}.{local}": init
-            for name, layer in zip(self._names, self.layers, strict=True)
-            for local, init in inits_of(layer).items()
-        }
+        return {name: info.init for name, info in self.infos().items()}
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
         """Give every parameter the memory it lives in.
@@ -88,10 +180,17 @@ class Stage(nn.Module):
         for name, layer in zip(self._names, self.layers, strict=True):
             for prefix, module in layer.named_modules(prefix=name):
                 for local, _ in list(module.named_parameters(recurse=False)):
-                    module.register_parameter(local, nn.Parameter(storage[f"{prefix}.{local}"]))
+                    # .data: refreshing the memory must not look like an in-place change to autograd
+                    module.register_parameter(local, nn.Parameter(storage[f"{prefix}.{local}"].data))
 
     def compile_layers(self, kind: type[nn.Module]) -> None:
         """Compile each layer of a kind by itself: compile time does not grow with depth."""
         for layer in self.layers:
             if isinstance(layer, kind):
                 layer.compile()
+
+
+def build_on_meta(spec: LayerSpec) -> nn.Module:
+    """The layer without storage."""
+    with torch.device("meta"):
+        return spec.build()

@@ -1,7 +1,8 @@
 """The output layer and its loss in one, so that the logits of a batch never exist all at once.
 
 With N tokens and a vocabulary of V, logits in fp32 are 4NV bytes: 3.3 GB for 16 x 1,024 tokens and 50,304 pieces.
-Here a chunk of tokens at a time gets its logits, its loss and, in training, its gradients.
+Here a chunk of tokens at a time gets its logits, its loss and, in training, its gradients. On a split vocabulary each
+rank has the logits of its own pieces, and three numbers for each token travel: maximum, sum and the label's logit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 
 CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
@@ -40,10 +44,57 @@ def loss_and_grad(
     return loss, grad_NV.to(logits_NV.dtype)
 
 
+def share_statistics(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of this rank's pieces: maximum_N, sum of exp(logit - maximum)_N, and the label's logit_N or 0 if it is elsewhere.
+
+    Args:
+        labels_N: labels minus the first piece of this rank, so they may lie outside its share.
+    """
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    maximum_N = wide_NV.amax(-1)
+    is_label_NV = torch.arange(wide_NV.shape[1], device=wide_NV.device) == labels_N[:, None]
+    return maximum_N, (wide_NV - maximum_N[:, None]).exp().sum(-1), (wide_NV * is_label_NV).sum(-1)
+
+
+def share_grad(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, lse_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """The gradient in this rank's logits, given the logarithm lse_N of the sum over all ranks; labels as above."""
+    wide_NV = logits_NV.to(lse_N.dtype)
+    is_label_NV = torch.arange(wide_NV.shape[1], device=wide_NV.device) == labels_N[:, None]
+    grad_NV = ((wide_NV - lse_N[:, None]).exp() - is_label_NV.to(lse_N.dtype)) * (weights_N * scale)[:, None]
+    return grad_NV.to(logits_NV.dtype)
+
+
 @cache
 def _kernel(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     """On a GPU compiled, so that no fp32 copy of the logits is ever written to memory."""
     return torch.compile(function, dynamic=False) if device_type == "cuda" else function
+
+
+def _chunk_loss(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    scale: torch.Tensor | None,
+    axis: TensorAxis,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A chunk's loss over the whole vocabulary and, if there is a scale, the gradient in this rank's logits."""
+    device = logits_NV.device.type
+    if axis.size == 1:
+        if scale is None:
+            return _kernel(loss_alone, device)(logits_NV, labels_N, weights_N), None
+        return _kernel(loss_and_grad, device)(logits_NV, labels_N, weights_N, scale)
+    own_maximum_N, own_sum_N, own_label_N = _kernel(share_statistics, device)(logits_NV, labels_N)
+    maximum_N = own_maximum_N.clone()
+    dist.all_reduce(maximum_N, op=dist.ReduceOp.MAX, group=axis.group)
+    sums_2N = torch.stack([own_sum_N * (own_maximum_N - maximum_N).exp(), own_label_N])
+    dist.all_reduce(sums_2N, group=axis.group)
+    lse_N = sums_2N[0].log() + maximum_N
+    loss = ((lse_N - sums_2N[1]) * weights_N).sum()
+    return loss, None if scale is None else _kernel(share_grad, device)(logits_NV, labels_N, lse_N, weights_N, scale)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -52,6 +103,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     The gradients are formed in the forward pass, already multiplied by ``scale`` (the loss scale over the number of
     micro-batches): in fp16 they would vanish if they were scaled later. ``backward`` expects that same scale as the
     incoming gradient, and corrects for any other.
+
+    On a tensor axis ``weight`` is this rank's share of the vocabulary and ``hidden`` holds all tokens. Every rank gets
+    the whole loss; the hidden's gradient is only what this rank's pieces add to it, still to be summed over the axis.
     """
 
     @staticmethod
@@ -62,24 +116,35 @@ class LinearCrossEntropy(torch.autograd.Function):
         labels_N: torch.Tensor,
         weights_N: torch.Tensor,
         scale: torch.Tensor,
+        axis: TensorAxis = ALONE,
+        vocab_size: int | None = None,
     ) -> torch.Tensor:
-        """Returns the scalar loss (fp32 or wider)."""
+        """Returns the scalar loss (fp32 or wider).
+
+        Args:
+            axis: the ranks that share the vocabulary.
+            vocab_size: the whole vocabulary, needed where it is shared.
+        """
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad)
         num_tokens, device = hidden_ND.shape[0], hidden_ND.device.type
-        step = -(-num_tokens // num_chunks(num_tokens, weight_VD.shape[0], hidden_ND.element_size(), device))
+        split = axis.split(0, vocab_size or weight_VD.shape[0])
+        # By the longest share: every rank must cut the tokens alike.
+        step = -(-num_tokens // num_chunks(num_tokens, split.longest, hidden_ND.element_size(), device))
+        own_labels_N = labels_N - split.start if axis.size > 1 else labels_N
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
         grad_weight_VD: torch.Tensor | None = None
         for start in range(0, num_tokens, step):
             part = slice(start, start + step)
             logits_NV = hidden_ND[part] @ weight_VD.t()
-            if grad_hidden_ND is None:
-                loss += _kernel(loss_alone, device)(logits_NV, labels_N[part], weights_N[part])
-                continue
-            chunk_loss, grad_NV = _kernel(loss_and_grad, device)(logits_NV, labels_N[part], weights_N[part], scale)
+            chunk_loss, grad_NV = _chunk_loss(
+                logits_NV, own_labels_N[part], weights_N[part], scale if needs_grad else None, axis
+            )
             del logits_NV
             loss += chunk_loss
+            if grad_hidden_ND is None or grad_NV is None:
+                continue
             torch.mm(grad_NV, weight_VD, out=grad_hidden_ND[part])
             contribution_VD = grad_NV.t() @ hidden_ND[part]
             if grad_weight_VD is None:
@@ -99,7 +164,5 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden_ND * ratio.to(grad_hidden_ND.dtype),
             grad_weight_VD * ratio.to(grad_weight_VD.dtype),
-            None,
-            None,
-            None,
+            *[None] * 5,
         )

@@ -1,77 +1,141 @@
-"""Linear and embedding layers, with the dimension that tensor parallelism splits declared as data beside each.
+"""Linear and embedding layers, split over the tensor axis.
 
-Legend of shape suffixes: B batch, S sequence, D model width, O output width, V vocabulary.
+Legend of shape suffixes: N tokens, D input width, O output width, V vocabulary. Under sequence parallelism a rank
+holds its own tokens between layers: a column layer takes these and returns all, a row layer takes all and returns
+these.
 """
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from gptpar.init import Constant, Init, Normal
+from gptpar.tensor_parallel.axis import ALONE, TensorAxis
+from gptpar.tensor_parallel.collectives import scatter_sum_tokens, sum_over
+from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
+
+
+def _fair_share(features: int, axis: TensorAxis) -> int:
+    assert features % axis.size == 0, f"{features} features do not divide over {axis.size} tensor ranks"
+    return features // axis.size
 
 
 class ColumnParallelLinear(nn.Module):
-    """``y = x W^T + b``; the output features are what tensor parallelism splits.
+    """``y = x W^T + b``; each tensor rank holds some of the output features.
 
     Args:
         in_features: width of the input.
-        out_features: width of the output.
+        out_features: width of the whole output.
         bias: whether there is a bias.
         std: standard deviation of the initial weights.
         parts: the output is this many equal parts (2 for a gated MLP). The weight then has a leading dimension, so
             that a contiguous slice of its split dimension is a fair share of every part.
+        axis: this process's place on the tensor axis.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, std: float, parts: int = 1):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        std: float,
+        parts: int = 1,
+        axis: TensorAxis = ALONE,
+    ):
         super().__init__()
-        shape = (out_features,) if parts == 1 else (parts, out_features // parts)
-        self.shard_dims = {"weight": len(shape) - 1, "bias": len(shape) - 1}
+        length = out_features // parts
+        share = _fair_share(length, axis)
+        shape = (share,) if parts == 1 else (parts, share)
+        split = axis.split(len(shape) - 1, length)
+        self.splits = {"weight": split, "bias": split}
         self.init: dict[str, Init] = {"weight": Normal(std), "bias": Constant(0.0)}
         self.weight = nn.Parameter(torch.empty(*shape, in_features))
         self.bias = nn.Parameter(torch.empty(shape)) if bias else None
+        self.alone, self.group_name = axis.size == 1, axis.group_name
+        self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
 
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        """Returns y_BSO."""
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's features y_NO of all tokens."""
+        weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
-        return F.linear(x_BSD, self.weight.flatten(0, -2), bias)
+        if self.alone:
+            return F.linear(x_ND, weight, bias)
+        y_NO = column_forward(x_ND, weight, self.group_name, self.sequence_parallel, self.fused)
+        return y_NO if bias is None else y_NO + bias
 
 
 class RowParallelLinear(nn.Module):
-    """``y = x W^T + b``; the input features are what tensor parallelism splits."""
+    """``y = x W^T + b``; each tensor rank holds some of the input features.
 
-    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+    Args:
+        in_features: width of the whole input.
+        out_features: width of the output.
+        bias: whether there is a bias; it is whole on every rank and added after the sum over ranks.
+        std: standard deviation of the initial weights.
+        axis: this process's place on the tensor axis.
+    """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, std: float):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        std: float,
+        axis: TensorAxis = ALONE,
+    ):
         super().__init__()
+        self.splits = {"weight": axis.split(1, in_features)}
         self.init: dict[str, Init] = {"weight": Normal(std), "bias": Constant(0.0)}
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight = nn.Parameter(torch.empty(out_features, _fair_share(in_features, axis)))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.alone, self.group_name = axis.size == 1, axis.group_name
+        self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
 
-    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        """Returns y_BSO."""
-        return F.linear(x_BSD, self.weight, self.bias)
+    def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Returns the sum y_NO over ranks."""
+        if self.alone:
+            return F.linear(x_ND, self.weight, self.bias)
+        y_NO = row_forward(x_ND, self.weight, self.group_name, self.sequence_parallel, self.fused)
+        return y_NO if self.bias is None else y_NO + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding; the vocabulary is what tensor parallelism splits.
+    """Token embedding; each tensor rank holds some of the vocabulary, as evenly as it goes.
 
     Args:
         num_embeddings: the padded vocabulary.
         width: width of the model.
         std: standard deviation of the initial values.
+        axis: this process's place on the tensor axis.
     """
 
-    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
-
-    def __init__(self, num_embeddings: int, width: int, *, std: float):
+    def __init__(
+        self,
+        num_embeddings: int,
+        width: int,
+        *,
+        std: float,
+        axis: TensorAxis = ALONE,
+    ):
         super().__init__()
+        assert num_embeddings >= axis.size, f"{num_embeddings} pieces for {axis.size} tensor ranks"
+        start, stop = axis.share(num_embeddings)
+        self.axis = axis
+        self.splits = {"weight": axis.split(0, num_embeddings)}
         self.init: dict[str, Init] = {"weight": Normal(std)}
-        self.weight = nn.Parameter(torch.empty(num_embeddings, width))
+        self.weight = nn.Parameter(torch.empty(stop - start, width))
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Returns x_BSD."""
-        return F.embedding(tokens_BS, self.weight)
+        """Returns x_ND: all tokens, or under sequence parallelism this rank's."""
+        tokens_N = tokens_BS.flatten()
+        if self.axis.size == 1:
+            return F.embedding(tokens_N, self.weight)
+        local_N = tokens_N - self.splits["weight"].start
+        elsewhere_N = (local_N < 0) | (local_N >= self.weight.shape[0])
+        x_ND = F.embedding(local_N.masked_fill(elsewhere_N, 0), self.weight)
+        x_ND = x_ND.masked_fill(elsewhere_N[:, None], 0)
+        return (scatter_sum_tokens if self.axis.splits_tokens else sum_over)(x_ND, self.axis)

@@ -17,7 +17,7 @@ from gptpar.topology import Topology
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary
 from gptpar.training.reporter import device_peak
-from gptpar.training.trainer import DTYPES, recomputed_layers
+from gptpar.training.sharded_model import DTYPES
 
 
 def start_banner(

@@ -22,6 +22,7 @@ from gptpar.checkpoint import (
 from gptpar.config import Config
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
+from gptpar.tensor_parts import TensorParts
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
 
@@ -38,7 +39,7 @@ def save(trainer: Trainer, progress: Progress, tokenizer: dict[str, Any]) -> Pat
     assert checkpoint.save is not None
     meta = {
         "progress": dataclasses.asdict(progress),
-        "optimizer_steps": trainer.optimizer.steps_taken,
+        "optimizer_steps": trainer.model.optimizer.steps_taken,
         "loss_scale": trainer.loss_scale.state(),
         "schedule": dataclasses.asdict(trainer.schedule),
         "rng": {"seed": trainer.config.data.seed, "rule": RNG_RULE},
@@ -50,11 +51,11 @@ def save(trainer: Trainer, progress: Progress, tokenizer: dict[str, Any]) -> Pat
     return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=checkpoint.keep_checkpoints)
 
 
-def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, TensorParts]:
     """Views of the live state by global name: ``weights/NAME``, ``exp_avg/NAME``, ``exp_avg_sq/NAME``."""
     return {
         f"{kind}/{name}": tensor
-        for kind, views in trainer.optimizer.state_tensors().items()
+        for kind, views in trainer.model.optimizer.state_tensors().items()
         for name, tensor in views.items()
         if with_moments or kind == "weights"
     }
@@ -123,13 +124,13 @@ def load(trainer: Trainer, tokenizer: dict[str, Any], say: Callable[[str], None]
     _require_fit(trainer, manifest, tokenizer, weights_only=weights_only)
     targets = checkpoint_tensors(trainer, with_moments=not weights_only)
     loaded = load_checkpoint(c.load, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
-    trainer.optimizer.publish()
+    trainer.model.publish()
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
     if c.finetune:
         return Progress()
     trainer.schedule = _agree_on_schedule(trainer, loaded.meta["schedule"])
     if not weights_only:
-        trainer.optimizer.steps_taken = loaded.meta["optimizer_steps"]
+        trainer.model.optimizer.steps_taken = loaded.meta["optimizer_steps"]
     trainer.loss_scale.load(loaded.meta["loss_scale"])
     return Progress(**loaded.meta["progress"])
 

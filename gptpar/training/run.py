@@ -11,7 +11,6 @@ import torch
 
 from gptpar.config import Config
 from gptpar.errors import GptparError
-from gptpar.optim.flat import l2_norm
 from gptpar.reporting.records import ValidationRecord
 from gptpar.training import resume
 from gptpar.training.batch_plan import BatchPlan
@@ -104,11 +103,12 @@ class Run:
 
     def optional_numbers(self) -> tuple[float | None, int | None]:
         """Norm of the parameters and zeros in the gradient, if they were asked for (they wait for the device)."""
-        log, optimizer = self.config.logging, self.trainer.optimizer
-        norm = l2_norm(optimizer.master).item() if log.log_params_norm else None
-        zeros = None
+        log, model, topology = self.config.logging, self.trainer.model, self.trainer.topology
+        norm = zeros = None
+        if log.log_params_norm:
+            norm = topology.sum_over_all(model.own_square(model.optimizer.master)).sqrt().item()
         if log.log_num_zeros_in_grad:
-            zeros = sum(int((grad == 0).sum()) for grad in optimizer.layout.views(optimizer.grad).values())
+            zeros = round(topology.sum_over_all(model.own_zeros()).item())
         return norm, zeros
 
     def reads_at_once(self) -> bool:

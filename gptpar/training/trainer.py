@@ -8,20 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
+from gptpar.activity import Activity
 from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
 from gptpar.init import initialise, seed_of
 from gptpar.model.block import Block
-from gptpar.model.gpt import gpt_layers
-from gptpar.optim.adamw import MasterAdamW
-from gptpar.optim.flat import FlatLayout
-from gptpar.optim.gradients import GradientSum
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
-from gptpar.pipeline import Stage
+from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.topology import Topology
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+from gptpar.training.sharded_model import ShardedModel
 
 
 class Moment:
@@ -75,69 +71,96 @@ class Step:
     readings: Readings
 
 
+@dataclass
+class _StepObserver:
+    """Prepares each piece of a step: dropout's seed, the gradient sum, and the note of what this process is doing."""
+
+    trainer: Trainer
+    iteration: int
+    num_micro_batches: int
+
+    def before_forward(self, micro_batch: int, chunk: int) -> None:
+        topology, seed = self.trainer.topology, self.trainer.config.data.seed
+        self._note(micro_batch, "forward")
+        place = micro_batch * topology.layout.data + topology.data_rank
+        words: list[object] = ["dropout", self.iteration, place]
+        if stage := chunk * topology.layout.pipeline + topology.stage:
+            words.append(f"stage {stage}")
+        if self.trainer.config.parallel.sequence_parallel and topology.tensor_rank:
+            words.append(f"tokens {topology.tensor_rank}")
+        torch.manual_seed(seed_of(seed, *words))
+
+    def before_backward(self, micro_batch: int, chunk: int) -> None:
+        self._note(micro_batch, "backward")
+        last = micro_batch == self.num_micro_batches - 1
+        self.trainer.model.gradients.begin_backward(chunk, last=last)
+
+    def after_backward(self, micro_batch: int, chunk: int) -> None:
+        self.trainer.model.gradients.end_backward()
+
+    def _note(self, micro_batch: int, what: str) -> None:
+        self.trainer.activity.note(f"iteration {self.iteration + 1}, micro-batch {micro_batch + 1}, {what}")
+
+
 class Trainer:
-    """Owns the live model, its gradient sum and its optimizer.
+    """Owns the model as this process holds it, and takes its steps.
 
     Args:
         config: resolved, with the padded vocabulary filled.
         topology: this process's place.
         schedule: learning rate and weight decay.
+        activity: is told what this process is doing.
     """
 
-    def __init__(self, config: Config, topology: Topology, schedule: Schedule):
+    def __init__(self, config: Config, topology: Topology, schedule: Schedule, activity: Activity | None = None):
         self.config, self.topology, self.schedule = config, topology, schedule
+        self.activity = activity or Activity(topology.rank)
         self.loss_scale: LossScale = make_loss_scale(config.precision)
-        dtype = DTYPES[config.precision.dtype]
-        self.stage = Stage(gpt_layers(config.model), recompute=recomputed_layers(config))
-        layout = FlatLayout.of({name: p.shape for name, p in self.stage.global_parameters().items()})
-        self.optimizer = MasterAdamW(layout, dtype, topology.device, config.optimizer)
-        self.stage.place(layout.views(self.optimizer.live))
-        parameters = self.stage.global_parameters()
-        self.gradients = GradientSum(parameters, layout, self.optimizer.grad, topology.data_group)
+        self.model = ShardedModel(config, topology)
         if config.precision.compile and topology.device.type == "cuda":
-            self.stage.compile_layers(Block)
+            for chunk in self.model.stages:
+                chunk.compile_layers(Block)
 
     def initialise(self) -> None:
         """Give the weights their initial values."""
-        weights = self.optimizer.state_tensors()["weights"]
-        initialise(weights, self.stage.global_inits(), self.config.data.seed)
-        self.optimizer.publish()
+        weights = self.model.optimizer.state_tensors()["weights"]
+        initialise(weights, {name: info.init for name, info in self.model.infos.items()}, self.config.data.seed)
+        self.model.publish()
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.
 
-        Dropout is a function of (seed, iteration, place of the micro-batch in the global batch), so that it depends
-        neither on the number of processes nor on whether the run was resumed.
+        Dropout is a function of (seed, iteration, place of the micro-batch in the global batch) and of the layout of
+        tensor and pipeline parallelism, so that it depends neither on the number of data-parallel processes nor on
+        whether the run was resumed.
 
         Returns:
-            The mean loss over this process's micro-batches, on the device.
+            The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
         """
-        dp, rank = self.topology.layout.data, self.topology.data_rank
-        device = self.topology.device
-        total = torch.zeros((), dtype=self.optimizer.master.dtype, device=device)
-        scale = torch.full_like(total, self.loss_scale.value / (len(batches) * dp))
-        self.stage.train()
-        self.gradients.begin()
-        for i, batch in enumerate(batches):
-            torch.manual_seed(seed_of(self.config.data.seed, "dropout", iteration, i * dp + rank))
-            if i == len(batches) - 1:
-                self.gradients.expect_last()
-            loss = self._loss(batch, scale)
-            loss.backward(scale)
-            total += loss.detach() / len(batches)
-        self.gradients.finish()
-        return total
+        dtype, device = self.model.optimizer.grad.dtype, self.topology.device
+        scale = torch.tensor(
+            self.loss_scale.value / (len(batches) * self.topology.layout.data), dtype=dtype, device=device
+        )
+        self.model.train()
+        self.model.gradients.begin()
+        observer = _StepObserver(self, iteration, len(batches))
+        inputs = [self._input(batch, scale) for batch in batches]
+        losses = self.model.pipeline.forward_backward(inputs, grad=scale, observer=observer)
+        self.activity.note(f"iteration {iteration + 1}, gradient reduction")
+        self.model.finish_gradients()
+        return torch.stack(losses).mean() if losses else torch.zeros((), dtype=dtype, device=device)
 
-    def _loss(self, batch: MicroBatch, scale: torch.Tensor | None) -> torch.Tensor:
+    def _input(self, batch: MicroBatch, scale: torch.Tensor | None) -> StageInput:
         batch = batch.to(self.topology.device, non_blocking=True)
         fields = {
             "labels": batch.labels_BS,
             "loss_mask": batch.loss_mask_BS,
             "position_ids": batch.position_ids_BS,
             "document_ids": batch.document_ids_BS,
+            "seq_length": batch.tokens_BS.shape[1],
             "scale": scale,
         }
-        return self.stage(batch.tokens_BS, fields)
+        return batch.tokens_BS, fields
 
     def update(self, loss: torch.Tensor, *, iteration: int, samples: int, progress: float, stop: bool) -> Step:
         """Take an optimizer step.
@@ -148,24 +171,26 @@ class Trainer:
             progress: position in the schedules, in their unit.
             stop: this process's vote to end the run; all processes learn of it in the readings.
         """
+        self.activity.note(f"iteration {iteration}, optimizer step")
         lr, scale = self.schedule.learning_rate(progress), self.loss_scale.value
-        result = self.optimizer.step(lr, self.schedule.weight_decay(progress), scale)
-        sums = torch.stack([loss / self.topology.layout.data, torch.full_like(loss, float(stop))])
-        mean_loss, votes = self.topology.sum_over_data(sums)
-        return Step(iteration, samples, lr, scale, Readings([mean_loss, result.grad_norm, result.skipped, votes]))
+        square, optimizer = self.model.own_square(self.model.optimizer.grad), self.model.optimizer
+        sums = torch.stack([square, self._share_of_mean(loss), torch.full_like(square, float(stop))])
+        square, mean_loss, votes = self.topology.sum_over_all(sums)
+        norm = square.sqrt() / scale
+        skipped = optimizer.step(norm, lr, self.schedule.weight_decay(progress), scale)
+        self.model.publish()
+        return Step(iteration, samples, lr, scale, Readings([mean_loss, norm, skipped, votes]))
+
+    def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""
+        share = loss.double() / (self.topology.layout.data * self.topology.layout.tensor)
+        return share if self.model.pipeline.has_loss else torch.zeros_like(share)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """The mean loss of one global batch without dropout, over all processes."""
-        self.stage.eval()
-        losses = torch.stack([self._loss(batch, None) for batch in batches])
-        return self.topology.sum_over_data(losses.mean()) / self.topology.layout.data
-
-
-def recomputed_layers(config: Config) -> frozenset[str]:
-    """Names of the layers whose activations are computed again in the backward pass."""
-    if config.recompute.recompute_granularity is None:
-        return frozenset()
-    assert config.model.num_layers
-    count = config.recompute.recompute_num_layers or config.model.num_layers
-    return frozenset(f"layers.{i}" for i in range(min(count, config.model.num_layers)))
+        self.activity.note("evaluation")
+        self.model.eval()
+        losses = self.model.pipeline.evaluate([self._input(batch, None) for batch in batches])
+        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.topology.device)
+        return self.topology.sum_over_all(self._share_of_mean(mean))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from gptpar.data.loader import MicroBatch
-from gptpar.optim import gradients
+from gptpar.topology import Layout
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 
@@ -19,21 +18,20 @@ Result = tuple[list[float], list[float], torch.Tensor, torch.Tensor]
 
 def run(rank: int, data: int) -> Result:
     """Losses, gradient norms, the last gradient sum and the weights after a few steps."""
-    gradients.BUCKET_ELEMENTS = 5000  # several buckets even for this small model
     config = tiny_config(FLAGS, world_size=data)
-    trainer = make_trainer(config, dist.group.WORLD if data > 1 else None, rank, data)
+    trainer = make_trainer(config, rank, Layout(data=data))
     losses, norms = [], []
     for step in range(STEPS):
         tokens = random_tokens(GLOBAL_BATCH, 16, 60, seed=step)
         mine = tokens.view(GLOBAL_BATCH // data, data, 1, 17)[:, rank]  # micro-batch j of rank r: sample j * dp + r
         loss = trainer.forward_backward([MicroBatch(t[:, :-1], t[:, 1:]) for t in mine], step)
-        grads = torch.cat([g.flatten() for g in trainer.gradients.views.values()]).clone()
+        grads = trainer.model.gradients.shard.clone()
         launched = trainer.update(loss, iteration=step, samples=GLOBAL_BATCH, progress=10 + step, stop=rank == 1)
         mean, norm, _, votes = launched.readings.read()
         assert votes == (1 if data > 1 else 0)
         losses.append(mean)
         norms.append(norm)
-    return losses, norms, grads, trainer.optimizer.master.clone()
+    return losses, norms, grads, trainer.model.optimizer.master.clone()
 
 
 @pytest.mark.parametrize("data", [2, 4])

@@ -16,18 +16,19 @@ PACKAGE = ROOT / "gptpar"
 # A room may import itself and the rooms of the rows above its own.
 ROWS = [
     ["errors"],
-    ["native", "command", "launch"],
+    ["activity"],
+    ["native", "command", "launch", "tensor_parts"],
     ["topology", "layer_spec"],
     ["config", "init"],
-    ["tensor_parallel"],
+    ["tensor_parallel", "recompute"],
     ["model"],
-    ["pipeline", "recompute"],
+    ["pipeline"],
     ["zero"],
     ["optim"],
     ["engine"],
     ["reporting"],
     ["training", "fit"],
-    ["generate"],
+    ["generate", "check_layouts"],
     ["cli"],
     ["__init__", "__main__"],
 ]

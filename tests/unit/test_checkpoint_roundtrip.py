@@ -10,8 +10,9 @@ import torch
 from gptpar.checkpoint import find_checkpoints, latest, load_checkpoint, load_meta, read_manifest, read_tensors
 from gptpar.checkpoint import save_checkpoint as save
 from gptpar.checkpoint.manifest import PIECE_BYTES
-from gptpar.checkpoint.pieces import flat_boxes, tensor_pieces
+from gptpar.checkpoint.pieces import tensor_pieces
 from gptpar.errors import CheckpointError
+from gptpar.tensor_parts import whole
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -111,19 +112,6 @@ class PeakMemory:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_flat_boxes_tile_every_range() -> None:
-    shape = (3, 4, 5)
-    numbers = torch.arange(60).view(shape)
-    for start in range(60):
-        for stop in range(start, 61):
-            found = [
-                numbers[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten()
-                for box in flat_boxes(shape, start, stop)
-            ]
-            assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
-            assert len(found) <= 5
-
-
 @pytest.mark.parametrize("shape", [(6000, 3000), (2, 5_000_000), (3, 2, 1_500_000)])
 def test_non_contiguous_tensors_stream_in_small_pieces(shape: tuple[int, ...]) -> None:
     tensor = (
@@ -166,11 +154,15 @@ def test_not_strict_fills_what_both_have_and_says_what_it_left(tmp_path: Path) -
 
 
 def test_wrong_input_is_refused_with_all_reasons(tmp_path: Path) -> None:
-    tensors = {"a": torch.zeros(1, dtype=torch.complex64), "b": [1.0], "c": torch.zeros(1, device="meta")}
+    meta = torch.zeros(1, device="meta")
+    tensors = {"a": torch.zeros(1, dtype=torch.complex64), "b": [1.0], "c": meta, "d": whole(meta)}
+    tensors["e"] = torch.zeros(1).as_subclass(type("Wrapper", (torch.Tensor,), {}))
     with pytest.raises(CheckpointError) as error:
         save(tmp_path, -1, tensors, {"x": {1, 2}}, keep=0)  # type: ignore[arg-type]
     text = str(error.value)
-    assert all(part in text for part in ("iteration is -1", "keep is 0", "JSON", "complex64", "'b'", "'c'"))
+    assert all(
+        part in text for part in ("iteration is -1", "keep is 0", "JSON", "complex64", "'b'", "'c'", "'d'", "'e'")
+    )
     assert find_checkpoints(tmp_path) == []
 
 

@@ -59,14 +59,14 @@ def test_linear_cross_entropy_equals_logits_then_loss(chunks: int, monkeypatch: 
 
 def test_a_mask_of_zeros_gives_zero_and_no_nan() -> None:
     stage, tokens = build(""), random_tokens(1, 16, 60)
-    loss = stage(tokens[:, :-1], {"labels": tokens[:, 1:], "loss_mask": torch.zeros(1, 16)})
+    loss = stage(tokens[:, :-1], {"labels": tokens[:, 1:], "loss_mask": torch.zeros(1, 16), "seq_length": 16})
     grads = torch.autograd.grad(loss, list(stage.global_parameters().values()))
     assert loss.item() == 0 and all(grad.count_nonzero() == 0 for grad in grads)
 
 
 def test_an_evaluation_forms_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     stage, tokens = build(""), random_tokens(2, 16, 60)
-    fields = {"labels": tokens[:, 1:]}
+    fields = {"labels": tokens[:, 1:], "seq_length": 16}
     expected = stage(tokens[:, :-1], fields).item()
     monkeypatch.setattr(cross_entropy, "loss_and_grad", None)
     with torch.no_grad():
@@ -79,10 +79,10 @@ def test_fused_loss_and_gradients_equal_the_plain_ones(name: str) -> None:
     tokens = random_tokens(2, 16, 60)
     x, labels = tokens[:, :-1], tokens[:, 1:]
     mask = (torch.arange(32).view(2, 16) % 5 != 0).double()
-    loss = stage(x, {"labels": labels, "loss_mask": mask})
+    loss = stage(x, {"labels": labels, "loss_mask": mask, "seq_length": 16})
     parameters = stage.global_parameters()
     got = torch.autograd.grad(loss, list(parameters.values()))
-    losses = F.cross_entropy(stage(x, {}).flatten(0, 1), labels.flatten(), reduction="none")
+    losses = F.cross_entropy(stage(x, {"seq_length": 16}), labels.flatten(), reduction="none")
     plain = (losses * mask.flatten()).sum() / mask.sum()
     wanted = torch.autograd.grad(plain, list(parameters.values()))
     torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
@@ -104,9 +104,9 @@ def test_a_document_does_not_see_the_one_before(flags: str) -> None:
     tokens = random_tokens(1, 15, 60)
     positions = torch.tensor([[*range(6), *range(10)]])
     documents = torch.tensor([[0] * 6 + [1] * 10])
-    both = stage(tokens, {"position_ids": positions, "document_ids": documents})
-    torch.testing.assert_close(both[:, :6], stage(tokens[:, :6], {}), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(both[:, 6:], stage(tokens[:, 6:], {}), rtol=1e-10, atol=1e-12)
+    both = stage(tokens, {"position_ids": positions, "document_ids": documents, "seq_length": 16})
+    torch.testing.assert_close(both[:6], stage(tokens[:, :6], {"seq_length": 6}), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(both[6:], stage(tokens[:, 6:], {"seq_length": 10}), rtol=1e-10, atol=1e-12)
 
 
 def test_recomputation_changes_no_gradient() -> None:
@@ -119,7 +119,7 @@ def test_recomputation_changes_no_gradient() -> None:
         initialise(weights, stage.global_inits(), seed=3)
         stage.place(weights)
         torch.manual_seed(5)
-        loss = stage.train()(tokens[:, :-1], {"labels": tokens[:, 1:]})
+        loss = stage.train()(tokens[:, :-1], {"labels": tokens[:, 1:], "seq_length": 16})
         found.append((loss, *torch.autograd.grad(loss, list(stage.global_parameters().values()))))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 

@@ -149,7 +149,7 @@ def step_once(trainer, poison: float = 0.0) -> list[float]:  # type: ignore[no-u
     tokens = random_tokens(2, 16, 60)
     loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 0)
     if poison:
-        trainer.optimizer.grad[5] = poison
+        trainer.model.optimizer.grad[5] = poison
     return trainer.update(loss, iteration=1, samples=2, progress=100, stop=False).readings.read()
 
 
@@ -157,7 +157,7 @@ def step_once(trainer, poison: float = 0.0) -> list[float]:  # type: ignore[no-u
 def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: str) -> None:
     trainer = make_trainer(tiny_config(flags))
     step_once(trainer)
-    optimizer = trainer.optimizer
+    optimizer = trainer.model.optimizer
     before = [b.clone() for b in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)]
     _, norm, skipped, _ = step_once(trainer, float(poison))
     assert skipped == 1 and not math.isfinite(norm) and optimizer.steps_taken == 1
@@ -170,7 +170,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: str) 
 def test_sixteen_bit_weights_are_the_rounded_masters(flags: str) -> None:
     trainer = make_trainer(tiny_config(flags))
     norms = [step_once(trainer)[1] for _ in range(3)]
-    optimizer = trainer.optimizer
+    optimizer = trainer.model.optimizer
     assert optimizer.master.dtype == torch.float32
     assert torch.equal(optimizer.live, optimizer.master.to(optimizer.live.dtype))
     exact = make_trainer(tiny_config())
@@ -183,5 +183,5 @@ def test_fp16_loss_scale_leaves_the_step_unchanged() -> None:
     for scale in (256, 2048):
         trainer = make_trainer(tiny_config(f"--fp16 --loss-scale {scale}"))
         step_once(trainer)
-        results.append(trainer.optimizer.grad.clone())  # the step has taken the scale out
+        results.append(trainer.model.optimizer.grad.clone())  # the step has taken the scale out
     torch.testing.assert_close(results[0], results[1], rtol=2e-2, atol=1e-6)

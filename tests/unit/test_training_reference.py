@@ -19,9 +19,9 @@ STEPS = 50
 def plain_loop(config, tokens: list[torch.Tensor]) -> list[float]:  # type: ignore[no-untyped-def]
     """Forward, mean cross entropy, clipping, AdamW, linear warm-up, cosine decay: nothing but torch."""
     trainer = make_trainer(config)
-    weights = trainer.optimizer.state_tensors()["weights"]
+    weights = trainer.model.optimizer.state_tensors()["weights"]
     model = Stage(gpt_layers(config.model))
-    model.place({name: value.clone() for name, value in weights.items()})
+    model.place({name: parts.parts[0][1].clone() for name, parts in weights.items()})
     named = model.global_parameters()
     decayed = [p for name, p in named.items() if p.dim() > 1]
     others = [p for name, p in named.items() if p.dim() <= 1]
@@ -35,8 +35,8 @@ def plain_loop(config, tokens: list[torch.Tensor]) -> list[float]:  # type: igno
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        logits = model(batch[:, :-1], {})
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        logits = model(batch[:, :-1], {"seq_length": 16})
+        loss = F.cross_entropy(logits, batch[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(named.values()), 0.5)
         optimizer.step()

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Pretrains on several machines: run this same command on each of them, in any order.
+#
+#   NNODES=2 MASTER_ADDR=node1 bash examples/multi_node_torchrun.sh --preset 350M --data-path PREFIX ... --save RUN
+#
+# MASTER_ADDR   a machine of the job that the others reach; it hosts the rendezvous. Needed when NNODES > 1.
+# MASTER_PORT   a free port there (29500)
+# NNODES        machines (1)
+# NPROC         workers on this machine (one for each visible GPU, else one)
+# JOB_ID        tells jobs apart that share a rendezvous (gptpar)
+# IFNAME        network interface for NCCL and gloo, if they choose the wrong one
+#
+# All flags go to `gptpar pretrain`. Data and --save must be the same folders on all machines (a shared file system).
+# Run it again, with --load RUN, to go on from the last checkpoint.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/setup_env.sh run
+
+NNODES="${NNODES:-1}"
+MASTER_PORT="${MASTER_PORT:-29500}"
+JOB_ID="${JOB_ID:-gptpar}"
+if ((NNODES > 1)) && [[ -z "${MASTER_ADDR:-}" ]]; then
+    echo "error: NNODES is $NNODES but MASTER_ADDR is not set: name the machine that hosts the rendezvous." >&2
+    exit 2
+fi
+if [[ -z "${NPROC:-}" ]]; then
+    NPROC="$("$PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')"
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+if [[ -n "${IFNAME:-}" ]]; then
+    export NCCL_SOCKET_IFNAME="$IFNAME" GLOO_SOCKET_IFNAME="$IFNAME"
+fi
+
+exec "$PYTHON" -m torch.distributed.run \
+    --nnodes "$NNODES" --nproc-per-node "$NPROC" \
+    --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-localhost}:$MASTER_PORT" --rdzv-id "$JOB_ID" \
+    -m gptpar pretrain "$@"

@@ -1,0 +1,63 @@
+"""Which combinations are tried. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gptpar.topology import Layout
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the same training.
+
+    Attributes:
+        name: for the table.
+        layout: sizes of the axes.
+        flags: what is added to the command line.
+    """
+
+    name: str
+    layout: Layout
+    flags: tuple[str, ...]
+
+
+RECOMPUTE = {
+    "": (),
+    "full recompute": ("--recompute-granularity", "full"),
+    "every 2": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2"),
+    "selective": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp", "layernorm"),
+}
+
+
+def layouts(num_processes: int) -> Iterator[Layout]:
+    """Every (data, tensor, pipeline) whose product is the number of processes."""
+    for tensor in range(1, num_processes + 1):
+        for pipeline in range(1, num_processes + 1):
+            if num_processes % (tensor * pipeline) == 0:
+                yield Layout(num_processes // (tensor * pipeline), tensor, pipeline)
+
+
+def all_cases(num_processes: int) -> Iterator[Case]:
+    """Every layout x ZeRO stage x token split x schedule x recomputation."""
+    for layout in layouts(num_processes):
+        for zero in range(4 if layout.data > 1 else 1):
+            for tokens_split in (False, True) if layout.tensor > 1 else (False,):
+                for chunks in (1, 2) if layout.pipeline > 1 else (1,):
+                    for recompute, recompute_flags in RECOMPUTE.items():
+                        yield _case(layout, zero, tokens_split, chunks, recompute, recompute_flags)
+
+
+def _case(
+    layout: Layout, zero: int, tokens_split: bool, chunks: int, recompute: str, recompute_flags: tuple[str, ...]
+) -> Case:
+    words = [layout.describe(), f"ZeRO-{zero}" if layout.data > 1 else ""]
+    words += ["sequence parallel" if tokens_split else "", "interleaved" if chunks > 1 else "", recompute]
+    flags = ["--tensor-model-parallel-size", str(layout.tensor)]
+    flags += ["--pipeline-model-parallel-size", str(layout.pipeline), "--zero-stage", str(zero)]
+    if tokens_split:
+        flags.append("--sequence-parallel")
+    if chunks > 1:
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
+    return Case(", ".join(filter(None, words)), layout, (*flags, *recompute_flags))

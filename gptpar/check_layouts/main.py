@@ -1,0 +1,215 @@
+"""``gptpar check-layouts``"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gptpar.check_layouts.cases import Case, all_cases
+from gptpar.check_layouts.training import CaseRun, Outcome, Tensors
+from gptpar.command import positive_int
+from gptpar.config import Config
+from gptpar.config.derive import padded_vocab
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.errors import ConfigError
+from gptpar.launch import is_worker, start_workers, workers_wanted
+from gptpar.topology import Layout, Topology, make_topology, open_world, world_from_environment
+
+DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
+processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
+with one process. Takes pretrain's flags; its default is a small GPT in fp64. Exits with 1 when a difference is above
+the tolerance. Dropout must be off, because its masks differ between layouts."""
+
+SMALL = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 100 "
+    "--global-batch-size 8 --train-iters 20 --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --mock-data --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0"
+).split()
+TOLERANCES = {"fp64": 1e-10, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+"""Largest difference relative to the largest value: round-off, which AdamW's division magnifies in short formats."""
+
+
+def main(argv: list[str]) -> int:
+    """Check, or start the workers that do."""
+    number_format = [] if {"--bf16", "--fp16", "--fp32", "--fp64"} & set(argv) else ["--fp64"]
+    words = [*SMALL, *number_format, *(word for word in argv if word != "--fp32")]
+    parsed = parse_flags(words, prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags)
+    count = parsed.rest.nproc or workers_wanted(None)
+    if parsed.problems:
+        raise ConfigError(parsed.problems)
+    if is_worker():
+        return _check_all(words, world_from_environment()[2], parsed.rest.steps, parsed.rest.only)
+    for case in _chosen(count, parsed.rest.only):
+        _config(words, case, count)
+    return start_workers(count, ["check-layouts", *_without_nproc(argv)])
+
+
+def _without_nproc(argv: Sequence[str]) -> list[str]:
+    """torchrun's parser looks through all words and takes --nproc for a shortened flag of its own."""
+    return [w for i, w in enumerate(argv) if not w.startswith("--nproc") and (i == 0 or argv[i - 1] != "--nproc")]
+
+
+def _extra_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("check-layouts")
+    group.add_argument("--nproc", type=positive_int, metavar="N", help="processes (default: one a visible GPU)")
+    group.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared (default: 3)")
+    group.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")
+    group.add_argument("--fp32", action="store_true", help="32-bit floats instead of 64-bit ones")
+
+
+def _chosen(num_processes: int, only: str | None) -> list[Case]:
+    found = [case for case in all_cases(num_processes) if only is None or only in case.name]
+    if not found:
+        raise ConfigError([f"--only {only}: no combination of {num_processes} processes has these words in its name."])
+    return found
+
+
+def _config(words: Sequence[str], case: Case, world_size: int) -> Config:
+    """The case's configuration.
+
+    Raises:
+        ConfigError: the model cannot be cut like that, or it has dropout.
+    """
+    parsed = parse_flags([*words, *case.flags], extra=_extra_flags)
+    try:
+        config, _ = resolve(parsed, world_size)
+    except ConfigError as error:
+        raise ConfigError([f"{case.name}: {problem}" for problem in error.problems]) from None
+    if config.model.attention_dropout or config.model.hidden_dropout:
+        raise ConfigError(["check-layouts needs --attention-dropout 0 and --hidden-dropout 0."])
+    vocab = padded_vocab(config.tokenizer.vocab_size or 0, config.model.make_vocab_size_divisible_by)
+    return config.update("model", padded_vocab_size=vocab)
+
+
+def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | None) -> int:
+    """Every worker: run all cases in the same order; the main one compares and prints."""
+    base = _config(words, Case("one process", Layout(), ()), 1)
+    with open_world(base.parallel.distributed_backend, base.parallel.distributed_timeout_minutes) as (rank, device):
+        folder = _shared_folder(rank, world_size)
+        torch.set_num_threads(1)
+        try:
+            alone = _train_alone(base, rank, device, steps)
+            worst = _Worst(TOLERANCES[base.precision.dtype], rank == 0)
+            topologies: dict[Layout, Topology] = {}
+            saved: Path | None = None
+            for number, case in enumerate(_chosen(world_size, only)):
+                if case.layout not in topologies:
+                    topologies[case.layout] = make_topology(case.layout, rank, device)
+                run = CaseRun(_config(words, case, world_size), topologies[case.layout])
+                run.train(0, steps)
+                mine = folder / f"case{number}"
+                run.save(mine, steps)
+                if saved is not None:
+                    run.resume(saved)
+                    run.train(steps, steps + 1)
+                    if rank == 0:
+                        shutil.rmtree(saved)
+                saved = mine
+                worst.compare(case.name, run.outcome, alone)
+            failed = torch.tensor([worst.num_failed])
+            if world_size > 1:
+                dist.broadcast(failed, 0)
+        finally:
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+    worst.sum_up(steps)
+    return int(failed.item() > 0)
+
+
+def _shared_folder(rank: int, world_size: int) -> Path:
+    names = [tempfile.mkdtemp(prefix="gptpar-layouts-") if rank == 0 else ""]
+    if world_size > 1:
+        dist.broadcast_object_list(names)
+    return Path(names[0])
+
+
+def _train_alone(config: Config, rank: int, device: torch.device, steps: int) -> Outcome:
+    """The reference, on the main process."""
+    if rank:
+        return Outcome()
+    run = CaseRun(config, Topology(Layout(), 0, device))
+    run.train(0, steps + 1)
+    return run.outcome
+
+
+class _Worst:
+    """Compares outcomes with the reference and remembers the largest differences."""
+
+    def __init__(self, tolerance: float, speaks: bool):
+        self.tolerance, self._speaks = tolerance, speaks
+        self.num_failed = self._num_cases = 0
+        self._largest = 0.0
+        if speaks:
+            print(f"{'initial':>9} {'loss':>9} {'gradient':>9} {'weights':>9} {'resumed':>9}  combination", flush=True)
+
+    def compare(self, name: str, outcome: Outcome, alone: Outcome) -> None:
+        """Print a case's row; ``resumed`` covers loss, gradients and weights of the step after a resume."""
+        if not self._speaks:
+            return
+        steps = len(alone.steps) - 1
+        columns = [
+            difference([(outcome.initial, alone.initial)]),
+            step_difference(outcome.steps[:steps], alone.steps[:steps]),
+            difference(zip(outcome.gradients[:steps], alone.gradients[:steps], strict=True)),
+            difference(zip(outcome.weights[:steps], alone.weights[:steps], strict=True)),
+        ]
+        resumed = None
+        if len(outcome.steps) > steps:
+            pairs = [(outcome.gradients[-1], alone.gradients[-1]), (outcome.weights[-1], alone.weights[-1])]
+            resumed = max(difference(pairs), step_difference(outcome.steps[-1:], alone.steps[-1:]), key=_nan_last)
+        values = [*columns, *([] if resumed is None else [resumed])]
+        largest = max(values, key=_nan_last)
+        failed = not largest <= self.tolerance
+        self._largest = max(self._largest, largest, key=_nan_last)
+        self._num_cases += 1
+        self.num_failed += failed
+        row = " ".join(f"{value:9.1e}" for value in columns) + (f" {resumed:9.1e}" if resumed is not None else " " * 10)
+        print(f"{row}  {name}{'  DIFFERS' if failed else ''}", flush=True)
+
+    def sum_up(self, steps: int) -> None:
+        """The last line."""
+        if not self._speaks:
+            return
+        verdict = (
+            f"all {self._num_cases} combinations compute the same as one process"
+            if not self.num_failed
+            else f"{self.num_failed} of {self._num_cases} combinations differ from one process"
+        )
+        print(
+            f"{verdict}: largest relative difference {self._largest:.1e} over {steps} steps, a save and a resume in "
+            f"another layout (tolerance {self.tolerance:.0e})",
+            flush=True,
+        )
+
+
+def _nan_last(value: float) -> float:
+    return float("inf") if value != value else value
+
+
+def difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
+    """Largest difference of any element, relative to its tensor's largest, or to a thousandth of the largest of all.
+
+    The floor is for gradients that are nothing but round-off, such as that of a key's bias.
+    """
+    worst = 0.0
+    for found, wanted in pairs:
+        if found.keys() != wanted.keys():
+            return float("nan")
+        floor = max(float(tensor.abs().max()) for tensor in wanted.values()) / 1000
+        for name, tensor in wanted.items():
+            error = float((found[name] - tensor).abs().max()) / max(float(tensor.abs().max()), floor)
+            worst = max(worst, error, key=_nan_last)
+    return worst
+
+
+def step_difference(found: Sequence[tuple[float, float]], wanted: Sequence[tuple[float, float]]) -> float:
+    """Largest relative difference of losses and gradient norms."""
+    pairs = [(a, b) for one, two in zip(found, wanted, strict=True) for a, b in zip(one, two, strict=True)]
+    return max((abs(a - b) / abs(b) for a, b in pairs), key=_nan_last)

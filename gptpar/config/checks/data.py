@@ -1,0 +1,60 @@
+"""Data, tokenizer and files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from gptpar.config import Config
+
+
+def check_data(config: Config) -> Iterator[str]:
+    """Where tokens come from."""
+    d, t = config.data, config.tokenizer
+    parts = [d.train_data_path, d.valid_data_path, d.test_data_path]
+    sources = {"--mock-data": d.mock_data, "--data-path": bool(d.data_path), "--train-data-path": any(parts)}
+    given = [name for name, present in sources.items() if present]
+    if not given:
+        yield "there is nothing to train on: give --data-path PREFIX (see gptpar preprocess), or --mock-data."
+    elif len(given) > 1:
+        yield f"data is given twice ({' and '.join(given)}): keep one."
+    if any(parts) and d.split is not None:
+        yield "--split cuts one --data-path into three; with --train-data-path it has no meaning: drop it."
+    if t.tokenizer_type is None and t.vocab_size is None:
+        yield "the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size."
+    if (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask) and t.tokenizer_type is None:
+        yield "--eod-mask-loss and --reset-* need to know the end-of-document id: give --tokenizer-type."
+
+
+def check_files(config: Config) -> Iterator[str]:
+    """Whether the files that must be there are there."""
+    d, c = config.data, config.checkpoint
+    for paths in (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path):
+        for prefix in _prefixes(paths or ()):
+            missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+            if missing:
+                yield (
+                    f"the data set {prefix} is not complete: {' and '.join(missing)} not found; give the path without "
+                    ".bin or .idx."
+                )
+    if c.load and not Path(c.load).is_dir() and c.load != c.save:
+        yield f"--load {c.load}: there is no such folder."
+    if c.save and Path(c.save).exists() and not Path(c.save).is_dir():
+        yield f"--save {c.save} is a file; a folder is needed."
+    if (c.ckpt_step is not None or c.finetune) and not c.load:
+        yield "--ckpt-step and --finetune need --load, the folder to load from."
+
+
+def _prefixes(paths: tuple[str, ...]) -> list[str]:
+    """The prefixes in a --data-path list, weights left out (an even-length list may hold WEIGHT PREFIX pairs)."""
+
+    def is_number(text: str) -> bool:
+        try:
+            float(text)
+        except ValueError:
+            return False
+        return True
+
+    if len(paths) % 2 == 0 and all(is_number(w) for w in paths[::2]):
+        return list(paths[1::2])
+    return list(paths)

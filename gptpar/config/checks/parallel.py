@@ -1,0 +1,135 @@
+"""How the processes share the work: tensor, sequence, pipeline and data parallelism."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from gptpar.config import Config
+
+LAYERS_BESIDE_BLOCKS = 4
+"""Embedding, positions, final norm and output layer are layers of the stack, too."""
+HIGHEST_ZERO_STAGE = 3
+
+
+def check_parallel(config: Config, world_size: int) -> Iterator[str]:
+    """Whether the processes can be laid out as asked, and the model be cut that way."""
+    p = config.parallel
+    tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    if tensor < 1 or pipeline < 1:
+        return  # told as out of range
+    if world_size % p.model_parallel_size:
+        yield (
+            f"{world_size} processes cannot be cut into groups of {tensor} x {pipeline} = {p.model_parallel_size} "
+            f"(tensor x pipeline): start a multiple of {p.model_parallel_size}, or lower one of the sizes."
+        )
+    yield from _tensor(config)
+    yield from _pipeline(config)
+    yield from _zero(config)
+
+
+def _tensor(config: Config) -> Iterator[str]:
+    """What is split over the tensor axis must have equal shares; the vocabulary alone may be split unevenly."""
+    m, p = config.model, config.parallel
+    size = p.tensor_model_parallel_size
+    split = {
+        "--num-attention-heads": m.num_attention_heads,
+        "--num-query-groups": m.num_query_groups if m.num_query_groups != m.num_attention_heads else None,
+        "--ffn-hidden-size": m.ffn_hidden_size,
+    }
+    for name, length in split.items():
+        if length and length > 0 and length % size:
+            sizes = ", ".join(str(i) for i in range(1, min(length, 64) + 1) if length % i == 0)
+            yield f"{name} {length} is not divisible by --tensor-model-parallel-size {size}; sizes that fit: {sizes}."
+    if not p.sequence_parallel:
+        return
+    micro, length = config.batch.micro_batch_size, m.seq_length
+    if size == 1:
+        yield (
+            "--sequence-parallel splits tokens over the --tensor-model-parallel-size processes, which is 1: raise it, "
+            "or drop the flag."
+        )
+    elif micro and length and micro * length % size:
+        yield (
+            f"--sequence-parallel: the {micro} x {length} = {micro * length} tokens of a micro-batch are not divisible "
+            f"by --tensor-model-parallel-size {size}: make --micro-batch-size or --seq-length a multiple of it."
+        )
+
+
+def _pipeline(config: Config) -> Iterator[str]:
+    p, num_layers = config.parallel, config.model.num_layers
+    stages, chunks = p.pipeline_model_parallel_size, p.num_chunks
+    if p.no_pipeline_parallel and stages > 1:
+        yield "--no-pipeline-parallel contradicts --pipeline-model-parallel-size > 1: drop one of them."
+    if stages == 1 and (chunks > 1 or p.num_layers_per_virtual_pipeline_stage):
+        yield (
+            "virtual stages interleave the work of a pipeline, but --pipeline-model-parallel-size is 1: raise it to at "
+            "least 2, or drop the flags for virtual stages."
+        )
+    elif num_layers and num_layers > 0:
+        yield from _virtual_stages(config, num_layers)
+    num_parts = stages * chunks
+    num_specs = num_layers + LAYERS_BESIDE_BLOCKS if num_layers and num_layers > 0 else None
+    if num_specs and num_parts > num_specs:
+        yield (
+            f"--pipeline-model-parallel-size {stages} x {chunks} virtual stage(s) = {num_parts} parts, but there are "
+            f"only {num_layers} + {LAYERS_BESIDE_BLOCKS} = {num_specs} layers (embedding, positions, blocks, final "
+            f"norm, output): use at most {num_specs} parts."
+        )
+    yield from _partition_method(p.pipeline_partition_method, num_parts, num_specs)
+
+
+def _virtual_stages(config: Config, num_layers: int) -> Iterator[str]:
+    """--num-layers-per-virtual-pipeline-stage must give a whole number of chunks, and the one that is asked for."""
+    p = config.parallel
+    stages, per_chunk, chunks = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage, p.num_chunks
+    if not per_chunk or per_chunk < 0:
+        return
+    unit = stages * per_chunk
+    if num_layers % unit:
+        yield (
+            f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size {stages} x "
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} = {unit}: choose other numbers, or give "
+            "--num-virtual-stages-per-pipeline-rank, which takes any number of layers."
+        )
+    elif num_layers // unit != chunks:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} makes {num_layers // unit} virtual stage(s) a "
+            f"process, --num-virtual-stages-per-pipeline-rank says {chunks}: keep one."
+        )
+
+
+def _partition_method(method: str, num_parts: int, num_specs: int | None) -> Iterator[str]:
+    name = f"--partition-method {method}"
+    if method in ("parameters", "flops", "uniform"):
+        return
+    if method.startswith("type:"):
+        try:
+            re.compile(method.removeprefix("type:"))
+        except re.error as error:
+            yield f"{name}: not a regular expression ({error}): match layer classes, for example type:block."
+        return
+    if not re.fullmatch(r"\d+(,\d+)+", method):
+        yield f"{name}: unknown; it takes parameters, flops, uniform, type:REGEX, or boundaries such as 0,7,14."
+        return
+    bounds = [int(word) for word in method.split(",")]
+    if bounds[0] != 0 or any(b <= a for a, b in zip(bounds, bounds[1:], strict=False)):
+        yield f"{name}: boundaries start with 0 and grow, for example 0,7,14."
+    elif len(bounds) != num_parts + 1:
+        yield (
+            f"{name}: these are {len(bounds) - 1} part(s), but stages x virtual stages is {num_parts}: give "
+            f"{num_parts + 1} boundaries."
+        )
+    elif num_specs and bounds[-1] != num_specs:
+        yield (
+            f"{name}: the last boundary is {bounds[-1]}, but there are {num_specs} layers ({LAYERS_BESIDE_BLOCKS} "
+            f"beside the blocks: embedding, positions, final norm, output): end with {num_specs}."
+        )
+
+
+def _zero(config: Config) -> Iterator[str]:
+    p = config.parallel
+    if p.zero_stage is not None and p.zero_stage > HIGHEST_ZERO_STAGE:
+        yield f"--zero-stage is {p.zero_stage}; it must be at most {HIGHEST_ZERO_STAGE}."
+    if p.use_distributed_optimizer and p.zero_stage == 0:
+        yield "--zero-stage 0 contradicts --use-distributed-optimizer, which is stage 1: drop one of them."

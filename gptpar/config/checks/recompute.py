@@ -1,0 +1,56 @@
+"""Activation recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gptpar.config import Config
+from gptpar.config.flags import flag_name
+
+
+def check_recompute(config: Config) -> Iterator[str]:
+    """Whether the flags for recomputation agree with each other and with the layout."""
+    r = config.recompute
+    same_as = {"full": r.checkpoint_activations, "selective": r.recompute_activations}
+    names = {"full": "--checkpoint-activations", "selective": "--recompute-activations"}
+    for granularity, given in same_as.items():
+        if given and r.recompute_granularity != granularity:
+            yield (
+                f"{names[granularity]} means --recompute-granularity {granularity}, but "
+                f"{r.recompute_granularity} is asked for, too: keep one."
+            )
+    if r.recompute_granularity != "full":
+        whole_blocks = {
+            "recompute_method": r.recompute_method if r.checkpoint_num_layers is None else None,
+            "recompute_num_layers": r.recompute_num_layers if r.checkpoint_num_layers is None else None,
+            "checkpoint_num_layers": r.checkpoint_num_layers,
+            "distribute_saved_activations": r.distribute_saved_activations or None,
+            "checkpoint_in_cpu": r.checkpoint_in_cpu or None,
+        }
+        for name, value in whole_blocks.items():
+            if value is not None:
+                yield f"{flag_name(name)} needs --recompute-granularity full."
+    if r.recompute_modules is not None and r.recompute_granularity != "selective":
+        yield "--recompute-modules needs --recompute-granularity selective."
+    groups = r.checkpoint_num_layers
+    if groups is not None and (r.recompute_method, r.recompute_num_layers) != ("uniform", groups):
+        yield (
+            f"--checkpoint-num-layers {groups} means --recompute-method uniform --recompute-num-layers {groups}, but "
+            f"{r.recompute_method} and {r.recompute_num_layers} are asked for, too: keep one."
+        )
+    if r.distribute_saved_activations:
+        yield from _distributed(config)
+
+
+def _distributed(config: Config) -> Iterator[str]:
+    p = config.parallel
+    if p.tensor_model_parallel_size == 1:
+        yield (
+            "--distribute-saved-activations (--partition-activations) shares saved inputs between tensor-parallel "
+            "processes, but --tensor-model-parallel-size is 1: raise it, or drop the flag."
+        )
+    elif p.sequence_parallel:
+        yield (
+            "--distribute-saved-activations (--partition-activations) saves nothing with --sequence-parallel, where "
+            "each process holds only its own tokens already: drop it."
+        )

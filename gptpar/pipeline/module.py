@@ -1,0 +1,261 @@
+"""A model cut into pipeline stages: the public entrance, for GPTs and for any other list of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gptpar.errors import ConfigError
+from gptpar.init import seed_of
+from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.pipeline import schedules
+from gptpar.pipeline.partition import balance, partition
+from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
+from gptpar.pipeline.stage import Fields, Stage, build_on_meta
+from gptpar.pipeline.transport import Transport
+from gptpar.recompute import Keep
+from gptpar.topology import Layout, Topology, make_topology
+
+
+class PipelineModule(nn.Module):
+    """Layers in a row, of which this process builds only its own.
+
+    Args:
+        layers: :class:`LayerSpec`, :class:`TiedLayerSpec`, modules, or functions of one tensor.
+        num_stages: processes the layers are spread over; the rest of the world's size is data parallelism.
+        loss_fn: ``loss_fn(output, labels)`` -> scalar; by default the last layer's output is the loss.
+        partition_method: ``parameters``, ``flops``, ``uniform``, ``type:REGEX`` (layers whose class matches count 1,
+            others 0) or explicit boundaries such as ``0,7,14``.
+        num_virtual_stages: pieces on each process, for the interleaved schedule (arXiv 2104.04473).
+        topology: this process's place, in place of ``num_stages``.
+        flops: a cost for each layer, for ``flops``.
+        build: makes a layer from its specification; by default with the layer's own initial values, drawn from a
+            seed of its own, so that they do not depend on the number of stages.
+        recompute: the groups of consecutive layers (by name) that are recomputed in the backward pass, for the names
+            of one piece.
+        keep: how the inputs of such groups are kept.
+        boundary: shapes and dtypes between stages; by default found once by running all layers on shapes alone.
+        base_seed: for the default ``build``.
+
+    Raises:
+        ConfigError: a partition that is impossible, or neither ``num_stages`` nor ``topology``.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec | nn.Module | Callable[[torch.Tensor], torch.Tensor]],
+        num_stages: int | None = None,
+        *,
+        loss_fn: Callable[[torch.Tensor, Any], torch.Tensor] | None = None,
+        partition_method: str = "parameters",
+        num_virtual_stages: int = 1,
+        topology: Topology | None = None,
+        flops: Sequence[float] = (),
+        build: Callable[[LayerSpec], nn.Module] | None = None,
+        recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]] = lambda names: (),
+        keep: Keep | None = None,
+        boundary: Boundary | None = None,
+        base_seed: int = 1234,
+    ):
+        super().__init__()
+        self.topology = topology or _topology_of(num_stages)
+        self.specs = [_as_spec(layer, number) for number, layer in enumerate(layers)]
+        self.num_stages, self.stage = self.topology.layout.pipeline, self.topology.stage
+        self.num_virtual_stages = num_virtual_stages
+        self._loss_fn = loss_fn
+        self._boundary = boundary or _AbstractRun(self)
+        costs = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in self.specs]
+        self.bounds = partition(
+            partition_method,
+            self.num_stages * num_virtual_stages,
+            parameters=costs,
+            flops=flops,
+            kinds=[spec.cls.__name__ for spec in self.specs],
+            num_stages=self.num_stages,
+        )
+        self.balance = balance(list(flops) or costs, self.bounds, self.num_stages)
+        tied: dict[str, nn.Module] = {}
+        self.chunks = nn.ModuleList()
+        for part in range(self.stage, len(self.bounds) - 1, self.num_stages):
+            mine = self.specs[self.bounds[part] : self.bounds[part + 1]]
+            groups = recompute([spec.name for spec in mine])
+            make = build or (lambda spec: _seeded(spec, base_seed).to(self.topology.device))
+            self.chunks.append(Stage(mine, build=make, recompute=groups, keep=keep, tied=tied))
+        self._transport = None if self.topology.links is None else Transport(self.topology.links)
+        self.tied_groups, self.copies = self._tie()
+
+    def _tie(self) -> tuple[dict[str, dist.ProcessGroup], frozenset[str]]:
+        """Groups that share a layer, by its name, and the layers of which another stage has the first copy."""
+        stages_of: dict[str, set[int]] = {}
+        for part, (start, stop) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
+            for spec in self.specs[start:stop]:
+                if isinstance(spec, TiedLayerSpec):
+                    stages_of.setdefault(spec.name, set()).add(part % self.num_stages)
+        groups: dict[str, dist.ProcessGroup] = {}
+        copies: set[str] = set()
+        for name, stages in stages_of.items():
+            group = self.topology.group_of_stages(sorted(stages)) if len(stages) > 1 else None
+            if group is not None:
+                groups[name] = group
+                if self.stage != min(stages):
+                    copies.add(name)
+        return groups, frozenset(copies)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last layer is here."""
+        return self.stage == self.num_stages - 1
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        grad: torch.Tensor | None = None,
+        observer: Observer | None = None,
+    ) -> list[torch.Tensor]:
+        """Run the schedule: gradients are added to the parameters' ``.grad``.
+
+        Args:
+            micro_batches: (input, fields by name) of each, the same on all stages.
+            grad: incoming gradient of each micro-batch's loss; default 1.
+
+        Returns:
+            The micro-batches' losses, in the order of computation, where the last layer is; else nothing.
+        """
+        actions = schedules.interleaved(self.stage, self.num_stages, len(micro_batches), self.num_virtual_stages)
+        return self._run(actions, micro_batches, grad, observer)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """The micro-batches' losses, without gradients."""
+        count = len(micro_batches)
+        actions = schedules.forward_only(self.stage, self.num_stages, count, self.num_virtual_stages)
+        return self._run(actions, micro_batches, None, None)
+
+    def _run(
+        self,
+        actions: Iterable[schedules.Forward | schedules.Backward],
+        micro_batches: Sequence[MicroBatch],
+        grad: torch.Tensor | None,
+        observer: Observer | None,
+    ) -> list[torch.Tensor]:
+        loss_fn = self._loss_fn
+        runtime = Runtime(
+            list(self.chunks),  # type: ignore[arg-type]
+            self.stage,
+            self.num_stages,
+            self._transport,
+            self._boundary,
+            (lambda y, fields: y) if loss_fn is None else (lambda y, fields: loss_fn(y, fields["labels"])),
+            micro_batches,
+            grad,
+            observer or Silent(),
+        )
+        runtime.run(
+            schedules.with_transfers(actions, self.stage, self.num_stages, self.num_virtual_stages)
+        )
+        return runtime.losses
+
+    def train_batch(self, micro_batches: Iterable[tuple[torch.Tensor, Any]]) -> torch.Tensor:
+        """Forward and backward of one step, for an optimizer of your own to go on with.
+
+        Args:
+            micro_batches: (input, labels) of each; every stage gets the same, every data-parallel rank its own.
+
+        Returns:
+            The mean loss over all micro-batches and data-parallel ranks, on every process. Each parameter's ``.grad``
+            is the gradient of that mean.
+        """
+        batches = [(x, {"labels": labels}) for x, labels in micro_batches]
+        device, dp = self.topology.device, self.topology.layout.data
+        share = torch.tensor(1 / (len(batches) * dp), device=device)
+        losses = self.forward_backward(batches, grad=share)
+        for name, parameters in [item for c in self.chunks for item in c.parameters_by_layer().items()]:  # type: ignore[operator]
+            for parameter in parameters.values():
+                for group in (self.topology.data_group, self.tied_groups.get(name)):
+                    if group is not None and parameter.grad is not None:
+                        dist.all_reduce(parameter.grad, group=group)
+        mean = torch.stack(losses).sum().double() * share.double() if losses else share.double() * 0
+        return self.topology.sum_over_all(mean / self.topology.layout.tensor)
+
+
+class _AbstractRun:
+    """Shapes between stages, found by running every layer on tensors without data."""
+
+    def __init__(self, module: PipelineModule):
+        self._specs, self._found = module.specs, dict[Any, list[tuple[torch.Size, torch.dtype]]]()
+        self._module = [module]  # in a list, or nn.Module would adopt it as a child of itself
+
+    def __call__(self, sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
+        key = (x.shape, x.dtype)
+        if key not in self._found:
+            self._found[key] = self._run(x, fields)
+        return self._found[key][self._module[0].bounds[sender + 1] - 1]
+
+    @torch.no_grad()
+    def _run(self, x: torch.Tensor, fields: Fields) -> list[tuple[torch.Size, torch.dtype]]:
+        on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in fields.items()}
+        x, shapes = x.to("meta"), []
+        tied: dict[str, nn.Module] = {}
+        for spec in self._specs:
+            x = Stage([spec], tied=tied)(x, on_meta)
+            shapes.append((x.shape, x.dtype))
+        return shapes
+
+
+class _Function(nn.Module):
+    """A plain function as a layer."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+class _Built(LayerSpec):
+    """A layer that exists already."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(type(module))
+        self.module = module
+
+    def build(self) -> nn.Module:
+        return self.module
+
+
+def _as_spec(layer: Any, number: int) -> LayerSpec:
+    if isinstance(layer, PipelineModule):
+        raise ConfigError(["a PipelineModule cannot be a layer of another one."])
+    if isinstance(layer, nn.Module):
+        layer = _Built(layer)
+    elif not isinstance(layer, LayerSpec):
+        if not callable(layer):
+            raise TypeError(f"layer {number} is {layer!r}: a LayerSpec, a module or a function is needed")
+        layer = LayerSpec(_Function, layer)
+    if not layer.name:
+        layer.name = f"tied.{layer.key}" if isinstance(layer, TiedLayerSpec) else f"layers.{number}"
+    return layer
+
+
+def _seeded(spec: LayerSpec, seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_of(seed, spec.name))
+        return spec.build()
+
+
+def _topology_of(num_stages: int | None) -> Topology:
+    if num_stages is None:
+        raise ConfigError(["PipelineModule needs num_stages or a topology."])
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if num_stages < 1 or world % num_stages:
+        raise ConfigError([f"{world} processes cannot be cut into pipelines of {num_stages} stages."])
+    on_gpu = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend())
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return make_topology(Layout(data=world // num_stages, pipeline=num_stages), rank, device)

@@ -1,0 +1,287 @@
+"""Which layers go to which part of a pipeline: pure arithmetic.
+
+A partition is a list of boundaries: part k holds layers ``bounds[k] .. bounds[k + 1] - 1``. In an interleaved pipeline
+there are more parts than stages, and stage r runs parts r, r + num_stages, r + 2 num_stages, ...
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+from gptpar.errors import ConfigError
+
+
+def balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """The boundaries for which the heaviest part is as light as it can be, exactly.
+
+    Among such partitions it takes the one whose part weights have the least sum of squares, then the one whose numbers
+    of layers have; of what is equal still, the later parts get more (early stages keep more micro-batches in memory).
+
+    Args:
+        weights: one number per layer, not negative.
+        num_parts: number of parts, each of at least one layer.
+
+    Raises:
+        ConfigError: there are fewer layers than parts, or a weight is negative or not finite.
+    """
+    _check_enough_layers(len(weights), num_parts)
+    prefix = _exact_prefix(weights)
+    return _most_even(prefix, num_parts, _lightest_limit(prefix, num_parts))
+
+
+def balanced_interleaved(weights: Sequence[float], num_parts: int, num_stages: int) -> list[int]:
+    """Boundaries for an interleaved pipeline: a light heaviest stage first, then a light heaviest part.
+
+    A local search, not exact: from the exact answer for the parts, and from parts of equally many layers, it shifts
+    runs of neighbouring boundaries as long as that helps. It finds the lightest heaviest stage in about 95 % of small
+    random cases, and in the others was at most 1.25 times above it.
+
+    Args:
+        weights: one number per layer, not negative.
+        num_parts: stages times chunks per stage.
+        num_stages: number of stages.
+
+    Raises:
+        ConfigError: as for :func:`balanced`, or the parts are no multiple of the stages.
+    """
+    _check_enough_layers(len(weights), num_parts)
+    if num_stages < 1 or num_parts % num_stages:
+        raise ConfigError([f"{num_parts} parts cannot be dealt evenly to {num_stages} stages: use a multiple."])
+    start = balanced(weights, num_parts)
+    if num_parts == num_stages:
+        return start
+    prefix = _exact_prefix(weights)
+
+    def stage_sums(bounds: list[int]) -> list[int]:
+        parts = [prefix[b] - prefix[a] for a, b in pairwise(bounds)]
+        return [sum(parts[stage::num_stages]) for stage in range(num_stages)]
+
+    def even_stages(bounds: list[int]) -> tuple[int, int]:
+        sums = stage_sums(bounds)
+        return max(sums), sum(x * x for x in sums)
+
+    def even_parts(bounds: list[int]) -> tuple[int, ...]:
+        parts = [prefix[b] - prefix[a] for a, b in pairwise(bounds)]
+        heaviest, squares = even_stages(bounds)
+        return heaviest, max(parts), squares, sum(x * x for x in parts), sum((b - a) ** 2 for a, b in pairwise(bounds))
+
+    starts = (start, uniform(len(weights), num_parts))
+    return min((_descend(_descend(bounds, even_stages), even_parts) for bounds in starts), key=even_parts)
+
+
+def uniform(num_layers: int, num_parts: int) -> list[int]:
+    """Parts of equally many layers; what is left over goes one each to the first parts.
+
+    Raises:
+        ConfigError: there are fewer layers than parts.
+    """
+    _check_enough_layers(num_layers, num_parts)
+    each, rest = divmod(num_layers, num_parts)
+    return [part * each + min(part, rest) for part in range(num_parts + 1)]
+
+
+def partition(
+    method: str | Sequence[int],
+    num_parts: int,
+    *,
+    parameters: Sequence[int],
+    flops: Sequence[float],
+    kinds: Sequence[str],
+    num_stages: int | None = None,
+) -> list[int]:
+    """Boundaries by a method that a user names.
+
+    Args:
+        method: ``parameters`` or ``flops`` (balance these), ``uniform`` (number of layers), ``type:REGEX`` (balance the
+            number of layers whose class name the expression finds, whatever its case), or the boundaries themselves
+            as ``0,7,14`` or a sequence of numbers.
+        num_parts: number of parts.
+        parameters: number of parameters of every layer.
+        flops: floating-point operations of every layer.
+        kinds: class name of every layer.
+        num_stages: number of stages that the parts are dealt to in turn; without it every part is a stage.
+
+    Returns:
+        ``num_parts + 1`` boundaries, the first 0 and the last the number of layers.
+
+    Raises:
+        ConfigError: the method is unknown or cannot be followed.
+    """
+    if not isinstance(method, str):
+        return _explicit(list(method), num_parts, len(kinds))
+    name, _, pattern = method.strip().partition(":")
+    if re.fullmatch(r"[-+\d,\s]+", name) and not pattern:
+        return _explicit(_numbers(name), num_parts, len(kinds))
+    match name.lower():
+        case "uniform":
+            return uniform(len(kinds), num_parts)
+        case "parameters":
+            weights: Sequence[float] = parameters
+        case "flops":
+            weights = flops
+        case "type" if pattern:
+            weights = _matches(pattern, kinds)
+        case _:
+            raise ConfigError(
+                [f"partition method {method!r} is unknown: use parameters, flops, uniform, type:REGEX or 0,7,14."]
+            )
+    return balanced_interleaved(weights, num_parts, num_parts if num_stages is None else num_stages)
+
+
+def balance(weights: Sequence[float], bounds: Sequence[int], num_stages: int) -> list[float]:
+    """What every stage carries: the sum of its parts' weights.
+
+    Args:
+        weights: one number per layer.
+        bounds: boundaries of the parts.
+        num_stages: number of stages that the parts are dealt to in turn.
+    """
+    parts = [sum(weights[a:b]) for a, b in pairwise(bounds)]
+    return [sum(parts[stage::num_stages]) for stage in range(num_stages)]
+
+
+def _check_enough_layers(num_layers: int, num_parts: int) -> None:
+    if num_parts < 1:
+        raise ConfigError([f"a model cannot be cut into {num_parts} parts: use at least 1."])
+    if num_parts > num_layers:
+        raise ConfigError(
+            [f"{num_layers} layers cannot fill {num_parts} pipeline parts: use fewer stages or chunks, or more layers."]
+        )
+
+
+def _exact_prefix(weights: Sequence[float]) -> list[int]:
+    """Running sums of the weights as whole multiples of a common unit, so that comparing them is exact."""
+    wrong = [f"layer {i} has weight {w}: weights are finite and not negative." for i, w in enumerate(weights) if w < 0]
+    wrong += [f"layer {i} has weight {w}, no number." for i, w in enumerate(weights) if not math.isfinite(w)]
+    if wrong:
+        raise ConfigError(wrong)
+    exact = [Fraction(w) for w in weights]
+    unit = math.lcm(*(w.denominator for w in exact))
+    return [0, *accumulate(int(w * unit) for w in exact)]
+
+
+def _reach(prefix: list[int], limit: int, num_parts: int) -> list[int]:
+    """Entry k: the most leading layers that k parts of at most ``limit`` can hold."""
+    reach = [0]
+    for _ in range(num_parts):
+        reach.append(bisect_right(prefix, prefix[reach[-1]] + limit) - 1)
+    return reach
+
+
+def _lightest_limit(prefix: list[int], num_parts: int) -> int:
+    """The least limit within which ``num_parts`` parts hold all layers, by bisection over whole numbers."""
+    high = prefix[-1]
+    low = max(-(-high // num_parts), *(b - a for a, b in pairwise(prefix)))
+    while low < high:
+        middle = (low + high) // 2
+        if _reach(prefix, middle, num_parts)[-1] == len(prefix) - 1:
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _most_even(prefix: list[int], num_parts: int, limit: int) -> list[int]:
+    """The most even partition without a part above ``limit``, by dynamic programming over the parts."""
+    num_layers = len(prefix) - 1
+    ahead = _reach(prefix, limit, num_parts)
+    behind = _reach([prefix[-1] - x for x in reversed(prefix)], limit, num_parts)
+    costs, all_cuts = {0: 0}, []
+    for part in range(1, num_parts + 1):
+        rest = num_parts - part
+        ends = range(max(part, num_layers - behind[rest]), min(ahead[part], num_layers - rest) + 1)
+        costs, cuts = _add_part(prefix, limit, costs, ends)
+        all_cuts.append(cuts)
+    bounds = [num_layers]
+    for cuts in reversed(all_cuts):
+        bounds.append(cuts[bounds[-1]])
+    return bounds[::-1]
+
+
+def _add_part(
+    prefix: list[int], limit: int, costs: dict[int, int], ends: range
+) -> tuple[dict[int, int], dict[int, int]]:
+    """One more part: for each possible end of it the least cost so far, and the start that has this cost.
+
+    A part costs its weight squared, and to settle ties its number of layers squared. Both grow faster than linearly,
+    hence a later end never has an earlier best start (quadrangle inequality): each answer halves the search for others.
+    """
+    per_weight = len(prefix) ** 2  # more than all squared numbers of layers together
+    totals: dict[int, int] = {}
+    cuts: dict[int, int] = {}
+    jobs = [(ends.start, ends.stop, min(costs), max(costs))]
+    while jobs:
+        first, stop, low, high = jobs.pop()
+        if first >= stop:
+            continue
+        end = (first + stop) // 2
+        lightest_start = bisect_left(prefix, prefix[end] - limit)
+        starts = range(max(low, lightest_start), min(high, end - 1) + 1)
+        totals[end], cuts[end] = min(
+            (costs[start] + per_weight * (prefix[end] - prefix[start]) ** 2 + (end - start) ** 2, start)
+            for start in starts
+        )
+        jobs += [(first, end, low, cuts[end]), (end + 1, stop, cuts[end], high)]
+    return totals, cuts
+
+
+def _descend(bounds: list[int], cost: Callable[[list[int]], tuple[int, ...]]) -> list[int]:
+    """Take the best neighbour while there is a better one."""
+    least = cost(bounds)
+    while True:
+        found, neighbour = min(((cost(b), b) for b in _neighbours(bounds)), default=(least, bounds))
+        if found >= least:
+            return bounds
+        bounds, least = neighbour, found
+
+
+def _neighbours(bounds: list[int]) -> Iterator[list[int]]:
+    """Partitions in which a run of boundaries is shifted by some layers.
+
+    Steps beyond one cross layers without weight, and what lies between the ends of the run keeps its sizes: the layers
+    go from one part to any other.
+    """
+    for first in range(1, len(bounds) - 1):
+        for stop in range(first + 1, len(bounds)):
+            for step in range(bounds[first - 1] - bounds[first] + 1, bounds[stop] - bounds[stop - 1]):
+                yield [*bounds[:first], *(b + step for b in bounds[first:stop]), *bounds[stop:]]
+
+
+def _matches(pattern: str, kinds: Sequence[str]) -> list[int]:
+    try:
+        found = [int(bool(re.search(pattern, kind, re.IGNORECASE))) for kind in kinds]
+    except re.error as error:
+        raise ConfigError([f"partition method type:{pattern} is no regular expression: {error}."]) from error
+    if not any(found):
+        names = ", ".join(sorted(set(kinds)))
+        raise ConfigError([f"partition method type:{pattern} matches none of {len(kinds)} layers, which are {names}."])
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise ConfigError([f"partition boundaries {text!r} are no list of whole numbers such as 0,7,14."]) from error
+
+
+def _explicit(bounds: list[int], num_parts: int, num_layers: int) -> list[int]:
+    """The boundaries themselves, once they are known to be right."""
+    text = ",".join(map(str, bounds))
+    wrong = []
+    if len(bounds) != num_parts + 1:
+        wrong.append(f"{num_parts} parts need {num_parts + 1} partition boundaries, but {text} has {len(bounds)}.")
+    if bounds[:1] != [0]:
+        wrong.append(f"partition boundaries {text} must start at 0.")
+    if bounds[-1:] != [num_layers]:
+        wrong.append(f"partition boundaries {text} must end at {num_layers}, the number of layers.")
+    if any(a >= b for a, b in pairwise(bounds)):
+        wrong.append(f"partition boundaries {text} must increase: every part has at least one layer.")
+    if wrong:
+        raise ConfigError(wrong)
+    return bounds

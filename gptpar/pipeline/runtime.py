@@ -1,0 +1,142 @@
+"""Executes a schedule's instructions on the stages of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from gptpar.pipeline.schedules import (
+    Backward,
+    Forward,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+)
+from gptpar.pipeline.stage import Fields, Stage
+from gptpar.pipeline.transport import Arrival, Transport
+
+Boundary = Callable[[int, torch.Tensor, Fields], tuple[torch.Size, torch.dtype]]
+"""(shape, dtype) of what a virtual stage passes on, from its number and the micro-batch's input and fields."""
+
+MicroBatch = tuple[torch.Tensor, Fields]
+
+
+class Observer(Protocol):
+    """Is told before and after each piece of work of this process."""
+
+    def before_forward(self, micro_batch: int, chunk: int) -> None: ...
+
+    def before_backward(self, micro_batch: int, chunk: int) -> None: ...
+
+    def after_backward(self, micro_batch: int, chunk: int) -> None: ...
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def before_forward(self, micro_batch: int, chunk: int) -> None: ...
+
+    def before_backward(self, micro_batch: int, chunk: int) -> None: ...
+
+    def after_backward(self, micro_batch: int, chunk: int) -> None: ...
+
+
+@dataclass
+class Runtime:
+    """One pass over a global batch's micro-batches.
+
+    Args:
+        chunks: this process's stages: virtual stages ``stage``, ``stage + num_stages``, ...
+        transport: ``None`` without a pipeline.
+        boundary: what travels between stages.
+        loss_fn: (last layer's output, fields) -> scalar.
+        micro_batches: (input, fields) of each; every process has all of them.
+        grad: incoming gradient of each micro-batch's loss.
+
+    Attributes:
+        losses: of the micro-batches that ran through the last stage here.
+    """
+
+    chunks: Sequence[Stage]
+    stage: int
+    num_stages: int
+    transport: Transport | None
+    boundary: Boundary
+    loss_fn: Callable[[torch.Tensor, Fields], torch.Tensor]
+    micro_batches: Sequence[MicroBatch]
+    grad: torch.Tensor | None = None
+    observer: Observer = field(default_factory=Silent)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    _arriving: dict[tuple[str, int, int], Arrival] = field(default_factory=dict)
+    _alive: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _leaving: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
+
+    def run(self, instructions: Iterable[Any]) -> None:
+        """Execute the instructions in their order; nothing here waits but for data that a computation needs."""
+        do: dict[type, Callable[[int, int], None]] = {
+            Forward: self._forward,
+            Backward: self._backward,
+            ReceiveActivation: lambda m, c: self._receive("activation", m, c),
+            ReceiveGradient: lambda m, c: self._receive("gradient", m, c),
+            SendActivation: lambda m, c: self._send("activation", m, c),
+            SendGradient: lambda m, c: self._send("gradient", m, c),
+        }
+        for instruction in instructions:
+            do[type(instruction)](instruction.micro_batch, instruction.chunk)
+        if self.transport is not None:
+            self.transport.flush()
+
+    def _virtual(self, chunk: int) -> int:
+        return chunk * self.num_stages + self.stage
+
+    def _forward(self, micro_batch: int, chunk: int) -> None:
+        x, fields = self.micro_batches[micro_batch]
+        if self._virtual(chunk) > 0:
+            x = self._arriving.pop(("activation", micro_batch, chunk)).take()
+            if torch.is_grad_enabled() and x.is_floating_point():
+                x.requires_grad_()
+        self.observer.before_forward(micro_batch, chunk)
+        y = self.chunks[chunk](x, fields)
+        if self._virtual(chunk) == len(self.chunks) * self.num_stages - 1:
+            y = self.loss_fn(y, fields)
+            self.losses.append(y.detach())
+        else:
+            self._leaving["activation", micro_batch, chunk] = y.detach()
+            _forget_values(y)
+        if torch.is_grad_enabled():
+            self._alive[micro_batch, chunk] = (x, y)
+
+    def _backward(self, micro_batch: int, chunk: int) -> None:
+        x, y = self._alive.pop((micro_batch, chunk))
+        arriving = self._arriving.pop(("gradient", micro_batch, chunk), None)
+        grad = self.grad if arriving is None else arriving.take()
+        self.observer.before_backward(micro_batch, chunk)
+        torch.autograd.backward(y, grad)
+        self.observer.after_backward(micro_batch, chunk)
+        if self._virtual(chunk) > 0:
+            self._leaving["gradient", micro_batch, chunk] = torch.zeros_like(x) if x.grad is None else x.grad
+
+    def _receive(self, what: str, micro_batch: int, chunk: int) -> None:
+        assert self.transport is not None
+        links = self.transport.links
+        link = links.activations_in if what == "activation" else links.gradients_in
+        x, fields = self.micro_batches[micro_batch]
+        sender = self._virtual(chunk) - (what == "activation")  # a gradient has the shape of what was passed on
+        shape, dtype = self.boundary(sender, x, fields)
+        self._arriving[what, micro_batch, chunk] = Arrival(link, shape, dtype, x.device)
+
+    def _send(self, what: str, micro_batch: int, chunk: int) -> None:
+        assert self.transport is not None
+        links = self.transport.links
+        link = links.activations_out if what == "activation" else links.gradients_out
+        self.transport.send(link, self._leaving.pop((what, micro_batch, chunk)))
+
+
+def _forget_values(y: torch.Tensor) -> None:
+    """The graph needs a stage's output as a node, not its values: they live only until they have been sent."""
+    if y.requires_grad and y._base is None:
+        y.data = y.new_empty(1).expand(y.shape)

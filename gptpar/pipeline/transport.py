@@ -1,0 +1,45 @@
+"""Tensors between neighbouring stages."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gptpar.topology import Link, Links
+
+
+class Arrival:
+    """A tensor that is on its way."""
+
+    def __init__(self, link: Link, shape: torch.Size, dtype: torch.dtype, device: torch.device):
+        self._tensor = torch.empty(shape, dtype=dtype, device=device)
+        self._work = dist.irecv(self._tensor, link.peer, group=link.group)
+
+    def take(self) -> torch.Tensor:
+        """The tensor; later work on the device waits for it."""
+        assert self._work is not None
+        self._work.wait()
+        return self._tensor
+
+
+class Transport:
+    """Sends without waiting, and keeps what was sent alive until it has left."""
+
+    def __init__(self, links: Links):
+        self.links = links
+        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def send(self, link: Link, tensor: torch.Tensor) -> None:
+        """Start sending."""
+        tensor = tensor.contiguous()
+        self._leaving.append((dist.isend(tensor, link.peer, group=link.group), tensor))
+        while tensor.is_cuda and self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
+
+    def flush(self) -> None:
+        """Return when everything was handed over; on a GPU, when what follows will find it so."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()

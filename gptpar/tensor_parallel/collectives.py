@@ -1,0 +1,127 @@
+"""Collectives over the tensor axis, on the dimension of tokens (dim 0), and the layers' views of them for autograd.
+
+Legend: N all tokens of the micro-batch (under sequence parallelism a rank holds N / t of them), D width.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from gptpar.tensor_parallel.axis import TensorAxis
+
+# torch 2.13 renamed these two and warns at the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def start_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Begin to collect every rank's rows; the result holds them once ``wait()`` has returned."""
+    full = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    return full, _all_gather(full, x.contiguous(), group=group, async_op=True)
+
+
+def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
+    """Begin to sum over the ranks; this rank gets its rows of the sum. ``x`` must live until ``wait()``.
+
+    Args:
+        x: rows of all ranks; their number must be a multiple of the group's size.
+    """
+    assert x.shape[0] % group.size() == 0, f"{x.shape[0]} tokens do not divide over {group.size()} tensor ranks"
+    share = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    return share, _reduce_scatter(share, x.contiguous(), group=group, async_op=True)
+
+
+def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's rows."""
+    full, work = start_gather(x, group)
+    work.wait()
+    return full
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's rows of the sum."""
+    share, work = start_reduce_scatter(x, group)
+    work.wait()
+    return share
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum, as a new tensor."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _Collective(torch.autograd.Function):
+    """One collective forward, another one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, there: Any, back: Any) -> torch.Tensor:
+        """``there`` and ``back`` take (tensor, group); ``None`` leaves the tensor as it is."""
+        ctx.group, ctx.back = group, back
+        return x.view_as(x) if there is None else there(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        """The gradient of ``x``."""
+        return (grad if ctx.back is None else ctx.back(grad, ctx.group)), None, None, None
+
+
+def gather_tokens(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """All tokens from each rank's; backward sums the ranks' gradients and keeps this rank's tokens."""
+    return x if axis.size == 1 else _Collective.apply(x, axis.group, gather, reduce_scatter)
+
+
+def scatter_sum_tokens(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """This rank's tokens of the sum over ranks; backward gathers."""
+    return x if axis.size == 1 else _Collective.apply(x, axis.group, reduce_scatter, gather)
+
+
+def sum_over(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """The sum over ranks; backward passes the gradient on, since every rank has the same."""
+    return x if axis.size == 1 else _Collective.apply(x, axis.group, all_reduce, None)
+
+
+def copy_to(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """The same tensor on each rank, used differently on each: backward sums the gradients."""
+    return x if axis.size == 1 else _Collective.apply(x, axis.group, None, all_reduce)
+
+
+def symmetric_memory_works(group: dist.ProcessGroup) -> bool:
+    """Whether the group's GPUs can read each other's memory, tried on a small buffer. All ranks must ask together.
+
+    That needs CUDA, one host, a GPU for each rank that all processes see, and peer access between all of them.
+    """
+    if not torch.cuda.is_available():
+        return False
+    here = torch.cuda.current_device()
+    places: list[Any] = [None] * group.size()
+    dist.all_gather_object(places, (socket.gethostname(), here), group=group)
+    devices = {device for _, device in places}
+    reachable = (
+        len({host for host, _ in places}) == 1
+        and len(devices) == group.size()
+        and max(devices) < torch.cuda.device_count()
+        and all(torch.cuda.can_device_access_peer(here, device) for device in devices - {here})
+    )
+    if not _all_say_yes(reachable, group):
+        return False
+    try:
+        buffer = symmetric_memory.empty(1024, dtype=torch.uint8, device=torch.device("cuda", here))
+        symmetric_memory.rendezvous(buffer, group)
+        works = True
+    except RuntimeError:
+        works = False
+    return _all_say_yes(works, group)
+
+
+def _all_say_yes(yes: bool, group: dist.ProcessGroup) -> bool:
+    vote = torch.tensor(int(yes), device="cuda")
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+    return bool(vote.item())

@@ -1,0 +1,137 @@
+"""Matrix products of split linear layers together with their transfers, as operators that a compiler does not open.
+
+A column layer holds some output features: its input is gathered before, the gradient of its input is summed after.
+A row layer holds some input features: its output is summed after, the gradient of its output is gathered before
+(Shoeybi et al. 2019; with tokens split between layers, Korthikanti et al. 2022). The backward of a column layer runs
+its two transfers beside its two products.
+
+Legend: N all tokens, n this rank's (N / t under sequence parallelism, else N), I input features and O output
+features that this rank holds or needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from gptpar.tensor_parallel.collectives import gather, reduce_scatter, start_gather, start_reduce_scatter
+
+# Below this size of the gathered activations, the many small products of a fused transfer cost more than they hide.
+FUSED_BYTES = 32 << 20
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _fuses(fused: bool, x: torch.Tensor, num_rows: int) -> bool:
+    """Whether a transfer of ``num_rows`` rows of the width of ``x`` goes through symmetric memory."""
+    return fused and x.is_cuda and num_rows * x.shape[1] * x.element_size() >= FUSED_BYTES
+
+
+def _gather_times(x: torch.Tensor, matrix: torch.Tensor, group: str, fused: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(all ranks' rows of x, these rows @ matrix)."""
+    if _fuses(fused, x, x.shape[0] * _group(group).size()):
+        # The gathered rows are asked for even where they are dropped: without them torch may choose multicast.
+        rows, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, group, return_A=True)
+        return rows, product
+    rows = gather(x, _group(group))
+    return rows, rows @ matrix
+
+
+@torch.library.custom_op("gptpar::column_forward", mutates_args=())
+def column_forward(
+    x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool
+) -> torch.Tensor:
+    """x_nI, weight_OI -> y_NO."""
+    return _gather_times(x, weight.t(), group, fused)[1] if sequence_parallel else x @ weight.t()
+
+
+@torch.library.custom_op("gptpar::column_backward", mutates_args=())
+def column_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad_NO, x_nI, weight_OI -> gradients of x (summed over ranks) and weight."""
+    ranks = _group(group)
+    if not sequence_parallel:
+        grad_x = grad @ weight
+        summing = dist.all_reduce(grad_x, group=ranks, async_op=True)
+        grad_weight = grad.t() @ x
+        assert summing is not None
+        summing.wait()
+        return grad_x, grad_weight
+    rows, gathering = start_gather(x, ranks)
+    partial = grad @ weight
+    gathering.wait()
+    grad_x, summing = start_reduce_scatter(partial, ranks)
+    grad_weight = grad.t() @ rows
+    summing.wait()
+    return grad_x, grad_weight
+
+
+@torch.library.custom_op("gptpar::row_forward", mutates_args=())
+def row_forward(
+    x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool
+) -> torch.Tensor:
+    """x_NI, weight_OI -> y_nO, summed over ranks."""
+    if not sequence_parallel:
+        y = x @ weight.t()
+        dist.all_reduce(y, group=_group(group))
+        return y
+    if fused and x.is_cuda and x.shape[0] * weight.shape[0] * x.element_size() >= FUSED_BYTES:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group)
+    return reduce_scatter(x @ weight.t(), _group(group))
+
+
+@torch.library.custom_op("gptpar::row_backward", mutates_args=())
+def row_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad_nO, x_NI, weight_OI -> gradients of x and weight."""
+    rows, grad_x = _gather_times(grad, weight, group, fused) if sequence_parallel else (grad, grad @ weight)
+    return grad_x, rows.t() @ x
+
+
+@column_forward.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool) -> torch.Tensor:
+    return x.new_empty(x.shape[0] * (_group(group).size() if sequence_parallel else 1), weight.shape[0])
+
+
+@row_forward.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool) -> torch.Tensor:
+    return x.new_empty(x.shape[0] // (_group(group).size() if sequence_parallel else 1), weight.shape[0])
+
+
+@column_backward.register_fake
+def _(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+@row_backward.register_fake
+def _(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, ctx.group, ctx.sequence_parallel, ctx.fused = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _column_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return *column_backward(grad, *ctx.saved_tensors, ctx.group, ctx.sequence_parallel), None, None, None
+
+
+def _row_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return *row_backward(grad, *ctx.saved_tensors, ctx.group, ctx.sequence_parallel, ctx.fused), None, None, None
+
+
+column_forward.register_autograd(_column_gradients, setup_context=_save)
+row_forward.register_autograd(_row_gradients, setup_context=_save)

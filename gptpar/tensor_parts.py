@@ -1,0 +1,120 @@
+"""Tensors of which a process holds some boxes: what tensor parallelism and sharded optimizer state leave of a tensor.
+
+A box is a rectangular part of a global tensor. A range of a row-major array, however it is cut, is a few boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes), one number per dim
+
+
+@dataclass(frozen=True)
+class TensorParts:
+    """A global tensor of which this process holds some boxes.
+
+    Attributes:
+        shape: of the global tensor.
+        parts: (offsets in the global tensor, live view with the box's shape) of each box; none if nothing is held.
+        dtype: of the global tensor, known even where nothing of it is held.
+
+    Raises:
+        ValueError: a box that lies outside the global tensor, or has another dtype.
+    """
+
+    shape: torch.Size
+    parts: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for offsets, part in self.parts:
+            if part.dtype != self.dtype:
+                raise ValueError(f"a part is {part.dtype} and its tensor {self.dtype}")
+            same_dims = len(offsets) == part.dim() == len(self.shape)
+            if not same_dims or any(
+                o < 0 or o + n > m for o, n, m in zip(offsets, part.shape, self.shape, strict=True)
+            ):
+                raise ValueError(f"a part {list(part.shape)} at {list(offsets)} is not inside {list(self.shape)}")
+
+    @property
+    def num_held(self) -> int:
+        """How many elements this process holds."""
+        return sum(part.numel() for _, part in self.parts)
+
+    def fill(self, full: torch.Tensor) -> None:
+        """Copy the held boxes out of the full tensor (any device and dtype)."""
+        origin = (0,) * full.dim()
+        with torch.no_grad():
+            for offsets, part in self.parts:
+                part.copy_(box_view(full, (offsets, tuple(part.shape)), origin))
+
+
+def whole(tensor: torch.Tensor) -> TensorParts:
+    """A tensor that this process holds all of."""
+    return TensorParts(tensor.shape, (((0,) * tensor.dim(), tensor),), tensor.dtype)
+
+
+def as_parts(tensor: torch.Tensor | TensorParts) -> TensorParts:
+    """A plain tensor as one that is held whole; parts as they are."""
+    return whole(tensor) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def parts_of_flat(
+    shape: Sequence[int],
+    local_shape: Sequence[int],
+    offsets: Sequence[int],
+    start: int,
+    stop: int,
+    flat: torch.Tensor,
+) -> TensorParts:
+    """The part of a tensor that a range of a flat buffer holds.
+
+    Args:
+        shape: of the global tensor.
+        local_shape, offsets: the box of it (a tensor-parallel share, say) whose row-major elements are flattened.
+        start, stop: which of the box's elements `flat` holds; start == stop: none.
+        flat: [stop - start], a view of the buffer.
+
+    Raises:
+        ValueError: `flat` is not of that length, or the range or the box does not fit.
+    """
+    if not 0 <= start <= stop <= prod(local_shape) or flat.shape != (stop - start,):
+        raise ValueError(f"{list(flat.shape)} elements for {start}..{stop} of a box {list(local_shape)}")
+    parts, first = [], 0
+    for lows, sizes in flat_boxes(tuple(local_shape), start, stop):
+        view = flat[first : first + prod(sizes)].view(sizes)
+        parts.append((tuple(low + at for low, at in zip(lows, offsets, strict=True)), view))
+        first += prod(sizes)
+    return TensorParts(torch.Size(shape), tuple(parts), flat.dtype)
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Boxes that hold exactly the elements start..stop of a row-major array, in order; at most 2 * dims."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = shape[1:]
+    row = prod(inner)
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if head:
+        for offsets, sizes in flat_boxes(inner, head, tail if first == last else row):
+            yield (first, *offsets), (1, *sizes)
+        first += 1
+    if first < last:
+        yield (first, *(0 for _ in inner)), (last - first, *inner)
+    if tail and first <= last:
+        for offsets, sizes in flat_boxes(inner, 0, tail):
+            yield (last, *offsets), (1, *sizes)
+
+
+def box_view(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tensor:
+    """The part of `tensor` that `box` covers, when the tensor's first element lies at `origin`."""
+    return tensor[tuple(slice(o - at, o - at + n) for o, n, at in zip(*box, origin, strict=True))]

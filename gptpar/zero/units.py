@@ -1,0 +1,117 @@
+"""Where each parameter lies in the flat buffers. Pure.
+
+A unit is one layer's parameters as one flat range: what is reduced, gathered and released at a time. It is padded so
+that it can be cut into one equal shard for each data-parallel process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gptpar.pipeline.stage import ParameterInfo
+
+ALIGNMENT = 64
+"""Elements; every parameter starts on a multiple, so that its views are aligned for vector and tensor-core loads."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: ``unit[start:stop]`` viewed as ``shape``.
+
+    Attributes:
+        end: where the next parameter begins; every tensor-parallel rank has the same, however uneven their shares.
+        decays: whether weight decay applies.
+        replicated: whether every tensor-parallel rank has the whole parameter.
+    """
+
+    start: int
+    stop: int
+    end: int
+    shape: torch.Size
+    decays: bool
+    replicated: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer's parameters in one flat range.
+
+    Attributes:
+        name: the layer's.
+        length: elements with padding, a multiple of ``shards * ALIGNMENT``.
+        shards: equal pieces into which it is cut.
+    """
+
+    name: str
+    slots: dict[str, Slot]
+    length: int
+    shards: int
+
+    @staticmethod
+    def of(name: str, parameters: Mapping[str, ParameterInfo], shards: int) -> Unit:
+        """Lay out a layer, given in forward order; parameters that are treated alike lie next to each other."""
+
+        def kind(parameter: str) -> tuple[bool, bool]:
+            info = parameters[parameter]
+            return info.split is not None, not has_decay(parameter, info.full_shape)
+
+        slots: dict[str, Slot] = {}
+        start = 0
+        for parameter in sorted(parameters, key=kind):
+            info = parameters[parameter]
+            sizes = list(info.shape)
+            if info.split is not None:
+                sizes[info.split.dim] = info.split.longest
+            end = _round_up(start + math.prod(sizes), ALIGNMENT)
+            split, bare = kind(parameter)
+            slots[parameter] = Slot(start, start + info.shape.numel(), end, info.shape, not bare, not split)
+            start = end
+        return Unit(name, slots, _round_up(start, shards * ALIGNMENT), shards)
+
+    @property
+    def shard_length(self) -> int:
+        """Elements of one shard."""
+        return self.length // self.shards
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each parameter's view of a buffer of the unit's length."""
+        return {name: buffer[slot.start : slot.stop].view(slot.shape) for name, slot in self.slots.items()}
+
+    def held(self, shard: int) -> Iterator[tuple[str, int, int]]:
+        """(parameter, first, last + 1) of the elements, counted within the parameter, that lie in a shard."""
+        low, high = shard * self.shard_length, (shard + 1) * self.shard_length
+        for name, slot in self.slots.items():
+            first, last = max(low, slot.start), min(high, slot.stop)
+            if first < last:
+                yield name, first - slot.start, last - slot.start
+
+    def runs(self, shard: int) -> Iterator[tuple[int, int, bool, bool]]:
+        """(start, stop, decays, replicated) of stretches of a shard, counted within it, that are treated alike."""
+        low, high = shard * self.shard_length, (shard + 1) * self.shard_length
+        current: list[int] = []
+        kind = (False, False)
+        for slot in self.slots.values():
+            first, last = max(low, slot.start), min(high, slot.end)
+            if first >= last:
+                continue
+            if current and kind == (slot.decays, slot.replicated):
+                current[1] = last - low
+                continue
+            if current:
+                yield current[0], current[1], *kind
+            current, kind = [first - low, last - low], (slot.decays, slot.replicated)
+        if current:
+            yield current[0], current[1], *kind
+
+
+def has_decay(name: str, shape: torch.Size) -> bool:
+    """Whether weight decay applies: not to biases, not to vectors (Megatron's rule), judged on the full shape."""
+    return len(shape) > 1 and not name.endswith(".bias")
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,243 @@
+"""The model split over tensor ranks against the whole one: loss and every gradient, in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gptpar.init import draw
+from gptpar.model.block import Block
+from gptpar.model.gpt import gpt_layers
+from gptpar.pipeline import Stage
+from gptpar.tensor_parallel import TensorAxis, cross_entropy, splits_of, symmetric_memory_works
+from tests.helpers import random_tokens, tiny_config
+from tests.spawn import spawn
+
+LLAMA = "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear"
+UNTIED = "--untie-embeddings-and-output-weights"
+MODELS = {  # flags, and which fields the micro-batch has beside labels
+    "gpt2": ("", ()),
+    "llama": (f"{LLAMA} {UNTIED} --num-query-groups 2", ()),
+    "untied": (UNTIED, ()),
+    "masked": ("", ("loss_mask",)),
+    "documents": ("", ("loss_mask", "position_ids", "document_ids")),
+    "rotary documents": ("--position-embedding-type rope", ("position_ids", "document_ids")),
+}
+SAMPLES, LENGTH = 2, 16
+Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def micro_batch(wanted: tuple[str, ...], length: int = LENGTH) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Tokens, and the fields that the layers want; two documents a sample, cut at different places."""
+    tokens = random_tokens(SAMPLES, length, 60)
+    cuts = torch.tensor([6, 11])[:, None]
+    place = torch.arange(length).expand(SAMPLES, length)
+    fields: dict[str, Any] = {
+        "loss_mask": (torch.arange(SAMPLES * length).view(SAMPLES, length) % 5 != 0).double(),
+        "document_ids": (place >= cuts).long(),
+        "position_ids": torch.where(place >= cuts, place - cuts, place),
+    }
+    kept = {name: fields[name] for name in wanted}
+    return tokens[:, :-1], {"labels": tokens[:, 1:], "seq_length": length, **kept}
+
+
+def build(flags: str, axis: TensorAxis, recompute: tuple[str, ...] = ()) -> Stage:
+    """The model with initial values that depend on names alone, each rank with its share; biases and norms too."""
+    stage = Stage(gpt_layers(tiny_config(flags).model, axis, recompute_modules=frozenset(recompute)))
+    inits, splits, storage = stage.global_inits(), global_splits(stage), {}
+    for name, parameter in stage.global_parameters().items():
+        shape = list(parameter.shape)
+        if name in splits:
+            shape[splits[name].dim] = splits[name].full
+        full = draw(inits[name], torch.Size(shape), 3, name).double()
+        full += 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
+        if name in splits:
+            split = splits[name]
+            full = full.narrow(split.dim, split.start, parameter.shape[split.dim])
+        storage[name] = full.clone()
+    stage.place(storage)
+    return stage
+
+
+def global_splits(stage: Stage) -> dict[str, Any]:
+    return {
+        f"{spec.name}.{local}": split
+        for spec, layer in zip(stage.specs, stage.layers, strict=False)  # a tied output has no layer of its own
+        for local, split in splits_of(layer).items()
+    }
+
+
+def loss_and_whole_gradients(stage: Stage, axis: TensorAxis, wanted: tuple[str, ...], length: int = LENGTH) -> Result:
+    """Gradients put together from the shares; those of whole parameters are summed where tokens are split."""
+    tokens, fields = micro_batch(wanted, length)
+    loss = stage(tokens, fields)
+    parameters, splits = stage.global_parameters(), global_splits(stage)
+    found = torch.autograd.grad(loss, list(parameters.values()))
+    whole = {}
+    for (name, parameter), grad in zip(parameters.items(), found, strict=True):
+        if axis.size == 1:
+            whole[name] = grad
+        elif name in splits:
+            shares: list[Any] = [None] * axis.size
+            dist.all_gather_object(shares, grad)
+            whole[name] = torch.cat(shares, splits[name].dim)
+        else:
+            whole[name] = grad.clone()
+            if axis.sequence_parallel:
+                dist.all_reduce(whole[name])
+        assert parameter.shape == grad.shape
+    return loss.detach(), whole
+
+
+def axis_of(rank: int, size: int, sequence_parallel: bool) -> TensorAxis:
+    return TensorAxis(size, rank, dist.group.WORLD, sequence_parallel)
+
+
+def split_models(rank: int, size: int, names: list[str]) -> dict[tuple[str, bool], Result]:
+    """Every model with and without sequence parallelism, its loss in several chunks of tokens."""
+    cross_entropy.CHUNK_BYTES["cpu"] = 64 * 8 * 5
+    found = {}
+    for name in names:
+        flags, wanted = MODELS[name]
+        for sequence_parallel in (False, True):
+            axis = axis_of(rank, size, sequence_parallel)
+            found[name, sequence_parallel] = loss_and_whole_gradients(build(flags, axis), axis, wanted)
+    return found
+
+
+def assert_equal(got: Result, wanted: Result, what: object) -> None:
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-12, atol=0, msg=lambda m: f"{what}: loss: {m}")
+    assert got[1].keys() == wanted[1].keys()
+    for name, grad in wanted[1].items():
+        torch.testing.assert_close(
+            got[1][name], grad, rtol=1e-10, atol=1e-13, msg=lambda m, name=name: f"{what}: {name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_split_models_equal_the_whole_one(size: int) -> None:
+    names = [name for name in MODELS if size == 2 or name != "llama"]  # two groups do not go to four ranks
+    expected = {
+        name: loss_and_whole_gradients(build(flags, TensorAxis()), TensorAxis(), wanted)
+        for name, (flags, wanted) in MODELS.items()
+    }
+    for rank, results in enumerate(spawn(split_models, size, size, names)):
+        assert len(results) == 2 * len(names)
+        for (name, sequence_parallel), got in results.items():
+            assert_equal(got, expected[name], (name, sequence_parallel, rank))
+
+
+THREE = "--num-attention-heads 3 --hidden-size 24 --ffn-hidden-size 96 --seq-length 24 --swiglu"
+
+
+def three_ranks(rank: int) -> tuple[int, dict[bool, Result]]:
+    """64 pieces over three ranks, a length that three ranks can share."""
+    cross_entropy.CHUNK_BYTES["cpu"] = 64 * 8 * 5
+    rows, found = 0, {}
+    for sequence_parallel in (False, True):
+        axis = axis_of(rank, 3, sequence_parallel)
+        stage = build(THREE, axis)
+        rows = stage.global_parameters()["embedding.weight"].shape[0]
+        found[sequence_parallel] = loss_and_whole_gradients(stage, axis, ("loss_mask",), 24)
+    return rows, found
+
+
+def test_an_uneven_vocabulary() -> None:
+    expected = loss_and_whole_gradients(build(THREE, TensorAxis()), TensorAxis(), ("loss_mask",), 24)
+    answers = spawn(three_ranks, 3)
+    assert [rows for rows, _ in answers] == [21, 21, 22]
+    for rank, (_, results) in enumerate(answers):
+        for sequence_parallel, got in results.items():
+            assert_equal(got, expected, (sequence_parallel, rank))
+
+
+# No rotary positions: their angles are fp32, which a compiler rounds in its own way.
+ONE_BLOCK = "--num-layers 1 --normalization RMSNorm --swiglu --num-query-groups 2"
+
+
+def compiled(rank: int) -> dict[bool, Result]:
+    found = {}
+    for sequence_parallel in (False, True):
+        axis = axis_of(rank, 2, sequence_parallel)
+        stage = build(ONE_BLOCK, axis)
+        stage.compile_layers(Block)
+        found[sequence_parallel] = loss_and_whole_gradients(stage, axis, ())
+    return found
+
+
+def test_compiled_blocks_give_the_same() -> None:
+    expected = loss_and_whole_gradients(build(ONE_BLOCK, TensorAxis()), TensorAxis(), ())
+    for rank, results in enumerate(spawn(compiled, 2, timeout_s=300.0)):
+        for sequence_parallel, got in results.items():
+            assert_equal(got, expected, ("compiled", sequence_parallel, rank))
+
+
+def recomputed(rank: int) -> list[Result]:
+    axis = axis_of(rank, 2, True)
+    return [
+        loss_and_whole_gradients(build(LLAMA, axis, modules).train(), axis, ())
+        for modules in ((), ("core_attn",), ("mlp",), ("core_attn", "mlp", "layernorm"))
+    ]
+
+
+def test_recomputed_modules_give_the_same_bits() -> None:
+    for plain, *others in spawn(recomputed, 2):
+        for other in others:
+            torch.testing.assert_close(other, plain, rtol=0, atol=0)
+
+
+def dropped(rank: int) -> Result:
+    axis = axis_of(rank, 2, False)
+    torch.manual_seed(7)
+    return loss_and_whole_gradients(build("--hidden-dropout 0.5", axis).train(), axis, ())
+
+
+def test_residual_dropout_is_the_whole_models_without_sequence_parallelism() -> None:
+    torch.manual_seed(7)
+    expected = loss_and_whole_gradients(build("--hidden-dropout 0.5", TensorAxis()).train(), TensorAxis(), ())
+    for rank, got in enumerate(spawn(dropped, 2)):
+        assert_equal(got, expected, rank)
+
+
+def evaluated(rank: int) -> list[float]:
+    losses = []
+    for sequence_parallel in (False, True):
+        tokens, fields = micro_batch(())
+        with torch.no_grad():
+            losses.append(build("", axis_of(rank, 2, sequence_parallel))(tokens, fields).item())
+    return losses
+
+
+def test_an_evaluation_gives_the_same_loss() -> None:
+    expected = loss_and_whole_gradients(build("", TensorAxis()), TensorAxis(), ())[0].item()
+    for losses in spawn(evaluated, 2):
+        assert losses == pytest.approx([expected, expected], rel=1e-12)
+
+
+def refusals(rank: int) -> tuple[bool, str]:
+    try:
+        tokens, fields = torch.zeros(1, 15, dtype=torch.long), {"labels": torch.zeros(1, 15), "seq_length": 15}
+        build("", axis_of(rank, 2, True))(tokens, fields)
+        said = ""
+    except AssertionError as error:
+        said = str(error)
+    return symmetric_memory_works(dist.group.WORLD), said
+
+
+def test_what_does_not_divide_is_refused_and_symmetric_memory_needs_gpus() -> None:
+    for works, said in spawn(refusals, 2):
+        assert said == "15 tokens do not divide over 2 tensor ranks"
+        assert works is False or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(("length", "size"), [(64, 3), (7, 4), (5, 5), (50_257, 8)])
+def test_shares_are_balanced_and_cover(length: int, size: int) -> None:
+    axes = [TensorAxis(size, rank) for rank in range(size)]
+    shares = [axis.share(length) for axis in axes]
+    assert [start for start, _ in shares] == [0, *(stop for _, stop in shares[:-1])] and shares[-1][1] == length
+    sizes = [stop - start for start, stop in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert {axis.split(0, length).longest for axis in axes} == {max(sizes)}

@@ -1,0 +1,216 @@
+"""Pipeline schedules: complete, free of deadlock, as short as the formula says; no process is started."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+from gptpar.errors import GptparError
+from gptpar.pipeline.schedules import (
+    Action,
+    Backward,
+    Forward,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    bubble,
+    chart,
+    forward_only,
+    idle_share,
+    interleaved,
+    one_f_one_b,
+    replay,
+    simulate,
+    with_transfers,
+)
+
+STAGES, MICRO_BATCHES, CHUNKS = range(1, 9), range(1, 18), range(1, 5)
+
+
+def programs(p: int, m: int, v: int) -> list[list[Instruction]]:
+    return [with_transfers(interleaved(stage, p, m, v), stage, p, v) for stage in range(p)]
+
+
+def most_in_flight(actions: Iterable[Action]) -> int:
+    """The most forwards whose backward is still to come."""
+    now = most = 0
+    for action in actions:
+        now += 1 if isinstance(action, Forward) else -1
+        most = max(most, now)
+    assert now == 0
+    return most
+
+
+@pytest.mark.parametrize("p", STAGES)
+@pytest.mark.parametrize("v", CHUNKS)
+def test_every_micro_batch_goes_forward_then_backward_once_per_chunk(p: int, v: int) -> None:
+    for m in MICRO_BATCHES:
+        for stage in range(p):
+            actions = list(interleaved(stage, p, m, v))
+            place = {action: i for i, action in enumerate(actions)}
+            assert len(place) == len(actions) == 2 * m * v
+            assert all(place[Forward(i, c)] < place[Backward(i, c)] for i in range(m) for c in range(v))
+
+
+@pytest.mark.parametrize("p", STAGES)
+@pytest.mark.parametrize("v", CHUNKS)
+def test_steps_end_and_idle_as_the_formula_says(p: int, v: int) -> None:
+    for m in MICRO_BATCHES:
+        idle, formula = idle_share(simulate(p, m, v)), bubble(p, m, v)
+        if v == 1 or m % p == 0:
+            assert idle == pytest.approx(formula, abs=1e-12)
+        assert idle >= formula - 1e-12
+        slow = simulate(p, m, v, forward_time=2, backward_time=3, transfer_time=0.5)
+        assert sum(len(spans) for spans in slow) == 2 * p * m * v
+
+
+@pytest.mark.parametrize("p", STAGES[1:])
+@pytest.mark.parametrize("v", CHUNKS)
+def test_links_deliver_in_the_order_of_the_receives(p: int, v: int) -> None:
+    """Apart from the simulator: what a stage sends, in order, is what its neighbour receives, in order."""
+    for m in MICRO_BATCHES:
+        sent, received = defaultdict(list), defaultdict(list)
+        for stage, program in enumerate(programs(p, m, v)):
+            for do in program:
+                here = do.chunk * p + stage
+                match do:
+                    case SendActivation():
+                        sent["activation", (stage + 1) % p].append((do.micro_batch, here + 1))
+                    case ReceiveActivation():
+                        received["activation", stage].append((do.micro_batch, here))
+                    case SendGradient():
+                        sent["gradient", (stage - 1) % p].append((do.micro_batch, here - 1))
+                    case ReceiveGradient():
+                        received["gradient", stage].append((do.micro_batch, here))
+        assert sent == received
+        assert sum(map(len, sent.values())) == 2 * m * (p * v - 1)
+
+
+@pytest.mark.parametrize("p", STAGES)
+def test_1f1b_keeps_few_micro_batches_in_flight(p: int) -> None:
+    for m in MICRO_BATCHES:
+        for stage in range(p):
+            assert most_in_flight(one_f_one_b(stage, p, m)) == min(p - stage, m)
+            assert list(interleaved(stage, p, m, 1)) == list(one_f_one_b(stage, p, m))
+
+
+@pytest.mark.parametrize("v", CHUNKS[1:])
+def test_interleaving_keeps_its_warm_up_in_flight_and_one_more(v: int) -> None:
+    p = 4
+    for m in MICRO_BATCHES:
+        for stage in range(p):
+            bound = (p - stage - 1) * 2 + (v - 1) * p + 1
+            most = most_in_flight(interleaved(stage, p, m, v))
+            assert most == min(bound, m * v) if m % p == 0 else most <= min(bound, m * v)
+
+
+def test_interleaved_order_is_megatrons() -> None:
+    """Two stages, two chunks, four micro-batches: groups of two; the last stage warms up with one group."""
+    actions = list(interleaved(1, 2, 4, 2))
+    forwards = [(a.micro_batch, a.chunk) for a in actions if isinstance(a, Forward)]
+    backwards = [(a.micro_batch, a.chunk) for a in actions if isinstance(a, Backward)]
+    assert forwards == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+    assert backwards == [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
+    assert [isinstance(a, Forward) for a in actions] == [True, True, *[True, False] * 6, False, False]
+
+
+def test_a_short_last_group_may_not_take_its_turns_at_once() -> None:
+    """Why the last group is filled up: without that, 4 stages, 3 chunks and 5 micro-batches wait for each other."""
+
+    def naive(stage: int) -> list[Action]:
+        order = [(i, c) for c in range(3) for i in range(4)] + [(4, c) for c in range(3)]
+        warm_up = min((3 - stage) * 2 + 2 * 4, len(order))
+        actions: list[Action] = [Forward(*key) for key in order[:warm_up]]
+        for turn, (i, c) in enumerate(order):
+            actions += [Forward(*key) for key in order[turn + warm_up : turn + warm_up + 1]]
+            actions.append(Backward(i, 2 - c))
+        return actions
+
+    with pytest.raises(GptparError, match=r"deadlocks: stage 0 at Forward\(micro_batch=4, chunk=2\)"):
+        replay([with_transfers(naive(stage), stage, 4, 3) for stage in range(4)], 3)
+    length = max(spans[-1].end for spans in simulate(4, 5, 3))
+    assert length == 66  # without any wait but the first 54, with the three that are left out 81
+
+
+@pytest.mark.parametrize("v", CHUNKS)
+def test_evaluation_runs_every_forward_once(v: int) -> None:
+    for p in STAGES:
+        for m in MICRO_BATCHES:
+            orders = [list(forward_only(stage, p, m, v)) for stage in range(p)]
+            assert all(order == orders[0] for order in orders)
+            assert set(orders[0]) == {Forward(i, c) for i in range(m) for c in range(v)} and len(orders[0]) == m * v
+            timelines = replay([with_transfers(order, stage, p, v) for stage, order in enumerate(orders)], v)
+            if m % p == 0:
+                assert max(spans[-1].end for spans in timelines) == m * v + p - 1
+
+
+def test_receives_are_one_action_ahead_and_sends_follow() -> None:
+    assert with_transfers(one_f_one_b(1, 3, 2), 1, 3, 1) == [
+        ReceiveActivation(0, 0),
+        ReceiveActivation(1, 0),
+        Forward(0, 0),
+        SendActivation(0, 0),
+        ReceiveGradient(0, 0),
+        Forward(1, 0),
+        SendActivation(1, 0),
+        ReceiveGradient(1, 0),
+        Backward(0, 0),
+        SendGradient(0, 0),
+        Backward(1, 0),
+        SendGradient(1, 0),
+    ]
+    alone = list(interleaved(0, 1, 3, 2))
+    assert with_transfers(alone, 0, 1, 2) == alone
+    assert with_transfers(one_f_one_b(0, 2, 1), 0, 2, 1) == [
+        ReceiveGradient(0, 0),
+        Forward(0, 0),
+        SendActivation(0, 0),
+        Backward(0, 0),
+    ]
+
+
+def test_transfer_time_delays_every_hop() -> None:
+    assert simulate(4, 1, 1, transfer_time=0.5)[0][-1].end == 4 * 3 + 6 * 0.5
+    assert simulate(2, 1, 2, transfer_time=0.5)[0][-1].end == 4 * 3 + 6 * 0.5
+
+
+def test_wrong_programs_are_found() -> None:
+    good = programs(2, 2, 1)
+    swapped = [Forward(1, 0), SendActivation(1, 0), Forward(0, 0), SendActivation(0, 0)]
+    with pytest.raises(GptparError, match="micro-batch 1 for virtual stage 1: receives and sends .* differ in order"):
+        replay([swapped, good[1]], 1)
+    with pytest.raises(GptparError, match="deadlocks: stage 1 at Forward"):
+        replay([[], good[1]], 1)
+    with pytest.raises(GptparError, match="2 messages .* never received"):
+        replay([swapped, []], 1)
+    with pytest.raises(GptparError, match="stage 0 sends the result of .* before it has computed it"):
+        replay([[SendActivation(0, 0)], []], 1)
+    with pytest.raises(GptparError, match="stage 1 runs Forward.* before ReceiveActivation"):
+        replay([good[0], [Forward(0, 0)]], 1)
+    with pytest.raises(GptparError, match="stage 0 runs Backward.* before Forward"):
+        replay([[Backward(0, 0)]], 1)
+    with pytest.raises(GptparError, match=r"Forward\(micro_batch=0, chunk=1\) before Forward\(micro_batch=0, chunk=0"):
+        replay([[Forward(0, 1)]], 2)
+
+
+def test_a_stage_that_is_not_there_has_no_schedule() -> None:
+    for wrong in ((2, 2, 1, 1), (0, 2, 0, 1), (0, 2, 1, 0)):
+        with pytest.raises(ValueError, match="no schedule for stage"):
+            list(interleaved(*wrong))
+
+
+def test_chart_of_four_stages() -> None:
+    drawing = chart(simulate(4, 4, 1))
+    assert drawing.splitlines() == [
+        "stage 0 ABCD......aa.bb.cc.dd",
+        "stage 1 .ABC....aaDbb.cc.dd..",
+        "stage 2 ..AB..aaCbbDcc.dd....",
+        "stage 3 ...AaaBbbCccDdd......",
+    ]
+    assert chart(simulate(4, 4, 1), width=8).splitlines()[3] == "stage 3 ...AaaB>"
+    assert bubble(4, 4) == pytest.approx(3 / 7)
+    assert chart(simulate(2, 2, 1, transfer_time=0.5)).splitlines()[1] == "stage 1 .AaaBbb..."

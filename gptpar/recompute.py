@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import RecomputeConfig
+from gptpar.topology import all_gather_single
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _unpack(kept: _Kept, keep: Keep) -> torch.Tensor:
         return data
     group, _, size = keep.partition
     full = data.new_empty(size * data.numel())
-    dist.all_gather_into_tensor(full, data, group=group)
+    all_gather_single(full, data, group=group)
     return full[: kept.shape.numel()].view(kept.shape)
 
 

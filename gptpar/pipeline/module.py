@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,16 +69,8 @@ class PipelineModule(nn.Module):
         self.num_virtual_stages = num_virtual_stages
         self._loss_fn = loss_fn
         self._boundary = boundary or _AbstractRun(self)
-        costs = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in self.specs]
-        self.bounds = partition(
-            partition_method,
-            self.num_stages * num_virtual_stages,
-            parameters=costs,
-            flops=flops,
-            kinds=[spec.cls.__name__ for spec in self.specs],
-            num_stages=self.num_stages,
-        )
-        self.balance = balance(list(flops) or costs, self.bounds, self.num_stages)
+        self.split = split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
+        self.bounds = self.split.bounds
         tied: dict[str, nn.Module] = {}
         self.chunks = nn.ModuleList()
         for part in range(self.stage, len(self.bounds) - 1, self.num_stages):
@@ -155,9 +148,7 @@ class PipelineModule(nn.Module):
             grad,
             observer or Silent(),
         )
-        runtime.run(
-            schedules.with_transfers(actions, self.stage, self.num_stages, self.num_virtual_stages)
-        )
+        runtime.run(schedules.with_transfers(actions, self.stage, self.num_stages, self.num_virtual_stages))
         return runtime.losses
 
     def train_batch(self, micro_batches: Iterable[tuple[torch.Tensor, Any]]) -> torch.Tensor:
@@ -181,6 +172,53 @@ class PipelineModule(nn.Module):
                         dist.all_reduce(parameter.grad, group=group)
         mean = torch.stack(losses).sum().double() * share.double() if losses else share.double() * 0
         return self.topology.sum_over_all(mean / self.topology.layout.tensor)
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """Which layers go where.
+
+    Attributes:
+        bounds: part k holds layers ``bounds[k]`` to ``bounds[k + 1] - 1``; stage r has parts r, r + num_stages, ...
+        parameters: of each stage.
+        costs: of each stage, in the unit of the partition method.
+    """
+
+    bounds: list[int]
+    parameters: list[float]
+    costs: list[float]
+
+    @property
+    def efficiency(self) -> float:
+        """Mean stage over heaviest stage: 1 is perfect balance."""
+        return sum(self.costs) / (len(self.costs) * max(self.costs)) if max(self.costs) else 1.0
+
+    def layers_of(self, stage: int) -> list[int]:
+        """Numbers of a stage's layers."""
+        parts = range(stage, len(self.bounds) - 1, len(self.costs))
+        return [layer for part in parts for layer in range(self.bounds[part], self.bounds[part + 1])]
+
+
+def split_layers(
+    specs: Sequence[LayerSpec], num_stages: int, num_virtual_stages: int, method: str, flops: Sequence[float]
+) -> LayerSplit:
+    """Cut a list of layers; see :class:`PipelineModule` for the methods.
+
+    Raises:
+        ConfigError: it cannot be cut like that.
+    """
+    parameters = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in specs]
+    kinds = [spec.cls.__name__ for spec in specs]
+    bounds = partition(
+        method,
+        num_stages * num_virtual_stages,
+        parameters=parameters,
+        flops=flops,
+        kinds=kinds,
+        num_stages=num_stages,
+    )
+    costs = balance(flops or parameters, bounds, num_stages)
+    return LayerSplit(bounds, balance(parameters, bounds, num_stages), costs)
 
 
 class _AbstractRun:

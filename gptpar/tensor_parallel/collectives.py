@@ -14,16 +14,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from gptpar.tensor_parallel.axis import TensorAxis
-
-# torch 2.13 renamed these two and warns at the old names.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from gptpar.topology import all_gather_single, reduce_scatter_single
 
 
 def start_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
     """Begin to collect every rank's rows; the result holds them once ``wait()`` has returned."""
     full = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    return full, _all_gather(full, x.contiguous(), group=group, async_op=True)
+    return full, all_gather_single(full, x.contiguous(), group=group, async_op=True)
 
 
 def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
@@ -34,7 +31,7 @@ def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[tor
     """
     assert x.shape[0] % group.size() == 0, f"{x.shape[0]} tokens do not divide over {group.size()} tensor ranks"
     share = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    return share, _reduce_scatter(share, x.contiguous(), group=group, async_op=True)
+    return share, reduce_scatter_single(share, x.contiguous(), group=group, async_op=True)
 
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from gptpar.activity import Activity
 from gptpar.config import Config
 from gptpar.config.derive import Derived
 from gptpar.errors import GptparError
@@ -71,6 +72,8 @@ def open_run(
     )
     with ExitStack() as stack:
         stack.enter_context(memory_explained(config))
+        activity = Activity.of_worker()
+        stack.enter_context(activity.lost_ranks_explained())
         topology = stack.enter_context(
             open_topology(
                 layout, backend=parallel.distributed_backend, timeout_minutes=parallel.distributed_timeout_minutes
@@ -86,7 +89,7 @@ def open_run(
         for loader in loaders.values():
             if loader is not None:
                 stack.callback(loader.close)
-        trainer = Trainer(config, topology, make_schedule(config, plan.train_samples))
+        trainer = Trainer(config, topology, make_schedule(config, plan.train_samples), activity)
         progress = resume.load(trainer, vocabulary.identity, say)
         sinks = [*more_sinks, *_sinks(config, topology, progress)] if topology.is_main else []
         reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)

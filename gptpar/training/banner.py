@@ -11,13 +11,15 @@ from gptpar.config import Config
 from gptpar.config.derive import Derived
 from gptpar.model.flops import Shape, flops_per_token, num_parameters
 from gptpar.model.memory import MemoryPlan, expected_memory
+from gptpar.pipeline.module import LayerSplit
+from gptpar.pipeline.schedules import idle_share, simulate
 from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count
 from gptpar.tensor_parallel.cross_entropy import num_chunks
-from gptpar.topology import Topology
+from gptpar.topology import Layout, Topology
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary
 from gptpar.training.reporter import device_peak
-from gptpar.training.sharded_model import DTYPES
+from gptpar.training.sharded_model import DTYPES, recomputed_blocks, split_of
 
 
 def start_banner(
@@ -29,11 +31,13 @@ def start_banner(
     without_effect: Sequence[str],
 ) -> str:
     """Model, layout, expected memory, every derived number with its reason, and flags that change nothing."""
+    split = split_of(config, topology.layout)
     sections = [
         Section("model", _model(config, vocabulary)),
         Section("layout", _layout(config, topology)),
         Section("run", _run(config, plan)),
-        Section("memory expected on each process", _memory(config, topology)),
+        Section("pipeline", _pipeline(config, topology.layout, plan, split)),
+        Section("memory expected on the first stage's processes", _memory(config, topology, plan, split)),
         Section("derived", [Row(d.name, str(d.value), d.reason) for d in derived]),
         Section("accepted, without effect", [Row(*note.split(": ", 1)) for note in without_effect]),
     ]
@@ -69,7 +73,7 @@ def _layout(config: Config, topology: Topology) -> list[Row]:
         "MFU is not shown: the peak of this device is not known" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s"
     )
     return [
-        Row("processes", f"{layout.world_size}", layout.describe()),
+        Row("processes", f"{layout.world_size}", f"{layout.describe()}, ZeRO-{config.parallel.zero_stage or 0}"),
         Row("device", name, reason),
         Row("number format", config.precision.dtype, "master weights, moments and gradient sums in fp32 or wider"),
     ]
@@ -96,18 +100,60 @@ def _run(config: Config, plan: BatchPlan) -> list[Row]:
     return rows
 
 
-def _memory(config: Config, topology: Topology) -> list[Row]:
-    m, b = config.model, config.batch
+def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit) -> list[Row]:
+    if layout.pipeline == 1:
+        return []
+    num_micro = plan.full // ((config.batch.micro_batch_size or 1) * layout.data)
+    chunks = config.parallel.num_chunks
+    idle = idle_share(simulate(layout.pipeline, num_micro, chunks))
+    layers = [[f"{layer}" for layer in split.layers_of(stage)] for stage in range(layout.pipeline)]
+    rows = [
+        Row(
+            f"stage {stage}",
+            f"{len(numbers)} layers",
+            f"{format_count(round(count))} parameters, numbers {_ranges(numbers)}",
+        )
+        for stage, (numbers, count) in enumerate(zip(layers, split.parameters, strict=True))
+    ]
+    name = "1F1B" if chunks == 1 else f"interleaved 1F1B, {chunks} pieces a stage"
+    return [
+        Row("schedule", name, f"{num_micro} micro-batches a step, {100 * idle:.1f} % of the time idle by the schedule"),
+        Row("balance", f"{100 * split.efficiency:.1f} %", "mean stage over heaviest stage, by FLOPs"),
+        *rows,
+    ]
+
+
+def _ranges(numbers: Sequence[str]) -> str:
+    """``0-2, 7-9`` for consecutive numbers."""
+    runs: list[list[int]] = []
+    for number in map(int, numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _memory(config: Config, topology: Topology, batches: BatchPlan, split: LayerSplit) -> list[Row]:
+    """Of the first stage, which keeps the most micro-batches."""
+    m, b, layout = config.model, config.batch, topology.layout
     assert m.num_layers and m.seq_length and m.padded_vocab_size and b.micro_batch_size
     size = DTYPES[config.precision.dtype].itemsize
+    num_micro = batches.full // (b.micro_batch_size * layout.data)
+    in_flight = min(layout.pipeline, num_micro)
+    blocks = [f"layers.{layer - 2}" for layer in split.layers_of(0) if 2 <= layer < m.num_layers + 2]
+    recomputed = sum(len(group) for group in recomputed_blocks(config, blocks))
     plan = MemoryPlan(
-        num_parameters=num_parameters(cast(Shape, m)),
-        layers_in_flight=m.num_layers,
+        num_parameters=round(split.parameters[0] / layout.tensor),
+        layers_in_flight=len(blocks) * in_flight,
         micro_batch_size=b.micro_batch_size,
         bytes_per_element=size,
-        recomputed_layers=len(recomputed_layers(config)),
+        recomputed_layers=recomputed * in_flight,
         hidden_dropout=m.hidden_dropout,
-        data_parallel=topology.layout.data,
+        tensor_parallel=layout.tensor,
+        sequence_parallel=config.parallel.sequence_parallel,
+        data_parallel=layout.data,
+        zero_stage=config.parallel.zero_stage or 0,
         logits_chunks=num_chunks(b.micro_batch_size * m.seq_length, m.padded_vocab_size, size, topology.device.type),
     )
     expected = expected_memory(cast(Shape, m), plan)

@@ -17,11 +17,11 @@ from gptpar.config import Config
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.optim.adamw import MasterAdamW, make_runs
-from gptpar.pipeline.module import PipelineModule
+from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.stage import Fields, ParameterInfo, Stage, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
-from gptpar.topology import Topology
+from gptpar.topology import Layout, Topology
 from gptpar.zero.gradients import GradientSum
 from gptpar.zero.live import LiveParameters
 from gptpar.zero.place import DataAxis
@@ -53,17 +53,13 @@ class ShardedModel:
         layers = {name: params for stage in self.stages for name, params in stage.parameters_by_layer().items()}
         self.units = [Unit.of(name, {p: self.infos[p] for p in params}, data.shards) for name, params in layers.items()]
         chunks = [[name for name in stage.call_order() if name in layers] for stage in self.stages]
-        self._runs = make_runs(
-            self.units, data.shard, first_tensor_rank=tensor.rank == 0, copies=self.pipeline.copies
-        )
+        self._runs = make_runs(self.units, data.shard, first_tensor_rank=tensor.rank == 0, copies=self.pipeline.copies)
         self._tensor, self._data = tensor, data
 
         reduce_dtype = torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide
         device = topology.device
         done = partial(_done, self)
-        self.gradients = GradientSum(
-            self.units, chunks, data, wide, device, reduce_dtype=reduce_dtype, done=done
-        )
+        self.gradients = GradientSum(self.units, chunks, data, wide, device, reduce_dtype=reduce_dtype, done=done)
         self.optimizer = MasterAdamW(
             self.units, self.infos, self._runs, data.shard, self.gradients.shard, config.optimizer
         )
@@ -132,13 +128,9 @@ def data_axis(config: Config, topology: Topology) -> DataAxis:
 
 def make_pipeline(config: Config, topology: Topology, tensor: TensorAxis, dtype: torch.dtype) -> PipelineModule:
     """The GPT cut into stages, its layers without storage."""
-    recompute = config.recompute
-    modules = frozenset(recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else None
+    recompute, modules = config.recompute, frozenset(config.recompute.recompute_modules or ())
     width = config.model.hidden_size
     assert width is not None
-
-    def groups(names: Sequence[str]) -> list[tuple[str, ...]]:
-        return recompute_groups(recompute, [name for name in names if name.startswith("layers.")])
 
     def boundary(sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
         return torch.Size([x.numel() // (tensor.size if tensor.splits_tokens else 1), width]), dtype
@@ -147,13 +139,29 @@ def make_pipeline(config: Config, topology: Topology, tensor: TensorAxis, dtype:
     if recompute.distribute_saved_activations and tensor.group is not None:
         partition = (tensor.group, tensor.rank, tensor.size)
     return PipelineModule(
-        gpt_layers(config.model, tensor, recompute_modules=modules or frozenset()),
+        gpt_layers(config.model, tensor, recompute_modules=modules),
         topology=topology,
         partition_method=config.parallel.pipeline_partition_method,
         num_virtual_stages=config.parallel.num_chunks,
         flops=layer_flops(cast(Shape, config.model)),
         build=build_on_meta,
-        recompute=groups,
+        recompute=partial(recomputed_blocks, config),
         keep=Keep(partition, recompute.checkpoint_in_cpu),
         boundary=boundary,
+    )
+
+
+def recomputed_blocks(config: Config, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The groups of blocks that are recomputed together, of the layers (by name) of one piece of the pipeline."""
+    return recompute_groups(config.recompute, [name for name in names if name.startswith("layers.")])
+
+
+def split_of(config: Config, layout: Layout) -> LayerSplit:
+    """Which layers go to which stage."""
+    return split_layers(
+        gpt_layers(config.model),
+        layout.pipeline,
+        config.parallel.num_chunks,
+        config.parallel.pipeline_partition_method,
+        layer_flops(cast(Shape, config.model)),
     )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.topology import reduce_scatter_single
 from gptpar.zero.place import DataAxis
 from gptpar.zero.units import Unit
 
@@ -118,7 +119,7 @@ class GradientSum:
         sent = total.to(self._reduce_dtype)
         if self._axis.shards > 1:
             into = torch.empty_like(shard, dtype=sent.dtype)
-            work = dist.reduce_scatter_tensor(into, sent, group=self._axis.group, async_op=True)
+            work = reduce_scatter_single(into, sent, group=self._axis.group, async_op=True)
             self._pending.append((work, sent, lambda: shard.copy_(into) if self._keeps_all else shard.add_(into)))
         elif self._axis.group is not None:
             work = dist.all_reduce(sent, group=self._axis.group, async_op=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from gptpar.topology import all_gather_single
 from gptpar.zero.place import DataAxis
 from gptpar.zero.units import Unit
 
@@ -48,8 +48,7 @@ class LiveParameters:
             pieces = buffer.split([unit.length for unit in units])
             self._full = dict(zip(self._units, pieces, strict=True))
             self._shards = {
-                unit.name: piece.split(unit.shard_length)[axis.shard]
-                for unit, piece in zip(units, pieces, strict=True)
+                unit.name: piece.split(unit.shard_length)[axis.shard] for unit, piece in zip(units, pieces, strict=True)
             }
         self._pending: dict[str, Any] = {}
         self._present = set(self._units)
@@ -64,9 +63,7 @@ class LiveParameters:
 
     def views(self) -> dict[str, torch.Tensor]:
         """Each parameter's memory; to be asked for before the first :meth:`publish`, which may take it away."""
-        return {
-            name: view for unit in self._units.values() for name, view in unit.views(self._full[unit.name]).items()
-        }
+        return {name: view for unit in self._units.values() for name, view in unit.views(self._full[unit.name]).items()}
 
     def publish(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Take new values; they are in place when a layer is called.
@@ -84,9 +81,7 @@ class LiveParameters:
                 self._pending[name] = self._gather(name)
 
     def _gather(self, name: str) -> Any:
-        return dist.all_gather_into_tensor(
-            self._full[name], self._shards[name], group=self._axis.group, async_op=True
-        )
+        return all_gather_single(self._full[name], self._shards[name], group=self._axis.group, async_op=True)
 
     def __call__(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> torch.Tensor:
         """Call a layer with its parameters in place."""

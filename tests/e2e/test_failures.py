@@ -38,6 +38,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
             if "iteration        5/" in line:
                 break
         workers = {rank_of(pid): pid for pid in children(launcher.pid)}
+        assert 1 in workers, (tmp_path / "stderr").read_text()
         start = time.monotonic()
         os.kill(workers[1], signal.SIGKILL)
         launcher.stdout.read()

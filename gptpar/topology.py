@@ -166,7 +166,7 @@ def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
         device,
         data_group=_my_group(layout.data_groups(), rank),
         tensor_group=_my_group(layout.tensor_groups(), rank),
-        links=_make_links(layout, rank) if layout.pipeline > 1 else None,
+        links=_make_links(layout, rank, device) if layout.pipeline > 1 else None,
     )
 
 
@@ -182,7 +182,13 @@ def _my_group(rank_lists: Iterable[Sequence[int]], rank: int) -> dist.ProcessGro
     return mine
 
 
-def _make_links(layout: Layout, rank: int) -> Links:
+def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
+    """The links of this process, each tried once: NCCL connects at the first transfer, and waits there for the peer.
+
+    In the middle of a schedule, where two stages may first need different links, that wait would never end; here all
+    processes go through the links in one order.
+    """
+    hello = torch.zeros(1, device=device)
     stages = layout.pipeline
     found: dict[str, Link] = {}
     for chain in layout.chains():
@@ -195,8 +201,10 @@ def _make_links(layout: Layout, rank: int) -> Links:
                 group = dist.new_group([sender, receiver])
                 if rank == sender:
                     found[out] = Link(receiver, group)
+                    dist.send(hello, receiver, group=group)
                 if rank == receiver:
                     found[into] = Link(sender, group)
+                    dist.recv(hello, sender, group=group)
     return Links(**found)
 
 

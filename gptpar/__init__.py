@@ -1,4 +1,4 @@
-"""gptpar pretrains GPT models with data, tensor and pipeline parallelism, ZeRO and exact CPU offload."""
+"""gptpar pretrains GPT models with data, tensor and pipeline parallelism and ZeRO."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+    from gptpar.pipeline import PipelineModule
 
 __version__ = "0.1.0"
-__all__ = ["LayerSpec", "TiedLayerSpec", "__version__"]
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "__version__"]
 
-_HOMES = {"LayerSpec": "gptpar.layer_spec", "TiedLayerSpec": "gptpar.layer_spec"}
+_HOMES = {
+    "LayerSpec": "gptpar.layer_spec",
+    "PipelineModule": "gptpar.pipeline",
+    "TiedLayerSpec": "gptpar.layer_spec",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,6 @@
-"""Stages of a model. A run without a pipeline is one stage."""
+"""Stages of a model and the schedules that run them. A run without a pipeline is one stage."""
 
+from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import Stage
 
-__all__ = ["Stage"]
+__all__ = ["PipelineModule", "Stage"]

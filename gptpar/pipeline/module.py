@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,8 @@ class PipelineModule(nn.Module):
         self.specs = [_as_spec(layer, number) for number, layer in enumerate(layers)]
         self.num_stages, self.stage = self.topology.layout.pipeline, self.topology.stage
         self.num_virtual_stages = num_virtual_stages
+        if num_virtual_stages > 1 and self.num_stages == 1:
+            raise ConfigError([f"{num_virtual_stages} virtual stages need a pipeline of at least 2 stages."])
         self._loss_fn = loss_fn
         self._boundary = boundary or _AbstractRun(self)
         self.split = split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
@@ -165,9 +168,13 @@ class PipelineModule(nn.Module):
         device, dp = self.topology.device, self.topology.layout.data
         share = torch.tensor(1 / (len(batches) * dp), device=device)
         losses = self.forward_backward(batches, grad=share)
-        for name, parameters in [item for c in self.chunks for item in c.parameters_by_layer().items()]:  # type: ignore[operator]
+        layers = {n: p for chunk in self.chunks for n, p in chunk.parameters_by_layer().items()}  # type: ignore[operator]
+        for name, parameters in layers.items():  # a tied layer may be in several chunks, yet is summed once
+            tied = self.tied_groups.get(name)
             for parameter in parameters.values():
-                for group in (self.topology.data_group, self.tied_groups.get(name)):
+                if parameter.grad is None and tied is not None:  # unused here, yet perhaps not on the other stage
+                    parameter.grad = torch.zeros_like(parameter)
+                for group in (self.topology.data_group, tied):
                     if group is not None and parameter.grad is not None:
                         dist.all_reduce(parameter.grad, group=group)
         mean = torch.stack(losses).sum().double() * share.double() if losses else share.double() * 0
@@ -240,9 +247,14 @@ class _AbstractRun:
         x, shapes = x.to("meta"), []
         tied: dict[str, nn.Module] = {}
         for spec in self._specs:
-            x = Stage([spec], tied=tied)(x, on_meta)
+            x = Stage([spec], build=_without_data, tied=tied)(x, on_meta)
             shapes.append((x.shape, x.dtype))
         return shapes
+
+
+def _without_data(spec: LayerSpec) -> nn.Module:
+    """The layer on the meta device, a copy where it exists already."""
+    return copy.deepcopy(build_on_meta(spec)).to("meta")
 
 
 class _Function(nn.Module):

@@ -115,7 +115,8 @@ class Runtime:
         arriving = self._arriving.pop(("gradient", micro_batch, chunk), None)
         grad = self.grad if arriving is None else arriving.take()
         self.observer.before_backward(micro_batch, chunk)
-        torch.autograd.backward(y, grad)
+        if y.requires_grad:  # not where the first stages have no parameters
+            torch.autograd.backward(y, grad)
         self.observer.after_backward(micro_batch, chunk)
         if self._virtual(chunk) > 0:
             self._leaving["gradient", micro_batch, chunk] = torch.zeros_like(x) if x.grad is None else x.grad

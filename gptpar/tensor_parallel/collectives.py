@@ -6,7 +6,6 @@ Legend: N all tokens of the micro-batch (under sequence parallelism a rank holds
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import torch

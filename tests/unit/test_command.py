@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 
 import pytest
 
 from gptpar import command
 from gptpar.cli import main
 from gptpar.errors import DataError
-from gptpar.launch import _ending
 
 
 def test_a_typo_is_named_rather_than_the_flag_it_leaves_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,9 +50,3 @@ def test_only_the_first_worker_tells_of_ctrl_c(
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert command.run(interrupted, []) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
-
-
-def test_how_a_worker_ended_is_said_in_words() -> None:
-    assert _ending(-signal.SIGKILL).startswith("was killed by SIGKILL, as Linux does")
-    assert _ending(-signal.SIGSEGV) == "was killed by SIGSEGV"
-    assert _ending(1) == "ended with exit code 1; its message is above"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +11,16 @@ import torch
 
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import GptparError
-from gptpar.optim import gradients
-from gptpar.optim.flat import ALIGNMENT, FlatLayout, l2_norm
-from gptpar.optim.gradients import GradientSum
+from gptpar.init import Constant
+from gptpar.optim.adamw import MasterAdamW, make_runs
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import make_schedule
+from gptpar.pipeline.stage import ParameterInfo
+from gptpar.tensor_parallel.axis import Split
+from gptpar.zero import gradients
+from gptpar.zero.gradients import GradientSum
+from gptpar.zero.place import DataAxis
+from gptpar.zero.units import ALIGNMENT, Unit
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
 
@@ -95,54 +101,148 @@ def test_loss_scale_at_its_minimum_stops_the_run() -> None:
         scale.update(True)
 
 
-def test_layout_is_reversed_aligned_and_split_by_decay() -> None:
-    shapes = {
-        "first.weight": torch.Size((3, 5)),
-        "first.bias": torch.Size((2, 7)),  # a bias stays without decay whatever its shape
-        "norm.weight": torch.Size((5,)),
-        "last.weight": torch.Size((65,)),
-        "last.matrix": torch.Size((10, 10)),
-    }
-    layout = FlatLayout.of(shapes)
-    assert list(layout.slots) == ["last.matrix", "first.weight", "last.weight", "norm.weight", "first.bias"]
-    assert [slot.start for slot in layout.slots.values()] == [0, 128, 192, 320, 384]
-    assert (layout.decayed, layout.length) == (192, 448)
-    assert all(slot.start % ALIGNMENT == 0 for slot in layout.slots.values())
-    buffer = torch.arange(layout.length)
-    assert layout.views(buffer)["norm.weight"].tolist() == [320, 321, 322, 323, 324]
+SHAPES = {
+    "first.weight": (3, 5),
+    "first.bias": (2, 7),  # a bias stays without decay whatever its shape
+    "norm.weight": (5,),
+    "last.weight": (65,),
+    "last.matrix": (10, 10),
+}
+
+
+def infos(shapes: Mapping[str, tuple[int, ...]], splits: Mapping[str, Split] | None = None) -> dict[str, ParameterInfo]:
+    return {n: ParameterInfo(torch.Size(s), (splits or {}).get(n), Constant(0.0)) for n, s in shapes.items()}
+
+
+def test_a_unit_is_aligned_and_ordered_by_kind() -> None:
+    unit = Unit.of("layer", infos(SHAPES), 4)
+    assert list(unit.slots) == ["first.weight", "last.matrix", "first.bias", "norm.weight", "last.weight"]
+    assert [slot.start for slot in unit.slots.values()] == [0, 64, 192, 256, 320]
+    assert [slot.end for slot in unit.slots.values()] == [64, 192, 256, 320, 448]
+    assert (unit.length, unit.shard_length) == (512, 128)
+    assert Unit.of("layer", infos(SHAPES), 3).length == 576 and Unit.of("layer", infos(SHAPES), 1).length == 448
+    assert all(slot.start % ALIGNMENT == 0 for slot in unit.slots.values())
+    assert unit.views(torch.arange(512))["norm.weight"].tolist() == [256, 257, 258, 259, 260]
+    assert unit.views(torch.arange(512))["last.matrix"].shape == (10, 10)
+
+
+def test_uneven_shares_reserve_the_longest() -> None:
+    """Every tensor rank's parameters begin at the same places: their collectives over the data axis stay alike."""
+    shapes = {"norm.weight": (5,), "tokens.weight": (12, 8), "head.weight": (3, 4)}
+    longest = {"tokens.weight": Split(0, 25, 0, 13)}
+    short = Unit.of("ends", infos(shapes, longest), 2)
+    long = Unit.of("ends", infos({**shapes, "tokens.weight": (13, 8)}, {"tokens.weight": Split(0, 25, 12, 13)}), 2)
+    assert list(short.slots) == ["head.weight", "norm.weight", "tokens.weight"]
+    assert [(s.start, s.end) for s in short.slots.values()] == [(s.start, s.end) for s in long.slots.values()]
+    assert [u.slots["tokens.weight"].stop for u in (short, long)] == [128 + 96, 128 + 104]
+    assert short.length == long.length == 256
+    assert [slot.replicated for slot in short.slots.values()] == [True, True, False]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_shards_hold_every_element_once(shards: int) -> None:
+    unit = Unit.of("layer", infos(SHAPES, {"last.matrix": Split(1, 20, 10, 10)}), shards)
+    times = {name: torch.zeros(slot.shape.numel()) for name, slot in unit.slots.items()}
+    for shard in range(shards):
+        for name, first, last in unit.held(shard):
+            assert 0 <= first < last
+            times[name][first:last] += 1
+    assert all(bool((counts == 1).all()) for counts in times.values())
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_runs_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> None:
+    unit = Unit.of("layer", infos(SHAPES, {"last.matrix": Split(1, 20, 10, 10)}), shards)
+    treated = torch.full((unit.length, 2), -1)
+    for shard in range(shards):
+        stop = 0
+        for start, end, decays, replicated in unit.runs(shard):
+            assert stop <= start < end <= unit.shard_length
+            treated[shard * unit.shard_length + start : shard * unit.shard_length + end] = torch.tensor(
+                [decays, replicated]
+            ).long()
+            stop = end
+    for slot in unit.slots.values():
+        assert treated[slot.start : slot.end].unique(dim=0).tolist() == [[slot.decays, slot.replicated]]
+    assert int((treated[:, 0] >= 0).sum()) == sum(slot.end - slot.start for slot in unit.slots.values())
+    assert [run[2:] for run in Unit.of("l", infos(SHAPES), 1).runs(0)] == [(True, True), (False, True)]
+
+
+def make_optimizer(
+    unit: Unit, shapes: Mapping[str, tuple[int, ...]], grad: torch.Tensor, shard: int = 0
+) -> MasterAdamW:
+    runs = make_runs([unit], shard, first_tensor_rank=True, copies=frozenset())
+    return MasterAdamW([unit], infos(shapes), runs, shard, grad, tiny_config().optimizer)
 
 
 def test_norm_of_a_long_buffer_is_exact() -> None:
     """Summed in one go, fp32 is 3 % off here."""
-    assert l2_norm(torch.full((50_000_000,), 0.1)).item() == pytest.approx(0.1 * 50e6**0.5, rel=1e-6)
+    shapes = {"a.weight": (25_000_000,), "b.weight": (5000, 5000)}
+    unit = Unit.of("long", infos(shapes), 1)
+    grad = torch.zeros(unit.length)
+    for view in unit.views(grad).values():
+        view.fill_(0.1)
+    square = make_optimizer(unit, shapes, grad).square_of(grad)
+    assert square.dtype == torch.float64
+    assert square.sqrt().item() == pytest.approx(0.1 * 50e6**0.5, rel=1e-6)
 
 
-def test_buckets_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_zeros_of_parameters_are_counted() -> None:
+    """The gaps between parameters are zeros too; of two shards each counts its own."""
+    unit = Unit.of("layer", infos(SHAPES), 2)
+    whole = torch.zeros(unit.length)
+    for view in unit.views(whole).values():
+        view.fill_(1.0)
+    unit.views(whole)["last.matrix"][3:5] = 0
+    unit.views(whole)["last.weight"][7] = 0
+    counts = [make_optimizer(unit, SHAPES, grad, k).zeros_in_grad() for k, grad in enumerate(whole.chunk(2))]
+    assert counts == [20, 1]
+    elsewhere = make_runs([unit], 0, first_tensor_rank=False, copies=frozenset())
+    optimizer = MasterAdamW([unit], infos(SHAPES), elsewhere, 0, whole.chunk(2)[0], tiny_config().optimizer)
+    assert optimizer.zeros_in_grad() == 0 and optimizer.square_of(optimizer.grad).item() == 0
+
+
+def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives match by their order alone: it must not depend on which gradient came first, or came at all."""
-    monkeypatch.setattr(gradients, "BUCKET_ELEMENTS", 64)
     started: list[int] = []
+    done: list[str] = []
 
     def all_reduce(piece: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
-        started.append(piece.storage_offset())
+        started.append(int(piece.storage_offset()))
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    axis = DataAxis(2, 0, object())  # type: ignore[arg-type]
     for arrivals in ("cba", "abc", "bca", "b"):
         parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
-        layout = FlatLayout.of({name: p.shape for name, p in parameters.items()})
-        total = GradientSum(parameters, layout, torch.full((layout.length,), 7.0), group=object())  # type: ignore[arg-type]
+        units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
+        total = GradientSum(
+            units,
+            [[unit.name for unit in units]],
+            axis,
+            torch.float32,
+            torch.device("cpu"),
+            reduce_dtype=torch.float32,
+            done=done.append,
+        )
+        total.shard.fill_(7.0)  # of an earlier step
+        total.watch(parameters)
         total.begin()
+        total.begin_backward(0, last=False)
         (2 * parameters["b"] + parameters["b"]).sum().backward()  # used twice, in an earlier micro-batch
-        total.expect_last()
+        total.end_backward()
+        assert started == []
+        total.begin_backward(0, last=True)
         for name in arrivals:
             parameters[name].sum().backward()
+        total.end_backward()
         total.finish()
-        assert started == [0, 64, 128]
+        assert started == [128, 64, 0] and done == ["unit c", "unit b", "unit a"]
+        assert all(parameter.grad is None for parameter in parameters.values())
         started.clear()
-        expected = {name: (3.0 if name == "b" else 0.0) + (name in arrivals) for name in "abc"}
-        assert {name: view.unique().tolist() for name, view in total.views.items()} == {
-            n: [v] for n, v in expected.items()
-        }
+        done.clear()
+        expected = {f"unit {n}": [(3.0 if n == "b" else 0.0) + (n in arrivals)] for n in "abc"}
+        assert {name: view.unique().tolist() for name, view in total.shards.items()} == expected
 
 
 def step_once(trainer, poison: float = 0.0) -> list[float]:  # type: ignore[no-untyped-def]
@@ -170,9 +270,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: str) 
 def test_sixteen_bit_weights_are_the_rounded_masters(flags: str) -> None:
     trainer = make_trainer(tiny_config(flags))
     norms = [step_once(trainer)[1] for _ in range(3)]
-    optimizer = trainer.model.optimizer
-    assert optimizer.master.dtype == torch.float32
-    assert torch.equal(optimizer.live, optimizer.master.to(optimizer.live.dtype))
+    assert trainer.model.optimizer.master.dtype == torch.float32
+    masters, live = trainer.model.optimizer.state_tensors()["weights"], trainer.model.live.views()
+    assert masters.keys() == live.keys() and {view.dtype for view in live.values()} != {torch.float32}
+    for name, held in masters.items():
+        ((_, master),) = held.parts
+        assert torch.equal(live[name], master.to(live[name].dtype)), name
     exact = make_trainer(tiny_config())
     assert norms == pytest.approx([step_once(exact)[1] for _ in range(3)], rel=0.05)
 

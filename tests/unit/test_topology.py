@@ -26,6 +26,24 @@ def test_tensor_axis_is_fastest_then_data_then_pipeline() -> None:
     assert [layout.coordinates(r) for r in (0, 1, 2, 4)] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
 
 
+@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(3, 4, 1), Layout(1, 2, 5), Layout()])
+def test_groups_of_each_axis_partition_the_ranks(layout: Layout) -> None:
+    axes = [(layout.data_groups(), layout.data), (layout.tensor_groups(), layout.tensor)]
+    for number, (groups, size) in enumerate([*axes, (layout.chains(), layout.pipeline)]):
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+        for group in groups:
+            places = [layout.coordinates(rank) for rank in group]
+            assert [place[number] for place in places] == list(range(size))
+            assert len({place[:number] + place[number + 1 :] for place in places}) == 1
+
+
+def test_groups_of_eight() -> None:
+    layout = Layout(data=2, tensor=2, pipeline=2)
+    assert layout.data_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.chains() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
 def test_ramp_follows_megatrons_rule() -> None:
     plan = BatchPlan.of(
         BatchConfig(global_batch_size=256, rampup_batch_size=(32, 32, 1953125), train_samples=439453125)

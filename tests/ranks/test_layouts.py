@@ -1,0 +1,107 @@
+"""Layouts, ZeRO stages, schedules and recomputation compute the same as one process, and resume each other's saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.check_layouts.cases import RECOMPUTE, Case
+from gptpar.check_layouts.main import SMALL, case_config, difference, step_difference
+from gptpar.check_layouts.training import CaseRun, Outcome
+from gptpar.topology import Layout, Topology, make_topology
+from tests.spawn import spawn
+
+WORDS = [*SMALL, "--fp64"]
+STEPS = 2
+TOLERANCE = 1e-10
+"""Largest relative difference, in fp64."""
+
+
+def case(layout: Layout, *flags: str) -> Case:
+    """A layout with flags."""
+    sizes = ("--tensor-model-parallel-size", str(layout.tensor), "--pipeline-model-parallel-size", str(layout.pipeline))
+    return Case(f"{layout.describe()} {' '.join(flags)}", layout, (*sizes, *flags))
+
+
+CASES = [
+    case(Layout(data=4), "--zero-stage", "3", *RECOMPUTE["every 2"]),
+    case(Layout(tensor=4), "--sequence-parallel", *RECOMPUTE["selective"]),
+    case(Layout(data=2, pipeline=2), "--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+    case(Layout(data=2, tensor=2), "--zero-stage", "1", "--sequence-parallel"),
+    case(Layout(pipeline=4), *RECOMPUTE["full recompute"]),
+    case(Layout(tensor=2, pipeline=2), "--num-virtual-stages-per-pipeline-rank", "2", *RECOMPUTE["selective"]),
+    case(Layout(data=2, pipeline=2), "--zero-stage", "3"),
+]
+"""Each resumes what the one before saved, the first what one process saved."""
+
+UNEVEN = [*WORDS, "--vocab-size", "98", "--make-vocab-size-divisible-by", "2"]
+FEW = [*WORDS, "--global-batch-size", "2"]
+SINGLE = [
+    (UNEVEN, case(Layout(tensor=4))),  # shares of 24, 25, 24 and 25 rows
+    (UNEVEN, case(Layout(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel")),
+    (FEW, case(Layout(pipeline=4))),
+]
+
+
+def run_alone(words: list[str], save_in: Path | None = None) -> Outcome:
+    """The reference: one process, one step more than the others take before they resume."""
+    run = CaseRun(case_config(words, Case("alone", Layout(), ()), 1), Topology(Layout(), 0, torch.device("cpu")))
+    run.train(0, STEPS)
+    if save_in:
+        run.save(save_in, STEPS)
+    run.train(STEPS, STEPS + 1)
+    return run.outcome
+
+
+def run_all(rank: int, folder: Path) -> list[Outcome]:
+    """Every case in turn in the same four processes; the main one has the outcomes."""
+    outcomes = []
+    topologies: dict[Layout, Topology] = {}
+    chained = [(WORDS, c, folder / str(number)) for number, c in enumerate(CASES)]
+    for words, this, saved in [*chained, *((words, c, None) for words, c in SINGLE)]:
+        if this.layout not in topologies:
+            topologies[this.layout] = make_topology(this.layout, rank, torch.device("cpu"))
+        run = CaseRun(case_config(words, this, 4), topologies[this.layout])
+        run.train(0, STEPS)
+        if saved is not None:
+            run.save(folder / str(int(saved.name) + 1), STEPS)
+            run.resume(saved)
+        run.train(STEPS, STEPS + 1)
+        outcomes.append(run.outcome)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Outcome, Outcome]]:
+    """(outcome, what it is to equal) of all cases, from one start of four processes."""
+    folder = tmp_path_factory.mktemp("layouts")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = run_alone(WORDS, folder / "0")
+        wanted = [alone] * len(CASES) + [run_alone(UNEVEN)] * 2 + [run_alone(FEW)]
+    finally:
+        torch.set_num_threads(threads)
+    return list(zip(spawn(run_all, 4, folder, timeout_s=300)[0], wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    "number", range(len(CASES) + len(SINGLE)), ids=[c.name for c in CASES] + [c.name for _, c in SINGLE]
+)
+def test_layout_equals_one_process(outcomes: list[tuple[Outcome, Outcome]], number: int) -> None:
+    """Initial weights bit for bit; losses, norms, gradients and weights of each step, the last after a resume."""
+    found, wanted = outcomes[number]
+    assert difference([(found.initial, wanted.initial)]) == 0
+    assert len(found.steps) == STEPS + 1
+    assert step_difference(found.steps, wanted.steps) <= TOLERANCE
+    assert difference(zip(found.gradients, wanted.gradients, strict=True)) <= TOLERANCE
+    assert difference(zip(found.weights, wanted.weights, strict=True)) <= TOLERANCE
+
+
+def test_the_cases_are_a_cover() -> None:
+    """All six ways to cut four processes, and every ZeRO stage that shards."""
+    assert len({this.layout for this in CASES}) == 6 == sum(4 % (t * p) == 0 for t in (1, 2, 4) for p in (1, 2, 4))
+    zero = {c.flags[c.flags.index("--zero-stage") + 1] for c in CASES if "--zero-stage" in c.flags}
+    assert zero == {"1", "2", "3"}

@@ -1,0 +1,148 @@
+"""The public pipeline with a model that is not a GPT: the loss and every gradient of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gptpar.errors import ConfigError
+from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.pipeline.module import PipelineModule
+from tests.spawn import spawn
+
+MICRO_BATCHES, ROWS, WIDTH = 4, 3, 6
+
+Result = tuple[float, dict[str, torch.Tensor]]
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    """A layer without parameters that a stage may end with."""
+    return 1.5 * x
+
+
+def back(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The shared layer the other way round; its bias has no part in it."""
+    return F.linear(x, layer.weight.t())  # type: ignore[operator, union-attr]
+
+
+def layers() -> list:
+    """Different widths at every cut, and the first layer's weight again at the end."""
+    return [
+        TiedLayerSpec("ends", nn.Linear, WIDTH, 10),
+        torch.tanh,
+        LayerSpec(nn.Linear, 10, 7),
+        torch.tanh,
+        LayerSpec(nn.Linear, 7, 9, name="middle"),
+        LayerSpec(nn.LayerNorm, 9),
+        scale,
+        LayerSpec(nn.Linear, 9, 10, bias=False),
+        TiedLayerSpec("ends", nn.Linear, WIDTH, 10, forward_fn=back),
+    ]
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [tuple(torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)) for _ in range(count)]
+
+
+def step(rank: int, stages: int, data: int, options: dict) -> Result:
+    """One step; the loss and this process's gradients by global name."""
+    torch.set_default_dtype(torch.float64)
+    module = PipelineModule(layers(), stages, loss_fn=F.mse_loss, **options)
+    mine = batches(MICRO_BATCHES * data)[module.topology.data_rank :: data]
+    loss = module.train_batch(mine)
+    found = {name: p for chunk in module.chunks for name, p in chunk.global_parameters().items()}  # type: ignore[operator]
+    assert module.has_loss == (module.stage == stages - 1)
+    return loss.item(), {name: p.grad for name, p in found.items() if p.grad is not None}
+
+
+def alone(count: int) -> Result:
+    """The same global batch in one process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = PipelineModule(layers(), 1, loss_fn=F.mse_loss)
+        loss = module.train_batch(batches(count))
+        return loss.item(), {n: p.grad for n, p in module.chunks[0].global_parameters().items()}  # type: ignore[operator]
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "stages", "options"),
+    [
+        (2, 2, {}),
+        (2, 2, {"num_virtual_stages": 2}),
+        (2, 2, {"num_virtual_stages": 2, "partition_method": "0,2,4,8,9"}),
+        (2, 2, {"num_virtual_stages": 3, "partition_method": "0,1,2,4,6,8,9"}),
+        (4, 4, {}),
+        (4, 4, {"num_virtual_stages": 2, "partition_method": "0,1,2,3,4,5,6,7,9"}),
+        (4, 2, {}),
+        (4, 2, {"num_virtual_stages": 2, "partition_method": "uniform"}),
+    ],
+)
+def test_stages_agree_with_one_process(nproc: int, stages: int, options: dict) -> None:
+    """fp64 to 1e-12, whatever the cut."""
+    loss, gradients = alone(MICRO_BATCHES * nproc // stages)
+    seen: set[str] = set()
+    for found_loss, found in spawn(step, nproc, stages, nproc // stages, options):
+        assert found_loss == pytest.approx(loss, rel=1e-12)
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, gradients[name], rtol=1e-12, atol=1e-12)
+        seen |= found.keys()
+    assert (
+        seen
+        == gradients.keys()
+        == {
+            *("tied.ends.weight", "tied.ends.bias", "layers.2.weight", "layers.2.bias", "middle.weight", "middle.bias"),
+            *("layers.5.weight", "layers.5.bias", "layers.7.weight"),
+        }
+    )
+
+
+def test_one_process_agrees_with_plain_autograd() -> None:
+    """The reference of this file against the formula written out."""
+    loss, gradients = alone(MICRO_BATCHES)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = PipelineModule(layers(), 1, loss_fn=F.mse_loss)
+    finally:
+        torch.set_default_dtype(before)
+    p = module.chunks[0].global_parameters()  # type: ignore[operator]
+    total = torch.zeros((), dtype=torch.float64)
+    for x, y in batches(MICRO_BATCHES):
+        h = torch.tanh(x @ p["tied.ends.weight"].t() + p["tied.ends.bias"])
+        h = torch.tanh(h @ p["layers.2.weight"].t() + p["layers.2.bias"])
+        h = F.layer_norm(h @ p["middle.weight"].t() + p["middle.bias"], (9,), p["layers.5.weight"], p["layers.5.bias"])
+        out = (1.5 * h) @ p["layers.7.weight"].t() @ p["tied.ends.weight"]
+        total = total + ((out - y) ** 2).mean() / MICRO_BATCHES
+    assert loss == pytest.approx(total.item(), rel=1e-12)
+    total.backward()
+    for name, parameter in p.items():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_virtual_stages_need_a_pipeline() -> None:
+    with pytest.raises(ConfigError, match="2 virtual stages need a pipeline of at least 2 stages"):
+        PipelineModule(layers(), 1, loss_fn=F.mse_loss, num_virtual_stages=2)
+
+
+def built_modules(rank: int, stages: int) -> Result:
+    """Layers that exist already; two stages have no parameters."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    made: list = [nn.Linear(WIDTH, 8), torch.tanh, nn.Linear(8, WIDTH), torch.tanh]
+    module = PipelineModule(made, stages, loss_fn=F.mse_loss, partition_method="uniform")
+    loss = module.train_batch(batches(MICRO_BATCHES))
+    found = {name: p.grad for chunk in module.chunks for name, p in chunk.global_parameters().items()}  # type: ignore[operator]
+    return loss.item(), found
+
+
+def test_modules_that_exist_already() -> None:
+    loss, gradients = spawn(built_modules, 1, 1)[0]
+    for found_loss, found in spawn(built_modules, 4, 4):
+        assert found_loss == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(found, {name: gradients[name] for name in found}, rtol=1e-12, atol=1e-12)

@@ -27,7 +27,11 @@ processes, save in each and resume in the next, and compare initial weights, los
 with one process. Takes pretrain's flags; its default is a small GPT in fp64. Exits with 1 when a difference is above
 the tolerance. Dropout must be off, because its masks differ between layouts."""
 
-SMALL = ["--num-layers", "6", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16", "--micro-batch-size", "1", "--vocab-size", "100", "--global-batch-size", "8", "--train-iters", "20", "--lr", "1e-2", "--clip-grad", "0.5", "--weight-decay", "0.1", "--mock-data", "--eval-iters", "0", "--attention-dropout", "0", "--hidden-dropout", "0"]
+SMALL = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 100 "
+    "--global-batch-size 8 --train-iters 20 --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --mock-data --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 """Largest relative difference: in fp64 and fp32 of any element, in 16 bits of all elements together (L2)."""
 
@@ -35,7 +39,7 @@ TOLERANCES = {"fp64": 1e-10, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 def main(argv: list[str]) -> int:
     """Check, or start the workers that do."""
     number_format = [] if {"--bf16", "--fp16", "--fp32", "--fp64"} & set(argv) else ["--fp64"]
-    words = [*SMALL, *number_format, *(word for word in argv if word != "--fp32")]
+    words = [*SMALL.split(), *number_format, *(word for word in argv if word != "--fp32")]
     parsed = parse_flags(words, prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags)
     count = parsed.rest.nproc or workers_wanted(None)
     if parsed.problems:

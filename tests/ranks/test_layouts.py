@@ -13,7 +13,7 @@ from gptpar.check_layouts.training import CaseRun, Outcome
 from gptpar.topology import Layout, Topology, make_topology
 from tests.spawn import spawn
 
-WORDS = [*SMALL, "--fp64"]
+WORDS = [*SMALL.split(), "--fp64"]
 STEPS = 2
 TOLERANCE = 1e-10
 """Largest relative difference, in fp64."""

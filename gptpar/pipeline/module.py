@@ -155,10 +155,11 @@ class PipelineModule(nn.Module):
         return runtime.losses
 
     def train_batch(self, micro_batches: Iterable[tuple[torch.Tensor, Any]]) -> torch.Tensor:
-        """Forward and backward of one step, for an optimizer of your own to go on with.
+        """Forward and backward of one step, for an optimizer of your own to go on with, which clears ``.grad`` after it.
 
         Args:
-            micro_batches: (input, labels) of each; every stage gets the same, every data-parallel rank its own.
+            micro_batches: (input, labels) of each, on this process's device; every stage gets the same, every
+                data-parallel rank its own.
 
         Returns:
             The mean loss over all micro-batches and data-parallel ranks, on every process. Each parameter's ``.grad``

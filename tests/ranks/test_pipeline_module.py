@@ -10,6 +10,7 @@ from torch import nn
 from gptpar.errors import ConfigError
 from gptpar.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.pipeline.module import PipelineModule
+from gptpar.topology import Layout, Topology
 from tests.spawn import spawn
 
 MICRO_BATCHES, ROWS, WIDTH = 4, 3, 6
@@ -63,7 +64,7 @@ def alone(count: int) -> Result:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        module = PipelineModule(layers(), 1, loss_fn=F.mse_loss)
+        module = PipelineModule(layers(), topology=Topology(Layout(), 0, torch.device("cpu")), loss_fn=F.mse_loss)
         loss = module.train_batch(batches(count))
         return loss.item(), {n: p.grad for n, p in module.chunks[0].global_parameters().items()}  # type: ignore[operator]
     finally:
@@ -108,7 +109,7 @@ def test_one_process_agrees_with_plain_autograd() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        module = PipelineModule(layers(), 1, loss_fn=F.mse_loss)
+        module = PipelineModule(layers(), topology=Topology(Layout(), 0, torch.device("cpu")), loss_fn=F.mse_loss)
     finally:
         torch.set_default_dtype(before)
     p = module.chunks[0].global_parameters()  # type: ignore[operator]

@@ -155,7 +155,7 @@ class PipelineModule(nn.Module):
         return runtime.losses
 
     def train_batch(self, micro_batches: Iterable[tuple[torch.Tensor, Any]]) -> torch.Tensor:
-        """Forward and backward of one step, for an optimizer of your own to go on with, which clears ``.grad`` after it.
+        """Forward and backward of one step, for your own optimizer to go on with and to clear ``.grad`` after.
 
         Args:
             micro_batches: (input, labels) of each, on this process's device; every stage gets the same, every

@@ -28,10 +28,12 @@ class Keep:
         partition: (group, rank, size) of processes that hold the same input: each keeps one share of its elements,
             and the backward pass gathers them, so all must run their backward passes in the same order.
         to_cpu: keep it in host memory (pinned, when it comes from a GPU).
+        random: whether the layers may draw random numbers, which then are drawn again as they were.
     """
 
     partition: tuple[dist.ProcessGroup, int, int] | None = None
     to_cpu: bool = False
+    random: bool = True
 
     @property
     def changes_nothing(self) -> bool:
@@ -60,7 +62,7 @@ def recomputed(call: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, k
     if not torch.is_grad_enabled():
         return call(x, *args)
     with _input_hooks(x, keep):
-        return checkpoint(call, x, *args, use_reentrant=False)
+        return checkpoint(call, x, *args, use_reentrant=False, preserve_rng_state=keep.random)
 
 
 def _input_hooks(x: torch.Tensor, keep: Keep) -> AbstractContextManager[Any]:

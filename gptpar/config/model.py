@@ -60,6 +60,11 @@ class ModelConfig:
     """Rows of the embedding; follows from the tokenizer, so it is filled when that is known."""
 
     @property
+    def has_dropout(self) -> bool:
+        """Whether training draws random numbers."""
+        return self.attention_dropout > 0 or self.hidden_dropout > 0
+
+    @property
     def tied(self) -> bool:
         """Whether the output layer reuses the embedding matrix."""
         return not self.untie_embeddings_and_output_weights

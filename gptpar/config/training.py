@@ -85,6 +85,11 @@ class PrecisionConfig:
     loss_scale_window: int = flag(1000, "good steps before the loss scale doubles", least=1)
     hysteresis: int = flag(2, "overflows tolerated before the loss scale halves", least=1)
     compile: bool = flag(True, "do not compile the blocks (compiling is on only on GPUs)", off="--no-compile")
+    cuda_graph: str = flag(
+        "auto",
+        "launch forward and backward of a step as one CUDA graph (auto: on GPUs, where nothing speaks against it)",
+        choices=("auto", "on", "off"),
+    )
 
     @property
     def dtype(self) -> str:

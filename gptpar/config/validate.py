@@ -58,7 +58,7 @@ def find_problems(config: Config, world_size: int) -> list[str]:
         *check_batch(config, world_size),
         *check_duration(config),
         *check_schedule(config),
-        *check_precision(config),
+        *check_precision(config, world_size),
         *check_recompute(config),
         *check_data(config),
         *check_files(config),

@@ -39,6 +39,9 @@ class MicroBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def clone(self) -> MicroBatch:
+        return self._each(lambda tensor: tensor.clone())
+
     def pin_memory(self) -> MicroBatch:
         return self._each(lambda tensor: tensor.pin_memory())
 

@@ -86,7 +86,9 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Returns y_ND."""
         core = (
-            partial(checkpoint, self.core, use_reentrant=False) if self.recompute_core and self.training else self.core
+            partial(checkpoint, self.core, use_reentrant=False, preserve_rng_state=self.dropout > 0)
+            if self.recompute_core and self.training
+            else self.core
         )
         return self.out(core(self.qkv(x_ND), positions_BS, document_ids_BS, seq_length))
 

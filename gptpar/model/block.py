@@ -70,6 +70,7 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon)
         self.mlp = MLP(config, output_std, axis)
         self.dropout = nn.Dropout(config.hidden_dropout)
+        self.random = config.has_dropout
 
     def forward(
         self,
@@ -87,5 +88,5 @@ class Block(nn.Module):
 
     def _run(self, name: str, part: nn.Module, x_ND: torch.Tensor) -> torch.Tensor:
         if name in self.recompute_modules and self.training:
-            return checkpoint(part, x_ND, use_reentrant=False)
+            return checkpoint(part, x_ND, use_reentrant=False, preserve_rng_state=self.random)
         return part(x_ND)

@@ -36,7 +36,8 @@ class Transport:
         """Start sending."""
         tensor = tensor.contiguous()
         self._leaving.append((dist.isend(tensor, link.peer, group=link.group), tensor))
-        while tensor.is_cuda and self._leaving and self._leaving[0][0].is_completed():
+        recording = tensor.is_cuda and torch.cuda.is_current_stream_capturing()  # nothing has happened yet then
+        while tensor.is_cuda and not recording and self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
 
     def flush(self) -> None:

@@ -90,6 +90,7 @@ def open_run(
             if loader is not None:
                 stack.callback(loader.close)
         trainer = Trainer(config, topology, make_schedule(config, plan.train_samples), activity)
+        stack.callback(trainer.close)
         progress = resume.load(trainer, vocabulary.identity, say)
         sinks = [*more_sinks, *_sinks(config, topology, progress)] if topology.is_main else []
         reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)

@@ -6,9 +6,11 @@ import argparse
 import dataclasses
 import json
 import statistics
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from gptpar.command import not_negative_int, positive_int
 from gptpar.config import Config
@@ -19,6 +21,7 @@ from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 from gptpar.topology import world_from_environment
 from gptpar.training.assemble import open_run
+from gptpar.training.breakdown import TRACED_STEPS, UNTRACED_BEFORE, Tracer, table
 from gptpar.training.reporter import device_peak
 from gptpar.training.run import Run
 
@@ -47,11 +50,22 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before them (default: 5)"
     )
+    group.add_argument(
+        "--breakdown", action="store_true", help="after the timed steps, show where a step's time goes on each GPU"
+    )
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="after the timed steps, write a trace for Perfetto or chrome://tracing; rank R > 0 adds .rankR",
+    )
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
     """Fill what a benchmark need not say; what the user said stays."""
     steps = parsed.rest.steps + parsed.rest.warmup_steps
+    if _traces(parsed):
+        steps += UNTRACED_BEFORE + TRACED_STEPS
     config = parsed.config
     if config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_size is None:
         config = config.update("tokenizer", vocab_size=50257)
@@ -61,6 +75,10 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
     config = config.update("batch", train_iters=steps, train_samples=None, train_tokens=None)
     config = config.update("logging", eval_iters=0, log_interval=max(1, steps))
     return dataclasses.replace(parsed, config=config)
+
+
+def _traces(parsed: ParsedFlags) -> bool:
+    return parsed.rest.breakdown or parsed.rest.trace is not None
 
 
 def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dict[str, Any]:
@@ -109,8 +127,24 @@ def main(argv: list[str]) -> int:
     if count > 1 and not worker:
         return start_workers(count, ["benchmark", *argv])
     times = _Times()
+    timed = slice(parsed.rest.warmup_steps, parsed.rest.warmup_steps + parsed.rest.steps)
     with open_run(config, derived, parsed.without_effect, more_sinks=[times]) as run:
-        run.train()
+        tracer = Tracer(timed.stop) if _traces(parsed) else None
+        run.train(each_step=tracer)
+        if tracer is not None:
+            _show(tracer, parsed, run)
         if run.trainer.topology.is_main:
-            print(json.dumps(result_line(config, run, times.records[parsed.rest.warmup_steps :])), flush=True)
+            print(json.dumps(result_line(config, run, times.records[timed])), flush=True)
     return 0
+
+
+def _show(tracer: Tracer, parsed: ParsedFlags, run: Run) -> None:
+    topology, path = run.trainer.topology, parsed.rest.trace
+    if path is not None:
+        tracer.save(path if topology.is_main else path.with_name(f"{path.name}.rank{topology.rank}"))
+    if parsed.rest.breakdown:
+        ranks: list[Any] = [tracer.breakdown()] * topology.layout.world_size
+        if len(ranks) > 1:
+            dist.all_gather_object(ranks, tracer.breakdown())
+        if topology.is_main:
+            print(table(ranks), flush=True)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,24 @@ from gptpar.training.trainer import Step, Trainer
 
 MOST_SKIPPED_IN_A_ROW = 100
 """A dynamic loss scale of 2^32 may need 32 overflows to find its level; more than this many are no search."""
+
+
+class StepListener(Protocol):
+    """Follows a run's steps from outside."""
+
+    def begin(self) -> None: ...
+
+    def step(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class _NoListener:
+    def begin(self) -> None: ...
+
+    def step(self) -> None: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass
@@ -46,11 +65,16 @@ class Run:
         """The resolved configuration."""
         return self.trainer.config
 
-    def train(self) -> None:
+    def train(self, each_step: StepListener | None = None) -> None:
         """Step until the plan is finished or somebody asks to stop; evaluate and save on the way.
 
         The numbers of a step are read while the device works on the next one, so nothing ever waits for a reading.
+
+        Args:
+            each_step: is told when the loop begins, after each step's launch, and when the device has finished.
         """
+        listener = each_step or _NoListener()
+        listener.begin()
         loader = self.loaders["train"]
         assert loader is not None
         self.reporter.restart_clock()
@@ -63,6 +87,7 @@ class Run:
             if launched is not None:
                 stop = self.finish(launched)
             launched = self.launch_update(loss, samples)
+            listener.step()
             if self.reads_at_once() or self.something_is_due() or stop:
                 stop |= self.finish(launched)
                 launched = None
@@ -70,6 +95,7 @@ class Run:
                 stop |= self._is_multiple(self.config.batch.exit_interval)
         if launched is not None:
             self.finish(launched)
+        listener.end()
         self.save()
 
     def launch_update(self, loss: torch.Tensor, samples: int) -> Step:

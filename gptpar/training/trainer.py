@@ -10,7 +10,9 @@ import torch
 
 from gptpar.activity import Activity
 from gptpar.config import Config
+from gptpar.config.graph import wants_graph
 from gptpar.data.loader import MicroBatch
+from gptpar.errors import GptparError
 from gptpar.init import initialise, seed_of
 from gptpar.model.block import Block
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
@@ -18,6 +20,9 @@ from gptpar.optim.schedule import Schedule
 from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.topology import Topology
 from gptpar.training.sharded_model import ShardedModel
+from gptpar.training.step_graph import StepGraph
+
+POLL_SECONDS = 2e-4
 
 
 class Moment:
@@ -29,10 +34,20 @@ class Moment:
         if self._event is not None:
             self._event.record()
 
-    def wait(self) -> None:
-        """Return when the device has got here."""
-        if self._event is not None:
-            self._event.synchronize()
+    def wait(self, timeout_s: float = float("inf")) -> None:
+        """Return when the device has got here.
+
+        Raises:
+            GptparError: it did not in time. A transfer that waits for another process looks like this from the host.
+        """
+        started = time.perf_counter()
+        while self._event is not None and not self._event.query():
+            if time.perf_counter() - started > timeout_s:
+                raise GptparError(
+                    f"the device did not finish within {timeout_s / 60:g} minutes: another process is stuck or gone. "
+                    "If steps really take so long, raise --distributed-timeout-minutes."
+                )
+            time.sleep(POLL_SECONDS)
 
     def seconds_since(self, earlier: Moment) -> float:
         """Time that passed on the device; both moments must have been waited for or lie in the past."""
@@ -48,15 +63,16 @@ class Readings:
         moment: when they were ready.
     """
 
-    def __init__(self, numbers: Sequence[torch.Tensor]):
+    def __init__(self, numbers: Sequence[torch.Tensor], timeout_s: float):
+        self._timeout_s = timeout_s
         stacked = torch.stack([n.detach().double() for n in numbers])
         self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=stacked.is_cuda)
         self._host.copy_(stacked, non_blocking=True)
         self.moment = Moment(stacked.device)
 
     def read(self) -> list[float]:
-        """Wait for this step, not for what was queued after it."""
-        self.moment.wait()
+        """Wait for this step, not for what was queued after it; see :meth:`Moment.wait`."""
+        self.moment.wait(self._timeout_s)
         return self._host.tolist()
 
 
@@ -82,6 +98,8 @@ class _StepObserver:
     def before_forward(self, micro_batch: int, chunk: int) -> None:
         topology, seed = self.trainer.topology, self.trainer.config.data.seed
         self._note(micro_batch, "forward")
+        if not self.trainer.config.model.has_dropout:
+            return
         place = micro_batch * topology.layout.data + topology.data_rank
         words: list[object] = ["dropout", self.iteration, place]
         if stage := chunk * topology.layout.pipeline + topology.stage:
@@ -120,6 +138,17 @@ class Trainer:
         if config.precision.compile and topology.device.type == "cuda":
             for chunk in self.model.stages:
                 chunk.compile_layers(Block)
+        self._graph: StepGraph | None = None
+        if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
+            self._graph = StepGraph(self._forward_backward, self.model.live.wait)
+        dtype = self.model.optimizer.grad.dtype
+        self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss
+        self._iteration = 0
+
+    def close(self) -> None:
+        """Before the processes part."""
+        if self._graph is not None:
+            self._graph.release()
 
     def initialise(self) -> None:
         """Give the weights their initial values."""
@@ -137,30 +166,21 @@ class Trainer:
         Returns:
             The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
         """
-        dtype, device = self.model.optimizer.grad.dtype, self.topology.device
-        scale = torch.tensor(
-            self.loss_scale.value / (len(batches) * self.topology.layout.data), dtype=dtype, device=device
-        )
+        self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.layout.data))
+        self._iteration = iteration
+        self.activity.note(f"iteration {iteration + 1}, forward and backward")
+        on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
+        return (self._graph or self._forward_backward)(on_device)
+
+    def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.model.train()
         self.model.gradients.begin()
-        observer = _StepObserver(self, iteration, len(batches))
-        inputs = [self._input(batch, scale) for batch in batches]
-        losses = self.model.pipeline.forward_backward(inputs, grad=scale, observer=observer)
-        self.activity.note(f"iteration {iteration + 1}, gradient reduction")
+        observer = _StepObserver(self, self._iteration, len(batches))
+        inputs = [_stage_input(batch, self._scale) for batch in batches]
+        losses = self.model.pipeline.forward_backward(inputs, grad=self._scale, observer=observer)
+        self.activity.note(f"iteration {self._iteration + 1}, gradient reduction")
         self.model.finish_gradients()
-        return torch.stack(losses).mean() if losses else torch.zeros((), dtype=dtype, device=device)
-
-    def _input(self, batch: MicroBatch, scale: torch.Tensor | None) -> StageInput:
-        batch = batch.to(self.topology.device, non_blocking=True)
-        fields = {
-            "labels": batch.labels_BS,
-            "loss_mask": batch.loss_mask_BS,
-            "position_ids": batch.position_ids_BS,
-            "document_ids": batch.document_ids_BS,
-            "seq_length": batch.tokens_BS.shape[1],
-            "scale": scale,
-        }
-        return batch.tokens_BS, fields
+        return torch.stack(losses).mean() if losses else torch.zeros_like(self._scale)
 
     def update(self, loss: torch.Tensor, *, iteration: int, samples: int, progress: float, stop: bool) -> Step:
         """Take an optimizer step.
@@ -179,7 +199,8 @@ class Trainer:
         norm = square.sqrt() / scale
         skipped = optimizer.step(norm, lr, self.schedule.weight_decay(progress), scale)
         self.model.publish()
-        return Step(iteration, samples, lr, scale, Readings([mean_loss, norm, skipped, votes]))
+        timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
+        return Step(iteration, samples, lr, scale, Readings([mean_loss, norm, skipped, votes], timeout_s))
 
     def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""
@@ -191,6 +212,19 @@ class Trainer:
         """The mean loss of one global batch without dropout, over all processes."""
         self.activity.note("evaluation")
         self.model.eval()
-        losses = self.model.pipeline.evaluate([self._input(batch, None) for batch in batches])
+        on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
+        losses = self.model.pipeline.evaluate([_stage_input(batch, None) for batch in on_device])
         mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.topology.device)
         return self.topology.sum_over_all(self._share_of_mean(mean))
+
+
+def _stage_input(batch: MicroBatch, scale: torch.Tensor | None) -> StageInput:
+    fields = {
+        "labels": batch.labels_BS,
+        "loss_mask": batch.loss_mask_BS,
+        "position_ids": batch.position_ids_BS,
+        "document_ids": batch.document_ids_BS,
+        "seq_length": batch.tokens_BS.shape[1],
+        "scale": scale,
+    }
+    return batch.tokens_BS, fields

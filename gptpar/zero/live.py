@@ -110,6 +110,11 @@ class LiveParameters:
             self._in_backward.discard(name)
             self._release(name)
 
+    def wait(self) -> None:
+        """Let everything that is on its way arrive before what follows on the device."""
+        while self._pending:
+            self._pending.popitem()[1].wait()
+
     def _acquire(self, name: str) -> None:
         self._start(name)
         work = self._pending.pop(name, None)

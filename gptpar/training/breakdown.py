@@ -1,0 +1,141 @@
+"""Where a step's time goes on the device: kernels by kind, and the time in which none computes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+
+TRACED_STEPS = 2
+UNTRACED_BEFORE = 1
+"""The first step under a profiler pays for its start."""
+
+COMMUNICATION = "communication"
+KINDS = {
+    COMMUNICATION: r"nccl|symm_mem|multimem|barrier",
+    "attention": r"flash|fmha|attention|sdpa|cudnn_generated",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",
+    "optimizer": r"adam|multi_tensor|norm_|lpnorm",
+    "copies": r"memcpy|memset|copy",
+    "compiled pointwise": r"triton",
+}
+OTHER = "other kernels"
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Milliseconds of a step on one device.
+
+    Attributes:
+        kinds: summed kernel time by kind; kernels that run at the same time count twice.
+        exposed: communication while nothing computes.
+        idle: neither computation nor communication.
+        step: the whole.
+    """
+
+    kinds: dict[str, float]
+    exposed: float
+    idle: float
+    step: float
+
+    @property
+    def computing(self) -> float:
+        """Time in which at least one kernel computes."""
+        return self.step - self.exposed - self.idle
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of work of a kernel, judged by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), OTHER)
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """Length of the union of the spans."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return total
+
+
+def break_down(kernels: Sequence[tuple[str, float, float]], steps: int) -> Breakdown:
+    """Sum up the kernels (name, start and stop in ms) of a number of consecutive steps."""
+    if not kernels:
+        return Breakdown({}, 0.0, 0.0, 0.0)
+    kinds: dict[str, float] = {}
+    compute: list[Span] = []
+    for name, start, stop in kernels:
+        kind = kind_of(name)
+        kinds[kind] = kinds.get(kind, 0.0) + (stop - start) / steps
+        if kind != COMMUNICATION:
+            compute.append((start, stop))
+    everything = [(start, stop) for _, start, stop in kernels]
+    span = max(stop for _, stop in everything) - min(start for start, _ in everything)
+    busy, computing = covered(everything), covered(compute)
+    return Breakdown(kinds, (busy - computing) / steps, (span - busy) / steps, span / steps)
+
+
+class Tracer:
+    """Records the last steps of a run; without a GPU the host's operators.
+
+    Args:
+        first: steps that go by before it begins.
+    """
+
+    def __init__(self, first: int):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        schedule = torch.profiler.schedule(wait=first, warmup=UNTRACED_BEFORE, active=TRACED_STEPS, repeat=1)
+        self._profile = torch.profiler.profile(activities=activities, schedule=schedule)
+
+    def begin(self) -> None:
+        """The run begins."""
+        self._profile.start()
+
+    def step(self) -> None:
+        """A step was launched."""
+        self._profile.step()
+
+    def end(self) -> None:
+        """The device has finished."""
+        self._profile.stop()
+
+    def save(self, path: Path) -> None:
+        """Write a trace for Perfetto or chrome://tracing."""
+        self._profile.export_chrome_trace(str(path))
+
+    def breakdown(self) -> Breakdown:
+        """Sum up the device's work."""
+        events: list[Any] = list(self._profile.events() or [])
+        kernels = [
+            (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
+            for event in events
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        ]
+        return break_down(kernels, TRACED_STEPS)
+
+
+def table(ranks: Sequence[Breakdown]) -> str:
+    """One column for each rank, in ms of a step."""
+    names = [*KINDS, OTHER]
+    rows = [(name, [rank.kinds.get(name, 0.0) for rank in ranks]) for name in names]
+    rows = [row for row in rows if any(row[1])]
+    rows += [
+        ("computing (union)", [rank.computing for rank in ranks]),
+        ("exposed communication", [rank.exposed for rank in ranks]),
+        ("nothing running", [rank.idle for rank in ranks]),
+        ("step", [rank.step for rank in ranks]),
+        ("not computing, share", [100 * (1 - rank.computing / rank.step) if rank.step else 0.0 for rank in ranks]),
+    ]
+    lines = [f"{'ms of a step':24}" + "".join(f"{f'rank {i}':>10}" for i in range(len(ranks)))]
+    for name, values in rows:
+        lines.append(f"{name:24}" + "".join(f"{value:9.1f}{'%' if 'share' in name else ' '}" for value in values))
+    return "\n".join(lines)

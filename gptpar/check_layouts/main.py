@@ -112,6 +112,7 @@ def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | No
                     if rank == 0:
                         shutil.rmtree(saved)
                 saved = mine
+                run.trainer.close()
                 worst.compare(case.name, run.outcome, alone)
             failed = torch.tensor([worst.num_failed])
             if world_size > 1:
@@ -136,6 +137,7 @@ def _train_alone(config: Config, rank: int, device: torch.device, steps: int) ->
         return Outcome()
     run = CaseRun(config, Topology(Layout(), 0, device))
     run.train(0, steps + 1)
+    run.trainer.close()
     return run.outcome
 
 

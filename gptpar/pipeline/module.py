@@ -157,17 +157,22 @@ class PipelineModule(nn.Module):
     def train_batch(self, micro_batches: Iterable[tuple[torch.Tensor, Any]]) -> torch.Tensor:
         """Forward and backward of one step, for your own optimizer to go on with and to clear ``.grad`` after.
 
+        Gradients that are there already are added to, as autograd does.
+
         Args:
             micro_batches: (input, labels) of each, on this process's device; every stage gets the same, every
                 data-parallel rank its own.
 
         Returns:
             The mean loss over all micro-batches and data-parallel ranks, on every process. Each parameter's ``.grad``
-            is the gradient of that mean.
+            has grown by the gradient of that mean.
         """
         batches = [(x, {"labels": labels}) for x, labels in micro_batches]
         device, dp = self.topology.device, self.topology.layout.data
         share = torch.tensor(1 / (len(batches) * dp), device=device)
+        earlier = {parameter: parameter.grad for parameter in self.parameters() if parameter.grad is not None}
+        for parameter in earlier:  # they have been reduced already
+            parameter.grad = None
         losses = self.forward_backward(batches, grad=share)
         layers = {n: p for chunk in self.chunks for n, p in chunk.parameters_by_layer().items()}  # type: ignore[operator]
         for name, parameters in layers.items():  # a tied layer may be in several chunks, yet is summed once
@@ -178,6 +183,8 @@ class PipelineModule(nn.Module):
                 for group in (self.topology.data_group, tied):
                     if group is not None and parameter.grad is not None:
                         dist.all_reduce(parameter.grad, group=group)
+        for parameter, grad in earlier.items():
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         mean = torch.stack(losses).sum().double() * share.double() if losses else share.double() * 0
         return self.topology.sum_over_all(mean / self.topology.layout.tensor)
 

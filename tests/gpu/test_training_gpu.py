@@ -51,3 +51,11 @@ def test_the_same_run_twice_is_bit_identical() -> None:
     flags = "--bf16 --hidden-dropout 0.1 --attention-dropout 0"
     first, second = run("cuda", flags), run("cuda", flags)
     assert first[0] == second[0] and torch.equal(first[1], second[1])
+
+
+def test_a_step_as_one_graph_is_bit_identical() -> None:
+    """Eight steps, the third and later ones replayed, with clipping; a moving loss scale, too."""
+    for flags in ("--bf16 --clip-grad 0.1", "--fp16 --initial-loss-scale 1e30 --hysteresis 1"):
+        one_by_one = run("cuda", f"{flags} --cuda-graph off")
+        as_graph = run("cuda", f"{flags} --cuda-graph on")
+        assert one_by_one[0] == as_graph[0] and torch.equal(one_by_one[1], as_graph[1])

@@ -147,3 +147,19 @@ def test_modules_that_exist_already() -> None:
     for found_loss, found in spawn(built_modules, 4, 4):
         assert found_loss == pytest.approx(loss, rel=1e-12)
         torch.testing.assert_close(found, {name: gradients[name] for name in found}, rtol=1e-12, atol=1e-12)
+
+
+def two_calls(rank: int) -> bool:
+    """Whether a second call adds the same gradient once more."""
+    torch.set_default_dtype(torch.float64)
+    module = PipelineModule(layers(), num_stages=2, loss_fn=F.mse_loss)
+    module.train_batch(batches(MICRO_BATCHES))
+    once = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    module.train_batch(batches(MICRO_BATCHES))
+    twice = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(twice, {name: 2 * grad for name, grad in once.items()}, rtol=1e-12, atol=1e-15)
+    return bool(once)
+
+
+def test_gradients_of_several_calls_add_up() -> None:
+    assert all(spawn(two_calls, 4))

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from gptpar.errors import NativeBuildError
 
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
 PACKAGE_DIR = Path(__file__).resolve().parent
 PREBUILT_DIR = PACKAGE_DIR / "_lib"
 SOURCE_DIRS = (PACKAGE_DIR.parent / "csrc", PACKAGE_DIR / "_csrc")  # a checkout's, an installed wheel's

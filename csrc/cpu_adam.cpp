@@ -1,0 +1,202 @@
+// AdamW (Loshchilov and Hutter 2019) as one pass over memory, with the instructions that the processor has.
+// Plain C ABI, loaded with ctypes.
+//
+// All instruction sets give the same bits, for any number of threads and any cutting of a vector into calls: the
+// operations are the same, in the same order, each rounded once. Fused multiply-adds are written out and the compiler
+// may form no others (-ffp-contract=off). Only which NaN comes of several NaNs is left open.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <new>
+#include <vector>
+
+#include "cpu_adam_scalar.h"
+#include "thread_pool.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+#include "cpu_adam_x86.h"
+#endif
+
+extern "C" {
+
+// One call. p, m, v and their outputs: n floats each, either the same places (in place) or apart. grad: n gradients of
+// type grad_type; low: n parameters of type low_type to be written, if that is not kNone. gptpar.optim.cpu_adam has the same struct.
+struct GptparAdamStep {
+  const float *p, *m, *v;
+  float *p_out, *m_out, *v_out;
+  const void* grad;
+  void* low;
+  int64_t n;
+  int32_t grad_type, low_type;
+  int32_t multiply;  // whether gradients are multiplied by scale instead of divided by it
+  float scale;
+  float rest1, beta2, rest2;  // 1 - beta1, beta2, 1 - beta2
+  float root;                 // sqrt(1 - beta2^step)
+  float eps;
+  float step;   // lr / (1 - beta1^step)
+  float decay;  // 1 - lr * weight_decay
+};
+
+}  // extern "C"
+
+namespace gptpar {
+
+using Step = GptparAdamStep;
+
+constexpr int64_t kBlock = 1 << 16;  // elements: 1.8 MB of memory traffic, so that handing one out costs nothing
+constexpr int kLine = 64;            // bytes of a cache line
+
+// Which outputs bypass the caches. Only whole lines that are not read are worth it.
+struct Streams {
+  bool state = false, low = false;
+};
+
+// How many elements from `first` on until the outputs that should bypass the caches start a line, and which they are.
+// Outputs that never start one together are written normally: all of them, or if that helps only the 16-bit ones.
+inline int64_t elements_to_alignment(const Step& s, int64_t first, Streams* streams) {
+  const bool apart = s.p_out != s.p;
+  const int64_t low_size = s.low_type == kFloat ? 4 : 2;
+  auto starts_line = [&](const void* base, int64_t i, int64_t size) {
+    return (reinterpret_cast<uintptr_t>(base) + i * size) % kLine == 0;
+  };
+  for (const bool with_low : {true, false}) {
+    if (with_low ? s.low_type == kNone : !apart) continue;
+    for (int64_t i = first; i < first + kLine / 2; ++i) {
+      const bool state_fits = !apart || (starts_line(s.p_out, i, 4) && starts_line(s.m_out, i, 4) &&
+                                         starts_line(s.v_out, i, 4));
+      if (!state_fits || (with_low && !starts_line(s.low, i, low_size))) continue;
+      *streams = {apart, with_low};
+      return i - first;
+    }
+  }
+  return 0;
+}
+
+// Non-temporal stores are ordered after others only by this.
+inline void fence([[maybe_unused]] Streams streams) {
+#if defined(__x86_64__)
+  if (streams.state || streams.low) _mm_sfence();
+#endif
+}
+
+}  // namespace gptpar
+
+#define VARIANT scalar
+#define VECTOR Scalar
+#define TARGET
+#include "cpu_adam_loop.h"
+
+#if defined(__x86_64__)
+#define VARIANT avx2
+#define VECTOR Avx2
+#define TARGET GPTPAR_AVX2
+#include "cpu_adam_loop.h"
+
+#define VARIANT avx512
+#define VECTOR Avx512
+#define TARGET GPTPAR_AVX512
+#include "cpu_adam_loop.h"
+#endif
+
+namespace gptpar {
+
+enum Error : int32_t { kNoSuchSet = -1, kNoSuchType = -2, kNoMemory = -3 };
+
+// The loops of one instruction set, by type of gradient (minus 1).
+struct Loops {
+  const char* name;
+  bool (*adam[3])(const Step&, int64_t, int64_t);
+  double (*square[3])(const void*, int64_t, int64_t);
+};
+
+#define GPTPAR_LOOPS(set)                                                \
+  {                                                                      \
+    #set, {set::adam<float>, set::adam<Bfloat>, set::adam<Half>},        \
+        {set::square<float>, set::square<Bfloat>, set::square<Half>}     \
+  }
+
+#if defined(__x86_64__)
+const Loops kLoops[] = {GPTPAR_LOOPS(scalar), GPTPAR_LOOPS(avx2), GPTPAR_LOOPS(avx512)};
+
+int best_set() {
+  unsigned a, b, c = 0, d;
+  const bool half = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+  if (!half || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return wide ? 2 : 1;
+}
+#else
+const Loops kLoops[] = {GPTPAR_LOOPS(scalar)};
+
+int best_set() { return 0; }
+#endif
+
+// isa: -1 the best that there is, 0 scalar, 1 AVX2, 2 AVX-512. Null if the processor lacks it.
+const Loops* loops_of(int32_t isa) {
+  const int best = best_set();
+  if (isa < -1 || isa > best) return nullptr;
+  return &kLoops[isa == -1 ? best : isa];
+}
+
+bool known(int32_t type) { return type >= kFloat && type <= kHalf; }
+
+// Sum over blocks, in their order, of what work(first, last) gives for each.
+template <class Work>
+int32_t sum_blocks(int64_t n, int threads, double* total, const Work& work) try {
+  const int64_t num_blocks = (n + kBlock - 1) / kBlock;
+  std::vector<double> sums(num_blocks);
+  ThreadPool::instance().run(num_blocks, threads, [&](int64_t block) {
+    sums[block] = work(block * kBlock, std::min(n, (block + 1) * kBlock));
+  });
+  *total = 0;
+  for (const double sum : sums) *total += sum;
+  return 1;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
+}
+
+}  // namespace gptpar
+
+extern "C" {
+
+// Name of the instruction set that `isa` stands for, or null if the processor lacks it.
+const char* cpu_adam_isa(int32_t isa) {
+  const gptpar::Loops* loops = gptpar::loops_of(isa);
+  return loops ? loops->name : nullptr;
+}
+
+// One step. squares: null, or where the sum of the gradients' squares goes (of what is in grad: before scaling).
+// Returns 1 if every gradient was finite, 0 if not (the arithmetic is done all the same), or a negative Error.
+int32_t cpu_adam_step(const GptparAdamStep* step, int32_t threads, int32_t isa, double* squares) {
+  const gptpar::Step s = *step;
+  const gptpar::Loops* loops = gptpar::loops_of(isa);
+  if (!loops) return gptpar::kNoSuchSet;
+  if (!gptpar::known(s.grad_type) || (s.low_type != gptpar::kNone && !gptpar::known(s.low_type))) return gptpar::kNoSuchType;
+  const auto adam = loops->adam[s.grad_type - 1];
+  const auto square = loops->square[s.grad_type - 1];
+  std::atomic<bool> finite{true};
+  double ignored;
+  const int32_t code =
+      gptpar::sum_blocks(s.n, threads, squares ? squares : &ignored, [&](int64_t first, int64_t last) {
+        const double sum = squares ? square(s.grad, first, last) : 0;  // leaves the block's gradients in the cache
+        if (!adam(s, first, last)) finite = false;
+        return sum;
+      });
+  return code < 0 ? code : finite.load();
+}
+
+// Sum of the squares of n gradients of type grad_type, in double precision. Returns 1 or a negative Error.
+int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t threads, int32_t isa, double* sum) {
+  const gptpar::Loops* loops = gptpar::loops_of(isa);
+  if (!loops) return gptpar::kNoSuchSet;
+  if (!gptpar::known(grad_type)) return gptpar::kNoSuchType;
+  const auto square = loops->square[grad_type - 1];
+  return gptpar::sum_blocks(n, threads, sum,
+                            [&](int64_t first, int64_t last) { return square(grad, first, last); });
+}
+
+}  // extern "C"

@@ -1,0 +1,92 @@
+// 16-bit floats and one-element "vectors" in plain C++: the reference of the vector paths, and their tails.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace gptpar {
+
+enum Type : int32_t { kNone = 0, kFloat = 1, kBfloat = 2, kHalf = 3 };
+
+struct Bfloat {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+#define GPTPAR_INLINE inline __attribute__((always_inline))
+
+GPTPAR_INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+GPTPAR_INLINE float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+GPTPAR_INLINE float widen(float x) { return x; }
+GPTPAR_INLINE float widen(Bfloat x) { return float_of(uint32_t{x.bits} << 16); }
+GPTPAR_INLINE float widen(Half x) {
+  const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, exponent = x.bits >> 10 & 31, fraction = x.bits & 0x3ff;
+  if (exponent == 0) return float_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));
+  if (exponent == 31) return float_of(sign | 0x7f800000u | fraction << 13 | (fraction ? 0x400000u : 0));
+  return float_of(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+// Both round to nearest, ties to even. Every NaN becomes the same bfloat; a half keeps its sign and leading bits.
+GPTPAR_INLINE void narrow(float x, Bfloat* out) {
+  const uint32_t bits = bits_of(x);
+  out->bits = std::isnan(x) ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+GPTPAR_INLINE void narrow(float x, Half* out) {
+  const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  uint32_t half;
+  if (size > 0x7f800000) {
+    half = 0x7e00 | (size >> 13 & 0x3ff);
+  } else if (size >= 0x477ff000) {  // 65520 and above round to infinity
+    half = 0x7c00;
+  } else if (size < 0x38800000) {  // below 2^-14: the last bit of a sum with 0.5 is worth 2^-24, as a denormal half's
+    half = bits_of(float_of(size) + 0.5f) - bits_of(0.5f);
+  } else {
+    half = ((size + 0xfff + (size >> 13 & 1)) >> 13) - (112u << 10);
+  }
+  out->bits = static_cast<uint16_t>(sign | half);
+}
+
+struct Scalar {
+  static constexpr int width = 1;
+  using Floats = float;
+  using Marks = uint32_t;
+  struct Sums {
+    double lane[16];
+  };
+
+  static GPTPAR_INLINE Floats all(float x) { return x; }
+  static GPTPAR_INLINE Floats load(const float* x) { return *x; }
+  static GPTPAR_INLINE Floats load(const Bfloat* x) { return widen(*x); }
+  static GPTPAR_INLINE Floats load(const Half* x) { return widen(*x); }
+  static GPTPAR_INLINE void store(float* out, Floats x, bool) { *out = x; }
+  static GPTPAR_INLINE void store(Bfloat* out, Floats x, bool) { narrow(x, out); }
+  static GPTPAR_INLINE void store(Half* out, Floats x, bool) { narrow(x, out); }
+  static GPTPAR_INLINE Floats add(Floats a, Floats b) { return a + b; }
+  static GPTPAR_INLINE Floats sub(Floats a, Floats b) { return a - b; }
+  static GPTPAR_INLINE Floats mul(Floats a, Floats b) { return a * b; }
+  static GPTPAR_INLINE Floats div(Floats a, Floats b) { return a / b; }
+  static GPTPAR_INLINE Floats root(Floats a) { return std::sqrt(a); }
+  static GPTPAR_INLINE Floats fma(Floats a, Floats b, Floats c) { return std::fma(a, b, c); }
+  static GPTPAR_INLINE Marks no_marks() { return 0; }
+  static GPTPAR_INLINE Marks mark(Marks marks, Floats x) { return marks | bits_of(x); }
+  static GPTPAR_INLINE bool any(Marks marks) { return marks != 0; }
+  static GPTPAR_INLINE void clear(Sums& sums) { sums = Sums{}; }
+  static GPTPAR_INLINE void add_square(Sums& sums, int j, Floats x) { sums.lane[j] += double{x} * double{x}; }
+  static GPTPAR_INLINE void spill(const Sums& sums, double* lanes) { std::memcpy(lanes, sums.lane, sizeof sums.lane); }
+};
+
+}  // namespace gptpar

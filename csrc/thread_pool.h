@@ -1,0 +1,120 @@
+// Threads that stay between calls and take blocks of work from a shared counter.
+
+#pragma once
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace gptpar {
+
+// Rounds to nearest and keeps denormals while it lives. A thread starts with the modes of whoever started it, so
+// without this a caller's flush-to-zero would reach some blocks of a call and not others.
+class PlainArithmetic {
+#if defined(__x86_64__)
+  unsigned saved_ = _mm_getcsr();
+
+ public:
+  PlainArithmetic() { _mm_setcsr(0x1f80); }
+  ~PlainArithmetic() { _mm_setcsr(saved_); }
+#else
+ public:
+  PlainArithmetic() {}
+  ~PlainArithmetic() {}
+#endif
+  PlainArithmetic(const PlainArithmetic&) = delete;
+};
+
+class ThreadPool {
+ public:
+  // The process's pool. Its threads are never joined: they sleep between calls, touch nothing that the end of the
+  // process destroys, and a forked child, which has none of them, starts a pool of its own.
+  static ThreadPool& instance() {
+    static std::atomic<ThreadPool*> current{nullptr};
+    ThreadPool* pool = current.load();
+    while (!pool || pool->process_ != getpid()) {
+      ThreadPool* fresh = new ThreadPool;
+      if (current.compare_exchange_strong(pool, fresh)) return *fresh;
+      delete fresh;
+    }
+    return *pool;
+  }
+
+  // work(block) for every block in [0, num_blocks), each once, on up to `threads` threads, this one included.
+  // Calls from several threads go one after the other.
+  template <class Work>
+  void run(int64_t num_blocks, int threads, const Work& work) {
+    const int helpers = static_cast<int>(std::min<int64_t>(threads, num_blocks)) - 1;
+    Job job{[](const void* body, int64_t block) { (*static_cast<const Work*>(body))(block); }, &work, num_blocks};
+    if (helpers <= 0) return job.drain();
+    std::lock_guard<std::mutex> one_call(calls_);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      grow(helpers);
+      job_ = &job;
+      wanted_ = busy_ = std::min(helpers, size_);
+      ++round_;
+    }
+    start_.notify_all();
+    job.drain();
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [&] { return busy_ == 0; });
+  }
+
+ private:
+  struct Job {
+    void (*call)(const void*, int64_t);
+    const void* body;
+    int64_t num_blocks;
+    std::atomic<int64_t> next{0};
+
+    Job(void (*call_)(const void*, int64_t), const void* body_, int64_t count)
+        : call(call_), body(body_), num_blocks(count) {}
+
+    void drain() {
+      PlainArithmetic modes;
+      for (int64_t block; (block = next.fetch_add(1)) < num_blocks;) call(body, block);
+    }
+  };
+
+  void grow(int helpers) {
+    try {
+      for (; size_ < helpers; ++size_) std::thread(&ThreadPool::serve, this, size_, round_).detach();
+    } catch (const std::system_error&) {  // the limit of threads is reached: those that there are do the work
+    }
+  }
+
+  void serve(int index, uint64_t seen) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      start_.wait(lock, [&] { return round_ != seen; });
+      seen = round_;
+      if (index >= wanted_) continue;
+      Job* job = job_;
+      lock.unlock();
+      job->drain();
+      lock.lock();
+      if (--busy_ == 0) done_.notify_one();
+    }
+  }
+
+  const pid_t process_ = getpid();
+  std::mutex calls_, mutex_;
+  std::condition_variable start_, done_;
+  Job* job_ = nullptr;
+  uint64_t round_ = 0;
+  int size_ = 0, wanted_ = 0, busy_ = 0;
+};
+
+}  // namespace gptpar

@@ -1,0 +1,292 @@
+"""AdamW on the CPU in one pass over memory (csrc/cpu_adam.cpp), or through torch where there is no compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptpar import native
+from gptpar.errors import NativeBuildError
+
+_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
+_SQUARE_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The numbers of one step.
+
+    Attributes:
+        step: how many steps there will have been after this one, at least 1. Bias corrections follow from it, so a
+            resumed run goes on bit for bit.
+        divisor: what gradients are divided by: loss scale times clipping.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    divisor: float = 1.0
+
+
+class _CStep(ctypes.Structure):
+    """GptparAdamStep in csrc/cpu_adam.cpp, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("p", "m", "v", "p_out", "m_out", "v_out", "grad", "low")),
+        ("n", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("grad_type", "low_type", "multiply")),
+        *((name, ctypes.c_float) for name in ("scale", "rest1", "beta2", "rest2", "root", "eps", "step", "decay")),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = native.load("cpu_adam")
+    except NativeBuildError as error:
+        warnings.warn(f"the CPU optimizer uses torch's kernels, several times slower: {error}", stacklevel=3)
+        return None
+    i32, doubles = ctypes.c_int32, ctypes.POINTER(ctypes.c_double)
+    library.cpu_adam_isa.argtypes = [i32]
+    library.cpu_adam_isa.restype = ctypes.c_char_p
+    library.cpu_adam_step.argtypes = [ctypes.POINTER(_CStep), i32, i32, doubles]
+    library.cpu_adam_square.argtypes = [ctypes.c_void_p, ctypes.c_int64, i32, i32, i32, doubles]
+    return library
+
+
+def default_threads() -> int:
+    """All cores that this process may use but two, which are left to the threads that feed the GPU; at least 1."""
+    return max(1, len(os.sched_getaffinity(0)) - 2)
+
+
+class CpuAdam:
+    """AdamW (Loshchilov and Hutter 2019) over flat CPU tensors.
+
+    The compiled kernel gives the same bits for every instruction set, number of threads and cutting of a vector into
+    calls (which NaN comes out of several is left open). It releases the GIL, and does not record what it does for
+    autograd.
+
+    Args:
+        threads: threads for each call; default: default_threads().
+
+    Attributes:
+        native: whether the compiled kernel is used. Otherwise one warning says why, and torch does the work.
+    """
+
+    _isa = -1  # the best that the processor has; tests compare the others
+
+    def __init__(self, threads: int | None = None):
+        if threads is not None and threads < 1:
+            raise ValueError(f"CpuAdam needs at least 1 thread, not {threads}")
+        self.threads = threads or default_threads()
+        self._kernels = _library()
+
+    @property
+    def native(self) -> bool:
+        return self._kernels is not None
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use: ``scalar``, ``avx2`` or ``avx512``; ``torch`` without the compiled kernel."""
+        return self._kernels.cpu_adam_isa(self._isa).decode() if self._kernels else "torch"
+
+    def step(
+        self,
+        p: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        how: AdamStep,
+        *,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+        low: Tensor | None = None,
+    ) -> bool:
+        """One step; returns whether every gradient was finite (before the division by ``how.divisor``).
+
+        Where one was not, the step is made all the same, as IEEE arithmetic has it: inf and NaN spread to the outputs
+        of that element. Who wants to skip such steps passes ``into`` and drops it, or calls ``square`` first.
+
+        Args:
+            p, m, v: [n] contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's own
+                kernels are used.
+            grad: [n] fp32, bf16 or fp16; fp64 with fp64 parameters.
+            how: the step's numbers.
+            into: where the new p, m and v go, while p, m and v stay as they are; default: in place.
+            low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even.
+
+        Raises:
+            ValueError: naming every tensor and number that does not fit.
+        """
+        _check(p, m, v, grad, how, into, low)
+        if not len(p):
+            return True
+        if self._kernels is None or p.dtype == torch.float64:
+            return _torch_step(p, m, v, grad, how, into or (p, m, v), low)
+        call = _call(p, m, v, grad, how, into or (p, m, v), low)
+        return bool(_checked(self._kernels.cpu_adam_step(ctypes.byref(call), self.threads, self._isa, None)))
+
+    def square(self, grad: Tensor) -> float:
+        """Sum of squares in double precision, the same for any number of threads.
+
+        Args:
+            grad: [n] contiguous fp32, bf16, fp16 or fp64 on the CPU.
+
+        Raises:
+            ValueError: naming what does not fit.
+        """
+        problems = _problems_of("grad", grad, grad.numel(), (*_TYPES, torch.float64))
+        if problems:
+            raise ValueError("; ".join(problems))
+        if self._kernels is None or grad.dtype == torch.float64:
+            blocks = (block.double().numpy() for block in grad.detach().split(_SQUARE_BLOCK))
+            return float(sum(float(np.square(block).sum()) for block in blocks))
+        total = ctypes.c_double()
+        kind = _TYPES[grad.dtype]
+        _checked(
+            self._kernels.cpu_adam_square(
+                grad.data_ptr(), len(grad), kind, self.threads, self._isa, ctypes.byref(total)
+            )
+        )
+        return total.value
+
+
+def _checked(code: int) -> int:
+    if code == -3:
+        raise MemoryError("the CPU optimizer could not allocate its sums")
+    if code < 0:
+        raise ValueError(f"the CPU optimizer's kernel refused its arguments (code {code})")
+    return code
+
+
+def _call(
+    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, how: AdamStep, into: tuple[Tensor, ...], low: Tensor | None
+) -> _CStep:
+    """Numbers are computed in double precision and rounded to fp32 once, by ctypes."""
+    exact = math.frexp(how.divisor)[0] == 0.5 and 2.0**-100 < how.divisor < 2.0**100  # a power of 2: multiply instead
+    return _CStep(
+        *(t.data_ptr() for t in (p, m, v, *into, grad)),
+        low.data_ptr() if low is not None else None,
+        n=len(p),
+        grad_type=_TYPES[grad.dtype],
+        low_type=_TYPES[low.dtype] if low is not None else 0,
+        multiply=exact,
+        scale=1 / how.divisor if exact else how.divisor,
+        rest1=1 - how.beta1,
+        beta2=how.beta2,
+        rest2=1 - how.beta2,
+        root=math.sqrt(1 - how.beta2**how.step),
+        eps=how.eps,
+        step=how.lr / (1 - how.beta1**how.step),
+        decay=1 - how.lr * how.weight_decay,
+    )
+
+
+@torch.no_grad()
+def _torch_step(
+    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, how: AdamStep, into: tuple[Tensor, ...], low: Tensor | None
+) -> bool:
+    for old, new in zip((p, m, v), into, strict=True):
+        new.copy_(old)
+    finite = bool(grad.isfinite().all())
+    # Divided here, not by the fused kernel: that one would write the quotient back into the caller's gradient.
+    grad = grad.to(p.dtype) / torch.tensor(how.divisor, dtype=p.dtype)
+    torch._fused_adamw_(
+        [into[0]],
+        [grad],
+        [into[1]],
+        [into[2]],
+        [],
+        [torch.tensor(float(how.step))],
+        lr=how.lr,
+        beta1=how.beta1,
+        beta2=how.beta2,
+        weight_decay=how.weight_decay,
+        eps=how.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    if low is not None:
+        low.copy_(into[0])
+    return finite
+
+
+def _check(
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    how: AdamStep,
+    into: tuple[Tensor, Tensor, Tensor] | None,
+    low: Tensor | None,
+) -> None:
+    state = p.dtype if p.dtype == torch.float64 else torch.float32
+    low_types = (torch.bfloat16, torch.float16, state)
+    inputs = {"p": p, "m": m, "v": v}
+    outputs = {f"into[{i}]": t for i, t in enumerate(into)} if into else dict(inputs)
+    problems = []
+    for name, tensor in {**inputs, **outputs}.items():
+        problems += _problems_of(name, tensor, p.numel(), (state,))
+    problems += _problems_of("grad", grad, p.numel(), (state,) if state == torch.float64 else (*_TYPES,))
+    if low is not None:
+        problems += _problems_of("low", low, p.numel(), low_types)
+        outputs["low"] = low
+    if not problems:
+        problems += _overlaps({**inputs, "grad": grad}, outputs)
+    problems += _problems_of_numbers(how)
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _problems_of_numbers(how: AdamStep) -> list[str]:
+    problems = [
+        f"{name} is {value}, not in [0, 1)"
+        for name, value in (("beta1", how.beta1), ("beta2", how.beta2))
+        if not 0 <= value < 1
+    ]
+    if how.step < 1:
+        problems.append(f"step is {how.step}; the first step is 1")
+    if not (math.isfinite(how.divisor) and how.divisor > 0):
+        problems.append(f"divisor is {how.divisor}, not positive and finite")
+    return problems
+
+
+def _problems_of(name: str, tensor: Tensor, length: int, dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    problems = []
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
+        problems.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
+    if tensor.dim() != 1 or tensor.numel() != length:
+        problems.append(f"{name} has the shape {tuple(tensor.shape)}, not ({length},)")
+    if tensor.device.type != "cpu":
+        problems.append(f"{name} is on {tensor.device}, not on the CPU")
+    elif not tensor.is_contiguous():
+        problems.append(f"{name} is not contiguous: its strides are {tensor.stride()}")
+    return problems
+
+
+def _overlaps(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[str]:
+    """Outputs that share memory with another tensor: the order of reads and writes would decide what they hold.
+
+    An output may lie exactly where the state that it replaces does.
+    """
+    own = dict(zip(outputs, inputs, strict=False))  # p, m and v in both
+    places = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for n, t in {**inputs, **outputs}.items()}
+    problems = []
+    for name, (start, stop) in ((n, places[n]) for n in outputs):
+        for other, (first, last) in places.items():
+            same = other == name or (other == own[name] and (first, last) == (start, stop))
+            if not same and first < stop and start < last:
+                problems.append(f"{name} overlaps {other} by {min(stop, last) - max(start, first)} bytes")
+    return problems

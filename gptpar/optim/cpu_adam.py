@@ -124,7 +124,8 @@ class CpuAdam:
             grad: [n] fp32, bf16 or fp16; fp64 with fp64 parameters.
             how: the step's numbers.
             into: where the new p, m and v go, while p, m and v stay as they are; default: in place.
-            low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even.
+            low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even. It may be ``grad`` itself,
+                or lie in the same place.
 
         Raises:
             ValueError: naming every tensor and number that does not fit.
@@ -256,7 +257,7 @@ def _problems_of_numbers(how: AdamStep) -> list[str]:
         if not 0 <= value < 1
     ]
     if how.step < 1:
-        problems.append(f"step is {how.step}; the first step is 1")
+        problems.append(f"step is {how.step} and not at least 1")
     if not (math.isfinite(how.divisor) and how.divisor > 0):
         problems.append(f"divisor is {how.divisor}, not positive and finite")
     return problems
@@ -279,9 +280,10 @@ def _problems_of(name: str, tensor: Tensor, length: int, dtypes: tuple[torch.dty
 def _overlaps(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[str]:
     """Outputs that share memory with another tensor: the order of reads and writes would decide what they hold.
 
-    An output may lie exactly where the state that it replaces does.
+    An output may lie exactly where the state that it replaces does, and the low-precision parameters where the
+    gradient does: each element is read before it is written.
     """
-    own = dict(zip(outputs, inputs, strict=False))  # p, m and v in both
+    own = dict(zip(outputs, inputs, strict=False))  # new p, m, v and low -> p, m, v and grad
     places = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for n, t in {**inputs, **outputs}.items()}
     problems = []
     for name, (start, stop) in ((n, places[n]) for n in outputs):

@@ -1,0 +1,69 @@
+// What memory allows a CPU optimizer step: the streams, blocks, threads and stores of csrc/cpu_adam.cpp without its
+// square root and divisions. Plain C ABI, loaded with ctypes.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../csrc/cpu_adam_scalar.h"
+#include "../csrc/thread_pool.h"
+
+#if defined(__x86_64__)
+#include "../csrc/cpu_adam_x86.h"
+#endif
+
+namespace gptpar {
+
+struct Arrays {
+  const float* in[3];
+  float* out[3];
+  const Bfloat* grad;
+  Bfloat* low;
+};
+
+constexpr int64_t kBlock = 1 << 16;
+
+#define GPTPAR_PASS(name, V, target)                                                   \
+  target void name(const Arrays& a, int64_t first, int64_t last) {                     \
+    const bool stream = a.in[0] != a.out[0];                                           \
+    for (int64_t i = first; i + V::width <= last; i += V::width) {                     \
+      const auto g = V::load(a.grad + i);                                              \
+      const auto p = V::add(V::load(a.in[0] + i), g);                                  \
+      V::store(a.out[1] + i, V::add(V::load(a.in[1] + i), g), stream);                 \
+      V::store(a.out[2] + i, V::add(V::load(a.in[2] + i), g), stream);                 \
+      V::store(a.out[0] + i, p, stream);                                               \
+      V::store(a.low + i, p, true);                                                    \
+    }                                                                                  \
+  }
+
+GPTPAR_PASS(scalar_pass, Scalar, )
+#if defined(__x86_64__)
+GPTPAR_PASS(avx2_pass, Avx2, GPTPAR_AVX2)
+GPTPAR_PASS(avx512_pass, Avx512, GPTPAR_AVX512)
+#endif
+
+}  // namespace gptpar
+
+extern "C" {
+
+// arrays: addresses of p, m, v, their outputs, bf16 gradients and bf16 parameters, each at the start of a cache line.
+// isa: the index of cpu_adam_isa's name: 0 scalar, 1 AVX2, 2 AVX-512, which the processor must have.
+void bandwidth_pass(void* const* arrays, int64_t n, int32_t threads, int32_t isa) {
+  gptpar::Arrays a;
+  for (int k = 0; k < 3; ++k) {
+    a.in[k] = static_cast<const float*>(arrays[k]);
+    a.out[k] = static_cast<float*>(arrays[3 + k]);
+  }
+  a.grad = static_cast<const gptpar::Bfloat*>(arrays[6]);
+  a.low = static_cast<gptpar::Bfloat*>(arrays[7]);
+  auto pass = gptpar::scalar_pass;
+#if defined(__x86_64__)
+  if (isa == 1) pass = gptpar::avx2_pass;
+  if (isa == 2) pass = gptpar::avx512_pass;
+#endif
+  const int64_t num_blocks = (n + gptpar::kBlock - 1) / gptpar::kBlock;
+  gptpar::ThreadPool::instance().run(num_blocks, threads, [&](int64_t block) {
+    pass(a, block * gptpar::kBlock, std::min(n, (block + 1) * gptpar::kBlock));
+  });
+}
+
+}  // extern "C"

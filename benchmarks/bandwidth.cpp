@@ -26,6 +26,7 @@ constexpr int64_t kBlock = 1 << 16;
   target void name(const Arrays& a, int64_t first, int64_t last) {                     \
     const bool stream = a.in[0] != a.out[0];                                           \
     for (int64_t i = first; i + V::width <= last; i += V::width) {                     \
+      if (!stream) prefetch<V>(a.in[0] + i, a.in[1] + i, a.in[2] + i, a.grad + i);     \
       const auto g = V::load(a.grad + i);                                              \
       const auto p = V::add(V::load(a.in[0] + i), g);                                  \
       V::store(a.out[1] + i, V::add(V::load(a.in[1] + i), g), stream);                 \

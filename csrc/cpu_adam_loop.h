@@ -20,7 +20,9 @@ TARGET GPTPAR_INLINE Spread<V> spread(const Step& s) {
 template <class V, class Grad>
 TARGET GPTPAR_INLINE void advance(const Step& s, const Spread<V>& k, int64_t i, Streams streams,
                                   typename V::Marks& marks) {
-  auto g = V::load(static_cast<const Grad*>(s.grad) + i);
+  const Grad* grad = static_cast<const Grad*>(s.grad) + i;
+  if (!streams.state) prefetch<V>(s.p + i, s.m + i, s.v + i, grad);  // out of place it costs 2 % instead
+  auto g = V::load(grad);
   marks = V::mark(marks, V::sub(g, g));  // +0, whose bits are all clear, unless g is infinite or NaN
   g = s.multiply ? V::mul(g, k.scale) : V::div(g, k.scale);
   const auto m = V::load(s.m + i);

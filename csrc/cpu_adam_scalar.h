@@ -60,6 +60,18 @@ GPTPAR_INLINE void narrow(float x, Half* out) {
   out->bits = static_cast<uint16_t>(sign | half);
 }
 
+constexpr int64_t kAhead = 512;  // elements: of 128 to 2048 the one that gained most, 4 % in place on an EPYC (Zen 5)
+
+// Asks for what will be read soon. The hardware does so by itself as well, but only within a page.
+template <class V, class Grad>
+GPTPAR_INLINE void prefetch(const float* p, const float* m, const float* v, const Grad* grad) {
+  if (V::width == 1) return;  // one request for every element would cost more than it gains
+  __builtin_prefetch(p + kAhead);
+  __builtin_prefetch(m + kAhead);
+  __builtin_prefetch(v + kAhead);
+  __builtin_prefetch(grad + kAhead);
+}
+
 struct Scalar {
   static constexpr int width = 1;
   using Floats = float;

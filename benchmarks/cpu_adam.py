@@ -9,8 +9,10 @@ another order, so that what else the machine does hits all of them. Medians and 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -146,15 +148,18 @@ def measure(n: int, threads: int, rounds: int) -> list[dict[str, object]]:
 
 
 def machine() -> dict[str, object]:
-    model = "unknown processor"
+    model, peers = "unknown processor", {}
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        peers["deepspeed"] = importlib.metadata.version("deepspeed")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
     return {
         "machine": model,
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
+        **peers,
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
         "date": datetime.date.today().isoformat(),

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <pthread.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -89,10 +90,14 @@ class ThreadPool {
   };
 
   void grow(int helpers) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited: signals interrupt the program's own threads, not these
     try {
       for (; size_ < helpers; ++size_) std::thread(&ThreadPool::serve, this, size_, round_).detach();
     } catch (const std::system_error&) {  // the limit of threads is reached: those that there are do the work
     }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   void serve(int index, uint64_t seen) {

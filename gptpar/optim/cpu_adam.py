@@ -68,7 +68,8 @@ def _library() -> ctypes.CDLL | None:
 
 def default_threads() -> int:
     """All cores that this process may use but two, which are left to the threads that feed the GPU; at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) - 2)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores - 2)
 
 
 class CpuAdam:
@@ -258,8 +259,13 @@ def _problems_of_numbers(how: AdamStep) -> list[str]:
     ]
     if how.step < 1:
         problems.append(f"step is {how.step} and not at least 1")
-    if not (math.isfinite(how.divisor) and how.divisor > 0):
-        problems.append(f"divisor is {how.divisor}, not positive and finite")
+    problems += [
+        f"{name} is {value}, not finite and at least 0"
+        for name, value in (("lr", how.lr), ("eps", how.eps), ("weight_decay", how.weight_decay))
+        if not 0 <= value < math.inf
+    ]
+    if not 1e-37 <= how.divisor <= 1e38:
+        problems.append(f"divisor is {how.divisor}, not between 1e-37 and 1e38, as fp32 needs it")
     return problems
 
 

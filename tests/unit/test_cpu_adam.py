@@ -71,8 +71,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def same(ours, theirs) -> bool:
     """Bit for bit, any NaN being like any other."""
-    pairs = list(zip(ours, theirs, strict=True))
-    return all(bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all()) for a, b in pairs)
+    return all(bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all()) for a, b in zip(ours, theirs, strict=True))
 
 
 def run(adam, tensors, how=HOW, *, apart=False, low=None):
@@ -286,7 +285,7 @@ def test_fp64_state_is_updated_in_fp64():
 
 def test_all_problems_are_told_at_once():
     p, m, v, grad = make(10)
-    how = replace(HOW, step=0, beta1=1.0, beta2=-0.5, divisor=0.0)
+    how = replace(HOW, lr=float("nan"), step=0, beta1=1.0, beta2=-0.5, divisor=0.0)
     with pytest.raises(ValueError) as caught:
         CpuAdam(1).step(
             p,
@@ -308,7 +307,8 @@ def test_all_problems_are_told_at_once():
         "beta1 is 1.0, not in [0, 1)",
         "beta2 is -0.5, not in [0, 1)",
         "step is 0 and not at least 1",
-        "divisor is 0.0, not positive and finite",
+        "lr is nan, not finite and at least 0",
+        "divisor is 0.0, not between 1e-37 and 1e38, as fp32 needs it",
     ]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from gptpar.config import Config
+from gptpar.config import Config, ParallelConfig
 from gptpar.config.derive import derive, padded_vocab
 from gptpar.config.flags import flag_name
 from gptpar.config.validate import find_problems
@@ -187,7 +187,7 @@ class Planner:
                     self._choices(names[2], chunks),
                     self._choices(names[3], stages),
                     self._choices(names[4], [tensor > 1]),
-                    self._choices(names[5], ["flops"]),
+                    self._choices(names[5], ["flops" if pipeline > 1 else ParallelConfig.pipeline_partition_method]),
                     self._choices(names[6], MICRO_BATCH_SIZES),
                     self._choices(names[7], [None, "full"]),
                 )

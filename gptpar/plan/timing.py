@@ -52,7 +52,7 @@ class StepTime:
     Attributes:
         stages: of a micro-batch, by stage.
         compute: of the slowest stage, over all micro-batches.
-        fill: until the pipeline is full and empty again.
+        fill: until the pipeline is full and empty again, and what stages lose that are not launched as one graph.
         transfers: waited for between stages.
         data: what reductions and gathers over the data axis cost beside the computation.
         optimizer: norm, update and publishing.

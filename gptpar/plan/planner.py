@@ -275,7 +275,7 @@ def _refuse(result: Search, reason: str, example: str, *, better: bool = False) 
 def _reason(problem: str) -> str:
     """Problems that differ in their numbers alone are one reason: the flag that is at fault."""
     flags = re.findall(r"--[a-z][\w-]*", problem)
-    return f"{flags[0]} cannot be as asked" if flags else re.sub(r"\d[\d,.]*", "N", problem)
+    return f"{flags[0]} does not allow it" if flags else re.sub(r"\d[\d,.]*", "N", problem)
 
 
 def _named(changes: Changes) -> str:

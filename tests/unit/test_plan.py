@@ -24,6 +24,7 @@ from gptpar.plan.memory import block_bytes_per_token, stage_memory
 from gptpar.plan.planner import Plan, search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.topology import Layout, make_topology
+from gptpar.training.banner import ranges
 from gptpar.training.sharded_model import ShardedModel, split_of
 from tests.helpers import tiny_config
 
@@ -308,6 +309,8 @@ def test_text_shows_stages_schedule_and_time(capsys: pytest.CaptureFixture[str],
     text = capsys.readouterr().out
     assert "interleaved 1F1B, 2 pieces a stage, idle 5.9 % with even stages" in text
     assert "stage 0 ABAB" in text and "fits: stage" in text
+    first, second = plan(PIPED).job.split.layers_of(0), plan(PIPED).job.split.layers_of(1)
+    assert ranges(first) in text and ranges(second) in text and sorted(first + second) == list(range(8))
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 

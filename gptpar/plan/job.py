@@ -5,6 +5,7 @@ Nothing is allocated: layers are built on the meta device, each kind once, howev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -124,30 +125,17 @@ class Job:
         """The units of embedding, positions, one block, final norm and output layer."""
         return units_of(self.config.model, self.layout.tensor, self.shards)
 
-    @cached_property
+    @property
     def split(self) -> LayerSplit:
         """Which layers go to which stage, as the run itself cuts them."""
         method = self.config.parallel.pipeline_partition_method
         return split_of_model(self.config.model, self.layout.pipeline, self.num_chunks, method)
 
-    @cached_property
-    def stages(self) -> list[StagePart]:
+    @property
+    def stages(self) -> tuple[StagePart, ...]:
         """What each stage runs."""
-        return [self._stage(stage) for stage in range(self.layout.pipeline)]
-
-    def _stage(self, stage: int) -> StagePart:
-        bounds, last = list(pairwise(self.split.bounds)), self.split.bounds[-1] - 1
-        low, high = NUM_LAYERS_BEFORE_BLOCKS, last - 1
-        parts = bounds[stage :: self.layout.pipeline]
-        blocks = tuple(max(0, min(stop, high) - max(start, low)) for start, stop in parts)
-
-        def has(layer: int) -> bool:
-            return any(start <= layer < stop for start, stop in parts)
-
-        tied = self.config.model.tied
-        embedding, output = has(0) or (tied and has(last)), has(last) and not tied
-        units = (int(embedding), int(has(1)), sum(blocks), int(has(high)), int(output))
-        return StagePart(blocks, units, has(0), has(last))
+        method = self.config.parallel.pipeline_partition_method
+        return stages_of_model(self.config.model, self.layout.pipeline, self.num_chunks, method)
 
 
 @lru_cache(maxsize=64)
@@ -186,16 +174,45 @@ def split_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method:
     return LayerSplit(bounds, balance(parameters, bounds, num_stages), balance(flops, bounds, num_stages))
 
 
+@lru_cache(maxsize=512)
+def stages_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method: str) -> tuple[StagePart, ...]:
+    """What each stage of a cut model runs.
+
+    Raises:
+        ConfigError: the model cannot be cut like that.
+    """
+    bounds = split_of_model(model, num_stages, num_chunks, method).bounds
+    parts = list(pairwise(bounds))
+    return tuple(_stage(parts[stage::num_stages], bounds[-1] - 1, model.tied) for stage in range(num_stages))
+
+
+def _stage(parts: Sequence[tuple[int, int]], last: int, tied: bool) -> StagePart:
+    """A stage from the (first layer, last + 1) of its parts and the number of the output layer."""
+    low, high = NUM_LAYERS_BEFORE_BLOCKS, last - 1
+    blocks = tuple(max(0, min(stop, high) - max(start, low)) for start, stop in parts)
+
+    def has(layer: int) -> bool:
+        return any(start <= layer < stop for start, stop in parts)
+
+    embedding, output = has(0) or (tied and has(last)), has(last) and not tied
+    units = (int(embedding), int(has(1)), sum(blocks), int(has(high)), int(output))
+    return StagePart(blocks, units, has(0), has(last))
+
+
 @lru_cache(maxsize=4096)
 def alive(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> frozenset[tuple[int, ...]]:
-    """How many micro-batches each chunk of a stage holds, in all the combinations that a step goes through.
+    """How many micro-batches each chunk of a stage holds, in all the combinations after which one is given up.
 
     Counted along the schedule. Beyond a few rounds of the stages it only repeats itself, so more are not counted.
     """
     rounds = min(num_micro_batches, 3 * num_stages + num_micro_batches % num_stages)
     counts = [0] * num_chunks
     found = set()
+    grew = False
     for action in schedules.interleaved(stage, num_stages, rounds, num_chunks):
-        counts[action.chunk] += 1 if isinstance(action, schedules.Forward) else -1
-        found.add(tuple(counts))
+        grows = isinstance(action, schedules.Forward)
+        if grew and not grows:
+            found.add(tuple(counts))
+        counts[action.chunk] += 1 if grows else -1
+        grew = grows
     return frozenset(found)

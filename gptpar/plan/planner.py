@@ -65,12 +65,12 @@ class Plan:
         """Of a step."""
         return step_time(self.job, self.cluster)
 
-    @property
+    @cached_property
     def worst_stage(self) -> int:
         """The stage that needs the most GPU memory."""
         return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
 
-    @property
+    @cached_property
     def need(self) -> float:
         """Bytes that every GPU must have."""
         return self.memory[self.worst_stage].total

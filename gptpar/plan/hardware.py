@@ -50,6 +50,9 @@ GPUS: dict[str, Gpu] = {
 class Sustained:
     """What is reached of the data sheet's figures, and what things cost that it does not list.
 
+    ``attention_*`` and ``memory`` were set beforehand, the other figures of time fitted. ``fragmentation`` is what the
+    lines with reserved and allocated memory show; ``outside`` and ``host_process`` are assumptions.
+
     Attributes:
         products: share of the dense peak in large matrix products; smaller ones lose to their memory traffic and
             ``kernel`` on top.

@@ -106,12 +106,12 @@ def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit
     num_micro = plan.full // ((config.batch.micro_batch_size or 1) * layout.data)
     chunks = config.parallel.num_chunks
     idle = idle_share(simulate(layout.pipeline, num_micro, chunks))
-    layers = [[f"{layer}" for layer in split.layers_of(stage)] for stage in range(layout.pipeline)]
+    layers = [split.layers_of(stage) for stage in range(layout.pipeline)]
     rows = [
         Row(
             f"stage {stage}",
             f"{len(numbers)} layers",
-            f"{format_count(round(count))} parameters, numbers {_ranges(numbers)}",
+            f"{format_count(round(count))} parameters, numbers {ranges(numbers)}",
         )
         for stage, (numbers, count) in enumerate(zip(layers, split.parameters, strict=True))
     ]
@@ -123,10 +123,10 @@ def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit
     ]
 
 
-def _ranges(numbers: Sequence[str]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """``0-2, 7-9`` for consecutive numbers."""
     runs: list[list[int]] = []
-    for number in map(int, numbers):
+    for number in numbers:
         if runs and runs[-1][-1] == number - 1:
             runs[-1].append(number)
         else:

@@ -38,6 +38,15 @@ def test_readme_commands_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "runs/tiny/run.png").stat().st_size > 10_000
 
 
+def test_readme_plans(tmp_path: Path) -> None:
+    """The commands under "Planning a run"."""
+    section = (ROOT / "README.md").read_text().split("## Planning a run")[1].split("\n## ")[0]
+    plans, tool = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    output = run(f'python() {{ "$PYTHON" "$@"; }}\n{plans}{tool.replace("tools/", f"{ROOT}/tools/")}', tmp_path)
+    assert "fits: stage" in output and "refused" in output and "ZeRO-3, gptpar: states" in output
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
 @pytest.fixture
 def small_text(tmp_path: Path) -> Path:
     path = tmp_path / "mine.jsonl"

@@ -28,7 +28,7 @@ ROWS = [
     ["engine"],
     ["reporting"],
     ["training", "fit"],
-    ["generate", "check_layouts"],
+    ["generate", "check_layouts", "plan"],
     ["cli"],
     ["__init__", "__main__"],
 ]
@@ -48,6 +48,7 @@ PURE = [
     "pipeline/schedules.py",
     "check_layouts/cases.py",
     "training/batch_plan.py",
+    "plan/hardware.py",
     "data/order.py",
     "data/splits.py",
     "model/flops.py",

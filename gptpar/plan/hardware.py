@@ -1,0 +1,175 @@
+"""What GPUs and their connections do in practice: one table of presets, one of constants. Pure.
+
+The constants are fitted to the lines of ``benchmarks/*.jsonl`` (H200, bf16, compiled blocks) once for all layouts, and
+are taken to be the same shares of other GPUs' data sheets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.errors import ConfigError
+from gptpar.model.flops import peak_flops
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU's data sheet.
+
+    Attributes:
+        device: what ``torch.cuda.get_device_name()`` says, for :func:`~gptpar.model.flops.peak_flops`.
+        memory: GiB that a process can use at most.
+        memory_bandwidth: bytes/s.
+        link_bandwidth: bytes/s in one direction to the other GPUs of a machine.
+    """
+
+    device: str
+    memory: float
+    memory_bandwidth: float
+    link_bandwidth: float
+
+
+# Memory as the driver reports it; bandwidths from the makers' data sheets (NVLink, Infinity Fabric or PCIe).
+GPUS: dict[str, Gpu] = {
+    "a100": Gpu("NVIDIA A100", 79.1, 2.04e12, 300e9),
+    "a100-40": Gpu("NVIDIA A100", 39.4, 1.56e12, 300e9),
+    "h100": Gpu("NVIDIA H100", 79.1, 3.35e12, 450e9),
+    "h200": Gpu("NVIDIA H200", 139.8, 4.8e12, 450e9),
+    "h20": Gpu("NVIDIA H20", 95.1, 4.0e12, 450e9),
+    "b200": Gpu("NVIDIA B200", 178.4, 8.0e12, 900e9),
+    "l40s": Gpu("NVIDIA L40S", 44.4, 0.864e12, 32e9),
+    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", 23.5, 1.008e12, 32e9),
+    "v100": Gpu("NVIDIA V100", 31.7, 0.9e12, 150e9),
+    "mi300x": Gpu("AMD Instinct MI300X", 191.5, 5.3e12, 448e9),
+}
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """What is reached of the data sheet's figures, and what things cost that it does not list.
+
+    ``attention_*`` and ``memory`` were set beforehand, the other figures of time fitted. ``fragmentation`` is what the
+    lines with reserved and allocated memory show; ``outside`` and ``host_process`` are assumptions.
+
+    Attributes:
+        products: share of the dense peak in large matrix products; smaller ones lose to their memory traffic and
+            ``kernel`` on top.
+        attention_forward: share of the peak in the attention kernel, on its causal half.
+        attention_backward: the same in its backward.
+        memory: share of the memory bandwidth in pointwise kernels, norms and the optimizer.
+        link: share of a connection's bandwidth in collectives and sends.
+        overlapped: share of its own length that a transfer still costs where it runs beside computation, whose
+            processors and memory bandwidth it takes.
+        kernel: seconds lost at the start and the end of each kernel on the device.
+        transfer: seconds until a collective or a send gets going beside kernels that fill the device.
+        stage_transfer: the same for a send to a neighbouring stage, for which both sides must be ready.
+        host_block: seconds in which the host launches a block's forward and backward one by one (without CUDA graph).
+        host_collective: seconds in which it launches one collective.
+        scheduling: share by which a pipeline is slower when its stages are launched one by one.
+        fragmentation: share of the allocated memory that the allocator holds beyond it.
+        outside: bytes on the device beside the allocator: context, kernels, NCCL's buffers.
+        host_process: bytes of host memory of a process before it keeps anything.
+    """
+
+    products: float = 0.74
+    attention_forward: float = 0.50
+    attention_backward: float = 0.42
+    memory: float = 0.80
+    link: float = 0.80
+    overlapped: float = 0.65
+    kernel: float = 4.7e-6
+    transfer: float = 40e-6
+    stage_transfer: float = 0.8e-3
+    host_block: float = 1.45e-3
+    host_collective: float = 0.16e-3
+    scheduling: float = 0.035
+    fragmentation: float = 0.04
+    outside: float = 1.5 * GIB
+    host_process: float = 3.0 * GIB
+
+
+SUSTAINED = Sustained()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines a run is planned for.
+
+    Attributes:
+        name: of the GPU, for people.
+        peak: dense FLOP/s of a GPU in the run's number format.
+        memory: bytes a process can use of a GPU.
+        memory_bandwidth: bytes/s.
+        link_bandwidth: bytes/s in one direction between the GPUs of a machine.
+        network_bandwidth: bytes/s in one direction of each GPU's share of the network between machines.
+        gpus_per_node: GPUs in a machine.
+        host_memory: bytes of a machine's memory, ``None`` where it does not matter.
+        sustained: what is reached of these.
+    """
+
+    name: str
+    peak: float
+    memory: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    gpus_per_node: int
+    host_memory: float | None = None
+    sustained: Sustained = SUSTAINED
+
+    def bandwidth(self, size: int, stride: int) -> float:
+        """Sustained bytes/s of each member of a group of ``size`` ranks, each ``stride`` ranks after the one before.
+
+        Between machines a group uses the network shares of all its members in a machine.
+        """
+        if size * stride <= self.gpus_per_node:
+            return self.sustained.link * self.link_bandwidth
+        neighbours = max(1, self.gpus_per_node // stride)
+        return self.sustained.link * min(self.link_bandwidth, neighbours * self.network_bandwidth)
+
+    def stage_bandwidth(self, world_size: int) -> float:
+        """Sustained bytes/s between neighbouring stages; with several machines some pair of stages crosses them."""
+        inside = world_size <= self.gpus_per_node
+        return self.sustained.link * (self.link_bandwidth if inside else self.network_bandwidth)
+
+
+def make_cluster(
+    gpu: str,
+    dtype: str,
+    *,
+    gpu_memory: float | None = None,
+    host_memory: float | None = None,
+    link_bandwidth: float | None = None,
+    network_bandwidth: float = 50.0,
+    gpus_per_node: int = 8,
+) -> Cluster:
+    """A cluster of one kind of GPU.
+
+    Args:
+        gpu: a name in ``GPUS``.
+        dtype: ``bf16``, ``fp16`` or ``fp32``.
+        gpu_memory: GiB of a GPU, in place of the preset's.
+        host_memory: GiB of a machine.
+        link_bandwidth: GB/s between the GPUs of a machine, in place of the preset's.
+        network_bandwidth: GB/s between machines for each GPU.
+        gpus_per_node: GPUs in a machine.
+
+    Raises:
+        ConfigError: the GPU has no units for the number format.
+    """
+    sheet = GPUS[gpu]
+    peak = peak_flops(sheet.device, dtype)
+    if peak is None:
+        raise ConfigError([f"--gpu {gpu} has no known speed in {dtype}: choose --bf16, --fp16, fp32 or another GPU."])
+    return Cluster(
+        name=gpu,
+        peak=peak,
+        memory=(gpu_memory or sheet.memory) * GIB,
+        memory_bandwidth=sheet.memory_bandwidth,
+        link_bandwidth=link_bandwidth * 1e9 if link_bandwidth else sheet.link_bandwidth,
+        network_bandwidth=network_bandwidth * 1e9,
+        gpus_per_node=gpus_per_node,
+        host_memory=host_memory * GIB if host_memory else None,
+    )

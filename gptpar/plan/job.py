@@ -1,0 +1,218 @@
+"""A configuration on a layout, with what follows from it: which layers each stage runs and how large their units are.
+
+Nothing is allocated: layers are built on the meta device, each kind once, however deep the model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import cast
+
+import torch
+
+from gptpar.config import Config, ModelConfig
+from gptpar.config.graph import wants_graph
+from gptpar.layer_spec import LayerSpec
+from gptpar.model.flops import Shape, layer_flops
+from gptpar.model.gpt import gpt_layers
+from gptpar.pipeline import schedules
+from gptpar.pipeline.module import LayerSplit
+from gptpar.pipeline.partition import balance, partition
+from gptpar.pipeline.stage import ParameterInfo, Stage
+from gptpar.tensor_parallel import TensorAxis
+from gptpar.topology import Layout
+from gptpar.training.sharded_model import DTYPES
+from gptpar.zero.units import Unit
+
+NUM_LAYERS_BEFORE_BLOCKS = 2
+"""Embedding and positions."""
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What a process of one stage runs.
+
+    Attributes:
+        blocks: number of transformer blocks in each of its chunks.
+        units: number of each kind of unit it holds: embedding, positions, block, final norm, output layer.
+        first: whether the embedding is looked up here.
+        last: whether the loss is here.
+    """
+
+    blocks: tuple[int, ...]
+    units: tuple[int, int, int, int, int]
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """One configuration on one layout.
+
+    Args:
+        config: resolved, with the padded vocabulary filled.
+        layout: of its processes.
+    """
+
+    config: Config
+    layout: Layout
+
+    @property
+    def shape(self) -> Shape:
+        """The model's shape."""
+        return cast(Shape, self.config.model)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of a micro-batch."""
+        return self.config.batch.micro_batch_size or 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch_size * self.shape.seq_length
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of each data-parallel rank in a step."""
+        return (self.config.batch.global_batch_size or 1) // (self.micro_batch_size * self.layout.data)
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces of the stack on each process."""
+        return self.config.parallel.num_chunks
+
+    @property
+    def zero_stage(self) -> int:
+        """What is sharded; nothing where a process is alone on the data axis."""
+        return (self.config.parallel.zero_stage or 0) if self.layout.data > 1 else 0
+
+    @property
+    def shards(self) -> int:
+        """Pieces into which the optimizer's state is cut."""
+        return self.layout.data if self.zero_stage else 1
+
+    @property
+    def token_shares(self) -> int:
+        """Ranks among which the tokens between layers are shared out."""
+        return self.layout.tensor if self.config.parallel.sequence_parallel else 1
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of a weight or an activation."""
+        return DTYPES[self.config.precision.dtype].itemsize
+
+    @property
+    def wide_size(self) -> int:
+        """Bytes of a master weight, a moment or a summed gradient."""
+        return torch.promote_types(DTYPES[self.config.precision.dtype], torch.float32).itemsize
+
+    @property
+    def graph(self) -> bool:
+        """Whether forward and backward are launched as one CUDA graph."""
+        return wants_graph(self.config, self.layout.data)
+
+    @property
+    def boundary_bytes(self) -> int:
+        """What travels between two stages for a micro-batch."""
+        return self.tokens // self.token_shares * self.shape.hidden_size * self.element_size
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The units of embedding, positions, one block, final norm and output layer."""
+        return units_of(self.config.model, self.layout.tensor, self.shards)
+
+    @property
+    def split(self) -> LayerSplit:
+        """Which layers go to which stage, as the run itself cuts them."""
+        method = self.config.parallel.pipeline_partition_method
+        return split_of_model(self.config.model, self.layout.pipeline, self.num_chunks, method)
+
+    @property
+    def stages(self) -> tuple[StagePart, ...]:
+        """What each stage runs."""
+        method = self.config.parallel.pipeline_partition_method
+        return stages_of_model(self.config.model, self.layout.pipeline, self.num_chunks, method)
+
+
+@lru_cache(maxsize=64)
+def _infos(model: ModelConfig, tensor: int) -> tuple[dict[str, ParameterInfo], ...]:
+    """What is known of the parameters of each kind of layer: embedding, positions, block, final norm, output layer."""
+    specs = gpt_layers(model, TensorAxis(size=tensor))
+    return tuple(Stage([specs[i]]).infos() for i in (0, 1, NUM_LAYERS_BEFORE_BLOCKS, -2, -1))
+
+
+@lru_cache(maxsize=512)
+def units_of(model: ModelConfig, tensor: int, shards: int) -> tuple[Unit, ...]:
+    """The units of each kind of layer; they are equally long on all tensor ranks."""
+    return tuple(Unit.of("", infos, shards) for infos in _infos(model, tensor))
+
+
+@lru_cache(maxsize=512)
+def split_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method: str) -> LayerSplit:
+    """As :func:`~gptpar.pipeline.module.split_layers`, with each kind of layer built once.
+
+    Raises:
+        ConfigError: the model cannot be cut like that.
+    """
+    specs: list[LayerSpec] = gpt_layers(model)
+    sizes = [sum(info.shape.numel() for info in infos.values()) for infos in _infos(model, 1)]
+    num_blocks = len(specs) - 4
+    parameters = [*sizes[:2], *[sizes[2]] * num_blocks, *sizes[3:]]
+    flops = layer_flops(cast(Shape, model))
+    bounds = partition(
+        method,
+        num_stages * num_chunks,
+        parameters=parameters,
+        flops=flops,
+        kinds=[spec.cls.__name__ for spec in specs],
+        num_stages=num_stages,
+    )
+    return LayerSplit(bounds, balance(parameters, bounds, num_stages), balance(flops, bounds, num_stages))
+
+
+@lru_cache(maxsize=512)
+def stages_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method: str) -> tuple[StagePart, ...]:
+    """What each stage of a cut model runs.
+
+    Raises:
+        ConfigError: the model cannot be cut like that.
+    """
+    bounds = split_of_model(model, num_stages, num_chunks, method).bounds
+    parts = list(pairwise(bounds))
+    return tuple(_stage(parts[stage::num_stages], bounds[-1] - 1, model.tied) for stage in range(num_stages))
+
+
+def _stage(parts: Sequence[tuple[int, int]], last: int, tied: bool) -> StagePart:
+    """A stage from the (first layer, last + 1) of its parts and the number of the output layer."""
+    low, high = NUM_LAYERS_BEFORE_BLOCKS, last - 1
+    blocks = tuple(max(0, min(stop, high) - max(start, low)) for start, stop in parts)
+
+    def has(layer: int) -> bool:
+        return any(start <= layer < stop for start, stop in parts)
+
+    embedding, output = has(0) or (tied and has(last)), has(last) and not tied
+    units = (int(embedding), int(has(1)), sum(blocks), int(has(high)), int(output))
+    return StagePart(blocks, units, has(0), has(last))
+
+
+@lru_cache(maxsize=4096)
+def alive(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> frozenset[tuple[int, ...]]:
+    """How many micro-batches each chunk of a stage holds, in all the combinations after which one is given up.
+
+    Counted along the schedule. Beyond a few rounds of the stages it only repeats itself, so more are not counted.
+    """
+    rounds = min(num_micro_batches, 3 * num_stages + num_micro_batches % num_stages)
+    counts = [0] * num_chunks
+    found = set()
+    grew = False
+    for action in schedules.interleaved(stage, num_stages, rounds, num_chunks):
+        grows = isinstance(action, schedules.Forward)
+        if grew and not grows:
+            found.add(tuple(counts))
+        counts[action.chunk] += 1 if grows else -1
+        grew = grows
+    return frozenset(found)

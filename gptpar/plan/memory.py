@@ -1,0 +1,250 @@
+"""Memory of each stage's processes at the peak of a step.
+
+Weights, gradients and optimizer state are counted from the very units that the run lays out; activations by the bytes
+that a block keeps (:mod:`gptpar.model.memory`) times the micro-batches that the schedule holds at once. What lives only
+for a moment is counted where the sum is largest: in the output layer's loss, in a block's backward, at the step's end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from gptpar.model.memory import MemoryPlan, layer_activation_bytes_per_token
+from gptpar.plan.hardware import Cluster
+from gptpar.plan.job import Job, StagePart, alive
+from gptpar.tensor_parallel.cross_entropy import num_chunks
+from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
+from gptpar.zero.gradients import MOST_IN_FLIGHT
+
+BOUNDARIES_IN_FLIGHT = 3
+"""Messages between stages that exist beside the activations: two begun receives and what is being sent."""
+STATISTICS_BYTES = 16
+"""Of a token and block: mean and reciprocal deviation of both norms, in fp32."""
+
+PRODUCT_WORKSPACE = 64 << 20
+"""Bytes that the library of matrix products asks for: 32 MiB on each of two streams (Hopper)."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one process, by purpose.
+
+    Attributes:
+        parameters: live weights, in the number format of the products.
+        gradients: their fp32 sums.
+        optimizer: fp32 masters and both moments.
+        activations: kept for the backward pass, of all micro-batches in flight.
+        buffers: what exists for a moment only, at the worst moment: logits, gradients in flight, gathered weights.
+        outside: what the device holds beside the tensors: context, communication, the allocator's gaps.
+        host: of the machine's memory.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    outside: float
+    host: float
+
+    @property
+    def allocated(self) -> float:
+        """All tensors together, as ``torch.cuda.max_memory_allocated`` reports it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+    @property
+    def total(self) -> float:
+        """What the GPU must have."""
+        return self.allocated + self.outside
+
+    def as_gib(self) -> dict[str, float]:
+        """The parts in GiB."""
+        return {name: round(size / 2**30, 3) for name, size in asdict(self).items()}
+
+
+def stage_memory(job: Job, stage: int, cluster: Cluster) -> RankMemory:
+    """Memory of the processes of one stage."""
+    part = job.stages[stage]
+    parameters, gradients, optimizer = _states(job, part)
+    blocks = _Blocks.of(job)
+    chunks = [blocks.kept(count) for count in part.blocks]
+    host_chunks = [blocks.kept_by_host(count) for count in part.blocks]
+    counts = alive(stage, job.layout.pipeline, job.num_micro_batches, job.num_chunks)
+    activations = max(sum(n * size for n, size in zip(count, chunks, strict=True)) for count in counts)
+    host = max(sum(n * size for n, size in zip(count, host_chunks, strict=True)) for count in counts)
+    buffers = max(_loss_buffers(job, part), _backward_buffers(job, part, blocks), _end_buffers(job, part))
+    buffers += _boundary_buffers(job, stage) + PRODUCT_WORKSPACE
+    allocated = parameters + gradients + optimizer + activations + buffers
+    sustained = cluster.sustained
+    return RankMemory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        buffers=buffers,
+        outside=sustained.outside + sustained.fragmentation * allocated + _symmetric_memory(job),
+        host=sustained.host_process + host,
+    )
+
+
+def _elements(job: Job, part: StagePart) -> tuple[int, int]:
+    """(whole, this process's shard) of the elements of a stage's units."""
+    whole = sum(n * unit.length for n, unit in zip(part.units, job.units, strict=True))
+    return whole, whole // job.shards
+
+
+def _states(job: Job, part: StagePart) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state."""
+    whole, shard = _elements(job, part)
+    size, wide = job.element_size, job.wide_size
+    live_is_master = size == wide and job.shards == 1
+    parameters = 0 if live_is_master else size * (shard if job.zero_stage == 3 else whole)
+    whole_sum = whole if job.zero_stage == 1 else 0  # a reduced shard beside the sum it comes from
+    return parameters, wide * (shard + whole_sum), 3 * wide * shard
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Bytes that one block keeps of a micro-batch.
+
+    Attributes:
+        whole: everything its backward needs.
+        input: its input alone, on the device; ``host_input`` in the machine's memory.
+        group: blocks that are recomputed together, 0 where none is.
+        most: recomputed blocks of a chunk, ``None`` for all.
+    """
+
+    whole: float
+    input: float
+    host_input: float
+    group: int
+    most: int | None
+
+    @staticmethod
+    def of(job: Job) -> _Blocks:
+        recompute, shares = job.config.recompute, job.token_shares
+        boundary = float(job.boundary_bytes)
+        if recompute.distribute_saved_activations and shares == 1:
+            boundary /= job.layout.tensor
+        to_host = recompute.checkpoint_in_cpu
+        full = recompute.recompute_granularity == "full"
+        uniform = recompute.recompute_method == "uniform"
+        count = recompute.recompute_num_layers
+        return _Blocks(
+            whole=job.tokens * block_bytes_per_token(job),
+            input=0.0 if to_host else boundary,
+            host_input=boundary if to_host else 0.0,
+            group=((count or 1) if uniform else 1) if full else 0,
+            most=None if uniform else count,
+        )
+
+    def groups(self, num_blocks: int) -> list[int]:
+        """Sizes of the groups of a chunk's blocks that are recomputed together."""
+        if not self.group:
+            return []
+        recomputed = num_blocks if self.most is None else min(num_blocks, self.most)
+        whole, rest = divmod(recomputed, self.group)
+        return [self.group] * whole + [rest] * bool(rest)
+
+    def kept(self, num_blocks: int) -> float:
+        """Bytes on the device of a chunk and micro-batch."""
+        groups = self.groups(num_blocks)
+        return (num_blocks - sum(groups)) * self.whole + len(groups) * self.input
+
+    def kept_by_host(self, num_blocks: int) -> float:
+        """Bytes in the machine's memory of a chunk and micro-batch."""
+        return len(self.groups(num_blocks)) * self.host_input
+
+
+def block_bytes_per_token(job: Job) -> float:
+    """Bytes that a block keeps of a token on a rank, without what selective recomputation forgets."""
+    shape, size = job.shape, job.element_size
+    plan = MemoryPlan(
+        num_parameters=0,
+        layers_in_flight=0,
+        micro_batch_size=job.micro_batch_size,
+        bytes_per_element=size,
+        hidden_dropout=job.config.model.hidden_dropout,
+        tensor_parallel=job.layout.tensor,
+        sequence_parallel=job.config.parallel.sequence_parallel,
+    )
+    statistics = STATISTICS_BYTES / job.token_shares + 4 * shape.num_attention_heads / job.layout.tensor
+    forgotten = 0.0
+    if job.config.recompute.recompute_granularity == "selective":
+        modules = job.config.recompute.recompute_modules or ()
+        if "mlp" in modules:
+            forgotten += shape.ffn_hidden_size * (3 if shape.swiglu else 2) * size / job.layout.tensor
+        if "layernorm" in modules:
+            forgotten += 2 * shape.hidden_size * size / job.token_shares
+    return layer_activation_bytes_per_token(shape, plan) + statistics - forgotten
+
+
+def _loss_buffers(job: Job, part: StagePart) -> float:
+    """In the output layer's forward: its inputs, and logits with their gradients a piece of the tokens at a time."""
+    if not part.last:
+        return 0.0
+    shape, size, wide = job.shape, job.element_size, job.wide_size
+    rows = -(-shape.padded_vocab_size // job.layout.tensor)
+    pieces = num_chunks(job.tokens, rows, size, "cuda")
+    logits = -(-job.tokens // pieces) * rows * size
+    hidden = job.tokens * shape.hidden_size * size
+    gradient = rows * shape.hidden_size
+    # From the second piece on, the logits' gradient and the weight's of the piece before are there still.
+    work = 2 * logits if pieces == 1 else 3 * logits + gradient * (wide + size)
+    inputs = (2 if job.token_shares == 1 else 2 / job.token_shares + 1) * hidden
+    return inputs + hidden + work + _gathered(job, part.units, loss=True)
+
+
+def _backward_buffers(job: Job, part: StagePart, blocks: _Blocks) -> float:
+    """In a block's backward: gradients on their way through it, its weights' gradients, what is recomputed."""
+    shape, size = job.shape, job.element_size
+    block = job.units[2]
+    hidden = job.tokens * shape.hidden_size * size
+    inner = job.tokens * max(shape.ffn_hidden_size, 3 * shape.hidden_size) * size / job.layout.tensor
+    gathered = hidden if job.token_shares > 1 else 0
+    most = max((group for count in part.blocks for group in blocks.groups(count)), default=0)
+    buffers = 2 * hidden / job.token_shares + gathered + inner + block.length * size + most * blocks.whole
+    if job.zero_stage >= 2:
+        buffers += (1 + MOST_IN_FLIGHT) * (block.length + block.shard_length) * job.wide_size
+    if part.last:  # the output layer's gradient is complete before the blocks' are
+        head = job.units[0] if job.config.model.tied else job.units[4]
+        buffers += head.length * (size if part.units[0] and job.config.model.tied else 0)
+    return buffers + _gathered(job, part.units, loss=False)
+
+
+def _gathered(job: Job, counts: tuple[int, ...], *, loss: bool) -> float:
+    """Weights that ZeRO-3 has brought together: of a layer and the one that follows it."""
+    if job.zero_stage != 3:
+        return 0.0
+    embedding, _, block, norm, output = (unit.length * job.element_size for unit in job.units)
+    head = output if counts[4] else embedding
+    return float(head + norm if loss else 2 * block + (head if counts[3] and not counts[4] else 0))
+
+
+def _end_buffers(job: Job, part: StagePart) -> float:
+    """At the end of the step: reduced shards that have not been copied yet, sums in a narrower format."""
+    whole, shard = _elements(job, part)
+    travelling = 2 if job.config.parallel.grad_reduce_in_bf16 else job.wide_size
+    arriving = travelling * shard if job.zero_stage == 1 else 0
+    narrow = 2 * whole if travelling < job.wide_size and job.layout.data > 1 and job.zero_stage < 2 else 0
+    return arriving + narrow
+
+
+def _boundary_buffers(job: Job, stage: int) -> float:
+    """Messages between stages; a recorded step cannot reuse the memory of one that it has received."""
+    if job.layout.pipeline == 1:
+        return 0.0
+    count = float(BOUNDARIES_IN_FLIGHT)
+    if job.graph:
+        last, chunks = stage == job.layout.pipeline - 1, job.num_chunks
+        received = (chunks - (stage == 0)) + (chunks - last)  # by all chunks, of a micro-batch
+        still = max(map(sum, alive(stage, job.layout.pipeline, job.num_micro_batches, chunks))) / chunks
+        count += max(0.0, job.num_micro_batches - still) * received
+    return count * job.boundary_bytes
+
+
+def _symmetric_memory(job: Job) -> float:
+    """The workspace of fused transfers, once the activations are large enough for them; not of torch's allocator."""
+    gathered = job.tokens * job.shape.hidden_size * job.element_size
+    fused = job.token_shares > 1 and job.config.parallel.tp_comm_overlap and gathered >= FUSED_BYTES
+    return 2.0 * gathered if fused else 0.0

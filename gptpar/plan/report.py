@@ -1,0 +1,275 @@
+"""A plan as text, as JSON and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from gptpar.model.flops import Shape, num_parameters
+from gptpar.pipeline import schedules
+from gptpar.pipeline.schedules import Forward, Span
+from gptpar.plan.planner import Plan, Search
+from gptpar.plan.timing import rounds_idle
+from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count
+from gptpar.training.banner import ranges
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "outside")
+MOST_ROWS = 16
+"""Stages shown one by one; of longer pipelines the first, the last and the fullest are."""
+MOST_DRAWN_STAGES, MOST_DRAWN_ACTIONS = 16, 4000
+RUNNERS_UP = 5
+PREDICTION_ERROR = 0.05
+"""Share of the memory; it was at most 2 % where it could be compared."""
+_COLORS = ("#1f5fa8", "#4aa8c0", "#2a9d6f", "#e08e1b", "#d1495b", "#8c6d4f")
+
+
+def plan_text(plan: Plan, remedies: Sequence[Plan]) -> str:
+    """Everything about one plan.
+
+    Args:
+        remedies: of one that does not fit.
+    """
+    return "\n".join(
+        [
+            banner([Section("plan", _facts(plan)), Section("step expected", _times(plan))]),
+            _title("memory of a stage's processes, GiB"),
+            memory_table(plan),
+            *_schedule(plan),
+            verdict(plan, remedies),
+        ]
+    )
+
+
+def _title(text: str) -> str:
+    return f"--- {text} ".ljust(100, "-")
+
+
+def _facts(plan: Plan) -> list[Row]:
+    job, cluster = plan.job, plan.cluster
+    m, recompute = job.config.model, job.config.recompute
+    count = format_count(num_parameters(job.shape))
+    rounds = rounds_idle(job.layout.pipeline, job.num_micro_batches, job.num_chunks)
+    bubble = f", idle {100 * rounds / (job.num_micro_batches + rounds):.1f} % with even stages"
+    pieces = "1F1B" if job.num_chunks == 1 else f"interleaved 1F1B, {job.num_chunks} pieces a stage"
+    again = recompute.recompute_granularity or "nothing is computed again"
+    return [
+        Row("model", f"{count} parameters", f"{m.num_layers} layers x {m.hidden_size} x {m.num_attention_heads} heads"),
+        Row(
+            "cluster",
+            f"{job.layout.world_size:,} x {cluster.name.upper()}",
+            f"{cluster.memory / 2**30:.1f} GiB, {cluster.peak / 1e12:.0f} TFLOP/s, {cluster.link_bandwidth / 1e9:.0f} "
+            f"GB/s among {cluster.gpus_per_node} GPUs, {cluster.network_bandwidth / 1e9:.0f} GB/s a GPU beyond",
+        ),
+        Row("layout", f"{job.layout.describe()}, ZeRO-{job.zero_stage}", f"recomputation: {again}"),
+        Row(
+            "batch",
+            f"{job.config.batch.global_batch_size:,} samples x {job.shape.seq_length:,} tokens",
+            f"{job.num_micro_batches:,} micro-batches of {job.micro_batch_size} a step",
+        ),
+        Row(
+            "schedule",
+            pieces + bubble if job.layout.pipeline > 1 else "no pipeline",
+            "one CUDA graph a step" if job.graph else "launched kernel by kernel",
+        ),
+    ]
+
+
+def _times(plan: Plan) -> list[Row]:
+    time = plan.time
+    parts = ("compute", "fill", "transfers", "data", "optimizer", "host")
+    text = ", ".join(f"{part} {1e3 * getattr(time, part):.1f}" for part in parts if getattr(time, part) >= 5e-5)
+    return [
+        Row("time", f"{1e3 * time.total:.1f} ms", text),
+        Row(
+            "speed", f"{plan.tokens_per_second:,.0f} tokens/s", f"{100 * plan.utilisation:.1f} % MFU, causal attention"
+        ),
+        Row(
+            "idle", f"{100 * time.idle:.1f} %", "of forward and backward: filling the pipeline, waiting, uneven stages"
+        ),
+    ]
+
+
+def memory_table(plan: Plan) -> str:
+    """A row for each stage; of many the first, the last and the fullest."""
+    stages = list(range(len(plan.memory)))
+    if len(stages) > MOST_ROWS:
+        stages = sorted({0, 1, plan.worst_stage, len(stages) - 2, len(stages) - 1})
+    head = ("stage", *PARTS, "total", "host", "layers")
+    rows: list[tuple[str, ...]] = [head]
+    for stage in stages:
+        memory = plan.memory[stage]
+        sizes = [getattr(memory, part) for part in PARTS] + [memory.total, memory.host]
+        layers = ranges(plan.job.split.layers_of(stage))
+        rows.append((str(stage), *(f"{size / 2**30:.2f}" for size in sizes), layers))
+    lines = ["  " + "  ".join(cell.rjust(len(title)) for cell, title in zip(row, head, strict=True)) for row in rows]
+    for place, (before, after) in reversed(list(enumerate(pairwise(stages), 1))):
+        if after != before + 1:
+            lines.insert(place + 1, "    ...")
+    return "\n".join(lines)
+
+
+def timelines(plan: Plan) -> tuple[list[list[Span]], int]:
+    """(spans of every stage in seconds, micro-batches drawn): a long step is drawn with fewer micro-batches."""
+    job, time = plan.job, plan.time
+    stages, chunks = job.layout.pipeline, job.num_chunks
+    most = max(stages, MOST_DRAWN_ACTIONS // (2 * stages * chunks))
+    count = min(job.num_micro_batches, most, 4 * stages)
+    slowest = max(time.stages, key=lambda stage: stage.both)
+    return schedules.simulate(stages, count, chunks, slowest.forward / chunks, slowest.backward / chunks), count
+
+
+def _schedule(plan: Plan) -> list[str]:
+    stages = plan.job.layout.pipeline
+    if stages == 1:
+        return []
+    if stages > MOST_DRAWN_STAGES:
+        return [_title("schedule"), f"  {stages} stages: --png FILE draws them"]
+    _, count = timelines(plan)
+    shown = "" if count == plan.job.num_micro_batches else f", drawn with {count} micro-batches"
+    chart = schedules.chart(schedules.simulate(stages, count, plan.job.num_chunks), 98)
+    return [_title(f"schedule: letters are micro-batches, capitals forward{shown}"), chart]
+
+
+def verdict(plan: Plan, remedies: Sequence[Plan]) -> str:
+    """One paragraph: whether it fits, and what to change where it does not."""
+    if plan.fits:
+        spare = plan.cluster.memory - plan.need
+        tight = " That is less than the prediction's error." if spare < PREDICTION_ERROR * plan.need else ""
+        return (
+            f"\nfits: stage {plan.worst_stage} needs the most, and leaves {format_bytes(spare)} of a GPU free.{tight}"
+        )
+    lines = [f"\nOUT OF MEMORY: {plan.shortage()}"]
+    enough = [p for p in remedies if p.fits]
+    if enough:
+        lines += ["any one of these makes it fit, fastest first:", *map(_remedy, enough[:RUNNERS_UP])]
+    elif remedies:
+        lines += [
+            "no single change is enough; these save the most (gptpar plan --search tries combinations):",
+            *map(_remedy, remedies[:3]),
+        ]
+    else:
+        lines.append("no single change helps: take more or larger GPUs, or a smaller model.")
+    return "\n".join(lines)
+
+
+def _remedy(plan: Plan) -> str:
+    return f"  {plan.flags():<44} {format_bytes(plan.need)} a GPU, {1e3 * plan.time.total:.1f} ms a step"
+
+
+def search_text(found: Search) -> str:
+    """The best layout, runners-up and reasons of refusal."""
+    lines = [_title(f"search: {found.tried:,} layouts, {len(found.accepted):,} fit")]
+    if found.accepted:
+        lines.append("  step ms    tokens/s   MFU   idle   GiB  flags")
+        lines += [_search_row(plan) for plan in found.accepted[: 1 + RUNNERS_UP]]
+    else:
+        lines.append("  none fits: take more or larger GPUs, or a smaller model.")
+    lines.append(_title("refused"))
+    for reason, (count, example) in sorted(found.refused.items(), key=lambda item: -item[1][0]):
+        lines += [f"  {count:,} x {reason}; for example", f"      {example}"]
+    return "\n".join(lines)
+
+
+def _search_row(plan: Plan) -> str:
+    rate, idle = 100 * plan.utilisation, 100 * plan.time.idle
+    return (
+        f"{1e3 * plan.time.total:9.1f} {plan.tokens_per_second:11,.0f} {rate:5.1f} {idle:6.1f} "
+        f"{plan.need / 2**30:5.1f}  {plan.flags()}"
+    )
+
+
+def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
+    """The same figures for programs: GiB, milliseconds."""
+    job, time = plan.job, plan.time
+    return {
+        "flags": plan.flags(),
+        "layout": job.layout.describe(),
+        "world_size": job.layout.world_size,
+        "zero_stage": job.zero_stage,
+        "parameters": num_parameters(cast(Shape, job.config.model)),
+        "micro_batches": job.num_micro_batches,
+        "fits": plan.fits,
+        "shortage": plan.shortage() or None,
+        "remedies": [{"flags": p.flags(), "fits": p.fits, "gib": _gib(p.need)} for p in remedies],
+        "gib": _gib(plan.need),
+        "host_gib_a_machine": _gib(plan.host_need),
+        "stages": [
+            {"layers": job.split.layers_of(stage), "allocated": _gib(memory.allocated), **memory.as_gib()}
+            for stage, memory in enumerate(plan.memory)
+        ],
+        "ms_per_step": round(1e3 * time.total, 3),
+        "ms": {
+            part: round(1e3 * getattr(time, part), 3)
+            for part in ("compute", "fill", "transfers", "data", "optimizer", "host")
+        },
+        "idle": round(time.idle, 4),
+        "tokens_per_s": round(plan.tokens_per_second, 1),
+        "mfu_causal": round(plan.utilisation, 4),
+    }
+
+
+def search_json(found: Search) -> dict[str, Any]:
+    """The best layout, runners-up and reasons of refusal."""
+    return {
+        "tried": found.tried,
+        "accepted": len(found.accepted),
+        "best": plan_json(found.accepted[0]) if found.accepted else None,
+        "runners_up": [plan_json(plan) for plan in found.accepted[1 : 1 + RUNNERS_UP]],
+        "refused": [{"reason": r, "count": n, "example": example} for r, (n, example) in found.refused.items()],
+    }
+
+
+def _gib(size: float) -> float:
+    return round(size / 2**30, 3)
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """A PNG: memory of each stage beside what a GPU has, and the schedule."""
+    from matplotlib.figure import Figure
+
+    pipeline = plan.job.layout.pipeline > 1
+    figure = Figure(figsize=(13, 8 if pipeline else 4.5), dpi=130, layout="constrained", facecolor="white")
+    axes = figure.subplots(2 if pipeline else 1, 1, squeeze=False)[:, 0]
+    _draw_memory(axes[0], plan)
+    if pipeline:
+        _draw_schedule(axes[1], plan)
+    figure.suptitle(
+        f"{plan.job.layout.describe()}, ZeRO-{plan.job.zero_stage}: {1e3 * plan.time.total:.1f} ms a step, "
+        f"{plan.need / 2**30:.1f} GiB",
+        fontweight="bold",
+    )
+    figure.savefig(path, format="png")
+
+
+def _draw_memory(axes: Axes, plan: Plan) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    places = list(range(len(plan.memory)))
+    left = [0.0] * len(places)
+    for part, color in zip(PARTS, _COLORS, strict=True):
+        widths = [getattr(memory, part) / 2**30 for memory in plan.memory]
+        axes.barh(places, widths, left=left, color=color, label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.axvline(plan.cluster.memory / 2**30, color="#333333", ls="--", label="a GPU has")
+    axes.invert_yaxis()
+    axes.set(xlabel="GiB on each of a stage's GPUs", ylabel="stage")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(ncols=len(PARTS) + 1, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+
+
+def _draw_schedule(axes: Axes, plan: Plan) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    spans, count = timelines(plan)
+    for stage, row in enumerate(spans):
+        for kind, color in ((True, _COLORS[0]), (False, _COLORS[3])):
+            bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in row if isinstance(s.action, Forward) is kind]
+            axes.broken_barh(bars, (stage - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.4)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"ms: forward blue, backward orange, {count} micro-batches", ylabel="stage")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,318 @@
+"""Time of a training step: what each stage computes and sends, put together along the pipeline's schedule.
+
+A stage's time for a micro-batch is the sum over its layers of matrix products, attention, memory traffic and of what
+transfers cost beside them. The shares of the hardware's figures that these reach are in :mod:`gptpar.plan.hardware`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gptpar.model.flops import fc1_width, flops_per_token, mfu, qkv_width, query_width
+from gptpar.pipeline import schedules
+from gptpar.plan.hardware import Cluster
+from gptpar.plan.job import Job, StagePart
+from gptpar.tensor_parallel.cross_entropy import num_chunks
+from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
+
+# Elements of width h that pointwise kernels of a block move for each token, read or written: the norms with their
+# residual sums and biases, and the same in the backward.
+NORM_PASSES_FORWARD, NORM_PASSES_BACKWARD = 10, 16
+# Elements of the MLP's inner width: read and write in the activation; gradient, input and output in its backward.
+ACTIVATION_PASSES_FORWARD, ACTIVATION_PASSES_BACKWARD = 2, 4
+LOGIT_PASSES = 5
+"""Elements of the logits moved: written, read twice, gradient written, and read by the products."""
+KERNELS_FORWARD, KERNELS_BACKWARD = 9, 22
+"""Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
+UPDATE_BYTES = 38
+"""A step's traffic for each element of the optimizer's shard: AdamW's 28, its norm 4, the live weight 6."""
+MOST_SIMULATED = 20_000
+"""Actions of a schedule that is walked through to find its idle time; beyond, the formula serves."""
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage for a micro-batch: computing, with what transfers inside the stage cost."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a training step.
+
+    Attributes:
+        stages: of a micro-batch, by stage.
+        compute: of the slowest stage, over all micro-batches.
+        fill: until the pipeline is full and empty again, and what stages lose that are not launched as one graph.
+        transfers: waited for between stages.
+        data: what reductions and gathers over the data axis cost beside the computation.
+        optimizer: norm, update and publishing.
+        host: of launching the step, where that takes longer than the device: the excess.
+    """
+
+    stages: Sequence[StageTime]
+    compute: float
+    fill: float
+    transfers: float
+    data: float
+    optimizer: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return self.compute + self.fill + self.transfers + self.data + self.optimizer + self.host
+
+    @property
+    def idle(self) -> float:
+        """Share of forward and backward in which a stage, on average, computes nothing."""
+        busy = self.compute * sum(s.both for s in self.stages) / (len(self.stages) * max(s.both for s in self.stages))
+        return max(0.0, 1 - busy / (self.compute + self.fill + self.transfers))
+
+
+def step_time(job: Job, cluster: Cluster) -> StepTime:
+    """Predict a step."""
+    costs = _Costs(job, cluster)
+    stages = [costs.stage(part) for part in job.stages]
+    count, layout = job.num_micro_batches, job.layout
+    slowest = max(stage.both for stage in stages)
+    others = (sum(stage.both for stage in stages) - slowest) / max(1, layout.pipeline - 1)
+    compute = count * slowest
+    fill = rounds_idle(layout.pipeline, count, job.num_chunks) * others
+    transfers = rounds_transferring(layout.pipeline, count, job.num_chunks) * costs.between_stages()
+    if not job.graph and layout.pipeline > 1:
+        fill += cluster.sustained.scheduling * compute
+    busiest = max(range(len(stages)), key=lambda i: stages[i].both)
+    heaviest = max(sum(n * u.length for n, u in zip(part.units, job.units, strict=True)) for part in job.stages)
+    data = costs.data_parallel(heaviest, stages[busiest])
+    optimizer = UPDATE_BYTES * heaviest / job.shards / costs.memory_rate
+    device = compute + fill + transfers + data
+    host = max(0.0, costs.host(max(sum(part.blocks) for part in job.stages)) - device)
+    return StepTime(stages, compute, fill, transfers, data, optimizer, host)
+
+
+def rounds_idle(num_stages: int, num_micro_batches: int, num_chunks: int) -> float:
+    """How long a stage waits in a step, in times of its forward and backward of a micro-batch.
+
+    By the schedule itself where the formula of :func:`~gptpar.pipeline.schedules.bubble` is not exact.
+    """
+    if num_chunks == 1 or num_micro_batches % num_stages == 0:
+        share = schedules.bubble(num_stages, num_micro_batches, num_chunks)
+        return num_micro_batches * share / (1 - share)
+    few = min(num_micro_batches, num_stages + num_micro_batches % num_stages)
+    if num_stages * few * num_chunks > MOST_SIMULATED:
+        whole = -(-num_micro_batches // num_stages) * num_stages
+        return whole - num_micro_batches + (num_stages - 1) / num_chunks
+    return _simulated_idle(num_stages, few, num_chunks)
+
+
+@lru_cache(maxsize=4096)
+def _simulated_idle(num_stages: int, num_micro_batches: int, num_chunks: int) -> float:
+    share = schedules.idle_share(schedules.simulate(num_stages, num_micro_batches, num_chunks))
+    return num_micro_batches * share / (1 - share)
+
+
+def rounds_transferring(num_stages: int, num_micro_batches: int, num_chunks: int) -> float:
+    """How many transfers one after the other a step waits for.
+
+    In 1F1B a micro-batch's way through all stages and back, with ``2 (p - 1)`` transfers, makes room for the next p;
+    with several chunks more are on their way, and only the first and the last wait. As the schedule's simulation has
+    it, for whole groups of p micro-batches.
+    """
+    if num_stages == 1:
+        return 0.0
+    if num_chunks == 1:
+        rounds = max(num_micro_batches, num_stages)
+        return 2 * (num_stages - 1) / num_stages * rounds + 2 * (num_stages - 2)
+    return 2.0 * (num_stages * num_chunks - 1)
+
+
+class _Costs:
+    """Seconds of the pieces of a job on one rank of a cluster."""
+
+    def __init__(self, job: Job, cluster: Cluster):
+        self._job, self._cluster, self._sustained = job, cluster, cluster.sustained
+        self.memory_rate = cluster.memory_bandwidth * self._sustained.memory
+        layout = job.layout
+        self._tensor_rate = cluster.bandwidth(layout.tensor, 1)
+        self._data_rate = cluster.bandwidth(layout.data, layout.tensor)
+
+    def stage(self, part: StagePart) -> StageTime:
+        """Of one micro-batch."""
+        forward, backward = self._block()
+        recomputed = self._recomputed(forward)
+        num_blocks = sum(part.blocks)
+        head_forward = self._head() if part.last else 0.0
+        ends = self._embedding() * (part.first + part.last)
+        return StageTime(
+            num_blocks * forward + head_forward,
+            num_blocks * backward + recomputed * self._recomputed_blocks(part) + ends,
+        )
+
+    def _product(self, rows: int, inner: int, columns: int) -> float:
+        """A matrix product of (rows x inner) with (inner x columns)."""
+        size = self._job.element_size
+        traffic = size * (rows * inner + inner * columns + rows * columns)
+        compute = 2 * rows * inner * columns / (self._cluster.peak * self._sustained.products)
+        return compute + traffic / self.memory_rate
+
+    def _products(self) -> list[float]:
+        """Of a block's forward: QKV, attention's output, and the MLP's two."""
+        shape, tensor, tokens = self._job.shape, self._job.layout.tensor, self._job.tokens
+        h, ffn = shape.hidden_size, shape.ffn_hidden_size
+        return [
+            self._product(tokens, h, qkv_width(shape) // tensor),
+            self._product(tokens, query_width(shape) // tensor, h),
+            self._product(tokens, h, fc1_width(shape) // tensor),
+            self._product(tokens, ffn // tensor, h),
+        ]
+
+    def _attention(self, share: float, flops_of_forward: float) -> float:
+        job = self._job
+        flops = 2.0 * job.tokens * job.shape.seq_length * query_width(job.shape) / job.layout.tensor
+        return flops_of_forward * flops / (self._cluster.peak * share)
+
+    def _pointwise(self, norm_passes: float, activation_passes: float) -> float:
+        job, shape = self._job, self._job.shape
+        norms = norm_passes * shape.hidden_size / job.token_shares
+        inner = activation_passes * fc1_width(shape) / job.layout.tensor
+        return job.tokens * job.element_size * (norms + inner) / self.memory_rate
+
+    def _block(self) -> tuple[float, float]:
+        """(forward, backward) of one block and micro-batch, without recomputation."""
+        s, products = self._sustained, self._products()
+        forward_transfers, backward_transfers = self._tensor_transfers()
+        forward = (
+            sum(products)
+            + self._attention(s.attention_forward, 1)
+            + self._pointwise(NORM_PASSES_FORWARD, ACTIVATION_PASSES_FORWARD)
+            + KERNELS_FORWARD * s.kernel
+            + forward_transfers
+        )
+        backward = (
+            2 * sum(products)
+            + self._attention(s.attention_backward, 2.5)
+            + self._pointwise(NORM_PASSES_BACKWARD, ACTIVATION_PASSES_BACKWARD)
+            + KERNELS_BACKWARD * s.kernel
+            + self._add_gradients(self._job.units[2].length)
+            + backward_transfers
+        )
+        return forward, backward
+
+    def _tensor_transfers(self) -> tuple[float, float]:
+        """What transfers of the tensor axis cost a block's forward and backward."""
+        job = self._job
+        size = job.layout.tensor
+        if size == 1:
+            return 0.0, 0.0
+        whole = job.tokens * job.shape.hidden_size * job.element_size
+        moved = whole * (size - 1) / size / self._tensor_rate + self._sustained.transfer
+        if job.token_shares == 1:  # two sums in the forward, two in the backward beside the weights' gradients
+            summed = 2 * moved
+            return 2 * summed, 2 * summed * self._sustained.overlapped
+        fused = job.config.parallel.tp_comm_overlap and whole >= FUSED_BYTES
+        alone = self._sustained.overlapped if fused else 1.0
+        # gathers and sums of both halves; in the backward each half also gathers its input again beside a product
+        return 4 * moved * alone, 2 * moved * alone + 4 * moved * self._sustained.overlapped
+
+    def _add_gradients(self, elements: int) -> float:
+        """Adding 16-bit gradients to their wide sums: read both, write one."""
+        job = self._job
+        return elements * (job.element_size + 2 * job.wide_size) / self.memory_rate
+
+    def _recomputed(self, forward: float) -> float:
+        """What is computed again in a block's backward."""
+        recompute, products = self._job.config.recompute, self._products()
+        if recompute.recompute_granularity == "full":
+            return forward
+        if recompute.recompute_granularity != "selective":
+            return 0.0
+        modules = recompute.recompute_modules or ()
+        again = 0.0
+        if "core_attn" in modules:
+            again += self._attention(self._sustained.attention_forward, 1)
+        if "mlp" in modules:
+            again += sum(products[2:]) + self._pointwise(0, ACTIVATION_PASSES_FORWARD)
+        if "layernorm" in modules:
+            again += self._pointwise(NORM_PASSES_FORWARD / 2, 0)
+        return again
+
+    def _recomputed_blocks(self, part: StagePart) -> int:
+        recompute = self._job.config.recompute
+        most = recompute.recompute_num_layers
+        if recompute.recompute_granularity == "full" and recompute.recompute_method != "uniform" and most is not None:
+            return sum(min(count, most) for count in part.blocks)
+        return sum(part.blocks)
+
+    def _head(self) -> float:
+        """Output layer and loss, whose gradients are formed in the forward."""
+        job, tensor = self._job, self._job.layout.tensor
+        rows = -(-job.shape.padded_vocab_size // tensor)
+        pieces = num_chunks(job.tokens, rows, job.element_size, "cuda")
+        tokens = -(-job.tokens // pieces)
+        logits = LOGIT_PASSES * tokens * rows * job.element_size / self.memory_rate
+        piece = 3 * self._product(tokens, job.shape.hidden_size, rows) + logits
+        piece += 6 * self._sustained.kernel + (2 * self._sustained.transfer if tensor > 1 else 0)
+        return pieces * piece + sum(self._tensor_transfers()[:1]) / 2
+
+    def _embedding(self) -> float:
+        """Dense gradients of the matrix, added up, of the input or of the output."""
+        return self._add_gradients(self._job.units[0].length)
+
+    def between_stages(self) -> float:
+        """One transfer between neighbouring stages."""
+        job = self._job
+        rate = self._cluster.stage_bandwidth(job.layout.world_size)
+        return job.boundary_bytes / rate + self._sustained.stage_transfer
+
+    def data_parallel(self, elements: int, stage: StageTime) -> float:
+        """What collectives of the data axis cost: what does not fit beside the computation, and a share of the rest.
+
+        Args:
+            elements: of a rank's parameters.
+            stage: its time for a micro-batch.
+        """
+        job, layout = self._job, self._job.layout
+        if layout.data == 1:
+            return 0.0
+        size = 2 if job.config.parallel.grad_reduce_in_bf16 else job.wide_size
+        seconds_a_byte = (layout.data - 1) / layout.data / self._data_rate
+        reduced, gathered = elements * size * seconds_a_byte, elements * job.element_size * seconds_a_byte
+        if job.zero_stage >= 2:
+            gathers = 2 * gathered if job.zero_stage == 3 else 0.0
+            each = self._beside(gathers + reduced, stage.both)
+            published = 0.0 if job.zero_stage == 3 else self._beside(gathered, stage.forward)
+            return job.num_micro_batches * each + published
+        if job.zero_stage == 0:
+            return self._beside(2 * reduced, stage.backward)
+        return self._beside(reduced, stage.backward) + self._beside(gathered, stage.forward)
+
+    def _beside(self, transfer: float, compute: float) -> float:
+        """Cost of a transfer beside a computation."""
+        return max(self._sustained.overlapped * transfer, transfer - (1 - self._sustained.overlapped) * compute)
+
+    def host(self, num_blocks: int) -> float:
+        """Launching a step's kernels one by one, on the stage with the most blocks."""
+        job, s = self._job, self._sustained
+        if job.graph:
+            return 0.0
+        collectives = 0 if job.layout.tensor == 1 else (10 if job.token_shares > 1 else 4)
+        collectives += 3 if job.zero_stage == 3 else 0
+        again = 4 / 3 if job.config.recompute.recompute_granularity == "full" else 1
+        return job.num_micro_batches * num_blocks * again * (s.host_block + collectives * s.host_collective)
+
+
+def utilisation(job: Job, cluster: Cluster, seconds: float) -> float:
+    """Model FLOPs utilisation of a step, with attention over its causal half."""
+    tokens = (job.config.batch.global_batch_size or 1) * job.shape.seq_length
+    rate = tokens / seconds / job.layout.world_size
+    return mfu(rate, flops_per_token(job.shape, causal=True), cluster.peak) or 0.0

@@ -19,6 +19,7 @@ from gptpar.config import Config
 from gptpar.config.derive import derive, padded_vocab
 from gptpar.config.presets import PRESETS
 from gptpar.errors import GptparError
+from gptpar.host import available_memory
 from gptpar.model.flops import Shape, flops_per_token, num_parameters, peak_flops
 from gptpar.model.memory import MemoryPlan, expected_memory
 from gptpar.reporting.banner import format_bytes
@@ -80,15 +81,6 @@ def this_machine() -> Machine:
     text = f"no GPU; matrix products reach {bf16 / 1e9:.0f} GFLOP/s in bf16 and {fp32 / 1e9:.0f} in fp32"
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Machine(0, precision, max(free, available_memory()), CPU_SHARE_OF_MATMUL * rate, text)
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be used without swapping; 0 where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 0
 
 
 def vocabulary_for(machine: Machine) -> Choice:

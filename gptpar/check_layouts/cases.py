@@ -23,11 +23,12 @@ class Case:
     flags: tuple[str, ...]
 
 
-RECOMPUTE = {
+VARIANTS = {
     "": (),
     "full recompute": ("--recompute-granularity", "full"),
     "every 2": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2"),
     "selective": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp", "layernorm"),
+    "CPU optimizer 0.6": ("--cpu-optimizer", "--cpu-optimizer-ratio", "0.6"),
 }
 
 
@@ -40,24 +41,24 @@ def layouts(num_processes: int) -> Iterator[Layout]:
 
 
 def all_cases(num_processes: int) -> Iterator[Case]:
-    """Every layout x ZeRO stage x token split x schedule x recomputation."""
+    """Every layout x ZeRO stage x token split x schedule x recomputation or offload."""
     for layout in layouts(num_processes):
         for zero in range(4 if layout.data > 1 else 1):
             for tokens_split in (False, True) if layout.tensor > 1 else (False,):
                 for chunks in (1, 2) if layout.pipeline > 1 else (1,):
-                    for recompute, recompute_flags in RECOMPUTE.items():
-                        yield _case(layout, zero, tokens_split, chunks, recompute, recompute_flags)
+                    for variant, variant_flags in VARIANTS.items():
+                        yield _case(layout, zero, tokens_split, chunks, variant, variant_flags)
 
 
 def _case(
-    layout: Layout, zero: int, tokens_split: bool, chunks: int, recompute: str, recompute_flags: tuple[str, ...]
+    layout: Layout, zero: int, tokens_split: bool, chunks: int, variant: str, variant_flags: tuple[str, ...]
 ) -> Case:
     words = [layout.describe(), f"ZeRO-{zero}" if layout.data > 1 else ""]
-    words += ["sequence parallel" if tokens_split else "", "interleaved" if chunks > 1 else "", recompute]
+    words += ["sequence parallel" if tokens_split else "", "interleaved" if chunks > 1 else "", variant]
     flags = ["--tensor-model-parallel-size", str(layout.tensor)]
     flags += ["--pipeline-model-parallel-size", str(layout.pipeline), "--zero-stage", str(zero)]
     if tokens_split:
         flags.append("--sequence-parallel")
     if chunks > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
-    return Case(", ".join(filter(None, words)), layout, (*flags, *recompute_flags))
+    return Case(", ".join(filter(None, words)), layout, (*flags, *variant_flags))

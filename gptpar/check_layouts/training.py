@@ -58,7 +58,7 @@ class CaseRun:
         for step in range(first, last):
             loss = self.trainer.forward_backward(self._batches(step), step)
             optimizer = self.trainer.model.optimizer
-            self.outcome.gradients.append(self._whole(optimizer.parts_of(optimizer.grad)))
+            self.outcome.gradients.append(self._whole(optimizer.parts("grad")))
             launched = self.trainer.update(
                 loss, iteration=step + 1, samples=size, progress=float(step * size + size), stop=False
             )

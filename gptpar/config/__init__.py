@@ -8,6 +8,7 @@ from typing import Any
 
 from gptpar.config.data import DataConfig, TokenizerConfig
 from gptpar.config.model import ModelConfig
+from gptpar.config.offload import OffloadConfig
 from gptpar.config.run import CheckpointConfig, LoggingConfig, ParallelConfig
 from gptpar.config.training import BatchConfig, OptimizerConfig, PrecisionConfig, RecomputeConfig
 
@@ -22,6 +23,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -56,6 +58,7 @@ __all__ = [
     "DataConfig",
     "LoggingConfig",
     "ModelConfig",
+    "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",

@@ -62,8 +62,6 @@ ACCEPTED: dict[str, tuple[int, str]] = {
 }
 
 PLANNED: dict[str, str] = {
-    "--cpu-optimizer": "optimizer offload",
-    "--cpu-optimizer-ratio": "optimizer offload",
     "--deepspeed": "DeepSpeed's JSON",
     "--deepspeed_config": "DeepSpeed's JSON",
     "--context-parallel-size": "context parallelism",

@@ -9,6 +9,7 @@ from gptpar.config import Config
 from gptpar.config.checks.batch import check_batch, check_duration
 from gptpar.config.checks.data import check_data, check_files
 from gptpar.config.checks.model import check_model
+from gptpar.config.checks.offload import check_offload
 from gptpar.config.checks.optimizer import check_precision, check_schedule
 from gptpar.config.checks.parallel import check_parallel
 from gptpar.config.checks.recompute import check_recompute
@@ -60,6 +61,7 @@ def find_problems(config: Config, world_size: int) -> list[str]:
         *check_schedule(config),
         *check_precision(config, world_size),
         *check_recompute(config),
+        *check_offload(config),
         *check_data(config),
         *check_files(config),
     ]

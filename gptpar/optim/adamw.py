@@ -3,91 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from gptpar.config import OptimizerConfig
+from gptpar.optim.host_share import HostShare
+from gptpar.optim.runs import Division, Run
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts, parts_of_flat
-from gptpar.zero.units import ALIGNMENT, Unit
+from gptpar.zero.units import Unit
 
-
-@dataclass(frozen=True)
-class Run:
-    """A stretch of this process's elements that are treated alike.
-
-    Attributes:
-        decays: whether weight decay applies.
-        replicated: whether every tensor-parallel rank has the same elements.
-        counted: whether this process counts them in sums over the model; of replicas, one does.
-    """
-
-    start: int
-    stop: int
-    decays: bool
-    replicated: bool
-    counted: bool
-
-
-def make_runs(units: Sequence[Unit], shard: int, *, first_tensor_rank: bool, copies: frozenset[str]) -> list[Run]:
-    """Stretches of all units' shards in a row, as long as possible.
-
-    Args:
-        shard: which shard of each unit is this process's.
-        first_tensor_rank: whether this process counts what all tensor-parallel ranks have.
-        copies: units that another stage counts.
-    """
-    runs: list[Run] = []
-    base = 0
-    for unit in units:
-        for start, stop, decays, replicated in unit.runs(shard):
-            counted = unit.name not in copies and (first_tensor_rank or not replicated)
-            run = Run(base + start, base + stop, decays, replicated, counted)
-            last = runs[-1] if runs else None
-            if last and last.stop == run.start and _kind(last) == _kind(run):
-                runs[-1] = Run(last.start, run.stop, *_kind(run))
-            else:
-                runs.append(run)
-        base += unit.shard_length
-    return runs or [Run(0, ALIGNMENT, False, False, False)]  # nothing but padding: the optimizer still counts steps
-
-
-def _kind(run: Run) -> tuple[bool, bool, bool]:
-    return run.decays, run.replicated, run.counted
+ROW = 64
 
 
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter 2019) over this process's shard of the master weights.
 
-    Clipping, the loss scale and the skipping of non-finite gradients happen inside torch's fused kernel, without
-    waiting for the device.
+    The device's elements are updated by torch's fused kernel: clipping, the loss scale and the skipping of non-finite
+    gradients happen inside it, without waiting for the device. The others are the host's.
 
     Args:
-        units: all units of this process.
+        units: all units of this process, in forward order.
         infos: what is known of each parameter.
-        runs: how stretches of the shard are treated.
+        division: which elements of each unit's shard are the device's.
+        runs: how stretches of the device's elements are treated.
         shard: which shard of each unit is this process's.
-        grad: the gradient sum of all units' shards in a row, fp32 or wider.
+        grad: the gradient sum of the device's elements of all units in a row, fp32 or wider.
         config: betas, epsilon and clipping.
+        host: updates the other elements; ``None`` where there are none.
 
     Attributes:
-        masters: unit -> its piece of the master weights.
+        masters: unit -> the device's piece of the master weights.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         infos: Mapping[str, ParameterInfo],
+        division: Division,
         runs: Sequence[Run],
         shard: int,
         grad: torch.Tensor,
         config: OptimizerConfig,
+        host: HostShare | None = None,
     ):
-        self.clip_grad, self.grad = config.clip_grad, grad
+        self.clip_grad, self.grad, self.host = config.clip_grad, grad, host
         self._units, self._infos, self._shard, self._runs = units, infos, shard, runs
+        self._on_device = division.on_device
         self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad) for _ in range(3))
-        lengths = [unit.shard_length for unit in units]
+        lengths = [self._on_device[unit.name] for unit in units]
         self.masters = {u.name: piece for u, piece in zip(units, self.master.split(lengths), strict=True)}
         groups = [
             {"params": [self._leaf(r) for r in runs if r.decays is decays], "weight_decay": 0.0, "decays": decays}
@@ -114,16 +78,14 @@ class MasterAdamW:
         flat.grad = self.grad[run.start : run.stop]
         return flat
 
-    def square_of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Sum of squares (fp64) of the elements of a buffer like the master's that this process counts."""
-        pieces = [buffer[start:stop] for start, stop in self._counted()]
-        if not pieces:
-            return torch.zeros((), dtype=torch.float64, device=buffer.device)
-        if buffer.is_cuda:
-            return torch.nn.utils.get_total_norm(pieces, foreach=True).double().square()
-        # Summed by rows first: over a long fp32 vector torch's CPU kernel drifts (6 % at 350M elements).
-        rows = [torch.linalg.vector_norm(piece.view(-1, ALIGNMENT), dim=1) for piece in pieces]
-        return torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).square()
+    def square_of_grad(self) -> torch.Tensor:
+        """Sum of squares (fp64) of the device's gradient elements that this process counts."""
+        return square_of([self.grad[start:stop] for start, stop in self._counted()], self.grad.device)
+
+    def square_of_weights(self) -> torch.Tensor:
+        """Sum of squares (fp64) of the master weights that this process counts, the host's too."""
+        square = square_of([self.master[start:stop] for start, stop in self._counted()], self.grad.device)
+        return square if self.host is None else square + self.host.square_of_weights()
 
     def _counted(self) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
@@ -135,14 +97,12 @@ class MasterAdamW:
         return found
 
     def zeros_in_grad(self) -> int:
-        """Zeros among the gradient elements that this process counts."""
+        """Zeros among the device's gradient elements that this process counts."""
         counted = torch.zeros_like(self.grad, dtype=torch.bool)
         for start, stop in self._counted():
             counted[start:stop] = True
-        return sum(
-            int(((self.grad[at : at + last - first] == 0) & counted[at : at + last - first]).sum())
-            for _, first, last, at in self._held()
-        )
+        places = [(view, counted[at : at + view.numel()]) for _, _, view, at in self._held("grad") if at is not None]
+        return sum(int(((view == 0) & mask).sum()) for view, mask in places)
 
     @torch.no_grad()
     def step(self, norm: torch.Tensor, lr: float, weight_decay: float, loss_scale: float) -> torch.Tensor:
@@ -170,35 +130,44 @@ class MasterAdamW:
             divisor = torch.ones_like(divisor)
         self.inner.grad_scale, self.inner.found_inf = divisor.float(), skipped  # type: ignore[attr-defined]
         self.inner.step()
+        if self.host is not None:
+            self.host.step(norm, lr, weight_decay, loss_scale)
         return skipped
 
     def state_tensors(self) -> dict[str, dict[str, TensorParts]]:
         """Live views for a checkpoint: ``weights``, ``exp_avg`` and ``exp_avg_sq``, each by global parameter name."""
-        buffers = {"weights": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return {kind: self.parts_of(buffer) for kind, buffer in buffers.items()}
+        return {kind: self.parts(kind) for kind in ("weights", "exp_avg", "exp_avg_sq")}
 
-    def parts_of(self, buffer: torch.Tensor) -> dict[str, TensorParts]:
-        """The parameters' pieces in a buffer like the master's, by global name."""
-        return {
-            name: parts_of_flat(
-                self._infos[name].full_shape,
-                self._infos[name].shape,
-                self._infos[name].offsets,
-                first,
-                last,
-                buffer[at : at + last - first],
-            )
-            for name, first, last, at in self._held()
-        }
+    def parts(self, kind: str) -> dict[str, TensorParts]:
+        """The parameters' pieces here, on device and host, of one kind of state or of the gradient (``grad``).
 
-    def _held(self) -> Iterator[tuple[str, int, int, int]]:
-        """(parameter, first, last + 1 element of it, place in the buffer)"""
+        The host's gradients are there between the end of the backward pass and the step.
+        """
+        found: dict[str, TensorParts] = {}
+        for name, first, view, _ in self._held(kind):
+            info = self._infos[name]
+            more = parts_of_flat(info.full_shape, info.shape, info.offsets, first, first + view.numel(), view)
+            if name in found:
+                more = TensorParts(more.shape, found[name].parts + more.parts, more.dtype)
+            found[name] = more
+        return found
+
+    def _held(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor, int | None]]:
+        """(parameter, its first element held, their values, their place in the device's buffers or ``None``)"""
+        of_unit = {unit.name: unit for unit in self._units}
+        buffer = {"weights": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "grad": self.grad}[
+            kind
+        ]
         base = 0
         for unit in self._units:
-            low = self._shard * unit.shard_length
-            for name, first, last in unit.held(self._shard):
-                yield name, first, last, base + unit.slots[name].start + first - low
-            base += unit.shard_length
+            length = self._on_device[unit.name]
+            for name, first, start, stop in unit.held_between(self._shard, 0, length):
+                yield name, first, buffer[base + start : base + stop], base + start
+            base += length
+        for name_of_unit, at, values in self.host.parts(kind) if self.host is not None else ():
+            unit, low = of_unit[name_of_unit], self._on_device[name_of_unit] + at
+            for name, first, start, stop in unit.held_between(self._shard, low, low + values.numel()):
+                yield name, first, values[start - low : stop - low], None
 
     @property
     def steps_taken(self) -> int:
@@ -209,3 +178,19 @@ class MasterAdamW:
     def steps_taken(self, count: int) -> None:
         for state in self.inner.state.values():
             state["step"].fill_(count)
+        if self.host is not None:
+            self.host.steps_taken = count
+
+
+def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of squares (fp64) of some vectors' elements."""
+    if not pieces:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if device.type == "cuda":
+        return torch.nn.utils.get_total_norm(pieces, foreach=True).double().square()
+    # Summed by rows first: over a long fp32 vector torch's CPU kernel drifts (6 % at 350M elements).
+    norms: list[torch.Tensor] = []
+    for piece in pieces:
+        whole = piece.numel() // ROW * ROW
+        norms += [torch.linalg.vector_norm(piece[:whole].view(-1, ROW), dim=1), torch.linalg.vector_norm(piece[whole:])]
+    return torch.linalg.vector_norm(torch.cat([norm.flatten() for norm in norms]), dtype=torch.float64).square()

@@ -83,6 +83,7 @@ class Run:
         while not stop and not self.plan.finished(self.progress):
             samples = self.plan.global_batch_size(self.progress.consumed_samples)
             batches = loader.fetch(self.progress.consumed_samples, samples)
+            self.trainer.foresee(self._position(0 if launched is None else launched.samples))
             loss = self.trainer.forward_backward(batches, self.progress.iteration)
             if launched is not None:
                 stop = self.finish(launched)
@@ -100,14 +101,18 @@ class Run:
 
     def launch_update(self, loss: torch.Tensor, samples: int) -> Step:
         """Launch the optimizer step and move on in the data."""
-        p, schedule = self.progress, self.trainer.schedule
-        assert self.config.model.seq_length
-        position = p.scheduled_samples * (self.config.model.seq_length if schedule.in_tokens else 1)
+        p, position = self.progress, self._position()
         p.iteration += 1
         p.consumed_samples += samples
         return self.trainer.update(
             loss, iteration=p.iteration, samples=samples, progress=position, stop=self.wants_to_stop()
         )
+
+    def _position(self, coming: int = 0) -> float:
+        """Where the schedules are, in their unit; ``coming``: samples of a step of which it is not known yet."""
+        assert self.config.model.seq_length
+        in_samples = self.progress.scheduled_samples + coming
+        return in_samples * (self.config.model.seq_length if self.trainer.schedule.in_tokens else 1)
 
     def finish(self, step: Step) -> bool:
         """Take note of a step that was launched; returns whether any process wants to stop."""
@@ -132,7 +137,7 @@ class Run:
         log, model, topology = self.config.logging, self.trainer.model, self.trainer.topology
         norm = zeros = None
         if log.log_params_norm:
-            norm = topology.sum_over_all(model.own_square(model.optimizer.master)).sqrt().item()
+            norm = topology.sum_over_all(model.square_of_weights()).sqrt().item()
         if log.log_num_zeros_in_grad:
             zeros = round(topology.sum_over_all(model.own_zeros()).item())
         return norm, zeros

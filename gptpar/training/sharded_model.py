@@ -16,12 +16,15 @@ import torch.distributed as dist
 from gptpar.config import Config
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
-from gptpar.optim.adamw import MasterAdamW, make_runs
+from gptpar.optim.adamw import MasterAdamW, square_of
+from gptpar.optim.buckets import HostPiece
+from gptpar.optim.runs import cut, device_runs, divide, runs_of
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.stage import Fields, ParameterInfo, Stage, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology import Layout, Topology
+from gptpar.training.offload import make_host_share
 from gptpar.zero.gradients import GradientSum
 from gptpar.zero.live import LiveParameters
 from gptpar.zero.place import DataAxis
@@ -53,19 +56,52 @@ class ShardedModel:
         layers = {name: params for stage in self.stages for name, params in stage.parameters_by_layer().items()}
         self.units = [Unit.of(name, {p: self.infos[p] for p in params}, data.shards) for name, params in layers.items()]
         chunks = [[name for name in stage.call_order() if name in layers] for stage in self.stages]
-        self._runs = make_runs(self.units, data.shard, first_tensor_rank=tensor.rank == 0, copies=self.pipeline.copies)
         self._tensor, self._data = tensor, data
+        self.division = divide(self.units, data.shard, config.offload.ratio or 0.0)
+        counting = partial(runs_of, first_tensor_rank=tensor.rank == 0, copies=self.pipeline.copies)
+        runs = {unit.name: list(counting(unit, data.shard)) for unit in self.units}
+        on_device, device = self.division.on_device, topology.device
+        self._runs = device_runs(self.units, on_device, runs)
+        self._host_runs = {
+            unit.name: tuple(cut(runs[unit.name], on_device[unit.name], unit.shard_length))
+            for unit in self.units
+            if on_device[unit.name] < unit.shard_length
+        }
 
         reduce_dtype = torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide
-        device = topology.device
-        done = partial(_done, self)
-        self.gradients = GradientSum(self.units, chunks, data, wide, device, reduce_dtype=reduce_dtype, done=done)
-        self.optimizer = MasterAdamW(
-            self.units, self.infos, self._runs, data.shard, self.gradients.shard, config.optimizer
+        self.gradients = GradientSum(
+            self.units,
+            chunks,
+            data,
+            wide,
+            device,
+            reduce_dtype=reduce_dtype,
+            done=partial(_done, self),
+            on_device=on_device,
+            to_host=partial(_to_host, self),
         )
-        masters_are_live = dtype == wide and data.shards == 1
+        lengths = {unit.name: unit.shard_length - on_device[unit.name] for unit in self.units}
+        pieces = [HostPiece(name, lengths[name], runs) for name, runs in self._host_runs.items()]
+        self.host = make_host_share(config, pieces, device, dtype, wide)
+        self.optimizer = MasterAdamW(
+            self.units,
+            self.infos,
+            self.division,
+            self._runs,
+            data.shard,
+            self.gradients.shard,
+            config.optimizer,
+            self.host,
+        )
+        masters_are_live = dtype == wide and data.shards == 1 and self.host is None
         shared = self.optimizer.master if masters_are_live else None
-        self.live = LiveParameters(self.units, chunks, data, dtype, device, shared)
+        self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host)
+        if self.host is not None:
+            self.host.attach({name: self.live.own(name)[on_device[name] :] for name in self._host_runs})
+        self._dtype, self._travels = dtype, dtype
+        self._host_square, self._host_zeros = torch.zeros(2, dtype=torch.float64, device=device)
+        self._counts_zeros = config.logging.log_num_zeros_in_grad
+        self._held_back: dict[str, tuple[Unit | None, torch.Tensor]] = {}
         storage = self.live.views()
         for stage in self.stages:
             stage.place(storage)
@@ -74,7 +110,20 @@ class ShardedModel:
 
     def publish(self) -> None:
         """Make the live parameters equal to the masters."""
+        if self.host is not None:
+            self.host.publish()
         self.live.publish(self.optimizer.masters)
+
+    def step(self, norm: torch.Tensor, lr: float, weight_decay: float, loss_scale: float) -> torch.Tensor:
+        """See :meth:`MasterAdamW.step`; the live parameters follow, each before it is used."""
+        skipped = self.optimizer.step(norm, lr, weight_decay, loss_scale)
+        self.live.publish(self.optimizer.masters)
+        return skipped
+
+    def close(self) -> None:
+        """End the CPU optimizer's thread."""
+        if self.host is not None:
+            self.host.close()
 
     def train(self) -> None:
         """Dropout on."""
@@ -84,32 +133,80 @@ class ShardedModel:
         """Dropout off."""
         self.pipeline.eval()
 
+    def begin_gradients(self, num_micro_batches: int) -> None:
+        """A step begins."""
+        self.gradients.begin(num_micro_batches)
+        self._host_square.zero_()
+        self._host_zeros.zero_()
+        # A sum over micro-batches would not fit fp16's range.
+        summed = torch.bfloat16 if self._dtype == torch.float16 else self._dtype
+        self._travels = self._dtype if num_micro_batches * self._data.size == 1 else summed
+
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Wait for the sums over the data axis; add what copies of a parameter elsewhere have seen."""
         self.gradients.finish()
         if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
             shard = self.gradients.shard
-            pieces = [shard[run.start : run.stop] for run in self._runs if run.replicated]
-            if pieces:
-                flat = torch.cat(pieces)
-                dist.all_reduce(flat, group=self._tensor.group)
-                torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
+            _sum_together([shard[run.start : run.stop] for run in self._runs if run.replicated], self._tensor.group)
         for name, group in self.pipeline.tied_groups.items():
-            dist.all_reduce(self.gradients.shards[name], group=group)
+            unit, grad = self._held_back.pop(name, (None, self.gradients.shards[name][:0]))
+            _sum_together([self.gradients.shards[name], grad], group)  # the stages may be divided differently
+            if unit is not None:
+                self._offer(unit, grad)
 
-    def own_square(self, buffer: torch.Tensor) -> torch.Tensor:
-        """What this process adds to the sum of squares of all elements, of a buffer like the masters (fp64)."""
-        return self.optimizer.square_of(buffer) / (self._data.size if self._data.shards == 1 else 1)
+    @torch.no_grad()
+    def _offer(self, unit: Unit, grad: torch.Tensor) -> None:
+        """Give the host its part of a unit's complete gradient."""
+        assert self.host is not None
+        runs = self._host_runs[unit.name]
+        if self._tensor.splits_tokens:
+            _sum_together([grad[run.start : run.stop] for run in runs if run.replicated], self._tensor.group)
+        counted = [grad[run.start : run.stop] for run in runs if run.counted]
+        self._host_square += square_of(counted, grad.device)
+        if self._counts_zeros:
+            low = self.division.on_device[unit.name]
+            for run in (run for run in runs if run.counted):
+                for *_, start, stop in unit.held_between(self._data.shard, low + run.start, low + run.stop):
+                    self._host_zeros += (grad[start - low : stop - low] == 0).sum()
+        self.host.offer(unit.name, grad.to(self._travels))
+
+    def square_of_grad(self) -> torch.Tensor:
+        """What this process adds to the sum of squares of the whole gradient (fp64)."""
+        return (self.optimizer.square_of_grad() + self._host_square) / self._owners
+
+    def square_of_weights(self) -> torch.Tensor:
+        """What this process adds to the sum of squares of all master weights (fp64)."""
+        return self.optimizer.square_of_weights() / self._owners
+
+    @property
+    def _owners(self) -> int:
+        """Data-parallel processes that have the same elements."""
+        return self._data.size if self._data.shards == 1 else 1
 
     def own_zeros(self) -> torch.Tensor:
         """What this process adds to the number of zeros in the gradient (fp64)."""
         count = torch.tensor(float(self.optimizer.zeros_in_grad()), dtype=torch.float64, device=self.topology.device)
-        return count / (self._data.size if self._data.shards == 1 else 1)
+        return (count + self._host_zeros) / self._owners
 
 
 def _done(model: ShardedModel, unit: str) -> None:
     model.live.backward_done(unit)
+
+
+def _to_host(model: ShardedModel, unit: Unit, grad: torch.Tensor) -> None:
+    if unit.name in model.pipeline.tied_groups:  # the other stage's part is still to come
+        model._held_back[unit.name] = (unit, grad)
+    else:
+        model._offer(unit, grad)
+
+
+def _sum_together(pieces: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum each piece over a group, in one message; processes may have cut the same elements differently."""
+    if sum(piece.numel() for piece in pieces):
+        flat = torch.cat(pieces)
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
 
 
 def tensor_axis(config: Config, topology: Topology) -> TensorAxis:

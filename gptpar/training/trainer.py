@@ -149,12 +149,19 @@ class Trainer:
         """Before the processes part."""
         if self._graph is not None:
             self._graph.release()
+        self.model.close()
 
     def initialise(self) -> None:
         """Give the weights their initial values."""
         weights = self.model.optimizer.state_tensors()["weights"]
         initialise(weights, {name: info.init for name, info in self.model.infos.items()}, self.config.data.seed)
         self.model.publish()
+
+    def foresee(self, progress: float) -> None:
+        """Say where in the schedules the coming step will probably be: the CPU optimizer may begin it early."""
+        if self.model.host is not None:
+            decay = self.schedule.weight_decay(progress)
+            self.model.host.foresee(self.schedule.learning_rate(progress), decay, self.loss_scale.value)
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.
@@ -174,7 +181,7 @@ class Trainer:
 
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.model.train()
-        self.model.gradients.begin()
+        self.model.begin_gradients(len(batches))
         observer = _StepObserver(self, self._iteration, len(batches))
         inputs = [_stage_input(batch, self._scale) for batch in batches]
         losses = self.model.pipeline.forward_backward(inputs, grad=self._scale, observer=observer)
@@ -193,12 +200,11 @@ class Trainer:
         """
         self.activity.note(f"iteration {iteration}, optimizer step")
         lr, scale = self.schedule.learning_rate(progress), self.loss_scale.value
-        square, optimizer = self.model.own_square(self.model.optimizer.grad), self.model.optimizer
+        square = self.model.square_of_grad()
         sums = torch.stack([square, self._share_of_mean(loss), torch.full_like(square, float(stop))])
         square, mean_loss, votes = self.topology.sum_over_all(sums)
         norm = square.sqrt() / scale
-        skipped = optimizer.step(norm, lr, self.schedule.weight_decay(progress), scale)
-        self.model.publish()
+        skipped = self.model.step(norm, lr, self.schedule.weight_decay(progress), scale)
         timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
         return Step(iteration, samples, lr, scale, Readings([mean_loss, norm, skipped, votes], timeout_s))
 

@@ -24,7 +24,8 @@ class GradientSum:
     Units are reduced in a fixed order, the reverse of the forward pass, whatever the order in which they complete:
     processes match collectives by their order alone, and one whose autograd differed would hang or add up the wrong
     pieces. Under ZeRO-0 and 1 the whole sum is kept and reduced in the step's last backward pass; under ZeRO-2 and 3
-    each micro-batch's gradient is reduced at once and only this process's shard of the sum is kept.
+    each micro-batch's gradient is reduced at once and only this process's shard of the sum is kept. Of a unit that the
+    host updates, nothing is kept that a single micro-batch does not need.
 
     Args:
         units: in forward order.
@@ -32,9 +33,13 @@ class GradientSum:
         dtype: of the sum, fp32 or wider.
         reduce_dtype: in which gradients travel.
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
+        on_device: unit -> how many of its shard's elements, the first ones, the device's optimizer updates; by default
+            all of them.
+        to_host: takes (unit, the others' complete sum); the memory stays as it is until the next step's backward.
 
     Attributes:
-        shard: the complete sum's elements that this process's optimizer updates: all units' shards in a row.
+        shard: the complete sum's elements that the device's optimizer updates: all units' in a row.
+        shards: the same by unit.
     """
 
     def __init__(
@@ -47,46 +52,58 @@ class GradientSum:
         *,
         reduce_dtype: torch.dtype,
         done: Callable[[str], None],
+        on_device: Mapping[str, int] | None = None,
+        to_host: Callable[[Unit, torch.Tensor], None] | None = None,
     ):
         self._axis, self._dtype, self._reduce_dtype, self._done = axis, dtype, reduce_dtype, done
+        self._to_host = to_host
         self._units = {unit.name: unit for unit in units}
         self._chunks = [list(dict.fromkeys(names)) for names in chunks]
         self._unit_of = {name: unit for unit in units for name in unit.slots}
-        self.shard = torch.zeros(sum(unit.shard_length for unit in units), dtype=dtype, device=device)
-        self.shards = dict(zip(self._units, self.shard.split([u.shard_length for u in units]), strict=True))
-        self._keeps_all = axis.zero_stage < 2
+        lengths = [unit.shard_length if on_device is None else on_device[unit.name] for unit in units]
+        self.shard = torch.zeros(sum(lengths), dtype=dtype, device=device)
+        self.shards = dict(zip(self._units, self.shard.split(lengths), strict=True))
+        self._keeps_all, self._single = axis.zero_stage < 2, True
+        here = [unit for unit, length in zip(units, lengths, strict=True) if length == unit.shard_length]
+        self._streams = len(here) < len(units)
         self._sums: dict[str, torch.Tensor] = {}
         if axis.shards == 1:
-            self._sums = self.shards
+            self._sums = {unit.name: self.shards[unit.name] for unit in here}
         elif self._keeps_all:
-            whole = torch.zeros(sum(unit.length for unit in units), dtype=dtype, device=device)
-            self._sums = dict(zip(self._units, whole.split([unit.length for unit in units]), strict=True))
+            whole = torch.zeros(sum(unit.length for unit in here), dtype=dtype, device=device)
+            pieces = whole.split([unit.length for unit in here])
+            self._sums = {unit.name: piece for unit, piece in zip(here, pieces, strict=True)}
+        self._fixed = frozenset(self._sums)
+        self._totals: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
         self._missing: dict[str, int] = {}
-        self._waiting: deque[Unit] = deque()
-        self._pending: deque[tuple[Any, torch.Tensor, Callable[[], Any]]] = deque()
+        self._waiting: deque[tuple[Unit, bool]] = deque()
+        self._pending: deque[tuple[Any, torch.Tensor, Callable[[], None]]] = deque()
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take these parameters' gradients, by global name; their ``.grad`` is always empty afterwards."""
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
 
-    def begin(self) -> None:
+    def begin(self, num_micro_batches: int) -> None:
         """Start a new sum."""
         self._arrived.clear()
-        if not self._keeps_all:
+        self._single = num_micro_batches == 1
+        if not self._keeps_all and not self._single:
             self.shard.zero_()
+            for total in self._totals.values():
+                total.zero_()
 
     def begin_backward(self, chunk: int, *, last: bool) -> None:
         """A backward pass of a stage begins; ``last``: it is the step's last for that stage."""
         if last or not self._keeps_all:
-            self._waiting.extend(self._units[name] for name in reversed(self._chunks[chunk]))
-            self._missing = {unit.name: len(unit.slots) for unit in self._waiting}
+            self._waiting.extend((self._units[name], last) for name in reversed(self._chunks[chunk]))
+            self._missing = {unit.name: len(unit.slots) for unit, _ in self._waiting}
 
     def end_backward(self) -> None:
         """The pass is over: what got no gradient counts as zero."""
         while self._waiting:
-            self._reduce(self._waiting.popleft())
+            self._reduce(*self._waiting.popleft())
 
     @torch.no_grad()
     def _take(self, name: str, parameter: torch.Tensor) -> None:
@@ -102,8 +119,8 @@ class GradientSum:
         parameter.grad = None
         if self._waiting:
             self._missing[unit.name] -= 1
-            while self._waiting and self._missing[self._waiting[0].name] <= 0:
-                self._reduce(self._waiting.popleft())
+            while self._waiting and self._missing[self._waiting[0][0].name] <= 0:
+                self._reduce(*self._waiting.popleft())
 
     def _sum_of(self, unit: Unit) -> torch.Tensor:
         if unit.name not in self._sums:
@@ -111,25 +128,50 @@ class GradientSum:
         return self._sums[unit.name]
 
     @torch.no_grad()
-    def _reduce(self, unit: Unit) -> None:
-        total, shard = self._sum_of(unit), self.shards[unit.name]
+    def _reduce(self, unit: Unit, last: bool) -> None:
+        total = self._sum_of(unit)
         for name, slot in unit.slots.items():
             if name not in self._arrived:
                 total[slot.start : slot.stop].zero_()
         sent = total.to(self._reduce_dtype)
         if self._axis.shards > 1:
-            into = torch.empty_like(shard, dtype=sent.dtype)
+            into = torch.empty(unit.shard_length, dtype=sent.dtype, device=sent.device)
             work = reduce_scatter_single(into, sent, group=self._axis.group, async_op=True)
-            self._pending.append((work, sent, lambda: shard.copy_(into) if self._keeps_all else shard.add_(into)))
+            self._pending.append((work, sent, lambda: self._settle(unit, into, last)))
         elif self._axis.group is not None:
             work = dist.all_reduce(sent, group=self._axis.group, async_op=True)
-            self._pending.append((work, sent, lambda: shard.copy_(sent) if sent is not shard else None))
+            self._pending.append((work, sent, lambda: self._settle(unit, sent, last)))
+        else:
+            self._settle(unit, sent, last)
         if not self._keeps_all:
-            del self._sums[unit.name]
             self._arrived.difference_update(unit.slots)
+        if not self._keeps_all or (self._single and unit.name not in self._fixed):
+            del self._sums[unit.name]
+        if not self._keeps_all or self._streams:
             while len(self._pending) > MOST_IN_FLIGHT:
                 self._complete_one()
         self._done(unit.name)
+
+    def _settle(self, unit: Unit, part: torch.Tensor, last: bool) -> None:
+        """Take what the reduction has brought: the whole sum's shard, or under ZeRO-2 and 3 that of one micro-batch."""
+        shard = self.shards[unit.name]
+        stays = shard.numel() == unit.shard_length
+        if not self._keeps_all and not self._single:
+            total = shard if stays else self._total_of(unit)
+            part = total.add_(part)
+        if not last:
+            return
+        if part.data_ptr() != shard.data_ptr():
+            shard.copy_(part[: shard.numel()])
+        if not stays:
+            assert self._to_host is not None
+            self._to_host(unit, part[shard.numel() :])
+
+    def _total_of(self, unit: Unit) -> torch.Tensor:
+        """This process's shard of the sum over micro-batches, of a unit that the host updates."""
+        if unit.name not in self._totals:
+            self._totals[unit.name] = torch.zeros(unit.shard_length, dtype=self._dtype, device=self.shard.device)
+        return self._totals[unit.name]
 
     def _complete_one(self) -> None:
         work, _, then = self._pending.popleft()  # what is sent must live until it has arrived

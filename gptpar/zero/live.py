@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from gptpar.topology import all_gather_single
 from gptpar.zero.place import DataAxis
 from gptpar.zero.units import Unit
+
+
+class Host(Protocol):
+    """Updates parameters in the background."""
+
+    def wait(self, unit: str) -> None: ...
 
 
 class LiveParameters:
@@ -25,6 +31,7 @@ class LiveParameters:
         chunks: names of the units in the order in which each of this process's stages calls them.
         dtype: of the parameters.
         shared: memory of all units in a row to use instead of own memory (only where nothing is sharded).
+        host: updates some of the parameters; a layer waits for its own before they are used.
     """
 
     def __init__(
@@ -35,8 +42,9 @@ class LiveParameters:
         dtype: torch.dtype,
         device: torch.device,
         shared: torch.Tensor | None = None,
+        host: Host | None = None,
     ):
-        self._axis = axis
+        self._axis, self._host = axis, host
         self._units = {unit.name: unit for unit in units}
         self._comes_and_goes = axis.zero_stage == 3
         total = sum(unit.length for unit in units)
@@ -65,20 +73,29 @@ class LiveParameters:
         """Each parameter's memory; to be asked for before the first :meth:`publish`, which may take it away."""
         return {name: view for unit in self._units.values() for name, view in unit.views(self._full[unit.name]).items()}
 
+    def own(self, unit: str) -> torch.Tensor:
+        """This process's shard of a unit."""
+        return self._shards[unit]
+
     def publish(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Take new values; they are in place when a layer is called.
 
         Args:
-            masters: unit -> this process's shard, wider than the live parameters or equal.
+            masters: unit -> the beginning of this process's shard, wider than the live parameters or equal; the host
+                writes the rest of it.
         """
         names = [name for name in self._units if self._shards[name].data_ptr() != masters[name].data_ptr()]
         if names:
-            torch._foreach_copy_([self._shards[n] for n in names], [masters[n] for n in names])
+            targets = [self._shards[name][: masters[name].numel()] for name in names]
+            torch._foreach_copy_(targets, [masters[name] for name in names])
         if self._comes_and_goes:
             self._release_all()
         elif self._axis.shards > 1:
-            for name in self._units:
-                self._pending[name] = self._gather(name)
+            self._present.clear()
+            for name in self._units if self._host is None else ():
+                self._start(name)
+        elif self._host is not None:
+            self._present.clear()
 
     def _gather(self, name: str) -> Any:
         return all_gather_single(self._full[name], self._shards[name], group=self._axis.group, async_op=True)
@@ -88,10 +105,10 @@ class LiveParameters:
         if name not in self._units:
             return call(x, *args)
         self._acquire(name)
-        if not self._comes_and_goes:
-            return call(x, *args)
         if not self._in_backward and name not in self._last:  # not while activations are computed again
             self._start(self._next.get(name))
+        if not self._comes_and_goes:
+            return call(x, *args)
         y: torch.Tensor = call(x, *args)
         if y.requires_grad:
             y.register_hook(lambda _: self._before_backward(name))
@@ -112,8 +129,8 @@ class LiveParameters:
 
     def wait(self) -> None:
         """Let everything that is on its way arrive before what follows on the device."""
-        while self._pending:
-            self._pending.popitem()[1].wait()
+        for name in self._units if not self._comes_and_goes else ():
+            self._acquire(name)
 
     def _acquire(self, name: str) -> None:
         self._start(name)
@@ -124,10 +141,14 @@ class LiveParameters:
     def _start(self, name: str | None) -> None:
         if name is None or name in self._present or name not in self._units:
             return
-        full = self._full[name]
-        full.untyped_storage().resize_(full.numel() * full.element_size())
-        self._pending[name] = self._gather(name)
+        if self._host is not None:
+            self._host.wait(name)
         self._present.add(name)
+        if self._comes_and_goes:
+            full = self._full[name]
+            full.untyped_storage().resize_(full.numel() * full.element_size())
+        if self._axis.shards > 1:
+            self._pending[name] = self._gather(name)
 
     def _release(self, name: str) -> None:
         if name in self._present:

@@ -24,6 +24,7 @@ class Slot:
 
     Attributes:
         end: where the next parameter begins; every tensor-parallel rank has the same, however uneven their shares.
+        longest: elements of the longest share of any tensor-parallel rank.
         decays: whether weight decay applies.
         replicated: whether every tensor-parallel rank has the whole parameter.
     """
@@ -31,6 +32,7 @@ class Slot:
     start: int
     stop: int
     end: int
+    longest: int
     shape: torch.Size
     decays: bool
     replicated: bool
@@ -66,9 +68,10 @@ class Unit:
             sizes = list(info.shape)
             if info.split is not None:
                 sizes[info.split.dim] = info.split.longest
-            end = _round_up(start + math.prod(sizes), ALIGNMENT)
+            longest = math.prod(sizes)
+            end = _round_up(start + longest, ALIGNMENT)
             split, bare = kind(parameter)
-            slots[parameter] = Slot(start, start + info.shape.numel(), end, info.shape, not bare, not split)
+            slots[parameter] = Slot(start, start + info.shape.numel(), end, longest, info.shape, not bare, not split)
             start = end
         return Unit(name, slots, _round_up(start, shards * ALIGNMENT), shards)
 
@@ -88,6 +91,15 @@ class Unit:
             first, last = max(low, slot.start), min(high, slot.stop)
             if first < last:
                 yield name, first - slot.start, last - slot.start
+
+    def held_between(self, shard: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """(parameter, its first element, where it and what follows of it begin and end) of a range of a shard."""
+        base = shard * self.shard_length
+        for name, first, last in self.held(shard):
+            at = self.slots[name].start - base
+            low, high = max(start, at + first), min(stop, at + last)
+            if low < high:
+                yield name, low - at, low, high
 
     def runs(self, shard: int) -> Iterator[tuple[int, int, bool, bool]]:
         """(start, stop, decays, replicated) of stretches of a shard, counted within it, that are treated alike."""

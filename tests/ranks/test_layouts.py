@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar.check_layouts.cases import RECOMPUTE, Case
+from gptpar.check_layouts.cases import VARIANTS, Case
 from gptpar.check_layouts.main import SMALL, case_config, difference, step_difference
 from gptpar.check_layouts.training import CaseRun, Outcome
 from gptpar.topology import Layout, Topology, make_topology
@@ -26,12 +26,12 @@ def case(layout: Layout, *flags: str) -> Case:
 
 
 CASES = [
-    case(Layout(data=4), "--zero-stage", "3", *RECOMPUTE["every 2"]),
-    case(Layout(tensor=4), "--sequence-parallel", *RECOMPUTE["selective"]),
+    case(Layout(data=4), "--zero-stage", "3", *VARIANTS["every 2"]),
+    case(Layout(tensor=4), "--sequence-parallel", *VARIANTS["selective"]),
     case(Layout(data=2, pipeline=2), "--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
     case(Layout(data=2, tensor=2), "--zero-stage", "1", "--sequence-parallel"),
-    case(Layout(pipeline=4), *RECOMPUTE["full recompute"]),
-    case(Layout(tensor=2, pipeline=2), "--num-virtual-stages-per-pipeline-rank", "2", *RECOMPUTE["selective"]),
+    case(Layout(pipeline=4), *VARIANTS["full recompute"]),
+    case(Layout(tensor=2, pipeline=2), "--num-virtual-stages-per-pipeline-rank", "2", *VARIANTS["selective"]),
     case(Layout(data=2, pipeline=2), "--zero-stage", "3"),
 ]
 """Each resumes what the one before saved, the first what one process saved."""

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "gptpar"
 ROWS = [
     ["errors"],
     ["activity"],
-    ["native", "command", "launch", "tensor_parts"],
+    ["native", "command", "launch", "tensor_parts", "host"],
     ["topology", "layer_spec"],
     ["config", "init"],
     ["tensor_parallel", "recompute"],

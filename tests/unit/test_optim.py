@@ -12,8 +12,9 @@ import torch
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import GptparError
 from gptpar.init import Constant
-from gptpar.optim.adamw import MasterAdamW, make_runs
+from gptpar.optim.adamw import MasterAdamW, square_of
 from gptpar.optim.loss_scale import LossScale
+from gptpar.optim.runs import Run, device_runs, divide, runs_of
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel.axis import Split
@@ -171,8 +172,13 @@ def test_runs_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> N
 def make_optimizer(
     unit: Unit, shapes: Mapping[str, tuple[int, ...]], grad: torch.Tensor, shard: int = 0
 ) -> MasterAdamW:
-    runs = make_runs([unit], shard, first_tensor_rank=True, copies=frozenset())
-    return MasterAdamW([unit], infos(shapes), runs, shard, grad, tiny_config().optimizer)
+    division, runs = divide([unit], shard, 0.0), all_runs(unit, shard, first_tensor_rank=True)
+    return MasterAdamW([unit], infos(shapes), division, runs, shard, grad, tiny_config().optimizer)
+
+
+def all_runs(unit: Unit, shard: int, *, first_tensor_rank: bool) -> list[Run]:
+    runs = list(runs_of(unit, shard, first_tensor_rank=first_tensor_rank, copies=frozenset()))
+    return device_runs([unit], divide([unit], shard, 0.0).on_device, {unit.name: runs})
 
 
 def test_norm_of_a_long_buffer_is_exact() -> None:
@@ -182,7 +188,7 @@ def test_norm_of_a_long_buffer_is_exact() -> None:
     grad = torch.zeros(unit.length)
     for view in unit.views(grad).values():
         view.fill_(0.1)
-    square = make_optimizer(unit, shapes, grad).square_of(grad)
+    square = make_optimizer(unit, shapes, grad).square_of_grad()
     assert square.dtype == torch.float64
     assert square.sqrt().item() == pytest.approx(0.1 * 50e6**0.5, rel=1e-6)
 
@@ -197,9 +203,16 @@ def test_only_zeros_of_parameters_are_counted() -> None:
     unit.views(whole)["last.weight"][7] = 0
     counts = [make_optimizer(unit, SHAPES, grad, k).zeros_in_grad() for k, grad in enumerate(whole.chunk(2))]
     assert counts == [20, 1]
-    elsewhere = make_runs([unit], 0, first_tensor_rank=False, copies=frozenset())
-    optimizer = MasterAdamW([unit], infos(SHAPES), elsewhere, 0, whole.chunk(2)[0], tiny_config().optimizer)
-    assert optimizer.zeros_in_grad() == 0 and optimizer.square_of(optimizer.grad).item() == 0
+    elsewhere, division = all_runs(unit, 0, first_tensor_rank=False), divide([unit], 0, 0.0)
+    grad = whole.chunk(2)[0]
+    optimizer = MasterAdamW([unit], infos(SHAPES), division, elsewhere, 0, grad, tiny_config().optimizer)
+    assert optimizer.zeros_in_grad() == 0 and optimizer.square_of_grad().item() == 0
+
+
+def test_a_norm_of_any_length_is_exact() -> None:
+    grad = torch.linspace(-1, 1, 1000)
+    pieces = [grad[:1], grad[1:130], grad[130:130], grad[130:]]
+    assert square_of(pieces, grad.device).item() == pytest.approx(float(grad.double().square().sum()), rel=1e-6)
 
 
 def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +240,7 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         )
         total.shard.fill_(7.0)  # of an earlier step
         total.watch(parameters)
-        total.begin()
+        total.begin(2)
         total.begin_backward(0, last=False)
         (2 * parameters["b"] + parameters["b"]).sum().backward()  # used twice, in an earlier micro-batch
         total.end_backward()

@@ -1,0 +1,26 @@
+"""Optimizer offload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gptpar.config import Config
+from gptpar.config.flags import flag_name
+from gptpar.config.offload import OffloadConfig
+
+
+def check_offload(config: Config) -> Iterator[str]:
+    """Whether the flags for offload are numbers, and are used."""
+    o = config.offload
+    if not o.cpu_optimizer:
+        for name in ("cpu_optimizer_ratio", "offload_speculation", "cpu_optimizer_threads"):
+            if getattr(o, name) != getattr(OffloadConfig(), name):
+                yield f"{flag_name(name)} needs --cpu-optimizer."
+    if o.cpu_optimizer_ratio == "auto":
+        return
+    try:
+        good = 0.0 <= float(o.cpu_optimizer_ratio) <= 1.0
+    except ValueError:
+        good = False
+    if not good:
+        yield f"--cpu-optimizer-ratio {o.cpu_optimizer_ratio}: a number from 0 to 1, or auto, is needed."

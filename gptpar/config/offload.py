@@ -1,0 +1,36 @@
+"""What lives in host memory instead of the GPU's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config.fields import flag
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Optimizer state in host memory, updated by the CPU while the GPU works on."""
+
+    cpu_optimizer: bool = flag(False, "keep master weights and moments in host memory and update them on the CPU")
+    cpu_optimizer_ratio: str = flag(
+        "1",
+        "the host's share of the optimizer's elements, 0 to 1, exact to the element; auto: the smallest with which the "
+        "rest fits the GPU, found by trying one step",
+        metavar="X|auto",
+    )
+    offload_speculation: str = flag(
+        "auto",
+        "update during the backward pass, on the assumption that nothing will be clipped, and again where that was "
+        "wrong: for as many elements as host memory has room for (12 bytes each), for none, or for all",
+        choices=("auto", "off", "on"),
+    )
+    cpu_optimizer_threads: int | None = flag(
+        None, "threads of each process's CPU optimizer (default: its share of the cores, less two)", least=1
+    )
+
+    @property
+    def ratio(self) -> float | None:
+        """The host's share; ``None``: to be found out."""
+        if not self.cpu_optimizer:
+            return 0.0
+        return None if self.cpu_optimizer_ratio == "auto" else float(self.cpu_optimizer_ratio)

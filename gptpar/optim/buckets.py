@@ -1,0 +1,92 @@
+"""The optimizer's state in host memory, cut into the pieces that are updated at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from gptpar.optim.runs import Run, cut
+from gptpar.optim.transfers import Arrival
+
+BUCKET_ELEMENTS = 1 << 25
+"""Elements updated, and sent to the device, at a time."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one step does to each element; see :class:`~gptpar.optim.cpu_adam.AdamStep`."""
+
+    lr: float
+    weight_decay: float
+    step: int
+    divisor: float
+
+
+@dataclass(frozen=True)
+class HostPiece:
+    """The elements of one unit that the host updates.
+
+    Attributes:
+        length: elements.
+        runs: stretches that are treated alike, counted within the piece; they cover it.
+    """
+
+    unit: str
+    length: int
+    runs: tuple[Run, ...]
+
+
+@dataclass
+class Buffers:
+    """Master weights and moments of one bucket."""
+
+    weights: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of a range."""
+        return self.weights[start:stop], self.exp_avg[start:stop], self.exp_avg_sq[start:stop]
+
+
+@dataclass
+class Bucket:
+    """A range of a piece.
+
+    Attributes:
+        start: first element, counted within the piece.
+        now: the valid state.
+        beside: room for a speculated state.
+        live: the parameters' memory on the device.
+        grad: this step's gradient.
+        tried: what the state beside was computed with.
+        settled: whether the last announced step is done here.
+        settle_device: lets later work on the device wait for the new parameters.
+    """
+
+    unit: str
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+    now: Buffers
+    beside: Buffers | None = None
+    live: torch.Tensor | None = None
+    grad: Arrival | None = None
+    tried: Recipe | None = None
+    settled: bool = True
+    settle_device: Callable[[], None] | None = None
+
+
+def cut_piece(piece: HostPiece, dtype: torch.dtype) -> Iterator[Bucket]:
+    """A piece's buckets, with state that is zero."""
+    for start in range(0, piece.length, BUCKET_ELEMENTS):
+        stop = min(start + BUCKET_ELEMENTS, piece.length)
+        runs = tuple(cut(piece.runs, start, stop))
+        yield Bucket(piece.unit, start, stop, runs, new_buffers(stop - start, dtype))
+
+
+def new_buffers(length: int, dtype: torch.dtype) -> Buffers:
+    """State that is zero; written to, so that the memory is really there."""
+    return Buffers(*(torch.empty(length, dtype=dtype).zero_() for _ in range(3)))

@@ -1,0 +1,211 @@
+"""How gradients come to the host and new parameters go to the device.
+
+On a GPU both travel through pinned buffers on streams of their own, in both directions at once; where the "device" is
+the CPU itself, nothing travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+RING_BYTES = 1 << 30
+"""Pinned memory for what is travelling, whatever the model's size."""
+
+RESERVED = 2
+"""Slots for gradients that only the updating thread may take: it would wait for ever if later ones held them all."""
+
+OUTGOING = 3
+"""Slots for new parameters: one being filled, others on their way."""
+
+
+class Arrival(Protocol):
+    """A gradient on its way to the host."""
+
+    def begin(self, *, urgent: bool) -> None:
+        """Start the transfer, if it has not started and there is room; what is urgent may take the last room."""
+
+    def arrived(self) -> bool:
+        """Whether :meth:`tensor` would return at once."""
+
+    def tensor(self) -> torch.Tensor:
+        """The values in host memory, once they are there; valid until :meth:`release`."""
+
+    def release(self) -> None:
+        """Give up the room in host memory; :meth:`begin` would bring the values once more."""
+
+
+class Transfers(Protocol):
+    """A way to and from a device."""
+
+    def enter_thread(self) -> None:
+        """To be called once by the updating thread."""
+
+    def fetch(self, grad: torch.Tensor) -> Arrival:
+        """Begin to bring a finished gradient to the host, behind what the device was given so far."""
+
+    def outgoing(self, target: torch.Tensor) -> torch.Tensor:
+        """Host memory in which the new values of ``target`` can be written."""
+
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        """Start the way of what was written; the result, called anywhere, lets later work on the device wait for it."""
+
+    def later(self, number: torch.Tensor) -> Callable[[], float]:
+        """A scalar of the device, to be read from another thread."""
+
+
+class SameMemory:
+    """The device is the CPU."""
+
+    def enter_thread(self) -> None: ...
+
+    def fetch(self, grad: torch.Tensor) -> Arrival:
+        return _Here(grad)
+
+    def outgoing(self, target: torch.Tensor) -> torch.Tensor:
+        return target
+
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        return lambda: None
+
+    def later(self, number: torch.Tensor) -> Callable[[], float]:
+        return number.item
+
+
+class _Here:
+    def __init__(self, grad: torch.Tensor):
+        self._grad = grad
+
+    def begin(self, *, urgent: bool) -> None: ...
+
+    def arrived(self) -> bool:
+        return True
+
+    def tensor(self) -> torch.Tensor:
+        return self._grad
+
+    def release(self) -> None: ...
+
+
+class PinnedRing:
+    """Equal slots of page-locked memory.
+
+    Registered at its exact size: torch's own pinned allocator rounds up to powers of two.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int):
+        self._memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8)
+        self._memory.zero_()  # touched by all of torch's threads, before it is locked by one
+        status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
+        if int(status) != 0:
+            raise RuntimeError(
+                f"cannot lock {self._memory.numel() >> 20} MiB of host memory for transfers (CUDA error {int(status)})"
+                ": raise the limit of locked memory (ulimit -l)."
+            )
+        self.slots = list(self._memory.split(slot_bytes)) if num_slots else []
+
+    def close(self) -> None:
+        """Unlock the memory; nothing may be on its way."""
+        if self.slots:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self.slots = []
+
+
+def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
+    """(slots for gradients, slots for parameters) within ``RING_BYTES``, or the fewest that work."""
+    total = max(RESERVED + 1 + OUTGOING, RING_BYTES // max(1, bucket_bytes))
+    return min(num_buckets + RESERVED, total - OUTGOING), OUTGOING
+
+
+class GpuTransfers:
+    """Pinned rings and two streams.
+
+    Args:
+        num_buckets: pieces that will be offered in a step.
+        bucket_bytes: size of the largest, in the dtype in which gradients or parameters travel.
+    """
+
+    def __init__(self, device: torch.device, num_buckets: int, bucket_bytes: int):
+        self._device = device
+        slot_bytes = math.ceil(bucket_bytes / 4096) * 4096
+        incoming, outgoing = ring_slots(num_buckets, slot_bytes)
+        self._ring = PinnedRing(incoming + outgoing, slot_bytes)
+        self.free = self._ring.slots[:incoming]
+        self._out = [(slot, torch.cuda.Event()) for slot in self._ring.slots[incoming:]]
+        self._turn = 0
+        self.inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def fetch(self, grad: torch.Tensor) -> Arrival:
+        coming = _Coming(self, grad)
+        coming.begin(urgent=False)
+        return coming
+
+    def outgoing(self, target: torch.Tensor) -> torch.Tensor:
+        slot, left = self._out[self._turn]
+        left.synchronize()
+        return slot[: target.numel() * target.element_size()].view(target.dtype)
+
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        _, left = self._out[self._turn]
+        self._turn = (self._turn + 1) % len(self._out)
+        there = torch.cuda.Event()
+        with torch.cuda.stream(self._outward):
+            target.copy_(values, non_blocking=True)
+            left.record()
+            there.record()
+        return lambda: torch.cuda.current_stream().wait_event(there)
+
+    def later(self, number: torch.Tensor) -> Callable[[], float]:
+        here = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
+        here.copy_(number, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+
+        def read() -> float:
+            ready.synchronize()
+            return here.item()
+
+        return read
+
+
+class _Coming:
+    """A gradient that waits on the device until there is a slot for it."""
+
+    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor):
+        self._transfers, self._grad = transfers, grad
+        self._made, self._there = torch.cuda.Event(), torch.cuda.Event()
+        self._made.record()
+        self._slot: torch.Tensor | None = None
+
+    def begin(self, *, urgent: bool) -> None:
+        if self._slot is not None or len(self._transfers.free) <= (0 if urgent else RESERVED):
+            return
+        self._slot = self._transfers.free.pop()
+        stream = self._transfers.inward
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._made)
+            self._view().copy_(self._grad, non_blocking=True)
+            self._there.record()
+
+    def _view(self) -> torch.Tensor:
+        assert self._slot is not None
+        return self._slot[: self._grad.numel() * self._grad.element_size()].view(self._grad.dtype)
+
+    def arrived(self) -> bool:
+        return self._slot is not None and self._there.query()
+
+    def tensor(self) -> torch.Tensor:
+        self.begin(urgent=True)
+        self._there.synchronize()
+        return self._view()
+
+    def release(self) -> None:
+        if self._slot is not None:
+            self._transfers.free.append(self._slot)
+            self._slot = None

@@ -1,0 +1,382 @@
+"""The optimizer's host share: which elements, the same numbers, in every order of events."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import load_checkpoint, save_checkpoint
+from gptpar.data.loader import MicroBatch
+from gptpar.errors import GptparError
+from gptpar.init import Constant
+from gptpar.optim.adamw import MasterAdamW
+from gptpar.optim.buckets import HostPiece
+from gptpar.optim.cpu_adam import AdamStep, CpuAdam
+from gptpar.optim.host_share import HostShare
+from gptpar.optim.runs import Run, cut, device_runs, divide
+from gptpar.optim.transfers import OUTGOING, RESERVED, RING_BYTES, SameMemory, ring_slots
+from gptpar.pipeline.stage import ParameterInfo
+from gptpar.tensor_parts import TensorParts
+from gptpar.training import offload
+from gptpar.training.resume import checkpoint_tensors
+from gptpar.training.trainer import Trainer
+from gptpar.zero.units import Unit
+from tests.helpers import make_trainer, random_tokens, tiny_config
+
+STEPS = 12
+OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
+
+
+def units(*shapes: Sequence[tuple[int, ...]], shards: int = 1) -> list[Unit]:
+    made = []
+    for number, layer in enumerate(shapes):
+        infos = {f"{number}.{k}": ParameterInfo(torch.Size(s), None, Constant(0.0)) for k, s in enumerate(layer)}
+        made.append(Unit.of(f"unit {number}", infos, shards))
+    return made
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.5, 0.731, 0.999, 1.0])
+def test_the_ratio_is_exact_to_the_element(ratio: float, shards: int) -> None:
+    """The device has the first elements of the forward order."""
+    made = units([(3, 5), (7,)], [(13, 11), (65,), (4, 4)], [(100,), (9, 9)], shards=shards)
+    for shard in range(shards):
+        division = divide(made, shard, ratio)
+        held = sum(last - first for unit in made for _, first, last in unit.held(shard))
+        assert (division.elements, division.offloaded) == (held, round(ratio * held))
+        kept = 0
+        states = []
+        for unit in made:
+            on_device = division.on_device[unit.name]
+            kept += sum(stop - start for *_, start, stop in unit.held_between(shard, 0, on_device))
+            if list(unit.held(shard)):
+                states.append(on_device / unit.shard_length)
+        assert kept == division.elements - division.offloaded
+        assert sorted(states, reverse=True) == states
+
+
+def parts_equal(found: TensorParts, wanted: TensorParts, **tolerance: float) -> None:
+    def whole(parts: TensorParts) -> torch.Tensor:
+        full = torch.full(parts.shape, float("nan"), dtype=parts.dtype)
+        for offsets, part in parts.parts:
+            full[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+        return full
+
+    torch.testing.assert_close(whole(found), whole(wanted), **tolerance)
+
+
+def batches(step: int, count: int) -> list[MicroBatch]:
+    return [MicroBatch(t[:, :-1], t[:, 1:]) for t in random_tokens(4, 16, 60, seed=step).split(4 // count)]
+
+
+def train(trainer: Trainer, first: int, last: int, count: int = 2) -> list[list[float]]:
+    """Loss, norm and skipped of each step; the schedule follows the step."""
+    seen = []
+    for step in range(first, last):
+        trainer.foresee(4.0 * step)
+        loss = trainer.forward_backward(batches(step, count), step)
+        launched = trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False)
+        numbers = launched.readings.read()
+        trainer.loss_scale.update(bool(numbers[2]))
+        seen.append(numbers[:3])
+    return seen
+
+
+def config_words(words: str) -> str:
+    return f"--global-batch-size 4 --lr-warmup-iters 3 --weight-decay 0.1 {words}"
+
+
+@pytest.mark.parametrize("ratio", ["0", "0.3", "0.731", "1"])
+@pytest.mark.parametrize("speculation", ["off", "on"])
+def test_every_ratio_takes_the_same_steps(ratio: str, speculation: str) -> None:
+    """Warm-up; clipping in some steps; two micro-batches. In fp64, where training does not amplify round-off."""
+    words = config_words("--fp64 --clip-grad 0.9")
+    plain = make_trainer(tiny_config(words))
+    shared = make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio} --offload-speculation {speculation}"))
+    wanted, found = train(plain, 0, STEPS), train(shared, 0, STEPS)
+    assert any(norm > 0.9 for _, norm, _ in wanted) and any(norm < 0.9 for _, norm, _ in wanted), wanted
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+    for kind, views in plain.model.optimizer.state_tensors().items():
+        mine = shared.model.optimizer.state_tensors()[kind]
+        assert mine.keys() == views.keys()
+        for name, view in views.items():
+            parts_equal(mine[name], view, rtol=1e-10, atol=1e-11)
+    assert shared.model.division.ratio == pytest.approx(float(ratio), abs=1e-4)
+    shared.close()
+
+
+def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Largest distance in units in the last place."""
+    ordered = [t.contiguous().view(torch.int16).int() for t in (one, other)]
+    ordered = [torch.where(t < 0, -(t & 0x7FFF), t) for t in ordered]
+    return int((ordered[0] - ordered[1]).abs().max())
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.731, 1.0])
+@pytest.mark.parametrize("speculate", [False, True])
+def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(ratio: float, speculate: bool) -> None:
+    """The same gradients for torch's AdamW on fp32 masters; warm-up; every third step is clipped, some overflow."""
+    generator = torch.Generator().manual_seed(0)
+    made = units([(40, 30), (30,)], [(50, 30), (7,)])
+    total = sum(unit.length for unit in made)
+    division = divide(made, 0, ratio)
+    runs = {unit.name: [Run(a, b, d, r, True) for a, b, d, r in unit.runs(0)] for unit in made}
+    kept = sum(division.on_device.values())
+    pieces = [
+        HostPiece(unit.name, unit.length - kept_here, tuple(cut(runs[unit.name], kept_here, unit.length)))
+        for unit in made
+        if (kept_here := division.on_device[unit.name]) < unit.length
+    ]
+    share = make_share(CpuAdam(2), pieces=pieces, speculated=total if speculate else 0) if pieces else None
+    grad = torch.zeros(kept)
+    infos = {name: ParameterInfo(slot.shape, None, Constant(0.0)) for unit in made for name, slot in unit.slots.items()}
+    config = tiny_config("--clip-grad 1.0").optimizer
+    optimizer = MasterAdamW(made, infos, division, device_runs(made, division.on_device, runs), 0, grad, config, share)
+    start = {name: torch.randn(info.shape, generator=generator) for name, info in infos.items()}
+    for name, parts in optimizer.parts("weights").items():
+        parts.fill(start[name])
+    live = {unit.name: torch.zeros(unit.length, dtype=torch.bfloat16) for unit in made}
+    if share is not None:
+        share.attach({piece.unit: live[piece.unit][division.on_device[piece.unit] :] for piece in pieces})
+    reference = {name: torch.nn.Parameter(values.clone()) for name, values in start.items()}
+    plain = torch.optim.AdamW(
+        [
+            {"params": [p for p in reference.values() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in reference.values() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.999),
+    )
+    for step in range(50):
+        lr, scale = 1e-2 * min(1.0, (step + 1) / 10), 4.0
+        whole = {name: torch.randn(p.shape, generator=generator).bfloat16() for name, p in reference.items()}
+        norm = torch.stack([g.double().norm() for g in whole.values()]).norm() / scale
+        wanted_norm = 3.0 if step % 3 == 0 else 0.5
+        whole = {name: (g * (wanted_norm / norm)).bfloat16() for name, g in whole.items()}
+        if step % 11 == 5:
+            whole["0.0"][3, 4] = float("inf")
+        norm = torch.stack([g.double().norm() for g in whole.values()]).norm() / scale
+        if norm.isfinite():
+            for group in plain.param_groups:
+                group["lr"] = lr
+            for name, p in reference.items():
+                p.grad = whole[name].float() / (scale * max(1.0, (norm.item() + 1e-6) / 1.0))
+            plain.step()
+        if share is not None:
+            share.finish()
+            share.foresee(lr, 0.1, scale)
+        base = 0
+        for unit in made:
+            flat = torch.zeros(unit.length, dtype=torch.bfloat16)
+            for name, view in unit.views(flat).items():
+                view.copy_(whole[name])
+            here = division.on_device[unit.name]
+            grad[base : base + here] = flat[:here].float()
+            base += here
+            if share is not None and here < unit.length:
+                share.offer(unit.name, flat[here:])
+        optimizer.step(norm, lr, 0.1, scale)
+    if share is not None:
+        share.finish()
+    for unit in made:
+        here = division.on_device[unit.name]
+        live[unit.name][:here] = optimizer.masters[unit.name].bfloat16()
+        for name, view in unit.views(live[unit.name]).items():
+            assert bf16_distance(view, reference[name].detach().bfloat16()) <= 2, name
+    assert optimizer.steps_taken == 45
+    if share is not None:
+        assert (share.num_redone > 0) == speculate
+        share.close()
+
+
+def test_fp16_overflows_are_skipped_on_both_sides() -> None:
+    words = config_words("--fp16 --initial-loss-scale 1e7 --hysteresis 1")
+    plain = make_trainer(tiny_config(words))
+    wanted = train(plain, 0, STEPS)
+    assert any(skipped for *_, skipped in wanted) and not all(skipped for *_, skipped in wanted)
+    for speculation in ("on", "off"):
+        shared = make_trainer(tiny_config(f"{words} {OFFLOAD} 0.7 --offload-speculation {speculation}"))
+        found = train(shared, 0, STEPS)
+        assert [skipped for *_, skipped in found] == [skipped for *_, skipped in wanted]
+        assert shared.model.optimizer.steps_taken == plain.model.optimizer.steps_taken
+        assert shared.model.host is not None and shared.model.host.steps_taken == plain.model.optimizer.steps_taken
+        assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in wanted], rel=2e-3)
+        shared.close()
+
+
+def test_speculation_changes_no_bit() -> None:
+    """Clipping in some steps makes it redo; the results are those of waiting, bit for bit."""
+    states, redone = [], []
+    for speculation in ("off", "on"):
+        words = config_words(f"--bf16 --clip-grad 0.9 {OFFLOAD} 1 --offload-speculation {speculation}")
+        trainer = make_trainer(tiny_config(words))
+        losses = train(trainer, 0, 20)
+        assert trainer.model.host is not None
+        redone.append(trainer.model.host.num_redone)
+        states.append((losses, trainer.model.optimizer.state_tensors()))
+        trainer.close()
+    assert redone[0] == 0 and 0 < redone[1] < 20
+    assert states[0][0] == states[1][0]
+    for kind, views in states[0][1].items():
+        for name, view in views.items():
+            parts_equal(states[1][1][kind][name], view, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ratios", [("0", "1"), ("1", "0.3"), ("0.3", "0.731"), ("0.731", "0")])
+def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tmp_path: Path) -> None:
+    words = config_words("--fp64")
+    straight = make_trainer(tiny_config(words))
+    wanted = train(straight, 0, 8)[4:]
+    saving, resuming = (make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio}")) for ratio in ratios)
+    train(saving, 0, 4)
+    tensors = checkpoint_tensors(saving, with_moments=True)
+    save_checkpoint(tmp_path, 4, tensors, {"steps": saving.model.optimizer.steps_taken})
+    loaded = load_checkpoint(tmp_path, checkpoint_tensors(resuming, with_moments=True))
+    resuming.model.optimizer.steps_taken = loaded.meta["steps"]
+    resuming.model.publish()
+    for one, other in zip(train(resuming, 4, 8), wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+    for trainer in (saving, resuming):
+        trainer.close()
+
+
+RUN = Run(0, 128, True, False, True)
+TWO_PIECES = (HostPiece("first", 128, (RUN,)), HostPiece("second", 128, (RUN,)))
+
+
+def make_share(adam: CpuAdam, *, speculated: int = 0, pieces: Sequence[HostPiece] = TWO_PIECES) -> HostShare:
+    return HostShare(
+        pieces,
+        dtype=torch.float32,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        clip_grad=1.0,
+        adam=adam,
+        transfers=SameMemory(),
+        speculated_elements=speculated,
+    )
+
+
+class Watched(CpuAdam):
+    """Notes which elements are updated, and waits for leave if told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.lows: list[int] = []
+        self.leave = threading.Event()
+        self.leave.set()
+        self.begun = threading.Event()
+
+    def step(self, p, m, v, grad, how: AdamStep, *, into=None, low=None) -> bool:  # type: ignore[no-untyped-def, override]
+        self.begun.set()
+        assert self.leave.wait(10)
+        assert low is not None
+        self.lows.append(low.data_ptr())
+        return super().step(p, m, v, grad, how, into=into, low=low)
+
+
+def test_a_layer_waits_for_its_own_bucket_only() -> None:
+    adam = Watched()
+    share = make_share(adam)
+    live = {"first": torch.zeros(128), "second": torch.zeros(128)}
+    share.attach(live)
+    share.offer("second", torch.ones(128))
+    share.offer("first", torch.ones(128))
+    share.step(torch.tensor(0.5), 0.1, 0.0, 1.0)
+    share.wait("first")
+    assert adam.lows[0] == live["first"].data_ptr()
+    torch.testing.assert_close(live["first"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
+    share.wait("second")
+    assert len(adam.lows) == 2 and share.steps_taken == 1
+    share.close()
+
+
+def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
+    adam = Watched()
+    adam.leave.clear()
+    share = make_share(adam, speculated=256)
+    live = {"first": torch.zeros(128), "second": torch.zeros(128)}
+    share.attach(live)
+    share.foresee(0.1, 0.0, 1.0)
+    share.offer("second", torch.ones(128))
+    assert adam.begun.wait(10)  # nothing shallower is there
+    share.offer("first", torch.ones(128))
+    adam.leave.set()
+    share.step(torch.tensor(0.5), 0.1, 0.0, 1.0)
+    share.finish()
+    assert adam.lows[0] == live["second"].data_ptr() and len(set(adam.lows)) == 2
+    assert share.num_redone == 0
+    share.close()
+
+
+def test_room_for_some_is_given_to_the_deepest() -> None:
+    share = make_share(Watched(), speculated=200)
+    assert [bucket.beside is not None for bucket in share._buckets] == [False, True]
+    share.close()
+
+
+def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
+    class Broken(CpuAdam):
+        def step(self, *args: object, **kwargs: object) -> bool:  # type: ignore[override]
+            raise ZeroDivisionError("out of order")
+
+    share = make_share(Broken(1))
+    share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
+    for unit in ("first", "second"):
+        share.offer(unit, torch.ones(128))
+    share.step(torch.tensor(0.5), 0.1, 0.0, 1.0)
+    with pytest.raises(ZeroDivisionError, match="out of order"):
+        share.wait("second")
+    share.close()
+
+
+def test_runs_are_cut_and_counted_from_the_cut() -> None:
+    runs = [Run(0, 10, True, False, True), Run(10, 30, False, True, False)]
+    assert list(cut(runs, 5, 12)) == [Run(0, 5, True, False, True), Run(5, 7, False, True, False)]
+    assert list(cut(runs, 30, 40)) == []
+
+
+def test_zeros_and_norms_count_both_shares() -> None:
+    words = config_words("--log-num-zeros-in-grad --fp64 --max-position-embeddings 24")  # 8 rows get no gradient
+    plain, shared = make_trainer(tiny_config(words)), make_trainer(tiny_config(f"{words} {OFFLOAD} 0.6"))
+    for trainer in (plain, shared):
+        trainer.forward_backward(batches(0, 2), 0)
+    assert shared.model.own_zeros().item() == plain.model.own_zeros().item() >= 8 * 32
+    assert shared.model.square_of_grad().item() == pytest.approx(plain.model.square_of_grad().item(), rel=1e-12)
+    assert shared.model.square_of_weights().item() == pytest.approx(plain.model.square_of_weights().item(), rel=1e-12)
+    shared.close()
+
+
+def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offload, "available_memory", lambda: RING_BYTES + (1 << 20))
+    config = tiny_config(f"{OFFLOAD} 1")
+    with pytest.raises(GptparError, match=r"needs .* of host memory in each of 1 process.*lower --cpu-optimizer-ratio"):
+        offload._speculated_elements(config, 10**9, torch.float32)
+
+
+def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    elements = 10**8
+    free = math.ceil((RING_BYTES + 18 * elements) / 0.9) + 100
+    monkeypatch.setattr(offload, "available_memory", lambda: free)
+    automatic = offload._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, torch.float32)
+    assert automatic == pytest.approx(elements / 2, rel=1e-6)
+    assert (
+        offload._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation off"), elements, torch.float32)
+        == 0
+    )
+    with pytest.raises(GptparError, match="twice for --offload-speculation on"):
+        offload._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), elements, torch.float32)
+
+
+def test_the_ring_stays_within_its_bound() -> None:
+    for buckets, size in ((1000, 1 << 26), (5, 1 << 20), (40, 1 << 27)):
+        incoming, outgoing = ring_slots(buckets, size)
+        assert outgoing == OUTGOING and RESERVED < incoming <= buckets + RESERVED
+        assert (incoming + outgoing) * size <= RING_BYTES + size

@@ -29,6 +29,14 @@ def available_memory() -> int:
     return max(0, free)
 
 
+def process_memory() -> int | None:
+    """Bytes of this process in memory; ``None`` where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
 def cores() -> list[int]:
     """Numbers of the cores this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

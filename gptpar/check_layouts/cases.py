@@ -29,6 +29,7 @@ VARIANTS = {
     "every 2": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2"),
     "selective": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp", "layernorm"),
     "CPU optimizer 0.6": ("--cpu-optimizer", "--cpu-optimizer-ratio", "0.6"),
+    "all on the CPU": ("--cpu-optimizer", "--cpu-parameters"),
 }
 
 

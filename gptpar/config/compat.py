@@ -50,7 +50,6 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--distributed-timeout": (1, "see --distributed-timeout-minutes"),
     "--local-rank": (1, "torchrun says it in the environment"),
     "--local_rank": (1, "torchrun says it in the environment"),
-    "--timing-log-level": (1, "iteration time and throughput are always measured"),
     "--timing-log-option": (1, "iteration time and throughput are always measured"),
     "--num-experts": (-1, NO_MOE),
     "--moe-expert-parallel-size": (1, NO_MOE),

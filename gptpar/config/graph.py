@@ -15,6 +15,8 @@ def graph_obstacles(config: Config, data_parallel_size: int) -> Iterator[str]:
         yield f"--zero-stage {config.parallel.zero_stage} gives and takes memory during the step (use stage 1)"
     if config.offload.cpu_optimizer:
         yield "--cpu-optimizer updates each layer's parameters while others are used"
+    if config.offload.cpu_parameters:
+        yield "--cpu-parameters brings and drops them during the step"
     if config.recompute.checkpoint_in_cpu:
         yield "--checkpoint-in-cpu asks for host memory during the step"
     if config.batch.rampup_batch_size is not None:

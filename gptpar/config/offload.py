@@ -1,4 +1,4 @@
-"""What lives in host memory instead of the GPU's."""
+"""What lives in host memory, or on a disk, instead of the GPU's memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ class OffloadConfig:
         "the host's share of the optimizer's elements, 0 to 1, exact to the element; auto: the smallest with which the "
         "rest fits the GPU, found by trying one step",
         metavar="X|auto",
+    )
+    optimizer_nvme_path: str | None = flag(
+        None,
+        "with --cpu-optimizer: keep that state in files in this folder instead (an NVMe disk); the system reads and "
+        "writes back what does not fit memory",
+        metavar="DIR",
+    )
+    cpu_parameters: bool = flag(
+        False,
+        "keep the parameters in host memory, too, and bring each layer's to the device while it is needed",
+        names=("--offload-parameters",),
     )
     offload_speculation: str = flag(
         "auto",

@@ -83,6 +83,7 @@ class LoggingConfig:
     eval_iters: int = flag(100, "global batches in one evaluation; 0 is none", least=0)
     skip_train: bool = flag(False, "evaluate the loaded checkpoint and stop")
     log_interval: int = flag(100, "steps between console lines", least=1)
+    timing_log_level: int = flag(0, "from 1 on: what the time of an iteration was spent waiting for", least=0)
     log_throughput: bool = flag(False, "add TFLOP/s per GPU to the console line")
     log_params_norm: bool = flag(False, "compute and log the L2 norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "count and log zeros in the gradient")

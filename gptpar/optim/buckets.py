@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -79,14 +82,27 @@ class Bucket:
     settle_device: Callable[[], None] | None = None
 
 
-def cut_piece(piece: HostPiece, dtype: torch.dtype) -> Iterator[Bucket]:
-    """A piece's buckets, with state that is zero."""
+def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:
+    """A piece's buckets, with state that is zero; with a folder, in files there."""
     for start in range(0, piece.length, BUCKET_ELEMENTS):
         stop = min(start + BUCKET_ELEMENTS, piece.length)
         runs = tuple(cut(piece.runs, start, stop))
-        yield Bucket(piece.unit, start, stop, runs, new_buffers(stop - start, dtype))
+        yield Bucket(piece.unit, start, stop, runs, new_buffers(stop - start, dtype, folder))
 
 
-def new_buffers(length: int, dtype: torch.dtype) -> Buffers:
+def new_buffers(length: int, dtype: torch.dtype, folder: Path | None = None) -> Buffers:
     """State that is zero; written to, so that the memory is really there."""
-    return Buffers(*(torch.empty(length, dtype=dtype).zero_() for _ in range(3)))
+    if folder is None:
+        return Buffers(*(torch.empty(length, dtype=dtype).zero_() for _ in range(3)))
+    return Buffers(*(_in_file(length, dtype, folder) for _ in range(3)))
+
+
+def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:
+    """A vector of zeros in a file without a name: its space is free again when the process ends, however it ends."""
+    handle, name = tempfile.mkstemp(prefix="gptpar-optimizer-", dir=folder)
+    try:
+        os.posix_fallocate(handle, 0, length * dtype.itemsize)  # a full disk is told now, not by a SIGBUS later
+        return torch.from_file(name, shared=True, size=length, dtype=dtype)
+    finally:
+        os.close(handle)
+        os.unlink(name)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -47,12 +48,14 @@ class HostShare:
         betas, eps, clip_grad: of AdamW and of clipping by the global norm (0: never).
         adam: the kernel.
         transfers: the way to the device.
+        folder: on a disk that the state is to be kept on.
         cores: the only ones the thread and the kernel's threads, which it starts, may run on.
         speculated_elements: for how many elements there is room beside; the first ones of the model that fit, from its
             end backwards, since gradients come in that order.
 
     Attributes:
         waited_s: time that :meth:`wait` has cost since the start.
+        busy_s: time in which elements were updated.
         num_redone: steps in which speculation was wrong.
     """
 
@@ -66,13 +69,14 @@ class HostShare:
         clip_grad: float,
         adam: CpuAdam,
         transfers: Transfers,
+        folder: Path | None = None,
         cores: Sequence[int] | None = None,
         speculated_elements: int = 0,
     ):
         self._betas, self._eps, self._clip, self._adam, self._transfers = betas, eps, clip_grad, adam, transfers
         self._buckets: list[Bucket] = []
         for piece in pieces:
-            self._buckets += cut_piece(piece, dtype)
+            self._buckets += cut_piece(piece, dtype, folder)
         self._of_unit: dict[str, list[Bucket]] = {piece.unit: [] for piece in pieces}
         for bucket in self._buckets:
             self._of_unit[bucket.unit].append(bucket)
@@ -81,7 +85,7 @@ class HostShare:
             if speculated_elements < 0:
                 break
             bucket.beside = new_buffers(bucket.stop - bucket.start, dtype)
-        self.waited_s, self.num_redone = 0.0, 0
+        self.waited_s, self.busy_s, self.num_redone = 0.0, 0.0, 0
         self._cores = cores
         self._steps = 0
         self._order: _Order | None = None
@@ -185,6 +189,16 @@ class HostShare:
             for bucket in self._buckets
             for run in bucket.runs
             if run.counted
+        )
+
+    def describe(self) -> str:
+        """What is here, for the start of a run."""
+        elements = sum(b.stop - b.start for b in self._buckets)
+        size = self._buckets[0].now.weights.element_size() * 3
+        beside = sum(b.stop - b.start for b in self._buckets if b.beside is not None)
+        return (
+            f"{elements * size / 2**30:.2f} GiB of masters and moments, {beside * size / 2**30:.2f} GiB beside for "
+            f"speculation on {beside / elements:.0%} of them; {self._adam.isa}, {self._adam.threads} thread(s)"
         )
 
     def _wait_for(self, buckets: Sequence[Bucket]) -> None:
@@ -305,6 +319,7 @@ class HostShare:
     def _update(self, bucket: Bucket, recipe: Recipe, into: Buffers | None) -> None:
         assert bucket.grad is not None and bucket.live is not None
         grad, low = bucket.grad.tensor(), self._transfers.outgoing(bucket.live)
+        started = time.perf_counter()
         for run in bucket.runs:
             weight_decay = recipe.weight_decay if run.decays else 0.0
             how = AdamStep(recipe.lr, *self._betas, self._eps, weight_decay, recipe.step, recipe.divisor)
@@ -316,6 +331,7 @@ class HostShare:
                 into=None if into is None else into.part(run.start, run.stop),
                 low=low[at],
             )
+        self.busy_s += time.perf_counter() - started
         bucket.settle_device = self._transfers.send(low, bucket.live)
 
     def _send(self, bucket: Bucket) -> None:

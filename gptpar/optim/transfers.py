@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from gptpar.pinned import PinnedMemory
+
 RING_BYTES = 1 << 30
 """Pinned memory for what is travelling, whatever the model's size."""
 
@@ -90,30 +92,6 @@ class _Here:
     def release(self) -> None: ...
 
 
-class PinnedRing:
-    """Equal slots of page-locked memory.
-
-    Registered at its exact size: torch's own pinned allocator rounds up to powers of two.
-    """
-
-    def __init__(self, num_slots: int, slot_bytes: int):
-        self._memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8)
-        self._memory.zero_()  # touched by all of torch's threads, before it is locked by one
-        status = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
-        if int(status) != 0:
-            raise RuntimeError(
-                f"cannot lock {self._memory.numel() >> 20} MiB of host memory for transfers (CUDA error {int(status)})"
-                ": raise the limit of locked memory (ulimit -l)."
-            )
-        self.slots = list(self._memory.split(slot_bytes)) if num_slots else []
-
-    def close(self) -> None:
-        """Unlock the memory; nothing may be on its way."""
-        if self.slots:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-            self.slots = []
-
-
 def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
     """(slots for gradients, slots for parameters) within ``RING_BYTES``, or the fewest that work."""
     total = max(RESERVED + 1 + OUTGOING, RING_BYTES // max(1, bucket_bytes))
@@ -132,9 +110,9 @@ class GpuTransfers:
         self._device = device
         slot_bytes = math.ceil(bucket_bytes / 4096) * 4096
         incoming, outgoing = ring_slots(num_buckets, slot_bytes)
-        self._ring = PinnedRing(incoming + outgoing, slot_bytes)
-        self.free = self._ring.slots[:incoming]
-        self._out = [(slot, torch.cuda.Event()) for slot in self._ring.slots[incoming:]]
+        slots = PinnedMemory((incoming + outgoing) * slot_bytes).data.split(slot_bytes)
+        self.free = list(slots[:incoming])
+        self._out = [(slot, torch.cuda.Event()) for slot in slots[incoming:]]
         self._turn = 0
         self.inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
@@ -147,11 +125,15 @@ class GpuTransfers:
         return coming
 
     def outgoing(self, target: torch.Tensor) -> torch.Tensor:
+        if target.device.type == "cpu":  # parameters that live in host memory, too
+            return target
         slot, left = self._out[self._turn]
         left.synchronize()
         return slot[: target.numel() * target.element_size()].view(target.dtype)
 
     def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        if target.device.type == "cpu":
+            return lambda: None
         _, left = self._out[self._turn]
         self._turn = (self._turn + 1) % len(self._out)
         there = torch.cuda.Event()

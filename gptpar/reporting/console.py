@@ -49,6 +49,17 @@ def _own_fields(r: IterationRecord) -> Iterator[str]:
     yield f"ETA: {format_duration(r.eta_s)}"
 
 
+def timing_line(record: IterationRecord) -> str:
+    """Where an iteration's time went, as far as the host sees it."""
+    fields = [f"iteration: {record.elapsed_ms:.1f}"]
+    if record.cpu_optimizer is not None:
+        fields += [
+            f"waited for the CPU optimizer: {record.cpu_optimizer.waited:.1f}",
+            f"CPU optimizer busy: {record.cpu_optimizer.busy:.1f}",
+        ]
+    return "times (ms) | " + " | ".join(fields)
+
+
 def validation_lines(record: ValidationRecord) -> str:
     """The three lines of an evaluation: the losses between two rules of dashes."""
     where = f"iteration {record.iteration}" + (" on test set" if record.split == "test" else "")

@@ -22,7 +22,10 @@ FILE_NAME = "metrics.jsonl"
 
 def iteration_object(record: IterationRecord) -> dict[str, Any]:
     """The JSON object of a training iteration."""
+    times = record.cpu_optimizer
+    waits = {} if times is None else {"cpu_optimizer_wait_ms": times.waited, "cpu_optimizer_busy_ms": times.busy}
     return {
+        **waits,
         "iteration": record.iteration,
         "consumed_samples": record.consumed_samples,
         "consumed_tokens": record.consumed_tokens,

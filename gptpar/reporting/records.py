@@ -18,6 +18,19 @@ class MemoryStats:
 
 
 @dataclass(frozen=True)
+class CpuOptimizerTimes:
+    """Milliseconds of a step, on the main process.
+
+    Attributes:
+        waited: the training loop stood still for parameters that were not updated yet.
+        busy: the CPU optimizer worked, beside the device or not.
+    """
+
+    waited: float
+    busy: float
+
+
+@dataclass(frozen=True)
 class IterationRecord:
     """One iteration, or several with times and losses averaged.
 
@@ -31,6 +44,7 @@ class IterationRecord:
         mfu, mfu_causal: fractions of the peak, counting full and causal attention; None without a known peak.
         progress: finished fraction of the run, from 0 to 1.
         eta_s: seconds to the end of the run.
+        host_bytes: memory of this process on the host.
     """
 
     iteration: int
@@ -56,6 +70,8 @@ class IterationRecord:
     params_norm: float | None = None
     num_zeros: int | None = None
     memory: MemoryStats | None = None
+    host_bytes: int | None = None
+    cpu_optimizer: CpuOptimizerTimes | None = None
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ def iteration_scalars(record: IterationRecord, options: ScalarOptions, world_siz
     }
     if options.log_memory and record.memory is not None:
         values |= _memory_scalars(record.memory)
+    if options.log_memory:
+        values["mem-host-bytes"] = record.host_bytes
+    if options.log_timers and record.cpu_optimizer is not None:
+        values["cpu-optimizer-wait-time"] = record.cpu_optimizer.waited / 1000
+        values["cpu-optimizer-busy-time"] = record.cpu_optimizer.busy / 1000
     if options.log_timers:
         values |= {
             "iteration-time": record.elapsed_ms / 1000,

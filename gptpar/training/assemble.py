@@ -19,7 +19,8 @@ from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
 from gptpar.training import resume
-from gptpar.training.banner import start_banner
+from gptpar.training.auto_ratio import with_ratio
+from gptpar.training.banner import offload_line, start_banner
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import make_loaders, vocabulary_of, with_vocabulary
 from gptpar.training.interrupt import StopRequest
@@ -85,12 +86,15 @@ def open_run(
         plan = BatchPlan.of(config.batch, resume.progress_to_resume(config))
         resume.refuse_foreign_save_folder(config)
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
+        config = with_ratio(config, topology)
         loaders = make_loaders(config, topology, plan, vocabulary)
         for loader in loaders.values():
             if loader is not None:
                 stack.callback(loader.close)
         trainer = Trainer(config, topology, make_schedule(config, plan.train_samples), activity)
         stack.callback(trainer.close)
+        if trainer.model.host is not None:
+            say(offload_line(trainer.model))
         progress = resume.load(trainer, vocabulary.identity, say)
         sinks = [*more_sinks, *_sinks(config, topology, progress)] if topology.is_main else []
         reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)

@@ -19,7 +19,7 @@ from gptpar.topology import Layout, Topology
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary
 from gptpar.training.reporter import device_peak
-from gptpar.training.sharded_model import DTYPES, recomputed_blocks, split_of
+from gptpar.training.sharded_model import DTYPES, ShardedModel, recomputed_blocks, split_of
 
 
 def start_banner(
@@ -42,6 +42,18 @@ def start_banner(
         Section("accepted, without effect", [Row(*note.split(": ", 1)) for note in without_effect]),
     ]
     return banner(sections)
+
+
+def offload_line(model: ShardedModel) -> str:
+    """What of the first process's optimizer is where."""
+    assert model.host is not None
+    division = model.division
+    on_device = (division.elements - division.offloaded) * 4 * model.optimizer.master.element_size()
+    return (
+        f"optimizer: the CPU updates {division.offloaded:,} of {division.elements:,} elements "
+        f"({division.ratio:.1%}): {model.host.describe()}; the device the others: {format_bytes(on_device)} of "
+        "masters, moments and gradient sums"
+    )
 
 
 def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -51,6 +53,7 @@ def make_host_share(
         clip_grad=optimizer.clip_grad,
         adam=CpuAdam(threads),
         transfers=_transfers(pieces, device, dtype),
+        folder=None if config.offload.optimizer_nvme_path is None else Path(config.offload.optimizer_nvme_path),
         cores=cores if count > 1 else None,
         speculated_elements=speculated,
     )
@@ -71,6 +74,9 @@ def _speculated_elements(config: Config, elements: int, wide: torch.dtype) -> in
     state = 3 * wide.itemsize * elements
     room = free - state - RING_BYTES
     wish = config.offload.offload_speculation
+    if config.offload.optimizer_nvme_path is not None:
+        _require_disk(Path(config.offload.optimizer_nvme_path), state * processes)
+        return 0
     needed = 2 * state if wish == "on" else state
     if free and room < needed - state:
         what = "masters and moments, twice for --offload-speculation on" if wish == "on" else "masters and moments"
@@ -83,3 +89,12 @@ def _speculated_elements(config: Config, elements: int, wide: torch.dtype) -> in
     if wish == "off":
         return 0
     return elements if wish == "on" or not free else min(elements, room // (3 * wide.itemsize))
+
+
+def _require_disk(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise GptparError(
+            f"--optimizer-nvme-path {folder}: this machine's processes need {format_bytes(needed)} there and "
+            f"{format_bytes(free)} are free: lower --cpu-optimizer-ratio, or free some."
+        )

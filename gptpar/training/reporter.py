@@ -10,9 +10,10 @@ from typing import cast
 import torch
 
 from gptpar.config import Config
+from gptpar.host import process_memory
 from gptpar.model.flops import Shape, flops_per_token, mfu, peak_flops, tflops_per_gpu
-from gptpar.reporting.console import iteration_line, validation_lines
-from gptpar.reporting.records import IterationRecord, MemoryStats, ValidationRecord
+from gptpar.reporting.console import iteration_line, timing_line, validation_lines
+from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, ValidationRecord
 from gptpar.reporting.sinks import Sink
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
@@ -29,6 +30,7 @@ class StepNumbers:
     skipped: bool
     params_norm: float | None = None
     num_zeros: int | None = None
+    cpu_optimizer: CpuOptimizerTimes | None = None
 
 
 def device_peak(config: Config, device: torch.device) -> float | None:
@@ -77,7 +79,10 @@ class Reporter:
             sink.iteration(record)
         due = record.iteration % self.config.logging.log_interval == 0
         if due or self._first or record.iteration == self._num_iterations:
-            self.say(iteration_line(self._averaged(), log_throughput=self.config.logging.log_throughput))
+            averaged = self._averaged()
+            self.say(iteration_line(averaged, log_throughput=self.config.logging.log_throughput))
+            if self.config.logging.timing_log_level:
+                self.say(timing_line(averaged))
             # The first step's time holds compilation and warm-up, so it is not averaged with later ones.
             self._window.clear()
             self._first = False
@@ -110,6 +115,8 @@ class Reporter:
             params_norm=numbers.params_norm,
             num_zeros=numbers.num_zeros,
             memory=self._memory(),
+            host_bytes=process_memory() if self.config.logging.log_memory_to_tensorboard else None,
+            cpu_optimizer=numbers.cpu_optimizer,
         )
 
     def _memory(self) -> MemoryStats | None:
@@ -128,6 +135,7 @@ class Reporter:
         window, last = self._window, self._window[-1]
         good = [r.lm_loss for r in window if not r.num_skipped and r.lm_loss is not None]
         ms = sum(r.elapsed_ms for r in window) / len(window)
+        times = [r.cpu_optimizer for r in window if r.cpu_optimizer is not None]
         speed = last.elapsed_ms / ms * sum(r.global_batch_size for r in window) / len(window) / last.global_batch_size
         return replace(
             last,
@@ -141,6 +149,11 @@ class Reporter:
             eta_s=last.eta_s / speed,
             num_skipped=sum(r.num_skipped for r in window),
             num_nan=sum(r.num_nan for r in window),
+            cpu_optimizer=CpuOptimizerTimes(
+                sum(t.waited for t in times) / len(times), sum(t.busy for t in times) / len(times)
+            )
+            if times
+            else None,
         )
 
     def validation(self, record: ValidationRecord) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from gptpar.config import Config
 from gptpar.errors import GptparError
-from gptpar.reporting.records import ValidationRecord
+from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
 from gptpar.training import resume
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders, Vocabulary
@@ -58,6 +58,7 @@ class Run:
     started: float
     saved_at: int | None = None
     skipped_in_a_row: int = 0
+    cpu_optimizer_s: tuple[float, float] = (0.0, 0.0)
     evaluated_at: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -117,7 +118,9 @@ class Run:
     def finish(self, step: Step) -> bool:
         """Take note of a step that was launched; returns whether any process wants to stop."""
         loss, grad_norm, skipped, votes = step.readings.read()
-        numbers = StepNumbers(step, loss, grad_norm, bool(skipped), *self.optional_numbers())
+        numbers = StepNumbers(
+            step, loss, grad_norm, bool(skipped), *self.optional_numbers(), cpu_optimizer=self._cpu_optimizer_times()
+        )
         self.progress.skipped_iterations += numbers.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if numbers.skipped else 0
         self.progress.nan_iterations += not math.isfinite(loss)
@@ -141,6 +144,16 @@ class Run:
         if log.log_num_zeros_in_grad:
             zeros = round(topology.sum_over_all(model.own_zeros()).item())
         return norm, zeros
+
+    def _cpu_optimizer_times(self) -> CpuOptimizerTimes | None:
+        """Of the time since the last call."""
+        host = self.trainer.model.host
+        if host is None:
+            return None
+        now = (host.waited_s, host.busy_s)
+        waited, busy = ((new - old) * 1e3 for new, old in zip(now, self.cpu_optimizer_s, strict=True))
+        self.cpu_optimizer_s = now
+        return CpuOptimizerTimes(waited, busy)
 
     def reads_at_once(self) -> bool:
         """Whether a step's numbers cannot wait for the next step.

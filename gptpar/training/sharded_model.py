@@ -39,13 +39,14 @@ class ShardedModel:
     Args:
         config: resolved, with the padded vocabulary filled.
         topology: this process's place.
+        tries_memory: the host's share has no state: gradients that it would get are dropped, no step can be taken.
 
     Attributes:
         infos: what is known of each parameter of this process.
         units: the layers' flat ranges, in forward order.
     """
 
-    def __init__(self, config: Config, topology: Topology):
+    def __init__(self, config: Config, topology: Topology, *, tries_memory: bool = False):
         self.topology = topology
         dtype = DTYPES[config.precision.dtype]
         wide = torch.promote_types(dtype, torch.float32)
@@ -82,7 +83,7 @@ class ShardedModel:
         )
         lengths = {unit.name: unit.shard_length - on_device[unit.name] for unit in self.units}
         pieces = [HostPiece(name, lengths[name], runs) for name, runs in self._host_runs.items()]
-        self.host = make_host_share(config, pieces, device, dtype, wide)
+        self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide)
         self.optimizer = MasterAdamW(
             self.units,
             self.infos,
@@ -93,9 +94,10 @@ class ShardedModel:
             config.optimizer,
             self.host,
         )
-        masters_are_live = dtype == wide and data.shards == 1 and self.host is None
+        on_host = config.offload.cpu_parameters
+        masters_are_live = dtype == wide and data.shards == 1 and self.host is None and not on_host
         shared = self.optimizer.master if masters_are_live else None
-        self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host)
+        self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host, on_host)
         if self.host is not None:
             self.host.attach({name: self.live.own(name)[on_device[name] :] for name in self._host_runs})
         self._dtype, self._travels = dtype, dtype
@@ -158,7 +160,8 @@ class ShardedModel:
     @torch.no_grad()
     def _offer(self, unit: Unit, grad: torch.Tensor) -> None:
         """Give the host its part of a unit's complete gradient."""
-        assert self.host is not None
+        if self.host is None:
+            return
         runs = self._host_runs[unit.name]
         if self._tensor.splits_tokens:
             _sum_together([grad[run.start : run.stop] for run in runs if run.replicated], self._tensor.group)

@@ -128,13 +128,22 @@ class Trainer:
         topology: this process's place.
         schedule: learning rate and weight decay.
         activity: is told what this process is doing.
+        tries_memory: see :class:`ShardedModel`.
     """
 
-    def __init__(self, config: Config, topology: Topology, schedule: Schedule, activity: Activity | None = None):
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        schedule: Schedule,
+        activity: Activity | None = None,
+        *,
+        tries_memory: bool = False,
+    ):
         self.config, self.topology, self.schedule = config, topology, schedule
         self.activity = activity or Activity(topology.rank)
         self.loss_scale: LossScale = make_loss_scale(config.precision)
-        self.model = ShardedModel(config, topology)
+        self.model = ShardedModel(config, topology, tries_memory=tries_memory)
         if config.precision.compile and topology.device.type == "cuda":
             for chunk in self.model.stages:
                 chunk.compile_layers(Block)

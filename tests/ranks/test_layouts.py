@@ -33,6 +33,9 @@ CASES = [
     case(Layout(pipeline=4), *VARIANTS["full recompute"]),
     case(Layout(tensor=2, pipeline=2), "--num-virtual-stages-per-pipeline-rank", "2", *VARIANTS["selective"]),
     case(Layout(data=2, pipeline=2), "--zero-stage", "3"),
+    case(Layout(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"]),
+    case(Layout(tensor=2, pipeline=2), *VARIANTS["all on the CPU"]),
+    case(Layout(data=4), "--zero-stage", "1", *VARIANTS["CPU optimizer 0.6"]),
 ]
 """Each resumes what the one before saved, the first what one process saved."""
 
@@ -41,6 +44,7 @@ FEW = [*WORDS, "--global-batch-size", "2"]
 SINGLE = [
     (UNEVEN, case(Layout(tensor=4))),  # shares of 24, 25, 24 and 25 rows
     (UNEVEN, case(Layout(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel")),
+    (UNEVEN, case(Layout(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
     (FEW, case(Layout(pipeline=4))),
 ]
 
@@ -69,6 +73,7 @@ def run_all(rank: int, folder: Path) -> list[Outcome]:
             run.save(folder / str(int(saved.name) + 1), STEPS)
             run.resume(saved)
         run.train(STEPS, STEPS + 1)
+        run.trainer.close()
         outcomes.append(run.outcome)
     return outcomes
 
@@ -81,7 +86,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Outcome, Ou
     torch.set_num_threads(1)
     try:
         alone = run_alone(WORDS, folder / "0")
-        wanted = [alone] * len(CASES) + [run_alone(UNEVEN)] * 2 + [run_alone(FEW)]
+        uneven, few = run_alone(UNEVEN), run_alone(FEW)
+        wanted = [alone] * len(CASES) + [uneven if words is UNEVEN else few for words, _ in SINGLE]
     finally:
         torch.set_num_threads(threads)
     return list(zip(spawn(run_all, 4, folder, timeout_s=300)[0], wanted, strict=True))

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "gptpar"
 ROWS = [
     ["errors"],
     ["activity"],
-    ["native", "command", "launch", "tensor_parts", "host"],
+    ["native", "command", "launch", "tensor_parts", "host", "pinned"],
     ["topology", "layer_spec"],
     ["config", "init"],
     ["tensor_parallel", "recompute"],

@@ -4,8 +4,8 @@ from datetime import datetime
 
 import pytest
 
-from gptpar.reporting.console import format_duration, iteration_line, validation_lines
-from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.reporting.console import format_duration, iteration_line, timing_line, validation_lines
+from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, ValidationRecord
 
 NOW = datetime(2026, 3, 4, 5, 6, 7, 89)
 RECORD = IterationRecord(
@@ -114,3 +114,11 @@ def test_perplexity_is_capped_and_keeps_nan():
 )
 def test_durations(seconds, text):
     assert format_duration(seconds) == text
+
+
+def test_times_of_an_iteration():
+    assert timing_line(RECORD) == "times (ms) | iteration: 1234.6"
+    record = replace(RECORD, cpu_optimizer=CpuOptimizerTimes(waited=12.34, busy=567.89))
+    assert timing_line(record) == (
+        "times (ms) | iteration: 1234.6 | waited for the CPU optimizer: 12.3 | CPU optimizer busy: 567.9"
+    )

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from gptpar.errors import ConfigError, GptparError
-from gptpar.reporting.metrics_file import read_metrics
-from gptpar.reporting.records import IterationRecord, MemoryStats, ValidationRecord
-from gptpar.reporting.scalars import ScalarOptions
+from gptpar.reporting.metrics_file import iteration_object, read_metrics
+from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, ValidationRecord
+from gptpar.reporting.scalars import ScalarOptions, iteration_scalars
 from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
 
 
@@ -233,3 +233,16 @@ def test_make_sinks_makes_what_is_asked_for(tmp_path):
         sink.validation(replace(ValidationRecord(1, 8, 1024, 4.5), split="test"))
         sink.close()
     assert "lm loss test" in read_tensorboard(tmp_path / "tensorboard")
+
+
+def test_the_cpu_optimizers_times_are_charted_and_kept(tmp_path):
+    times = CpuOptimizerTimes(waited=12.5, busy=80.0)
+    found = iteration_scalars(
+        record(3, cpu_optimizer=times, host_bytes=1 << 30), ScalarOptions(log_timers=True, log_memory=True), 1
+    )
+    assert (found["cpu-optimizer-wait-time"], found["cpu-optimizer-busy-time"]) == (0.0125, 0.08)
+    assert found["mem-host-bytes"] == 1 << 30
+    plain = iteration_scalars(record(3), ScalarOptions(log_timers=True, log_memory=True), 1)
+    assert not {"cpu-optimizer-wait-time", "cpu-optimizer-busy-time", "mem-host-bytes"} & set(plain)
+    kept = iteration_object(record(3, cpu_optimizer=times))
+    assert (kept["cpu_optimizer_wait_ms"], kept["cpu_optimizer_busy_ms"]) == (12.5, 80.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from gptpar.config import Config
@@ -13,9 +14,13 @@ def check_offload(config: Config) -> Iterator[str]:
     """Whether the flags for offload are numbers, and are used."""
     o = config.offload
     if not o.cpu_optimizer:
-        for name in ("cpu_optimizer_ratio", "offload_speculation", "cpu_optimizer_threads"):
+        for name in ("cpu_optimizer_ratio", "offload_speculation", "cpu_optimizer_threads", "optimizer_nvme_path"):
             if getattr(o, name) != getattr(OffloadConfig(), name):
                 yield f"{flag_name(name)} needs --cpu-optimizer."
+    if o.optimizer_nvme_path and o.offload_speculation == "on":
+        yield "--offload-speculation on needs a second copy of the state in memory, which --optimizer-nvme-path avoids."
+    if o.optimizer_nvme_path and not os.path.isdir(o.optimizer_nvme_path):
+        yield f"--optimizer-nvme-path {o.optimizer_nvme_path} is not a folder."
     if o.cpu_optimizer_ratio == "auto":
         return
     try:

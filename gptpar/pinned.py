@@ -1,0 +1,38 @@
+"""Page-locked host memory, which a GPU reads and writes by itself while everything else goes on."""
+
+from __future__ import annotations
+
+import torch
+
+from gptpar.errors import GptparError
+
+
+class PinnedMemory:
+    """A stretch of page-locked memory of exactly the size asked for; torch's own allocator rounds to powers of two.
+
+    Attributes:
+        data: [num_bytes], uint8, zeros.
+
+    Raises:
+        GptparError: the system does not allow so much of it.
+    """
+
+    def __init__(self, num_bytes: int):
+        self.data = torch.empty(num_bytes, dtype=torch.uint8)
+        self.data.zero_()  # touched by all of torch's threads before one of them locks it
+        if not num_bytes:
+            return
+        status = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), num_bytes, 0))
+        if status != 0:
+            raise GptparError(
+                f"cannot lock {num_bytes >> 20} MiB of host memory for transfers (CUDA error {status}): raise the "
+                "limit of locked memory (ulimit -l), or offload less."
+            )
+
+
+def host_tensors(lengths: dict[str, int], dtype: torch.dtype, *, pinned: bool) -> dict[str, torch.Tensor]:
+    """Zeros in host memory, one vector for each name, all in one piece."""
+    total = sum(lengths.values())
+    num_bytes = total * dtype.itemsize
+    memory = PinnedMemory(num_bytes).data if pinned else torch.zeros(num_bytes, dtype=torch.uint8)
+    return dict(zip(lengths, memory.view(dtype).split(list(lengths.values())), strict=True))

@@ -1,0 +1,69 @@
+"""``--cpu-optimizer-ratio auto``: the smallest host share with which the rest fits the GPU."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+import torch.distributed as dist
+
+from gptpar.config import Config
+from gptpar.data.loader import MicroBatch
+from gptpar.optim.schedule import make_schedule
+from gptpar.topology import Topology
+from gptpar.training.trainer import Trainer
+
+KEPT_FREE = 0.05
+"""Part of the GPU's memory that is left to fragmentation, NCCL and whoever else."""
+
+BYTES_AN_ELEMENT = 16
+"""Of the device's share: fp32 master, two moments and gradient sum."""
+
+
+def with_ratio(config: Config, topology: Topology) -> Config:
+    """Replace ``auto`` by a number; all processes must call it. Without a GPU that number is 0."""
+    if config.offload.ratio is not None:
+        return config
+    ratio = 0.0
+    if topology.device.type == "cuda":
+        ratio = _measured(config, topology)
+    if topology.layout.world_size > 1:
+        highest = torch.tensor(ratio, device=topology.device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        ratio = highest.item()
+    return config.update("offload", cpu_optimizer_ratio=f"{ratio:.3f}")
+
+
+def smallest_ratio(free: int, elements: int) -> float:
+    """The host's share when the device has ``free`` bytes for ``elements`` elements: 0 to 1, in steps of 0.001."""
+    on_device = max(0, free) // BYTES_AN_ELEMENT
+    return -(-max(0, elements - on_device) * 1000 // max(1, elements)) / 1000
+
+
+def _measured(config: Config, topology: Topology) -> float:
+    """Try the passes of a step with nothing of the optimizer on the device, and see what is left."""
+    device = topology.device
+    torch.cuda.reset_peak_memory_stats(device)
+    trial = config.update("offload", cpu_optimizer_ratio="1")
+    trainer = Trainer(trial, topology, make_schedule(trial, 0), tries_memory=True)
+    trainer.initialise()
+    trainer.forward_backward(_any_batches(config, topology), 0)
+    elements = trainer.model.division.elements
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    foreign = torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]
+    foreign -= torch.cuda.memory_reserved(device)
+    del trainer
+    gc.collect()
+    torch.cuda.empty_cache()
+    capacity = torch.cuda.mem_get_info(device)[1] * (1 - KEPT_FREE)
+    return smallest_ratio(int(capacity) - foreign - peak, elements)
+
+
+def _any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
+    model, batch = config.model, config.batch
+    assert model.seq_length and model.padded_vocab_size and batch.micro_batch_size and batch.global_batch_size
+    count = batch.global_batch_size // (batch.micro_batch_size * topology.layout.data)
+    enough = min(count, topology.layout.pipeline * config.parallel.num_chunks * 2)
+    tokens = torch.zeros(batch.micro_batch_size, model.seq_length, dtype=torch.int64)
+    return [MicroBatch(tokens, tokens) for _ in range(max(min(2, count), enough))]

@@ -70,6 +70,8 @@ class Sustained:
         scheduling: share by which a pipeline is slower when its stages are launched one by one.
         fragmentation: share of the allocated memory that the allocator holds beyond it.
         outside: bytes on the device beside the allocator: context, kernels, NCCL's buffers.
+        host_rate: bytes/s of host memory that each process's CPU optimizer reaches (16 cores; an assumption).
+        bus: bytes/s in one direction between a GPU and its host (PCIe 5 x16; an assumption).
         host_process: bytes of host memory of a process before it keeps anything.
     """
 
@@ -87,6 +89,8 @@ class Sustained:
     scheduling: float = 0.035
     fragmentation: float = 0.04
     outside: float = 1.5 * GIB
+    host_rate: float = 140e9
+    bus: float = 50e9
     host_process: float = 3.0 * GIB
 
 

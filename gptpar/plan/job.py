@@ -96,6 +96,16 @@ class Job:
         return self.layout.data if self.zero_stage else 1
 
     @property
+    def ratio(self) -> float:
+        """The host's share of the optimizer's elements; where it is to be found out, the least."""
+        return self.config.offload.ratio or 0.0
+
+    @property
+    def brings_parameters(self) -> bool:
+        """Whether a layer's weights are on the device only while it needs them."""
+        return self.zero_stage == 3 or self.config.offload.cpu_parameters
+
+    @property
     def token_shares(self) -> int:
         """Ranks among which the tokens between layers are shared out."""
         return self.layout.tensor if self.config.parallel.sequence_parallel else 1

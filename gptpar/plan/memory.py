@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from gptpar.model.memory import MemoryPlan, layer_activation_bytes_per_token
+from gptpar.optim.transfers import RING_BYTES
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart, alive
 from gptpar.tensor_parallel.cross_entropy import num_chunks
@@ -65,7 +66,7 @@ class RankMemory:
 def stage_memory(job: Job, stage: int, cluster: Cluster) -> RankMemory:
     """Memory of the processes of one stage."""
     part = job.stages[stage]
-    parameters, gradients, optimizer = _states(job, part)
+    parameters, gradients, optimizer, on_host = _states(job, part)
     blocks = _Blocks.of(job)
     chunks = [blocks.kept(count) for count in part.blocks]
     host_chunks = [blocks.kept_by_host(count) for count in part.blocks]
@@ -83,7 +84,7 @@ def stage_memory(job: Job, stage: int, cluster: Cluster) -> RankMemory:
         activations=activations,
         buffers=buffers,
         outside=sustained.outside + sustained.fragmentation * allocated + _symmetric_memory(job),
-        host=sustained.host_process + host,
+        host=sustained.host_process + host + on_host,
     )
 
 
@@ -93,14 +94,29 @@ def _elements(job: Job, part: StagePart) -> tuple[int, int]:
     return whole, whole // job.shards
 
 
-def _states(job: Job, part: StagePart) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state."""
+def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
+    """Bytes of parameters, gradients and optimizer state on the device, and of all that is on the host."""
     whole, shard = _elements(job, part)
-    size, wide = job.element_size, job.wide_size
-    live_is_master = size == wide and job.shards == 1
+    size, wide, offload = job.element_size, job.wide_size, job.config.offload
+    live_is_master = size == wide and job.shards == 1 and not offload.cpu_optimizer and not offload.cpu_parameters
     parameters = 0 if live_is_master else size * (shard if job.zero_stage == 3 else whole)
     whole_sum = whole if job.zero_stage == 1 else 0  # a reduced shard beside the sum it comes from
-    return parameters, wide * (shard + whole_sum), 3 * wide * shard
+    device = 1 - job.ratio
+    gradients = device * wide * (shard + whole_sum) + job.ratio * _host_gradients(job, whole, shard)
+    host = 3.0 * wide * job.ratio * shard * (2 if offload.offload_speculation == "on" else 1)
+    host = 0.0 if offload.optimizer_nvme_path else host
+    host += RING_BYTES if job.ratio else 0
+    if offload.cpu_parameters:
+        parameters, host = 0, host + size * shard
+    return parameters, gradients, device * 3 * wide * shard, host
+
+
+def _host_gradients(job: Job, whole: int, shard: int) -> int:
+    """Bytes on the device of gradients that the host will use: they stay until it has, and sums until the last pass."""
+    sums = 0
+    if job.num_micro_batches > 1:
+        sums = job.wide_size * (whole if job.zero_stage < 2 else shard)
+    return sums + job.element_size * shard
 
 
 @dataclass(frozen=True)
@@ -213,8 +229,8 @@ def _backward_buffers(job: Job, part: StagePart, blocks: _Blocks) -> float:
 
 
 def _gathered(job: Job, counts: tuple[int, ...], *, loss: bool) -> float:
-    """Weights that ZeRO-3 has brought together: of a layer and the one that follows it."""
-    if job.zero_stage != 3:
+    """Weights that ZeRO-3 has brought together, or that came from the host: of a layer and of the one after it."""
+    if not job.brings_parameters:
         return 0.0
     embedding, _, block, norm, output = (unit.length * job.element_size for unit in job.units)
     head = output if counts[4] else embedding

@@ -36,6 +36,8 @@ SEARCHED = (
     "recompute.recompute_granularity",
 )
 """What a search chooses, unless the command line says it."""
+RATIO_STEP = 5
+"""Per cent between the host shares that are tried for ``auto``."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 4)
 MOST_STAGES = 64
@@ -162,7 +164,17 @@ class Planner:
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
         )
-        return Plan(Job(config, layout), self.cluster, changes or {})
+        plan = Plan(Job(config, layout), self.cluster, changes or {})
+        return plan if config.offload.ratio is not None else self._with_least_ratio(plan)
+
+    def _with_least_ratio(self, plan: Plan) -> Plan:
+        """The smallest host share with which it fits the GPU, as ``--cpu-optimizer-ratio auto`` finds it."""
+        for percent in range(0, 101, RATIO_STEP):
+            config = plan.job.config.update("offload", cpu_optimizer_ratio=f"{percent / 100:g}")
+            plan = Plan(Job(config, plan.job.layout), self.cluster, plan.changes)
+            if plan.fits_gpu:
+                break
+        return plan
 
     def remedies(self, plan: Plan) -> list[Plan]:
         """Single changes that lower the need for memory: those with which it fits, fastest first, then the others."""
@@ -218,6 +230,8 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
         yield {**plan.changes, "recompute.checkpoint_in_cpu": False}
     if plan.job.config.recompute.recompute_granularity != "full":
         yield {**plan.changes, "recompute.recompute_granularity": "full", "recompute.recompute_modules": None}
+    if plan.job.ratio < 1 and not plan.fits_gpu:
+        yield {**plan.changes, "offload.cpu_optimizer": True, "offload.cpu_optimizer_ratio": "auto"}
     if plan.job.micro_batch_size > 1:
         yield {**plan.changes, "batch.micro_batch_size": plan.job.micro_batch_size // 2}
     if layout.data > 1:

@@ -81,7 +81,7 @@ def _facts(plan: Plan) -> list[Row]:
 
 def _times(plan: Plan) -> list[Row]:
     time = plan.time
-    parts = ("compute", "fill", "transfers", "data", "optimizer", "host")
+    parts = ("compute", "fill", "transfers", "data", "optimizer", "cpu_optimizer", "host")
     text = ", ".join(f"{part} {1e3 * getattr(time, part):.1f}" for part in parts if getattr(time, part) >= 5e-5)
     return [
         Row("time", f"{1e3 * time.total:.1f} ms", text),
@@ -205,7 +205,7 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
         "ms_per_step": round(1e3 * time.total, 3),
         "ms": {
             part: round(1e3 * getattr(time, part), 3)
-            for part in ("compute", "fill", "transfers", "data", "optimizer", "host")
+            for part in ("compute", "fill", "transfers", "data", "optimizer", "cpu_optimizer", "host")
         },
         "idle": round(time.idle, 4),
         "tokens_per_s": round(plan.tokens_per_second, 1),

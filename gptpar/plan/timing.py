@@ -28,6 +28,8 @@ KERNELS_FORWARD, KERNELS_BACKWARD = 9, 22
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
 UPDATE_BYTES = 38
 """A step's traffic for each element of the optimizer's shard: AdamW's 28, its norm 4, the live weight 6."""
+CPU_UPDATE_BYTES = 28
+"""The same on the CPU, in one pass with a 16-bit gradient and weight."""
 MOST_SIMULATED = 20_000
 """Actions of a schedule that is walked through to find its idle time; beyond, the formula serves."""
 
@@ -56,6 +58,7 @@ class StepTime:
         transfers: waited for between stages.
         data: what reductions and gathers over the data axis cost beside the computation.
         optimizer: norm, update and publishing.
+        cpu_optimizer: of waiting for the CPU's updates, and for weights that come from the host.
         host: of launching the step, where that takes longer than the device: the excess.
     """
 
@@ -65,12 +68,14 @@ class StepTime:
     transfers: float
     data: float
     optimizer: float
+    cpu_optimizer: float
     host: float
 
     @property
     def total(self) -> float:
         """The whole step."""
-        return self.compute + self.fill + self.transfers + self.data + self.optimizer + self.host
+        device = self.compute + self.fill + self.transfers + self.data + self.optimizer
+        return device + self.cpu_optimizer + self.host
 
     @property
     def idle(self) -> float:
@@ -94,10 +99,11 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     busiest = max(range(len(stages)), key=lambda i: stages[i].both)
     heaviest = max(sum(n * u.length for n, u in zip(part.units, job.units, strict=True)) for part in job.stages)
     data = costs.data_parallel(heaviest, stages[busiest])
-    optimizer = UPDATE_BYTES * heaviest / job.shards / costs.memory_rate
+    optimizer = UPDATE_BYTES * (1 - job.ratio) * heaviest / job.shards / costs.memory_rate
+    cpu_optimizer = costs.cpu_optimizer(heaviest, stages[busiest])
     device = compute + fill + transfers + data
     host = max(0.0, costs.host(max(sum(part.blocks) for part in job.stages)) - device)
-    return StepTime(stages, compute, fill, transfers, data, optimizer, host)
+    return StepTime(stages, compute, fill, transfers, data, optimizer, cpu_optimizer, host)
 
 
 def rounds_idle(num_stages: int, num_micro_batches: int, num_chunks: int) -> float:
@@ -295,6 +301,25 @@ class _Costs:
         if job.zero_stage == 0:
             return self._beside(2 * reduced, stage.backward)
         return self._beside(reduced, stage.backward) + self._beside(gathered, stage.forward)
+
+    def cpu_optimizer(self, elements: int, stage: StageTime) -> float:
+        """What of the CPU's updates, and of weights on their way from the host, nothing hides.
+
+        The CPU has the next forward pass to work in and, where it speculates, the backward pass before.
+
+        Args:
+            elements: of a rank's parameters.
+            stage: its time for a micro-batch.
+        """
+        job, offload = self._job, self._job.config.offload
+        updates = CPU_UPDATE_BYTES * job.ratio * elements / job.shards / self._sustained.host_rate
+        window = stage.forward + (stage.backward if offload.offload_speculation != "off" else 0.0)
+        waiting = max(0.0, updates - window)
+        if offload.cpu_parameters:  # in the forward and again in the backward of each micro-batch
+            coming = elements / job.shards * job.element_size / self._sustained.bus
+            once = max(0.0, coming - stage.forward) + max(0.0, coming - stage.backward)
+            waiting += job.num_micro_batches * once
+        return waiting
 
     def _beside(self, transfer: float, compute: float) -> float:
         """Cost of a transfer beside a computation."""

@@ -1,0 +1,86 @@
+"""Plans of runs whose optimizer or parameters live in host memory, against hand counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gptpar.optim.transfers import RING_BYTES
+from gptpar.plan.hardware import SUSTAINED
+from gptpar.plan.main import make_planner
+from tests.unit.test_plan import CALM, GIB, plan
+from tests.unit.test_plan import SMALL as SHAPE
+
+SMALL = SHAPE + "--micro-batch-size 2 "
+OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio "
+TEN_B = CALM + (
+    "--num-layers 50 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --micro-batch-size 10 "
+    "--recompute-granularity full "
+)
+
+
+def elements(flags: str) -> int:
+    """Of the optimizer, with the units' padding: masters and moments are 12 bytes each."""
+    return round(plan(flags).memory[0].optimizer / 12)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
+def test_what_is_offloaded_leaves_the_device(ratio: float) -> None:
+    count = elements(SMALL)
+    memory = plan(f"{SMALL} {OFFLOAD} {ratio}").memory[0]
+    assert memory.parameters == 2 * count
+    assert memory.optimizer == pytest.approx(12 * count * (1 - ratio))
+    assert memory.gradients == pytest.approx((1 - ratio) * 4 * count + ratio * 2 * count)  # bf16 until it is used
+    ring = RING_BYTES if ratio else 0
+    assert memory.host == pytest.approx(SUSTAINED.host_process + ring + 12 * ratio * count)
+
+
+def test_sums_over_micro_batches_stay_on_the_device() -> None:
+    count = elements(SMALL)
+    memory = plan(f"{SHAPE} --micro-batch-size 1 --global-batch-size 4 {OFFLOAD} 1").memory[0]
+    assert memory.gradients == pytest.approx(6 * count)
+
+
+def test_speculation_doubles_the_hosts_part_and_files_take_it_away(tmp_path: Path) -> None:
+    count = elements(SMALL)
+    base = SUSTAINED.host_process + RING_BYTES
+    twice = plan(f"{SMALL} {OFFLOAD} 1 --offload-speculation on").memory[0]
+    assert twice.host == pytest.approx(base + 24 * count)
+    files = plan(f"{SMALL} {OFFLOAD} 1 --optimizer-nvme-path {tmp_path}").memory[0]
+    assert files.host == pytest.approx(base)
+
+
+def test_parameters_on_the_host_are_two_layers_on_the_device() -> None:
+    count = elements(SMALL)
+    here, there = plan(SMALL).memory[0], plan(f"{SMALL} --cpu-parameters").memory[0]
+    assert there.parameters == 0 and there.host == pytest.approx(here.host + 2 * count)
+    job = plan(SMALL).job
+    assert here.buffers < there.buffers <= here.buffers + 2 * (job.units[0].length + 2 * job.units[2].length)
+
+
+def test_the_cpus_time_counts_where_nothing_hides_it() -> None:
+    """28 bytes an element, behind the forward pass and, with speculation, the backward pass."""
+    waiting = plan(f"{TEN_B} --gpu h200 {OFFLOAD} 1 --offload-speculation off")
+    stage = waiting.time.stages[0]
+    updates = 28 * elements(f"{TEN_B} --gpu h200") / SUSTAINED.host_rate
+    assert waiting.time.cpu_optimizer == pytest.approx(updates - stage.forward) and waiting.time.cpu_optimizer > 0
+    speculating = plan(f"{TEN_B} --gpu h200 {OFFLOAD} 1")
+    assert speculating.time.cpu_optimizer == pytest.approx(max(0.0, updates - stage.both))
+    assert plan(f"{TEN_B} --gpu h200 {OFFLOAD} 0.2").time.cpu_optimizer == 0
+
+
+def test_auto_is_the_least_that_fits_the_gpu() -> None:
+    """10B parameters need 180 GB of weights, gradients and optimizer state; an H100 has 79 GiB."""
+    large, small = (plan(f"{TEN_B} --gpu {gpu} {OFFLOAD} auto") for gpu in ("h200", "h100"))
+    assert large.fits and small.fits and 0 < large.job.ratio < small.job.ratio < 1
+    assert not plan(f"{TEN_B} --gpu h100 {OFFLOAD} {small.job.ratio - 0.05:.2f}").fits
+    assert plan(f"{SMALL} --gpu h100 {OFFLOAD} auto").job.ratio == 0
+
+
+def test_a_model_that_is_too_large_is_told_to_use_the_host() -> None:
+    planner_plan = plan(f"{TEN_B} --gpu h100")
+    assert not planner_plan.fits and planner_plan.need > 150 * GIB
+    planner, _ = make_planner(f"{TEN_B} --gpu h100".split())
+    best = planner.remedies(planner_plan)[0]
+    assert best.fits and best.flags() == "--cpu-optimizer --cpu-optimizer-ratio auto"

@@ -1,0 +1,100 @@
+"""Offload on a GPU: the same numbers as without it, in every order of events, and memory that has left the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.data.loader import MicroBatch
+from gptpar.optim.schedule import make_schedule
+from gptpar.topology import Layout, Topology
+from gptpar.training.auto_ratio import with_ratio
+from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.trainer import Trainer
+from tests.helpers import random_tokens, tiny_config
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 12
+OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
+
+
+def run(flags: str, steps: int = STEPS) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
+    """(loss, norm, skipped) of each step, and the final weights by name."""
+    config = tiny_config(f"--hidden-size 128 --global-batch-size 4 --lr-warmup-iters 3 {flags}")
+    topology = Topology(Layout(), 0, torch.device("cuda"))
+    trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
+    trainer.initialise()
+    seen, launched = [], None
+    for step in range(steps):
+        parts = [MicroBatch(t[:, :-1], t[:, 1:]) for t in random_tokens(4, 16, 60, seed=step).split(2)]
+        trainer.foresee(4.0 * step)
+        loss = trainer.forward_backward(parts, step)
+        if launched is not None:  # one step late, as a run does it
+            seen.append(launched.readings.read()[:3])
+        launched = trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False)
+        if trainer.loss_scale.dynamic:
+            trainer.loss_scale.update(bool(launched.readings.read()[2]))
+    assert launched is not None
+    seen.append(launched.readings.read()[:3])
+    whole = {}
+    for name, parts in trainer.model.optimizer.state_tensors()["weights"].items():
+        full = torch.empty(parts.shape, dtype=parts.dtype)
+        for offsets, part in parts.parts:
+            full[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.cpu()
+        whole[name] = full
+    trainer.close()
+    return seen, whole, trainer
+
+
+@pytest.mark.parametrize(
+    "words", [f"{OFFLOAD} 0.3", f"{OFFLOAD} 0.731", f"{OFFLOAD} 1", f"{OFFLOAD} 1 --cpu-parameters"]
+)
+@pytest.mark.parametrize("speculation", ["on", "off"])
+def test_fp64_follows_the_run_without_offload(words: str, speculation: str) -> None:
+    """Clipping in some steps."""
+    plain, weights, _ = run("--fp64 --no-compile --clip-grad 0.9")
+    found, shared, _ = run(f"--fp64 --no-compile --clip-grad 0.9 {words} --offload-speculation {speculation}")
+    assert any(norm > 0.9 for _, norm, _ in plain) and any(norm < 0.9 for _, norm, _ in plain)
+    for one, other in zip(found, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+    for name, values in weights.items():
+        torch.testing.assert_close(shared[name], values, rtol=1e-9, atol=1e-10)
+
+
+def test_speculation_changes_no_bit() -> None:
+    first = run(f"--bf16 --clip-grad 0.9 {OFFLOAD} 1 --offload-speculation off")
+    second = run(f"--bf16 --clip-grad 0.9 {OFFLOAD} 1 --offload-speculation on")
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+@pytest.mark.parametrize("words", [f"{OFFLOAD} 0.7", f"{OFFLOAD} 1 --cpu-parameters"])
+def test_sixteen_bits_stay_close(words: str) -> None:
+    plain, _, _ = run("--bf16")
+    found, _, _ = run(f"--bf16 {words}")
+    assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in plain], rel=2e-2)
+
+
+def test_fp16_overflows_are_skipped_alike() -> None:
+    words = "--fp16 --no-compile --initial-loss-scale 1e7 --hysteresis 1"
+    plain, _, _ = run(words)
+    found, _, _ = run(f"{words} {OFFLOAD} 0.7")
+    assert any(skipped for *_, skipped in plain)
+    assert [skipped for *_, skipped in found] == [skipped for *_, skipped in plain]
+
+
+def test_the_devices_share_is_what_the_ratio_says() -> None:
+    """Measured: 12 bytes an element of masters and moments, 4 of gradient sums."""
+    sizes = {}
+    for ratio in ("0", "0.5", "1"):
+        _, _, trainer = run(f"--bf16 --no-compile {OFFLOAD} {ratio}", steps=1)
+        optimizer = trainer.model.optimizer
+        buffers = (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.grad)
+        sizes[ratio] = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    assert sizes["1"] == 0 and sizes["0.5"] == pytest.approx(sizes["0"] / 2, rel=0.01)
+
+
+def test_auto_finds_that_a_small_model_needs_no_host() -> None:
+    config = tiny_config(f"{OFFLOAD} auto --no-compile")
+    assert with_ratio(config, Topology(Layout(), 0, torch.device("cuda"))).offload.ratio == 0.0

@@ -79,6 +79,7 @@ class ShardedModel:
             reduce_dtype=reduce_dtype,
             done=partial(_done, self),
             on_device=on_device,
+            arriving_dtype=dtype,
             to_host=partial(_to_host, self),
         )
         lengths = {unit.name: unit.shard_length - on_device[unit.name] for unit in self.units}

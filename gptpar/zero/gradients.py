@@ -35,6 +35,8 @@ class GradientSum:
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
         on_device: unit -> how many of its shard's elements, the first ones, the device's optimizer updates; by default
             all of them.
+        arriving_dtype: of the gradients that autograd produces. What the host updates of a single micro-batch and a
+            single process is never anything else.
         to_host: takes (unit, the others' complete sum); the memory stays as it is until the next step's backward.
 
     Attributes:
@@ -53,10 +55,11 @@ class GradientSum:
         reduce_dtype: torch.dtype,
         done: Callable[[str], None],
         on_device: Mapping[str, int] | None = None,
+        arriving_dtype: torch.dtype | None = None,
         to_host: Callable[[Unit, torch.Tensor], None] | None = None,
     ):
         self._axis, self._dtype, self._reduce_dtype, self._done = axis, dtype, reduce_dtype, done
-        self._to_host = to_host
+        self._to_host, self._arriving_dtype = to_host, arriving_dtype or dtype
         self._units = {unit.name: unit for unit in units}
         self._chunks = [list(dict.fromkeys(names)) for names in chunks]
         self._unit_of = {name: unit for unit in units for name in unit.slots}
@@ -124,7 +127,9 @@ class GradientSum:
 
     def _sum_of(self, unit: Unit) -> torch.Tensor:
         if unit.name not in self._sums:
-            self._sums[unit.name] = torch.zeros(unit.length, dtype=self._dtype, device=self.shard.device)
+            is_sum = self._axis.group is not None or not self._single
+            dtype = self._dtype if is_sum else self._arriving_dtype
+            self._sums[unit.name] = torch.zeros(unit.length, dtype=dtype, device=self.shard.device)
         return self._sums[unit.name]
 
     @torch.no_grad()
@@ -133,7 +138,7 @@ class GradientSum:
         for name, slot in unit.slots.items():
             if name not in self._arrived:
                 total[slot.start : slot.stop].zero_()
-        sent = total.to(self._reduce_dtype)
+        sent = total if self._axis.group is None else total.to(self._reduce_dtype)
         if self._axis.shards > 1:
             into = torch.empty(unit.shard_length, dtype=sent.dtype, device=sent.device)
             work = reduce_scatter_single(into, sent, group=self._axis.group, async_op=True)

@@ -213,6 +213,9 @@ def test_a_norm_of_any_length_is_exact() -> None:
     grad = torch.linspace(-1, 1, 1000)
     pieces = [grad[:1], grad[1:130], grad[130:130], grad[130:]]
     assert square_of(pieces, grad.device).item() == pytest.approx(float(grad.double().square().sum()), rel=1e-6)
+    narrow = [piece.bfloat16() for piece in pieces]
+    exact = float(torch.cat(narrow).double().square().sum())
+    assert square_of(narrow, grad.device).item() == pytest.approx(exact, rel=1e-6)  # not rounded to 8 bits
 
 
 def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:

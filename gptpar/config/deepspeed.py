@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.config import Config
-from gptpar.config.deepspeed_keys import KEYS, SCHEDULE_DEFAULTS, SCHEDULES, Elsewhere, Sets, Tree, style
+from gptpar.config.deepspeed_keys import KEYS, SCHEDULE_DEFAULTS, SCHEDULES, Elsewhere, Sets, Tree, number, style
 from gptpar.config.deepspeed_reader import Reader, Said
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
@@ -191,10 +191,14 @@ def _rates_of_ratios(raw: Mapping[str, Any], said: list[Said], config: Config) -
     peak = next((s.value for s in said if s.field == "optimizer.lr"), config.optimizer.lr)
     params = _part(raw, "scheduler", "params")
     for name, rate in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
-        ratio = params.get(name, SCHEDULE_DEFAULTS["WarmupCosineLR"][name])
-        if peak is not None and isinstance(ratio, int | float):
+        raw_ratio = params.get(name, SCHEDULE_DEFAULTS["WarmupCosineLR"][name])
+        try:
+            ratio = number(raw_ratio)
+        except ValueError:  # the reader has told of it
+            continue
+        if peak is not None:
             key, why = f"scheduler.params.{name}", f"{ratio:g} x the peak {peak:g}"
-            yield Said(f"optimizer.{rate}", ratio * peak, key, ratio, why, name not in params)
+            yield Said(f"optimizer.{rate}", ratio * peak, key, raw_ratio, why, name not in params)
 
 
 def _leave_out_unused(reader: Reader, config: Config) -> None:

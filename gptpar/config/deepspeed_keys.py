@@ -59,7 +59,7 @@ Tree: TypeAlias = "Mapping[str, Rule | Tree]"
 
 def whole(value: Any) -> int:
     """A whole number, which may be written as 5e8."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0 or abs(value) >= 2**63:
         raise ValueError("a whole number is needed")
     return int(value)
 

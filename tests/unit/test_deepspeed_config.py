@@ -361,6 +361,12 @@ def test_fp16_scales_as_in_deepspeed(folder: Path) -> None:
     assert (p.loss_scale, p.initial_loss_scale) == (128, 256)
 
 
+def test_a_number_format_that_the_file_turns_off_stays_off(folder: Path) -> None:
+    assert problems({**BATCH, **RATE, "bf16": {"enabled": False}}, "--bf16") == [
+        "ds.json: bf16.enabled is false, but --bf16 is given, too: drop one of them, or make them agree."
+    ]
+
+
 def test_a_loss_scale_without_fp16_changes_nothing(folder: Path) -> None:
     file = {**BATCH, **RATE, "fp16": {"enabled": "auto", "loss_scale": 128}, "bf16": {"enabled": True}}
     assert resolved(file)[0].precision.dtype == "bf16"
@@ -471,6 +477,7 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage is "2": a whole number is needed.'),
         ({"gradient_clipping": True}, "gradient_clipping is true: a number is needed."),
         ({"gradient_clipping": 10**400}, "gradient_clipping is 1000000"),
+        ({"steps_per_print": 10**400}, "steps_per_print is 1000000"),
         ({"bf16": {"enabled": "yes"}}, 'bf16.enabled is "yes": true or false is needed.'),
         ({"amp": {"enabled": True}}, "amp: Apex is not part of gptpar; leave it out."),
         ({"scheduler": {"type": []}}, "scheduler.type is []: only WarmupLR,"),

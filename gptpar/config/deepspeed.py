@@ -242,8 +242,8 @@ def _merge(said: list[Said], given: Set[str], path: str, found: FromFile) -> Non
 
 
 def _reason(said: Said, path: str) -> str:
-    notes = [note for note in (said.why, "absent: DeepSpeed's default" if said.default else "") if note]
-    return f"{path}: {said.key}" + (f" ({'; '.join(notes)})" if notes else "")
+    notes = [said.why, "absent, so DeepSpeed's default" if said.default else ""]
+    return "; ".join([f"{path}: {said.key}", *filter(None, notes)])
 
 
 def _equal(typed: Any, said: Any) -> bool:

@@ -139,7 +139,7 @@ OPTIMIZER: Tree = {
     "lr": Sets(number, ("optimizer.lr",)),
     "betas": Sets(_betas, ("optimizer.adam_beta1", "optimizer.adam_beta2")),
     "eps": Sets(number, ("optimizer.adam_eps",)),
-    "weight_decay": Sets(number, ("optimizer.weight_decay",), "of matrices; not of biases and norms"),
+    "weight_decay": Sets(number, ("optimizer.weight_decay",), "of matrices, not of biases and norms"),
     "max_grad_norm": Sets(number, ("optimizer.clip_grad",)),
     "adam_w_mode": Sets(truth, ()),
     "torch_adam": NoEffect("the fused kernels are chosen here"),

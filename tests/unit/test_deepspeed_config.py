@@ -61,8 +61,8 @@ def test_the_example_resolves() -> None:
     reasons = {d.name: d.reason for d in derived}
     assert reasons["zero stage"] == f"{EXAMPLE}: zero_optimization.stage"
     assert reasons["cpu optimizer ratio"] == (
-        f"{EXAMPLE}: zero_optimization.offload_optimizer.ratio (exact here: this share of the elements, at every ZeRO "
-        "stage)"
+        f"{EXAMPLE}: zero_optimization.offload_optimizer.ratio; exact here: this share of the elements, at every ZeRO "
+        "stage"
     )
     assert reasons["micro batches per step"] == "batch 32 / (micro-batch 4 x 4 data-parallel process(es))"
     assert [note.split(": ")[0] for note in parsed.without_effect] == [
@@ -231,9 +231,9 @@ def test_an_optimizer_without_weight_decay_has_none_as_in_deepspeed(folder: Path
     config, derived = resolved({**BATCH, **RATE})
     assert config.optimizer.weight_decay == 0.0
     assert derived["weight decay"].reason == (
-        "ds.json: optimizer.params.weight_decay (of matrices; not of biases and norms; absent: DeepSpeed's default)"
+        "ds.json: optimizer.params.weight_decay; of matrices, not of biases and norms; absent, so DeepSpeed's default"
     )
-    assert derived["clip grad"].reason == "ds.json: gradient_clipping (absent: DeepSpeed's default)"
+    assert derived["clip grad"].reason == "ds.json: gradient_clipping; absent, so DeepSpeed's default"
     config, derived = resolved({**BATCH, **RATE}, "--weight-decay 0.2 --clip-grad 0.5")
     assert (config.optimizer.weight_decay, config.optimizer.clip_grad) == (0.2, 0.5)
     assert "weight decay" not in derived
@@ -267,7 +267,7 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
     quarter = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))
     assert rates(file, 0, 100, 350, 600, 1100) == pytest.approx([3e-4, 6e-4, quarter * 6e-4, 0.55 * 6e-4, 6e-5])
     _, derived = resolved(file)
-    assert derived["min lr"].reason == "ds.json: scheduler.params.cos_min_ratio (0.1 x the peak 0.0006)"
+    assert derived["min lr"].reason == "ds.json: scheduler.params.cos_min_ratio; 0.1 x the peak 0.0006"
     assert rates(linear("WarmupCosineLR", total_num_steps=1100), 1100) == pytest.approx([6e-8])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from gptpar.config.data import DataConfig, TokenizerConfig
 from gptpar.config.model import ModelConfig
 from gptpar.config.offload import OffloadConfig
-from gptpar.config.run import CheckpointConfig, LoggingConfig, ParallelConfig
+from gptpar.config.run import CheckpointConfig, DeepSpeedConfig, LoggingConfig, ParallelConfig
 from gptpar.config.training import BatchConfig, OptimizerConfig, PrecisionConfig, RecomputeConfig
 
 
@@ -28,6 +28,7 @@ class Config:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
 
     def update(self, section: str, **values: Any) -> Config:
         """A copy in which fields of one section have new values."""
@@ -56,6 +57,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DeepSpeedConfig",
     "LoggingConfig",
     "ModelConfig",
     "OffloadConfig",

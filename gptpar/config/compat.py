@@ -61,8 +61,6 @@ ACCEPTED: dict[str, tuple[int, str]] = {
 }
 
 PLANNED: dict[str, str] = {
-    "--deepspeed": "DeepSpeed's JSON",
-    "--deepspeed_config": "DeepSpeed's JSON",
     "--context-parallel-size": "context parallelism",
     "--ds-sequence-parallel-size": "context parallelism",
     "--enable-zbh1-pipeline": "a zero-bubble pipeline",

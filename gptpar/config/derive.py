@@ -113,10 +113,18 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
 def _derive_batch(notes: _Notes, world_size: int) -> None:
     batch, seq_length = notes.config.batch, notes.config.model.seq_length
     data_parallel = notes.config.parallel.data_parallel_size(world_size)
+    steps = batch.gradient_accumulation_steps
+    if steps and batch.global_batch_size and batch.global_batch_size % (steps * data_parallel) == 0:
+        reason = (
+            f"batch {batch.global_batch_size} / ({steps} micro-batches x {data_parallel} data-parallel process(es))"
+        )
+        notes.fill("batch", "micro_batch_size", batch.global_batch_size // (steps * data_parallel), reason)
+    batch = notes.config.batch
     if batch.micro_batch_size:
         reason = f"micro-batch {batch.micro_batch_size} x {data_parallel} data-parallel process(es)"
         unit = batch.micro_batch_size * data_parallel
-        notes.fill("batch", "global_batch_size", unit, reason)
+        times = f" x {steps} a step" if steps else ""
+        notes.fill("batch", "global_batch_size", unit * (steps or 1), reason + times)
         full = notes.config.batch.global_batch_size
         if full and unit > 0 and full % unit == 0:
             notes.add("micro batches per step", full // unit, f"batch {full} / ({reason})")

@@ -43,3 +43,8 @@ def flag(
     if isinstance(default, tuple):
         return dataclasses.field(default_factory=lambda: default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_name(field_name: str) -> str:
+    """``hidden_size`` -> ``--hidden-size``."""
+    return "--" + field_name.replace("_", "-")

@@ -18,6 +18,9 @@ from typing import Any
 
 from gptpar.config import Config
 from gptpar.config.compat import ACCEPTED, PLANNED
+from gptpar.config.deepspeed import read_deepspeed
+from gptpar.config.derive import Derived
+from gptpar.config.fields import flag_name
 from gptpar.errors import ConfigError
 
 
@@ -29,20 +32,17 @@ class ParsedFlags:
         config: what it says; fields with a problem keep their default.
         problems: one sentence for each mistake.
         given: the fields that were set, as ``section.field``.
-        without_effect: flags of other programs that are understood but change nothing, each with the reason.
+        derived: those of them that --deepspeed_config set.
+        without_effect: what is understood of other programs but changes nothing, each with the reason.
         rest: values of the extra flags a verb declares beyond the configuration's.
     """
 
     config: Config
     problems: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
+    derived: list[Derived] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
     rest: argparse.Namespace = field(default_factory=argparse.Namespace)
-
-
-def flag_name(field_name: str) -> str:
-    """``hidden_size`` -> ``--hidden-size``."""
-    return "--" + field_name.replace("_", "-")
 
 
 def _base_type(hint: Any) -> tuple[type, bool]:
@@ -194,4 +194,15 @@ def parse_flags(
             parsed.given.add(key)
     for section, fields in values.items():
         parsed.config = parsed.config.update(section, **fields)
+    _read_file(parsed)
     return parsed
+
+
+def _read_file(parsed: ParsedFlags) -> None:
+    """Fill what the command line leaves open from the DeepSpeed configuration that it names."""
+    file = read_deepspeed(parsed.config, parsed.given)
+    parsed.config = file.config
+    parsed.given |= file.given
+    parsed.derived += file.derived
+    parsed.problems += file.problems
+    parsed.without_effect += file.without_effect

@@ -103,3 +103,17 @@ class LoggingConfig:
     )
     wandb_project: str | None = flag(None, "also log to this Weights & Biases project")
     wandb_exp_name: str | None = flag(None, "name of the Weights & Biases run")
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """A DeepSpeed configuration that says what the command line leaves open."""
+
+    deepspeed: bool = flag(False, "read --deepspeed_config: what it says means here what it means to DeepSpeed")
+    deepspeed_config: str | None = flag(
+        None,
+        "DeepSpeed's JSON, comments and trailing commas allowed: batch sizes, optimizer, schedule, clipping, number "
+        "format, ZeRO stage and optimizer offload; a flag that contradicts it is a problem",
+        names=("--deepspeed_config",),
+        metavar="FILE",
+    )

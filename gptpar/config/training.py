@@ -17,6 +17,11 @@ class BatchConfig:
     global_batch_size: int | None = flag(
         None, "samples in one step, over all processes (default: micro x processes)", least=1
     )
+    gradient_accumulation_steps: int | None = flag(
+        None,
+        "micro-batches in one step of a process; with any two of global batch, micro-batch and this the third follows",
+        least=1,
+    )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
         "grow the global batch from START by INCREMENT up to --global-batch-size over SAMPLES samples",

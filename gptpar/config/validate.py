@@ -14,7 +14,8 @@ from gptpar.config.checks.optimizer import check_precision, check_schedule
 from gptpar.config.checks.parallel import check_parallel
 from gptpar.config.checks.recompute import check_recompute
 from gptpar.config.derive import Derived, derive
-from gptpar.config.flags import ParsedFlags, flag_name
+from gptpar.config.fields import flag_name
+from gptpar.config.flags import ParsedFlags
 from gptpar.errors import ConfigError
 
 
@@ -34,7 +35,7 @@ def resolve(
     problems += more(config) if more else ()
     if problems:
         raise ConfigError(problems)
-    return config, derived
+    return config, [*parsed.derived, *derived]
 
 
 def out_of_range(config: Config) -> Iterator[str]:

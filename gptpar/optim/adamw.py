@@ -188,8 +188,8 @@ def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
     if device.type == "cuda":
-        norms = torch._foreach_norm(list(pieces), 2, dtype=wide)
-        return torch.linalg.vector_norm(torch.stack(list(norms)), dtype=torch.float64).square()
+        each = torch.stack(list(torch._foreach_norm(list(pieces), 2, dtype=wide)))
+        return torch.linalg.vector_norm(each, dtype=torch.float64).square()
     # Summed by rows first: over a long fp32 vector torch's CPU kernel drifts (6 % at 350M elements).
     norms: list[torch.Tensor] = []
     for piece in pieces:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gptpar.config import Config, ParallelConfig
 from gptpar.config.derive import derive, padded_vocab
-from gptpar.config.flags import flag_name
+from gptpar.config.fields import flag_name
 from gptpar.config.validate import find_problems
 from gptpar.errors import ConfigError
 from gptpar.plan.hardware import Cluster

@@ -38,6 +38,16 @@ def test_readme_commands_in_order(tmp_path: Path) -> None:
     assert (tmp_path / "runs/tiny/run.png").stat().st_size > 10_000
 
 
+def test_readme_deepspeed_json(tmp_path: Path) -> None:
+    """The block under "DeepSpeed's JSON": two processes, a part of the optimizer on the CPU."""
+    section = (ROOT / "README.md").read_text().split("## DeepSpeed's JSON")[1]
+    block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    output = run(f'gptpar() {{ "$PYTHON" -m gptpar "$@"; }}\n{block[1]}', tmp_path)
+    assert re.search(r"cpu optimizer ratio +0\.3 +\(?ds\.json: zero_optimization\.offload_optimizer\.ratio", output)
+    assert re.search(r"iteration +20/ +20 .*global batch size: +8", output)
+
+
 def test_readme_plans(tmp_path: Path) -> None:
     """The commands under "Planning a run"."""
     section = (ROOT / "README.md").read_text().split("## Planning a run")[1].split("\n## ")[0]

@@ -10,16 +10,30 @@ from gptpar.config import Config
 def check_batch(config: Config, world_size: int) -> Iterator[str]:
     """Whether every step's batch can be cut evenly."""
     b = config.batch
+    data_parallel = config.parallel.data_parallel_size(world_size)
+    steps = b.gradient_accumulation_steps
+    if b.micro_batch_size is None and b.global_batch_size and steps and steps > 0:
+        yield (
+            f"--global-batch-size {b.global_batch_size} is not a multiple of --gradient-accumulation-steps {steps} x "
+            f"{data_parallel} data-parallel process(es) = {steps * data_parallel}, so there is no --micro-batch-size "
+            "for it: change one of them."
+        )
+        return
     if b.micro_batch_size is None:
         yield "--micro-batch-size is missing: the number of samples one process runs at once, for example 4."
         return
-    data_parallel = config.parallel.data_parallel_size(world_size)
     unit = max(1, b.micro_batch_size) * data_parallel
     if b.global_batch_size is not None and b.global_batch_size % unit:
         yield (
             f"--global-batch-size {b.global_batch_size} is not a multiple of --micro-batch-size "
             f"{b.micro_batch_size} x {data_parallel} data-parallel process(es) = {unit}: "
             f"the nearest that fits is {max(unit, round(b.global_batch_size / unit) * unit)}."
+        )
+    elif b.global_batch_size is not None and steps and steps > 0 and b.global_batch_size != unit * steps:
+        yield (
+            f"--global-batch-size {b.global_batch_size} is not --micro-batch-size {b.micro_batch_size} x "
+            f"--gradient-accumulation-steps {steps} x {data_parallel} data-parallel process(es) = {unit * steps}: drop "
+            "one of the three, or make them agree."
         )
     if b.rampup_batch_size is not None:
         yield from _rampup(b.rampup_batch_size, b.global_batch_size or unit, unit)

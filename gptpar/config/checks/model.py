@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gptpar.config import Config
-from gptpar.config.flags import flag_name
+from gptpar.config.fields import flag_name
 
 
 def check_model(config: Config) -> Iterator[str]:

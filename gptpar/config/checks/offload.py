@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from gptpar.config import Config
-from gptpar.config.flags import flag_name
+from gptpar.config.fields import flag_name
 from gptpar.config.offload import OffloadConfig
 
 

@@ -1,0 +1,56 @@
+"""JSON as people write it: with comments and trailing commas. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+_STRING = r'"(?:\\.|[^"\\])*"'
+_COMMENT = re.compile(rf"({_STRING})|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+# A comma right after a bracket trails nothing: it is kept, so that it stays a mistake.
+_TRAILING_COMMA = re.compile(rf"({_STRING}|[\[{{]\s*,)|,(?=\s*[\]}}])", re.DOTALL)
+
+
+class JsonError(ValueError):
+    """Text that is no JSON object, or says a key twice; the message is a part of a sentence."""
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """Read one object. ``//``, ``#`` and ``/* */`` begin comments, and a comma may precede a closing bracket.
+
+    Raises:
+        JsonError: with line and column of a mistake, or all keys that are given twice.
+    """
+    repeated: list[str] = []
+
+    def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                repeated.append(key)
+            found[key] = value
+        return found
+
+    plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+    try:
+        value = json.loads(plain, object_pairs_hook=unique, parse_constant=_refuse)
+    except json.JSONDecodeError as error:
+        raise JsonError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except (RecursionError, ValueError) as error:  # too deep, not a number, a number of too many digits
+        raise JsonError(str(error)) from None
+    if repeated:
+        raise JsonError(f"given twice in one object: {', '.join(repeated)}")
+    if not isinstance(value, dict):
+        raise JsonError("an object in braces is needed")
+    return value
+
+
+def _blank(match: re.Match[str]) -> str:
+    """What is kept as it is, else spaces in its place, so that lines and columns of mistakes stay right."""
+    return match[1] or re.sub(r"[^\n]", " ", match[0])
+
+
+def _refuse(word: str) -> NoReturn:
+    raise JsonError(f"{word} is not a number")

@@ -47,7 +47,7 @@ def _measured(config: Config, topology: Topology) -> float:
     trial = config.update("offload", cpu_optimizer_ratio="1")
     trainer = Trainer(trial, topology, make_schedule(trial, 0), tries_memory=True)
     trainer.initialise()
-    trainer.forward_backward(_any_batches(config, topology), 0)
+    trainer.forward_backward(any_batches(config, topology), 0)
     elements = trainer.model.division.elements
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)
@@ -60,7 +60,8 @@ def _measured(config: Config, topology: Topology) -> float:
     return smallest_ratio(int(capacity) - foreign - peak, elements)
 
 
-def _any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
+def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
+    """Micro-batches of anything: as many as are ever alive at once, and two where there are several to be summed."""
     model, batch = config.model, config.batch
     assert model.seq_length and model.padded_vocab_size and batch.micro_batch_size and batch.global_batch_size
     count = batch.global_batch_size // (batch.micro_batch_size * topology.layout.data)

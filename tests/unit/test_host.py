@@ -12,8 +12,10 @@ from gptpar.config.checks.offload import check_offload
 from gptpar.config.graph import graph_obstacles, wants_graph
 from gptpar.optim.buckets import HostPiece, cut_piece
 from gptpar.optim.runs import Run
+from gptpar.optim.schedule import make_schedule
 from gptpar.topology import Layout, Topology
-from gptpar.training.auto_ratio import BYTES_AN_ELEMENT, smallest_ratio, with_ratio
+from gptpar.training.auto_ratio import BYTES_AN_ELEMENT, any_batches, smallest_ratio, with_ratio
+from gptpar.training.trainer import Trainer
 from tests.helpers import tiny_config
 
 
@@ -85,3 +87,24 @@ def test_a_folder_for_files_must_be_one() -> None:
         "--offload-speculation",
         "--optimizer-nvme-path",
     ]
+
+
+def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
+    config = tiny_config("--cpu-optimizer --bf16 --global-batch-size 8 --lr-warmup-iters 2 --lr-decay-style cosine")
+    topology = Topology(Layout(), 0, torch.device("cpu"))
+    trainer = Trainer(config, topology, make_schedule(config, 0), tries_memory=True)
+    trainer.initialise()
+    loss = trainer.forward_backward(any_batches(config, topology), 0)
+    assert loss.isfinite() and trainer.model.host is None
+    optimizer = trainer.model.optimizer
+    assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.model.division.ratio == 1
+    trainer.close()
+
+
+def test_a_trial_has_as_many_micro_batches_as_are_ever_alive() -> None:
+    layout = Layout(pipeline=2)
+    topology = Topology(layout, 0, torch.device("cpu"))
+    words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size"
+    assert len(any_batches(tiny_config(f"{words} 200", 2), topology)) == 8
+    assert len(any_batches(tiny_config(f"{words} 8", 2), topology)) == 4
+    assert len(any_batches(tiny_config("--global-batch-size 2"), Topology(Layout(), 0, topology.device))) == 1

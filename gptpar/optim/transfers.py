@@ -50,8 +50,12 @@ class Transfers(Protocol):
     def outgoing(self, target: torch.Tensor) -> torch.Tensor:
         """Host memory in which the new values of ``target`` can be written."""
 
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        """Start the way of what was written; the result, called anywhere, lets later work on the device wait for it."""
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
+        """Start the way of what was written.
+
+        The result, called anywhere, lets later work on the device wait for it; given ``True`` it returns when it is
+        there.
+        """
 
     def later(self, number: torch.Tensor) -> Callable[[], float]:
         """A scalar of the device, to be read from another thread."""
@@ -68,8 +72,8 @@ class SameMemory:
     def outgoing(self, target: torch.Tensor) -> torch.Tensor:
         return target
 
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        return lambda: None
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
+        return lambda block: None
 
     def later(self, number: torch.Tensor) -> Callable[[], float]:
         return number.item
@@ -151,7 +155,7 @@ class GpuTransfers:
         left.synchronize()
         return slot[: target.numel() * target.element_size()].view(target.dtype)
 
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
         _, left = self._out[self._turn]
         self._turn = (self._turn + 1) % len(self._out)
         there = torch.cuda.Event()
@@ -159,7 +163,7 @@ class GpuTransfers:
             target.copy_(values, non_blocking=True)
             left.record()
             there.record()
-        return lambda: torch.cuda.current_stream().wait_event(there)
+        return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
 
     def later(self, number: torch.Tensor) -> Callable[[], float]:
         here = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)

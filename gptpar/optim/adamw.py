@@ -193,14 +193,17 @@ def divisor_of(norm: torch.Tensor, loss_scale: float, max_norm: float) -> torch.
 
 
 def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares (fp64) of some vectors' elements."""
+    """Sum of squares (fp64) of some vectors' elements, 16-bit ones summed in fp32."""
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cuda":
-        return torch.nn.utils.get_total_norm(pieces, foreach=True).double().square()
+        on_device = torch._foreach_norm(list(pieces), 2, dtype=torch.promote_types(pieces[0].dtype, torch.float32))
+        return torch.linalg.vector_norm(torch.stack(list(on_device)), dtype=torch.float64).square()
     # Summed by rows first: over a long fp32 vector torch's CPU kernel drifts (6 % at 350M elements).
     norms: list[torch.Tensor] = []
     for piece in pieces:
+        wide = torch.promote_types(piece.dtype, torch.float32)
         whole = piece.numel() // ROW * ROW
-        norms += [torch.linalg.vector_norm(piece[:whole].view(-1, ROW), dim=1), torch.linalg.vector_norm(piece[whole:])]
-    return torch.linalg.vector_norm(torch.cat([norm.flatten() for norm in norms]), dtype=torch.float64).square()
+        rows, rest = piece[:whole].view(-1, ROW), piece[whole:][None]
+        norms += [torch.linalg.vector_norm(part, dim=1, dtype=wide) for part in (rows, rest)]
+    return torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64).square()

@@ -139,6 +139,11 @@ class HostShare:
             self._order, self._foreseen = order, None
             self._changed.notify_all()
 
+    def cancel(self) -> None:
+        """Forget the gradients offered for the coming step; parameters have the last step's values again."""
+        self.step(torch.tensor(float("nan")), (), 1.0, frozenset(self._of_unit))
+        self.finish()
+
     def wait(self, unit: str, *, block: bool = False) -> None:
         """Return when a unit's last step is done; what is put on the device afterwards finds the new parameters.
 

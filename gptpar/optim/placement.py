@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from gptpar.errors import GptparError
-from gptpar.host import available_memory, place_on_machine
-from gptpar.optim.buckets import BUCKET_ELEMENTS
+from gptpar.host import available_memory, place_on_machine, share_of_cores
+from gptpar.optim.buckets import BUCKET_ELEMENTS, HostPiece
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.host_share import HostShare
 from gptpar.optim.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
 
 KEPT_FREE = 0.1
@@ -18,13 +20,38 @@ CORES_LEFT_FREE = 2
 """For the threads that launch the device's work: with one, the CPU optimizer held them up."""
 
 
-def make_transfers(lengths: Sequence[int], device: torch.device, itemsize: int) -> Transfers:
-    """The way between host and device.
+def build_host_share(
+    pieces: Sequence[HostPiece],
+    device: torch.device,
+    itemsize: int,
+    wide: torch.dtype,
+    *,
+    clip_grad: float,
+    threads: int | None = None,
+    speculated_elements: int = 0,
+) -> HostShare:
+    """The host's share on this process's cores, with a way to the device.
 
     Args:
-        lengths: elements of each piece.
+        pieces: in forward order, at least one.
         itemsize: bytes of an element that travels.
+        wide: of master weights and moments.
+        threads: of the kernel; default: this process's cores but two.
     """
+    place, count = place_on_machine()
+    cores = share_of_cores(place, count)
+    return HostShare(
+        pieces,
+        dtype=wide,
+        clip_grad=clip_grad,
+        adam=CpuAdam(threads or max(1, len(cores) - CORES_LEFT_FREE)),
+        transfers=_make_transfers([piece.length for piece in pieces], device, itemsize),
+        cores=cores if count > 1 else None,
+        speculated_elements=speculated_elements,
+    )
+
+
+def _make_transfers(lengths: Sequence[int], device: torch.device, itemsize: int) -> Transfers:
     if device.type == "cpu":
         return SameMemory()
     buckets = sum(-(-length // BUCKET_ELEMENTS) for length in lengths)

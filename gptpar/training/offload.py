@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from gptpar.config import Config
-from gptpar.host import place_on_machine, share_of_cores
 from gptpar.optim.buckets import HostPiece
-from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.host_share import HostShare
-from gptpar.optim.placement import CORES_LEFT_FREE, make_transfers, room_beside
+from gptpar.optim.placement import build_host_share, room_beside
 
 
 def make_host_share(
@@ -30,18 +28,14 @@ def make_host_share(
     elements = sum(piece.length for piece in pieces)
     if not elements:
         return None
-    speculated = _speculated_elements(config, elements, wide)
-    place, count = place_on_machine()
-    cores = share_of_cores(place, count)
-    threads = config.offload.cpu_optimizer_threads or max(1, len(cores) - CORES_LEFT_FREE)
-    return HostShare(
+    return build_host_share(
         pieces,
-        dtype=wide,
+        device,
+        dtype.itemsize,
+        wide,
         clip_grad=config.optimizer.clip_grad,
-        adam=CpuAdam(threads),
-        transfers=make_transfers([piece.length for piece in pieces], device, dtype.itemsize),
-        cores=cores if count > 1 else None,
-        speculated_elements=speculated,
+        threads=config.offload.cpu_optimizer_threads,
+        speculated_elements=_speculated_elements(config, elements, wide),
     )
 
 

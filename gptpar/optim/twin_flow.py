@@ -176,8 +176,10 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         self.skipped = (~norm.isfinite()).float()
         rates = self._rates()
         if self._host is not None:
+            # GradScaler.unscale_ divides gradients without raising their version; grad_scale is not set then.
+            divided = found_inf is not None and scale is None
             for unit, part in self._on_host.items():
-                self._offer(part, found[unit])
+                self._offer(part, found[unit], again=divided)
             self._offered.clear()
             self._host.step(norm, rates, self._loss_scale, frozenset(self._on_host) - grads.keys())
         on_device = {part.unit: grads[part.unit][: part.kept] for part in self._parts if part.unit in grads}
@@ -195,13 +197,13 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             for g in self.param_groups
         )
 
-    def _offer(self, part: LocalPart, grad: torch.Tensor | None) -> None:
+    def _offer(self, part: LocalPart, grad: torch.Tensor | None, *, again: bool = False) -> None:
         """Give the host its part of a gradient, unless it has it and nobody has changed it since."""
         assert self._host is not None
         if grad is None:
             return
         before, version = self._offered.get(part.unit, (None, 0))
-        if before is None or before.data_ptr() != grad.data_ptr() or grad._version != version:
+        if again or before is None or before.data_ptr() != grad.data_ptr() or grad._version != version:
             self._offered[part.unit] = grad, grad._version
             self._host.offer(part.unit, grad.reshape(-1)[part.kept :])
 
@@ -221,13 +223,11 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         if self._host is not None:
             self._host.finish()
         if moved := [p.unit for p in self._parts if local_of(p.parameter).data_ptr() != p.flat.data_ptr()]:
-            raise RuntimeError(
-                f"parameters {', '.join(moved)} lie in other memory than when TwinFlowAdamW was made: move or convert "
-                "a module first, then make its optimizer."
-            )
+            where = f"parameters {', '.join(moved)} lie in other memory than when TwinFlowAdamW was made"
+            raise RuntimeError(f"{where}: move or convert a module first, then make its optimizer.")
         versions = [part.local._version for part in self._parts]
         changed = {p.unit for p, old, new in zip(self._parts, self._versions, versions, strict=True) if old != new}
-        if changed:
+        if changed and not self._offered:  # otherwise parameters may hold coming values
             follow_parameters(changed, self._state)
         self._versions = versions
 
@@ -239,16 +239,9 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only the constructor does: afterwards the elements are divided.
-
-        Raises:
-            RuntimeError: otherwise.
-        """
+        """For the constructor; afterwards a ``RuntimeError``."""
         if self._parts:
-            raise RuntimeError(
-                "TwinFlowAdamW has divided its elements between device and host and takes no further group: give all "
-                "groups to a new one and load this one's state into it."
-            )
+            raise RuntimeError("TwinFlowAdamW's elements are divided and it takes no further group: make a new one.")
         super().add_param_group(param_group)
 
     def finish(self) -> None:

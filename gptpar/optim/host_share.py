@@ -170,11 +170,13 @@ class HostShare:
         self.finish()
 
     def close(self) -> None:
-        """End the thread; an announced step is still done."""
+        """End the thread, after an announced step, and give back what transfers have reserved."""
         with self._changed:
-            self._closing = True
+            closed, self._closing = self._closing, True
             self._changed.notify_all()
         self._thread.join()
+        if not closed:
+            self._transfers.close()
 
     @property
     def steps_taken(self) -> int:

@@ -60,6 +60,9 @@ class Transfers(Protocol):
     def later(self, number: torch.Tensor) -> Callable[[], float]:
         """A scalar of the device, to be read from another thread."""
 
+    def close(self) -> None:
+        """Give back what was reserved, when all has arrived; there are no transfers afterwards."""
+
 
 class SameMemory:
     """The device is the CPU."""
@@ -77,6 +80,8 @@ class SameMemory:
 
     def later(self, number: torch.Tensor) -> Callable[[], float]:
         return number.item
+
+    def close(self) -> None: ...
 
 
 class _Here:
@@ -176,6 +181,12 @@ class GpuTransfers:
             return here.item()
 
         return read
+
+    def close(self) -> None:
+        for stream in (self.inward, self._outward):
+            stream.synchronize()
+        self.free, self._out = [], []
+        self._ring.close()
 
 
 class _Coming:

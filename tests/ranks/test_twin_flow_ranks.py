@@ -68,6 +68,7 @@ def fsdp(rank: int, ratio: float, attached: bool, device: str = "cpu") -> list[t
             if attached:
                 with optimizer.last_backward():
                     loss.backward()
+                assert len(optimizer._offered) == len(optimizer._on_host)  # FSDP2 tells of each gradient
             else:
                 loss.backward()
             optimizer.step()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from gptpar import TwinFlowAdamW
+from gptpar.errors import GptparError
+from gptpar.optim import placement
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.local_parts import LocalPart
 
@@ -364,6 +368,58 @@ def test_masters_follow_parameters_changed_from_outside(closing: Any) -> None:
     train(plain, reference, range(2, 4))
     train(ours, optimizer, range(2, 4))
     equal(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_schedule_may_move_the_betas_too(closing: Any) -> None:
+    found = []
+    for make in (torch.optim.AdamW, lambda p: closing(TwinFlowAdamW(p, offload_ratio=0.6))):
+        model = Model()
+        optimizer = make(model.parameters())
+        train(model, optimizer, range(8), torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10))
+        found.append(model)
+    equal(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+class Recomputed(nn.Module):
+    """Attention, which reads parameters of a module inside it, and a block that is computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.block = nn.MultiheadAttention(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
+        self.to(torch.float64)
+
+    def forward(self, x: torch.Tensor, use: bool = True) -> torch.Tensor:
+        x = x + self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False).square().mean()
+
+
+def test_attention_and_recomputation_overlap_without_changing_a_bit(closing: Any) -> None:
+    torch.manual_seed(0)
+    models = [Recomputed()]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [closing(TwinFlowAdamW(model.parameters(), lr=1e-2, speculation="on")) for model in models]
+    optimizers[1].attach(models[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(10))
+    optimizers[1].finish()
+    equal(models[1], models[0], rtol=0, atol=0)
+    assert optimizers[1]._host.num_redone == 0
+    assert optimizers[1]._awaited == optimizers[1]._on_host.keys()
+
+
+def test_an_optimizer_that_is_dropped_ends_its_thread() -> None:
+    before = threading.active_count()
+    optimizer = TwinFlowAdamW(Model().parameters())
+    assert threading.active_count() == before + 1
+    del optimizer
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_memory_that_does_not_suffice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "available_memory", lambda: placement.RING_BYTES)
+    with pytest.raises(GptparError, match=r"TwinFlowAdamW needs .* of host memory.*lower offload_ratio"):
+        TwinFlowAdamW(Model().parameters())
 
 
 def test_a_closure_is_called_and_its_loss_returned(closing: Any) -> None:

@@ -32,8 +32,6 @@ from gptpar.optim.placement import build_host_share, room_beside
 from gptpar.optim.runs import Run
 from gptpar.optim.saved_state import follow_parameters, gather_state, place_state, problems_of_state
 
-SPECULATION = ("auto", "off", "on")
-
 
 class TwinFlowAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with exactly ``offload_ratio`` of the elements updated by the CPU.
@@ -91,7 +89,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             + problems_of_rates({**defaults, **item} if isinstance(item, dict) else defaults for item in given)
             + ([] if 0 <= offload_ratio <= 1 else [f"offload_ratio is {offload_ratio}, not between 0 and 1"])
             + ([] if max_norm >= 0 else [f"max_norm is {max_norm}, not at least 0"])
-            + ([] if speculation in SPECULATION else [f"speculation is {speculation!r}, not auto, off or on"])
+            + ([] if speculation in ("auto", "off", "on") else [f"speculation is {speculation!r}, not auto, off or on"])
             + ([] if threads is None or threads >= 1 else [f"threads is {threads}, not at least 1"])
         )
         self._host: HostShare | None = None
@@ -165,6 +163,8 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._host is not None:
+            self._host.finish()
         self._catch_up()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._loss_scale = 1.0 if scale is None else float(scale)
@@ -217,11 +217,9 @@ class TwinFlowAdamW(torch.optim.Optimizer):
                 self._host.wait(unit)
 
     def _catch_up(self) -> None:
-        """Finish the last step; let masters follow parameters that were changed from outside."""
+        """Let masters follow parameters that were changed from outside."""
         if self._closed:
             raise RuntimeError("TwinFlowAdamW is closed: make a new one and load this one's state_dict() into it.")
-        if self._host is not None:
-            self._host.finish()
         if moved := [p.unit for p in self._parts if local_of(p.parameter).data_ptr() != p.flat.data_ptr()]:
             where = f"parameters {', '.join(moved)} lie in other memory than when TwinFlowAdamW was made"
             raise RuntimeError(f"{where}: move or convert a module first, then make its optimizer.")
@@ -377,8 +375,8 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
 def _before_forward(optimizer: TwinFlowAdamW, units: list[str], block: bool, *_: object) -> None:
     assert optimizer._host is not None
-    if not optimizer._in_last_backward:  # where it is a block that is computed again
-        optimizer._cancel()
+    if not optimizer._in_last_backward or not optimizer._offered.keys().isdisjoint(units):
+        optimizer._cancel()  # unless it is a block that is computed again in the backward
     for unit in units:
         optimizer._host.wait(unit, block=block)
 
@@ -389,6 +387,9 @@ def _finish(optimizer: TwinFlowAdamW, *_: object) -> None:
 
 def _stream(optimizer: TwinFlowAdamW, part: LocalPart, *_: object) -> None:
     if optimizer._in_last_backward and optimizer._host is not None:
+        if part.unit in optimizer._offered and optimizer._room:
+            which = f"parameter {part.unit} got a second gradient in last_backward()"
+            raise RuntimeError(f"{which}: open it for the last backward pass alone, or choose speculation='off'.")
         optimizer._host.wait(part.unit)
         optimizer._offer(part, part.gradient())
 

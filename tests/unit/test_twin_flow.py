@@ -282,6 +282,46 @@ def test_a_step_that_is_not_taken_leaves_no_trace(closing: Any) -> None:
     equal(ours, plain, rtol=1e-12, atol=1e-12)
 
 
+def test_more_than_the_last_backward_is_noticed(closing: Any) -> None:
+    """A second micro-batch inside begins anew; a second backward of one forward would read coming values."""
+    ours, plain = Model(), Model()
+    optimizer = closing(TwinFlowAdamW(ours.parameters(), speculation="on"))
+    optimizer.attach(ours)
+    reference = torch.optim.AdamW(plain.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        with optimizer.last_backward():
+            ours(inputs(step)[0]).backward()
+            assert optimizer._offered
+            ours(inputs(step)[1]).backward()
+        optimizer.step()
+    for step in range(3):
+        reference.zero_grad()
+        plain(inputs(step)[0]).backward()
+        plain(inputs(step)[1]).backward()
+        reference.step()
+    optimizer.finish()
+    equal(ours, plain, rtol=1e-12, atol=1e-12)
+    one, other = ours(inputs(0)), ours(inputs(1))
+    with pytest.raises(RuntimeError, match="got a second gradient"), optimizer.last_backward():
+        one.backward()
+        other.backward()
+
+
+def test_the_forward_inside_last_backward_overlaps_too(closing: Any) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
+    adam = Watched()
+    assert optimizer._host is not None
+    optimizer._host._adam = adam
+    optimizer.attach(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    with optimizer.last_backward():  # comes here although nothing is updated yet
+        adam.leave.release(2)
+        model(torch.ones(2, WIDTH)).sum().backward()
+
+
 def test_gradients_changed_after_they_were_sent_are_sent_again(closing: Any) -> None:
     ours, plain = Model(), Model()
     optimizer = closing(TwinFlowAdamW(ours.parameters(), lr=1e-2, speculation="on"))

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+    from gptpar.optim.twin_flow import TwinFlowAdamW
     from gptpar.pipeline import PipelineModule
 
 __version__ = "0.1.0"
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "__version__"]
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "TwinFlowAdamW", "__version__"]
 
 _HOMES = {
     "LayerSpec": "gptpar.layer_spec",
     "PipelineModule": "gptpar.pipeline",
     "TiedLayerSpec": "gptpar.layer_spec",
+    "TwinFlowAdamW": "gptpar.optim.twin_flow",
 }
 
 

@@ -29,6 +29,11 @@ class PinnedMemory:
                 "limit of locked memory (ulimit -l), or offload less."
             )
 
+    def close(self) -> None:
+        """Unlock it; nothing may be on its way."""
+        if self.data.numel():
+            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+
 
 def host_tensors(lengths: dict[str, int], dtype: torch.dtype, *, pinned: bool) -> dict[str, torch.Tensor]:
     """Zeros in host memory, one vector for each name, all in one piece."""

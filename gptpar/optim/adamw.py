@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from gptpar.config import OptimizerConfig
+from gptpar.optim.buckets import Rates
 from gptpar.optim.host_share import HostShare
-from gptpar.optim.runs import Division, Run
+from gptpar.optim.runs import DECAYS, DECAYS_NOT, Division, Run
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts, parts_of_flat
 from gptpar.zero.units import Unit
@@ -53,18 +54,13 @@ class MasterAdamW:
         self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad) for _ in range(3))
         lengths = [self._on_device[unit.name] for unit in units]
         self.masters = {u.name: piece for u, piece in zip(units, self.master.split(lengths), strict=True)}
-        groups = [
-            {"params": [self._leaf(r) for r in runs if r.decays is decays], "weight_decay": 0.0, "decays": decays}
-            for decays in (True, False)
-        ]
+        self._betas, self._eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
+        of_group = [[run for run in runs if run.group == group] for group in (DECAYS, DECAYS_NOT)]
+        groups = [{"params": [self._leaf(r) for r in of_group[n]], "group": n} for n in (DECAYS, DECAYS_NOT)]
         self.inner = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=0.0,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
+            [group for group in groups if group["params"]], lr=0.0, betas=self._betas, eps=self._eps, fused=True
         )
-        leaves = (leaf for decays in (True, False) for leaf in [r for r in runs if r.decays is decays])
+        leaves = (run for group in of_group for run in group)
         parameters = [p for group in self.inner.param_groups for p in group["params"]]
         for parameter, run in zip(parameters, leaves, strict=True):
             self.inner.state[parameter] = {
@@ -119,20 +115,28 @@ class MasterAdamW:
         """
         finite = norm.isfinite()
         skipped = (~finite).float()
-        divisor = torch.full_like(norm, loss_scale)
-        if self.clip_grad > 0:
-            divisor = divisor * ((norm + 1e-6) / self.clip_grad).clamp(min=1.0)
+        divisor = divisor_of(norm, loss_scale, self.clip_grad)
+        rates = self._rates(lr, weight_decay)
         for group in self.inner.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = weight_decay if group["decays"] else 0.0
+            group["lr"], group["weight_decay"] = lr, rates[group["group"]].weight_decay
         if self.grad.dtype == torch.float64:  # the fused kernel divides by an fp32 number
             self.grad /= divisor.where(finite, 1.0)  # 0 / NaN would spoil the gaps between parameters for good
             divisor = torch.ones_like(divisor)
         self.inner.grad_scale, self.inner.found_inf = divisor.float(), skipped  # type: ignore[attr-defined]
         self.inner.step()
         if self.host is not None:
-            self.host.step(norm, lr, weight_decay, loss_scale)
+            self.host.step(norm, rates, loss_scale)
         return skipped
+
+    def foresee(self, lr: float, weight_decay: float, loss_scale: float) -> None:
+        """What :meth:`step` will probably be called with: the host may begin during the backward pass."""
+        if self.host is not None:
+            self.host.foresee(self._rates(lr, weight_decay), loss_scale)
+
+    def _rates(self, lr: float, weight_decay: float) -> tuple[Rates, Rates]:
+        """By group."""
+        decays, decays_not = (Rates(lr, *self._betas, self._eps, decay) for decay in (weight_decay, 0.0))
+        return decays, decays_not
 
     def state_tensors(self) -> dict[str, dict[str, TensorParts]]:
         """Live views for a checkpoint: ``weights``, ``exp_avg`` and ``exp_avg_sq``, each by global parameter name."""
@@ -182,8 +186,14 @@ class MasterAdamW:
             self.host.steps_taken = count
 
 
+def divisor_of(norm: torch.Tensor, loss_scale: float, max_norm: float) -> torch.Tensor:
+    """What gradients are divided by, so that their norm without the loss scale is at most ``max_norm`` (0: any)."""
+    divisor = torch.full_like(norm, loss_scale)
+    return divisor * ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else divisor
+
+
 def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares (fp64) of some vectors' elements."""
+    """Sum of squares (fp64) of some vectors' elements, 16-bit ones summed in fp32."""
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
@@ -193,6 +203,7 @@ def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     # Summed by rows first: over a long fp32 vector torch's CPU kernel drifts (6 % at 350M elements).
     norms: list[torch.Tensor] = []
     for piece in pieces:
+        wide = torch.promote_types(piece.dtype, torch.float32)
         whole = piece.numel() // ROW * ROW
         rows, rest = piece[:whole].view(-1, ROW), piece[whole:]
         norms += [torch.linalg.vector_norm(rows, dim=1, dtype=wide), torch.linalg.vector_norm(rest, dtype=wide)]

@@ -18,12 +18,21 @@ BUCKET_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What one step does to each element; see :class:`~gptpar.optim.cpu_adam.AdamStep`."""
+class Rates:
+    """One group's numbers in one step; see :class:`~gptpar.optim.cpu_adam.AdamStep`."""
 
     lr: float
+    beta1: float
+    beta2: float
+    eps: float
     weight_decay: float
-    step: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one step does to each element: the rates by group, and what gradients are divided by."""
+
+    rates: tuple[Rates, ...]
     divisor: float
 
 
@@ -64,9 +73,11 @@ class Bucket:
         beside: room for a speculated state.
         live: the parameters' memory on the device.
         grad: this step's gradient.
+        again: the gradient that is to replace it, because its values were changed after they were offered.
         tried: what the state beside was computed with.
+        steps: updates made so far.
         settled: whether the last announced step is done here.
-        settle_device: lets later work on the device wait for the new parameters.
+        settle_device: lets later work on the device wait for the new parameters, or waits itself if told to.
     """
 
     unit: str
@@ -77,9 +88,11 @@ class Bucket:
     beside: Buffers | None = None
     live: torch.Tensor | None = None
     grad: Arrival | None = None
-    tried: Recipe | None = None
+    again: Arrival | None = None
+    tried: tuple[Recipe, Arrival] | None = None
+    steps: int = 0
     settled: bool = True
-    settle_device: Callable[[], None] | None = None
+    settle_device: Callable[[bool], None] | None = None
 
 
 def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:

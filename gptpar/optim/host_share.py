@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from gptpar.optim.buckets import Bucket, Buffers, HostPiece, Recipe, cut_piece, new_buffers
+from gptpar.optim.buckets import Bucket, Buffers, HostPiece, Rates, Recipe, cut_piece, new_buffers
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 from gptpar.optim.transfers import Transfers
 
@@ -31,12 +31,12 @@ DISTRUST_STEPS = 10
 
 @dataclass(frozen=True)
 class _Order:
-    """An announced step; ``norm`` waits for the device."""
+    """An announced step; ``norm`` waits for the device, and the units ``without`` gradient stay as they are."""
 
     norm: Callable[[], float]
-    lr: float
-    weight_decay: float
+    rates: tuple[Rates, ...]
     loss_scale: float
+    without: frozenset[str]
 
 
 class HostShare:
@@ -45,13 +45,12 @@ class HostShare:
     Args:
         pieces: in forward order.
         dtype: of master weights and moments.
-        betas, eps, clip_grad: of AdamW and of clipping by the global norm (0: never).
+        clip_grad: clipping by the global norm (0: never).
         adam: the kernel.
         transfers: the way to the device.
         folder: on a disk that the state is to be kept on.
         cores: the only ones the thread and the kernel's threads, which it starts, may run on.
-        speculated_elements: for how many elements there is room beside; the first ones of the model that fit, from its
-            end backwards, since gradients come in that order.
+        speculated_elements: see :meth:`make_room`.
 
     Attributes:
         waited_s: time that :meth:`wait` has cost since the start.
@@ -64,8 +63,6 @@ class HostShare:
         pieces: Sequence[HostPiece],
         *,
         dtype: torch.dtype,
-        betas: tuple[float, float],
-        eps: float,
         clip_grad: float,
         adam: CpuAdam,
         transfers: Transfers,
@@ -73,23 +70,18 @@ class HostShare:
         cores: Sequence[int] | None = None,
         speculated_elements: int = 0,
     ):
-        self._betas, self._eps, self._clip, self._adam, self._transfers = betas, eps, clip_grad, adam, transfers
+        self._clip, self._adam, self._transfers = clip_grad, adam, transfers
         self._buckets: list[Bucket] = []
         for piece in pieces:
             self._buckets += cut_piece(piece, dtype, folder)
         self._of_unit: dict[str, list[Bucket]] = {piece.unit: [] for piece in pieces}
         for bucket in self._buckets:
             self._of_unit[bucket.unit].append(bucket)
-        for bucket in reversed(self._buckets):
-            speculated_elements -= bucket.stop - bucket.start
-            if speculated_elements < 0:
-                break
-            bucket.beside = new_buffers(bucket.stop - bucket.start, dtype)
+        self.make_room(speculated_elements)
         self.waited_s, self.busy_s, self.num_redone = 0.0, 0.0, 0
         self._cores = cores
-        self._steps = 0
         self._order: _Order | None = None
-        self._foreseen: tuple[float, float, float] | None = None
+        self._foreseen: Recipe | None = None
         self._distrust = 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -104,40 +96,68 @@ class HostShare:
         for bucket in self._buckets:
             bucket.live = live[bucket.unit][bucket.start : bucket.stop]
 
-    def foresee(self, lr: float, weight_decay: float, loss_scale: float) -> None:
+    def make_room(self, elements: int) -> None:
+        """Allow speculation for some elements: the last ones of the model, since gradients come in that order."""
+        for bucket in reversed(self._buckets):
+            elements -= bucket.stop - bucket.start
+            if elements < 0:
+                break
+            bucket.beside = new_buffers(bucket.stop - bucket.start, bucket.now.weights.dtype)
+
+    def foresee(self, rates: tuple[Rates, ...], loss_scale: float) -> None:
         """What the coming step will probably be, so that it may be begun during the backward pass."""
         with self._changed:
-            self._foreseen = (lr, weight_decay, loss_scale)
+            self._foreseen = Recipe(rates, loss_scale)
+            self._changed.notify_all()
 
     def offer(self, unit: str, grad: torch.Tensor) -> None:
-        """A unit's gradient is complete on the device; the memory must stay as it is until the next step."""
+        """A unit's gradient is complete on the device; the memory must stay as it is until the next step.
+
+        A second one before that replaces the first.
+        """
         with self._changed:
             for bucket in self._of_unit[unit]:
                 assert bucket.settled, f"{unit} got a gradient before its last step was done"
-                bucket.grad = self._transfers.fetch(grad[bucket.start : bucket.stop])
+                coming = self._transfers.fetch(grad[bucket.start : bucket.stop])
+                if bucket.grad is None:
+                    bucket.grad = coming
+                else:  # the thread may be at work on the first one
+                    bucket.again = coming
             self._changed.notify_all()
 
-    def step(self, norm: torch.Tensor, lr: float, weight_decay: float, loss_scale: float) -> None:
+    def step(
+        self, norm: torch.Tensor, rates: tuple[Rates, ...], loss_scale: float, without: frozenset[str] = frozenset()
+    ) -> None:
         """Announce a step; the thread takes it.
 
         Args:
             norm: the whole model's gradient norm without the loss scale, on the device; not finite: nothing changes.
+            rates: by group.
+            without: units that stay as they are. All others must have been offered a gradient.
         """
-        order = _Order(self._transfers.later(norm), lr, weight_decay, loss_scale)
+        order = _Order(self._transfers.later(norm), rates, loss_scale, without)
         with self._changed:
             for bucket in self._buckets:
-                assert bucket.grad is not None, f"{bucket.unit} has got no gradient"
+                assert bucket.grad is not None or bucket.unit in without, f"{bucket.unit} has got no gradient"
                 bucket.settled = False
             self._order, self._foreseen = order, None
             self._changed.notify_all()
 
-    def wait(self, unit: str) -> None:
+    def cancel(self) -> None:
+        """Forget the gradients offered for the coming step; parameters have the last step's values again."""
+        self.step(torch.tensor(float("nan")), (), 1.0, frozenset(self._of_unit))
+        self.finish()
+
+    def wait(self, unit: str, *, block: bool = False) -> None:
         """Return when a unit's last step is done; what is put on the device afterwards finds the new parameters.
+
+        Args:
+            block: whether to return only when they are there, for readers on streams other than the current one.
 
         Raises:
             BaseException: what went wrong in the thread.
         """
-        self._wait_for(self._of_unit.get(unit, ()))
+        self._wait_for(self._of_unit.get(unit, ()), block)
 
     def finish(self) -> None:
         """Like :meth:`wait`, for everything."""
@@ -154,22 +174,35 @@ class HostShare:
         self.finish()
 
     def close(self) -> None:
-        """End the thread; an announced step is still done."""
+        """End the thread, after an announced step, and give back what transfers have reserved."""
         with self._changed:
-            self._closing = True
+            closed, self._closing = self._closing, True
             self._changed.notify_all()
         self._thread.join()
+        if not closed:
+            self._transfers.close()
 
     @property
     def steps_taken(self) -> int:
         """Updates made so far, skipped ones not counted."""
         self.finish()
-        return self._steps
+        return max(bucket.steps for bucket in self._buckets)
 
     @steps_taken.setter
     def steps_taken(self, count: int) -> None:
+        for unit in self._of_unit:
+            self.set_steps(unit, count)
+
+    def steps_of(self, unit: str) -> int:
+        """A unit's updates so far, skipped ones and those without its gradient not counted."""
         self.finish()
-        self._steps = count
+        return self._of_unit[unit][0].steps
+
+    def set_steps(self, unit: str, count: int) -> None:
+        """Go on as if there had been so many."""
+        self.finish()
+        for bucket in self._of_unit[unit]:
+            bucket.steps = count
 
     def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(unit, first element within its piece, values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``."""
@@ -201,7 +234,7 @@ class HostShare:
             f"speculation on {beside / elements:.0%} of them; {self._adam.isa}, {self._adam.threads} thread(s)"
         )
 
-    def _wait_for(self, buckets: Sequence[Bucket]) -> None:
+    def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or all(bucket.settled for bucket in buckets))
@@ -209,7 +242,7 @@ class HostShare:
         self._raise()
         for bucket in buckets:
             if bucket.settle_device is not None:
-                bucket.settle_device()
+                bucket.settle_device(block)
                 bucket.settle_device = None
 
     def _raise(self) -> None:
@@ -240,7 +273,8 @@ class HostShare:
                     return None
                 bucket = self._speculable()
                 if bucket is not None:
-                    recipe = self._expected()
+                    recipe = self._foreseen
+                    assert recipe is not None
                     return lambda: self._speculate(bucket, recipe)
                 on_its_way = self._foreseen is not None and any(b.grad is not None for b in self._buckets)
                 self._changed.wait(POLL_SECONDS if on_its_way else None)
@@ -253,43 +287,44 @@ class HostShare:
         if self._foreseen is None or self._distrust:
             return None
         for bucket in self._buckets:
-            if bucket.beside and bucket.grad and bucket.tried is None:
+            if bucket.beside and bucket.grad and bucket.tried is None and bucket.again is None:
                 bucket.grad.begin(urgent=False)
                 if bucket.grad.arrived():
                     return bucket
         return None
 
-    def _expected(self) -> Recipe:
-        assert self._foreseen is not None
-        lr, weight_decay, loss_scale = self._foreseen
-        return Recipe(lr, weight_decay, self._steps + 1, loss_scale)
-
     def _speculate(self, bucket: Bucket, recipe: Recipe) -> None:
         assert bucket.grad is not None
         self._update(bucket, recipe, bucket.beside)
-        bucket.tried = recipe
+        bucket.tried = recipe, bucket.grad
         bucket.grad.release()
 
     def _take_step(self, order: _Order) -> None:
         recipe = self._decide(order)
         redone = False
+        self._replace_grads()
         for number, bucket in enumerate(self._buckets):
             self._fetch_ahead(number, recipe)
-            redone |= self._settle(bucket, recipe)
+            redone |= self._settle(bucket, None if bucket.unit in order.without else recipe)
             with self._changed:
                 bucket.settled = True
                 self._changed.notify_all()
         self.num_redone += redone
         self._distrust = DISTRUST_STEPS if redone else max(0, self._distrust - 1)
         with self._changed:
-            self._steps += recipe is not None
             self._order = None
             self._changed.notify_all()
+
+    def _replace_grads(self) -> None:
+        for bucket in (bucket for bucket in self._buckets if bucket.again is not None):
+            assert bucket.grad is not None
+            bucket.grad.release()
+            bucket.grad, bucket.again = bucket.again, None
 
     def _fetch_ahead(self, number: int, recipe: Recipe | None) -> None:
         """Bring the gradients of this bucket and of the next one, where they will be needed."""
         for bucket in self._buckets[number : number + 2]:
-            if recipe is not None and bucket.tried != recipe and bucket.grad is not None:
+            if recipe is not None and bucket.grad is not None and bucket.tried != (recipe, bucket.grad):
                 bucket.grad.begin(urgent=True)
 
     def _decide(self, order: _Order) -> Recipe | None:
@@ -300,11 +335,11 @@ class HostShare:
         divisor = order.loss_scale
         if self._clip > 0:
             divisor *= max(1.0, (norm + 1e-6) / self._clip)
-        return Recipe(order.lr, order.weight_decay, self._steps + 1, divisor)
+        return Recipe(order.rates, divisor)
 
     def _settle(self, bucket: Bucket, recipe: Recipe | None) -> bool:
         """Make the bucket's state that of the step; returns whether a speculation was in vain."""
-        tried, right = bucket.tried, recipe is not None and bucket.tried == recipe
+        tried, right = bucket.tried, recipe is not None and bucket.tried == (recipe, bucket.grad)
         if right and bucket.beside is not None:
             bucket.now, bucket.beside = bucket.beside, bucket.now
         elif recipe is not None:
@@ -314,6 +349,7 @@ class HostShare:
         if bucket.grad is not None:
             bucket.grad.release()
         bucket.grad = bucket.tried = None
+        bucket.steps += recipe is not None
         return tried is not None and not right
 
     def _update(self, bucket: Bucket, recipe: Recipe, into: Buffers | None) -> None:
@@ -321,8 +357,10 @@ class HostShare:
         grad, low = bucket.grad.tensor(), self._transfers.outgoing(bucket.live)
         started = time.perf_counter()
         for run in bucket.runs:
-            weight_decay = recipe.weight_decay if run.decays else 0.0
-            how = AdamStep(recipe.lr, *self._betas, self._eps, weight_decay, recipe.step, recipe.divisor)
+            rates = recipe.rates[run.group]
+            how = AdamStep(
+                rates.lr, rates.beta1, rates.beta2, rates.eps, rates.weight_decay, bucket.steps + 1, recipe.divisor
+            )
             at = slice(run.start, run.stop)
             self._adam.step(
                 *bucket.now.part(run.start, run.stop),

@@ -7,20 +7,23 @@ from dataclasses import dataclass, replace
 
 from gptpar.zero.units import ALIGNMENT, Unit
 
+DECAYS, DECAYS_NOT = 0, 1
+"""The groups of a model that is trained by :class:`~gptpar.optim.adamw.MasterAdamW`."""
+
 
 @dataclass(frozen=True)
 class Run:
     """A stretch of elements that are treated alike.
 
     Attributes:
-        decays: whether weight decay applies.
+        group: number of the group whose learning rate, weight decay and so on apply.
         replicated: whether every tensor-parallel rank has the same elements.
         counted: whether this process counts them in sums over the model; of replicas, one does.
     """
 
     start: int
     stop: int
-    decays: bool
+    group: int
     replicated: bool
     counted: bool
 
@@ -98,7 +101,7 @@ def runs_of(unit: Unit, shard: int, *, first_tensor_rank: bool, copies: frozense
     """
     for start, stop, decays, replicated in unit.runs(shard):
         counted = unit.name not in copies and (first_tensor_rank or not replicated)
-        yield Run(start, stop, decays, replicated, counted)
+        yield Run(start, stop, DECAYS if decays else DECAYS_NOT, replicated, counted)
 
 
 def cut(runs: Sequence[Run], low: int, high: int) -> Iterator[Run]:
@@ -127,4 +130,4 @@ def joined(pieces: Sequence[tuple[int, Sequence[Run]]]) -> list[Run]:
 def device_runs(units: Sequence[Unit], on_device: Mapping[str, int], runs: Mapping[str, Sequence[Run]]) -> list[Run]:
     """The device's stretches of all units' shards in a row."""
     runs_in_a_row = joined([(on_device[u.name], list(cut(runs[u.name], 0, on_device[u.name]))) for u in units])
-    return runs_in_a_row or [Run(0, ALIGNMENT, False, False, False)]  # nothing but padding: steps are still counted
+    return runs_in_a_row or [Run(0, ALIGNMENT, DECAYS_NOT, False, False)]  # padding: steps still count

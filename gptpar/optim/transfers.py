@@ -52,11 +52,18 @@ class Transfers(Protocol):
     def outgoing(self, target: torch.Tensor) -> torch.Tensor:
         """Host memory in which the new values of ``target`` can be written."""
 
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        """Start the way of what was written; the result, called anywhere, lets later work on the device wait for it."""
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
+        """Start the way of what was written.
+
+        The result, called anywhere, lets later work on the device wait for it; given ``True`` it returns when it is
+        there.
+        """
 
     def later(self, number: torch.Tensor) -> Callable[[], float]:
         """A scalar of the device, to be read from another thread."""
+
+    def close(self) -> None:
+        """Give back what was reserved, when all has arrived; there are no transfers afterwards."""
 
 
 class SameMemory:
@@ -70,11 +77,13 @@ class SameMemory:
     def outgoing(self, target: torch.Tensor) -> torch.Tensor:
         return target
 
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        return lambda: None
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
+        return lambda block: None
 
     def later(self, number: torch.Tensor) -> Callable[[], float]:
         return number.item
+
+    def close(self) -> None: ...
 
 
 class _Here:
@@ -110,7 +119,8 @@ class GpuTransfers:
         self._device = device
         slot_bytes = math.ceil(bucket_bytes / 4096) * 4096
         incoming, outgoing = ring_slots(num_buckets, slot_bytes)
-        slots = PinnedMemory((incoming + outgoing) * slot_bytes).data.split(slot_bytes)
+        self._ring = PinnedMemory((incoming + outgoing) * slot_bytes)
+        slots = self._ring.data.split(slot_bytes)
         self.free = list(slots[:incoming])
         self._out = [(slot, torch.cuda.Event()) for slot in slots[incoming:]]
         self._turn = 0
@@ -131,9 +141,9 @@ class GpuTransfers:
         left.synchronize()
         return slot[: target.numel() * target.element_size()].view(target.dtype)
 
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
         if target.device.type == "cpu":
-            return lambda: None
+            return lambda block: None
         _, left = self._out[self._turn]
         self._turn = (self._turn + 1) % len(self._out)
         there = torch.cuda.Event()
@@ -141,7 +151,7 @@ class GpuTransfers:
             target.copy_(values, non_blocking=True)
             left.record()
             there.record()
-        return lambda: torch.cuda.current_stream().wait_event(there)
+        return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
 
     def later(self, number: torch.Tensor) -> Callable[[], float]:
         here = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
@@ -154,6 +164,12 @@ class GpuTransfers:
             return here.item()
 
         return read
+
+    def close(self) -> None:
+        for stream in (self.inward, self._outward):
+            stream.synchronize()
+        self.free, self._out = [], []
+        self._ring.close()
 
 
 class _Coming:

@@ -168,9 +168,8 @@ class Trainer:
 
     def foresee(self, progress: float) -> None:
         """Say where in the schedules the coming step will probably be: the CPU optimizer may begin it early."""
-        if self.model.host is not None:
-            decay = self.schedule.weight_decay(progress)
-            self.model.host.foresee(self.schedule.learning_rate(progress), decay, self.loss_scale.value)
+        decay = self.schedule.weight_decay(progress)
+        self.model.optimizer.foresee(self.schedule.learning_rate(progress), decay, self.loss_scale.value)
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.

@@ -57,6 +57,17 @@ def test_readme_plans(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+def test_readme_optimizer(tmp_path: Path) -> None:
+    """The program under "The optimizer for your own model" learns and saves."""
+    section = (ROOT / "README.md").read_text().split("## The optimizer for your own model")[1]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    (tmp_path / "twin.py").write_text(block[1])
+    losses = [float(line.split()[1]) for line in run('"$PYTHON" twin.py', tmp_path).splitlines() if line[:1].isdigit()]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1.0
+    assert (tmp_path / "twin.pt").stat().st_size > 100_000
+
+
 @pytest.fixture
 def small_text(tmp_path: Path) -> Path:
     path = tmp_path / "mine.jsonl"

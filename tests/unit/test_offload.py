@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from gptpar.checkpoint import load_checkpoint, save_checkpoint
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import GptparError
 from gptpar.init import Constant
+from gptpar.optim import placement
 from gptpar.optim.adamw import MasterAdamW
-from gptpar.optim.buckets import HostPiece
+from gptpar.optim.buckets import HostPiece, Rates
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 from gptpar.optim.host_share import HostShare
-from gptpar.optim.runs import Run, cut, device_runs, divide
+from gptpar.optim.runs import Run, cut, device_runs, divide, runs_of
 from gptpar.optim.transfers import OUTGOING, RESERVED, RING_BYTES, SameMemory, ring_slots
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts
@@ -126,7 +128,8 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     made = units([(40, 30), (30,)], [(50, 30), (7,)])
     total = sum(unit.length for unit in made)
     division = divide(made, 0, ratio)
-    runs = {unit.name: [Run(a, b, d, r, True) for a, b, d, r in unit.runs(0)] for unit in made}
+    counting = partial(runs_of, first_tensor_rank=True, copies=frozenset())
+    runs = {unit.name: list(counting(unit, 0)) for unit in made}
     kept = sum(division.on_device.values())
     pieces = [
         HostPiece(unit.name, unit.length - kept_here, tuple(cut(runs[unit.name], kept_here, unit.length)))
@@ -169,7 +172,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             plain.step()
         if share is not None:
             share.finish()
-            share.foresee(lr, 0.1, scale)
+            optimizer.foresee(lr, 0.1, scale)
         base = 0
         for unit in made:
             flat = torch.zeros(unit.length, dtype=torch.bfloat16)
@@ -245,7 +248,8 @@ def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tm
         trainer.close()
 
 
-RUN = Run(0, 128, True, False, True)
+RUN = Run(0, 128, 0, False, True)
+RATES = (Rates(0.1, 0.9, 0.999, 1e-8, 0.0),)
 TWO_PIECES = (HostPiece("first", 128, (RUN,)), HostPiece("second", 128, (RUN,)))
 
 
@@ -253,8 +257,6 @@ def make_share(adam: CpuAdam, *, speculated: int = 0, pieces: Sequence[HostPiece
     return HostShare(
         pieces,
         dtype=torch.float32,
-        betas=(0.9, 0.999),
-        eps=1e-8,
         clip_grad=1.0,
         adam=adam,
         transfers=SameMemory(),
@@ -287,7 +289,7 @@ def test_a_layer_waits_for_its_own_bucket_only() -> None:
     share.attach(live)
     share.offer("second", torch.ones(128))
     share.offer("first", torch.ones(128))
-    share.step(torch.tensor(0.5), 0.1, 0.0, 1.0)
+    share.step(torch.tensor(0.5), RATES, 1.0)
     share.wait("first")
     assert adam.lows[0] == live["first"].data_ptr()
     torch.testing.assert_close(live["first"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
@@ -302,12 +304,12 @@ def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
     share = make_share(adam, speculated=256)
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
     share.attach(live)
-    share.foresee(0.1, 0.0, 1.0)
+    share.foresee(RATES, 1.0)
     share.offer("second", torch.ones(128))
     assert adam.begun.wait(10)  # nothing shallower is there
     share.offer("first", torch.ones(128))
     adam.leave.set()
-    share.step(torch.tensor(0.5), 0.1, 0.0, 1.0)
+    share.step(torch.tensor(0.5), RATES, 1.0)
     share.finish()
     assert adam.lows[0] == live["second"].data_ptr() and len(set(adam.lows)) == 2
     assert share.num_redone == 0
@@ -329,15 +331,15 @@ def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
     share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
     for unit in ("first", "second"):
         share.offer(unit, torch.ones(128))
-    share.step(torch.tensor(0.5), 0.1, 0.0, 1.0)
+    share.step(torch.tensor(0.5), RATES, 1.0)
     with pytest.raises(ZeroDivisionError, match="out of order"):
         share.wait("second")
     share.close()
 
 
 def test_runs_are_cut_and_counted_from_the_cut() -> None:
-    runs = [Run(0, 10, True, False, True), Run(10, 30, False, True, False)]
-    assert list(cut(runs, 5, 12)) == [Run(0, 5, True, False, True), Run(5, 7, False, True, False)]
+    runs = [Run(0, 10, 0, False, True), Run(10, 30, 1, True, False)]
+    assert list(cut(runs, 5, 12)) == [Run(0, 5, 0, False, True), Run(5, 7, 1, True, False)]
     assert list(cut(runs, 30, 40)) == []
 
 
@@ -355,7 +357,7 @@ def test_zeros_and_norms_count_both_shares() -> None:
 def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload, "available_memory", lambda: RING_BYTES + (1 << 20))
+    monkeypatch.setattr(placement, "available_memory", lambda: RING_BYTES + (1 << 20))
     config = tiny_config(f"{OFFLOAD} 1")
     with pytest.raises(GptparError, match=r"needs .* of host memory in each of 1 process.*lower --cpu-optimizer-ratio"):
         offload._speculated_elements(config, 10**9, torch.float32)
@@ -364,7 +366,7 @@ def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
 def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     elements = 10**8
     free = math.ceil((RING_BYTES + 18 * elements) / 0.9) + 100
-    monkeypatch.setattr(offload, "available_memory", lambda: free)
+    monkeypatch.setattr(placement, "available_memory", lambda: free)
     automatic = offload._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, torch.float32)
     assert automatic == pytest.approx(elements / 2, rel=1e-6)
     assert (

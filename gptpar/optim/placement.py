@@ -1,0 +1,94 @@
+"""How the host's share of an optimizer fits the machine: its way to the device, and how much of it is speculated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gptpar.errors import GptparError
+from gptpar.host import available_memory, place_on_machine, share_of_cores
+from gptpar.optim.buckets import BUCKET_ELEMENTS, HostPiece
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.host_share import HostShare
+from gptpar.optim.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
+
+KEPT_FREE = 0.1
+"""Part of the host's free memory that is left to everything else."""
+
+CORES_LEFT_FREE = 2
+"""For the threads that launch the device's work: with one, the CPU optimizer held them up."""
+
+
+def build_host_share(
+    pieces: Sequence[HostPiece],
+    device: torch.device,
+    itemsize: int,
+    wide: torch.dtype,
+    *,
+    clip_grad: float,
+    folder: Path | None = None,
+    threads: int | None = None,
+    speculated_elements: int = 0,
+) -> HostShare:
+    """The host's share on this process's cores, with a way to the device.
+
+    Args:
+        pieces: in forward order, at least one.
+        itemsize: bytes of an element that travels.
+        wide: of master weights and moments.
+        folder: on a disk that the state is to be kept on.
+        threads: of the kernel; default: this process's cores but two.
+    """
+    place, count = place_on_machine()
+    cores = share_of_cores(place, count)
+    return HostShare(
+        pieces,
+        dtype=wide,
+        clip_grad=clip_grad,
+        adam=CpuAdam(threads or max(1, len(cores) - CORES_LEFT_FREE)),
+        transfers=_make_transfers([piece.length for piece in pieces], device, itemsize),
+        folder=folder,
+        cores=cores if count > 1 else None,
+        speculated_elements=speculated_elements,
+    )
+
+
+def _make_transfers(lengths: Sequence[int], device: torch.device, itemsize: int) -> Transfers:
+    if device.type == "cpu":
+        return SameMemory()
+    buckets = sum(-(-length // BUCKET_ELEMENTS) for length in lengths)
+    return GpuTransfers(device, buckets, min(BUCKET_ELEMENTS, max(lengths)) * itemsize)
+
+
+def room_beside(elements: int, wide: torch.dtype, wish: str, *, asker: str, option: str, remedy: str) -> int:
+    """For how many of the host's elements there is room for speculation.
+
+    Args:
+        wide: of master weights and moments.
+        wish: ``off``, ``on`` or ``auto``: as much as fits.
+        asker, option, remedy: words of the error: who needs the memory, how it asked for speculation, what helps.
+
+    Raises:
+        GptparError: the memory that is free does not suffice.
+    """
+    _, processes = place_on_machine()
+    free = int(available_memory() * (1 - KEPT_FREE)) // processes
+    state = 3 * wide.itemsize * elements
+    room = free - state - RING_BYTES
+    needed = 2 * state if wish == "on" else state
+    if free and room < needed - state:
+        what = f"masters and moments, twice for {option}" if wish == "on" else "masters and moments"
+        raise GptparError(
+            f"{asker} needs {_gib(needed + RING_BYTES)} of host memory in each of {processes} process(es) on this "
+            f"machine ({what} of {elements:,} elements, and {_gib(RING_BYTES)} for transfers), and {_gib(free)} are "
+            f"free for each: {remedy}."
+        )
+    if wish == "off":
+        return 0
+    return elements if wish == "on" or not free else min(elements, room // (3 * wide.itemsize))
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,68 @@
+"""The optimizer's state as torch's optimizers save it: by parameter, whoever updates which of its elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gptpar.optim.local_parts import LocalPart, local_of
+
+Views = Callable[[str], Iterator[tuple[LocalPart, int, torch.Tensor]]]
+"""(parameter, first element, live values) of ``weights``, ``exp_avg`` or ``exp_avg_sq``."""
+
+NAMES = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("weights", "master"))
+"""The engine's names and the saved ones."""
+
+
+def gather_state(parts: Sequence[LocalPart], views: Views) -> dict[str, dict[str, torch.Tensor]]:
+    """unit -> name -> a copy in host memory, in the parameter's shape; ``master`` of 16-bit parameters only."""
+    found: dict[str, dict[str, torch.Tensor]] = {part.unit: {} for part in parts}
+    for kind, name in NAMES:
+        for part, at, values in views(kind):
+            if name != "master" or part.has_masters:
+                whole = found[part.unit].setdefault(name, torch.empty(part.local.shape, dtype=values.dtype))
+                whole.view(-1)[at : at + values.numel()] = values
+    return found
+
+
+def place_state(states: Mapping[str, Mapping[str, Any]], views: Views) -> None:
+    """Fill moments and masters; what is not there is zero, and masters are taken from the parameters.
+
+    Args:
+        states: unit -> what was saved of it.
+    """
+    for kind, name in NAMES:
+        for part, at, values in views(kind):
+            saved = states[part.unit].get(name)
+            if name == "master" and (saved is None or not part.has_masters):
+                saved = part.flat
+            if saved is None:
+                values.zero_()
+            else:
+                values.copy_(local_of(saved).reshape(-1)[at : at + values.numel()])
+
+
+def follow_parameters(changed: set[str], views: Views) -> None:
+    """Let masters follow parameters that were changed from outside.
+
+    A master that rounds to the parameter stays: a model's checkpoint may be loaded after the optimizer's.
+    """
+    for part, at, master in views("weights"):
+        if part.unit in changed:
+            values = part.flat[at : at + master.numel()].to(master.device)
+            master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(master.dtype)))
+
+
+def problems_of_state(
+    parts: Sequence[LocalPart], states: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Sentences on what cannot be loaded."""
+    problems = [f"{word} is not supported" for word in ("amsgrad", "maximize") if any(g.get(word) for g in groups)]
+    for part, state in zip(parts, states, strict=False):
+        for _, name in NAMES:
+            count = local_of(state[name]).numel() if name in state else part.flat.numel()
+            if count != part.flat.numel():
+                problems.append(f"{name} of parameter {part.unit} has {count} elements, not {part.flat.numel()}")
+    return problems

@@ -1,0 +1,531 @@
+"""TwinFlowAdamW against torch.optim.AdamW: the same numbers for every ratio, way of calling it, and order of events."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from gptpar import TwinFlowAdamW
+from gptpar.errors import GptparError
+from gptpar.optim import placement
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.local_parts import LocalPart
+
+RATIOS = [0.0, 0.3, 0.731, 1.0]
+WIDTH = 24
+
+
+class Model(nn.Module):
+    """Modules with parameters of their own inside others; one parameter that not every forward uses."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm, self.sometimes = nn.LayerNorm(WIDTH), nn.Parameter(torch.zeros(7))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor, use: bool = True) -> torch.Tensor:
+        x = self.third(torch.tanh(self.second(torch.relu(self.norm(self.first(x))))))
+        return x.square().mean() + (self.sometimes.square().sum() if use else 0)
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": matrices, "lr": 3e-2, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def inputs(step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
+
+
+def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.9**step)
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[TwinFlowAdamW], TwinFlowAdamW]]:
+    opened: list[TwinFlowAdamW] = []
+
+    def register(optimizer: TwinFlowAdamW) -> TwinFlowAdamW:
+        opened.append(optimizer)
+        return optimizer
+
+    yield register
+    for optimizer in opened:
+        optimizer.close()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int], schedule: Any = None, clip: float = 0.0
+) -> None:
+    """Two micro-batches a step; every third step leaves one parameter without gradient."""
+    dtype = next(model.parameters()).dtype
+    last = isinstance(optimizer, TwinFlowAdamW) and optimizer._attached
+    for step in steps:
+        one, other = inputs(step, dtype)
+        optimizer.zero_grad()
+        model(one, use=step % 3 != 0).backward()
+        loss = model(other, use=step % 3 != 0)
+        if last:
+            with optimizer.last_backward():  # type: ignore[attr-defined]
+                loss.backward()
+        else:
+            loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+
+def equal(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda words, name=name: f"{name}: {words}", **tolerance)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_every_ratio_is_torchs_adamw(ratio: float, clip: float, dtype: torch.dtype, rtol: float, closing: Any) -> None:
+    """Two groups, a schedule, accumulation, clipping, and a parameter that has no gradient in some steps."""
+    plain, ours = Model(dtype), Model(dtype)
+    reference = torch.optim.AdamW(two_groups(plain), lr=1e-2)
+    optimizer = closing(TwinFlowAdamW(two_groups(ours), lr=1e-2, offload_ratio=ratio, max_norm=clip))
+    train(plain, reference, range(12), scheduler(reference), clip)
+    train(ours, optimizer, range(12), scheduler(optimizer))
+    equal(ours, plain, rtol=rtol, atol=rtol)
+    state, wanted = optimizer.state_dict()["state"], reference.state_dict()["state"]
+    assert {place: float(s["step"]) for place, s in state.items()} == {p: float(s["step"]) for p, s in wanted.items()}
+    assert len({float(s["step"]) for s in state.values()}) == 2
+
+
+def test_the_device_has_exactly_the_first_elements(closing: Any) -> None:
+    model = Model()
+    total = sum(p.numel() for p in model.parameters())
+    for ratio in (0.0, 0.1, 0.3, 0.5, 0.731, 0.999, 1.0):
+        optimizer = closing(TwinFlowAdamW(model.parameters(), offload_ratio=ratio))
+        kept = [master.numel() for master in optimizer._device.masters.values()]
+        on_host = [values.numel() for _, _, values in (optimizer._host.parts("weights") if optimizer._host else ())]
+        assert sum(on_host) == optimizer.offloaded == round(ratio * total)
+        assert sum(kept) == optimizer.elements - optimizer.offloaded == total - round(ratio * total)
+        sizes = [p.numel() for p in model.parameters()]
+        assert kept[:-1] == sizes[: max(0, len(kept) - 1)]
+
+
+def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Largest distance in units in the last place."""
+    ordered = [t.detach().contiguous().view(torch.int16).int() for t in (one, other)]
+    ordered = [torch.where(t < 0, -(t & 0x7FFF), t) for t in ordered]
+    return int((ordered[0] - ordered[1]).abs().max())
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_bf16_stays_within_two_units_in_the_last_place(ratio: float, closing: Any) -> None:
+    """50 steps with the same gradients as fp32 masters of torch's AdamW; clipped ones, some overflow."""
+    ours, masters = Model(torch.bfloat16), Model(torch.bfloat16).float()
+    optimizer = closing(TwinFlowAdamW(two_groups(ours), offload_ratio=ratio, max_norm=1.0))
+    reference = torch.optim.AdamW(two_groups(masters))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(50):
+        size = (0.001, 0.1)[step % 2]
+        for p, q in zip(ours.parameters(), masters.parameters(), strict=True):
+            p.grad = (size * torch.randn(p.shape, generator=generator)).bfloat16()
+            q.grad = p.grad.float()
+        if step % 11 == 5:
+            assert ours.second.weight.grad is not None
+            ours.second.weight.grad[3, 4] = float("inf")
+        else:
+            nn.utils.clip_grad_norm_(masters.parameters(), 1.0)
+            reference.step()
+        optimizer.step()
+        assert bool(optimizer.skipped) == (step % 11 == 5)
+    for p, q in zip(ours.parameters(), masters.parameters(), strict=True):
+        assert bf16_distance(p, q.bfloat16()) <= 2
+    state = optimizer.state_dict()["state"]
+    assert {s["master"].dtype for s in state.values()} == {torch.float32}
+    assert {float(s["step"]) for s in state.values()} == {45.0}
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_grad_scaler_drives_it(ratio: float, attached: bool, unscale: bool, closing: Any) -> None:
+    """One step overflows: it is skipped and the scale halves, as with torch's AdamW."""
+    found = []
+    for make in (lambda p: torch.optim.AdamW(p), lambda p: closing(TwinFlowAdamW(p, offload_ratio=ratio))):
+        model = Model(torch.float32)
+        optimizer, scaler = make(two_groups(model)), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        if attached and isinstance(optimizer, TwinFlowAdamW):
+            optimizer.attach(model)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = scaler.scale(model(inputs(step, torch.float32)))
+            if attached and isinstance(optimizer, TwinFlowAdamW):
+                with optimizer.last_backward():
+                    loss.backward()
+            else:
+                loss.backward()
+            if step == 2:
+                assert model.third.weight.grad is not None
+                model.third.weight.grad[0, 0] = float("inf")
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        if isinstance(optimizer, TwinFlowAdamW):
+            optimizer.finish()
+        found.append(model)
+        assert scaler.get_scale() == 512.0
+    equal(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("speculation", ["off", "on"])
+def test_attached_is_bit_for_bit_the_same(ratio: float, speculation: str, dtype: torch.dtype, closing: Any) -> None:
+    """Clipping in some steps makes speculation wrong: it is done again."""
+    models = [Model(dtype), Model(dtype)]
+    optimizers = [
+        closing(TwinFlowAdamW(two_groups(m), offload_ratio=ratio, max_norm=0.45, speculation=speculation))
+        for m in models
+    ]
+    optimizers[1].attach(models[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(30), scheduler(optimizer))
+    optimizers[1].finish()
+    equal(models[1], models[0], rtol=0, atol=0)
+    redone = [optimizer._host.num_redone for optimizer in optimizers]
+    assert redone[0] == 0 and (0 < redone[1] < 30) == (speculation == "on")
+
+
+class Watched(CpuAdam):
+    """Waits for leave before each update."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.leave = threading.Semaphore(0)
+
+    def step(self, *args: Any, **kwargs: Any) -> bool:
+        assert self.leave.acquire(timeout=10)
+        return super().step(*args, **kwargs)
+
+
+def test_each_layer_waits_for_its_own_parameters_only(closing: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
+    adam = Watched()
+    assert optimizer._host is not None
+    optimizer._host._adam = adam
+    optimizer.attach(model)
+    before = copy.deepcopy(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()  # returns although nothing is updated yet
+    seen: list[int] = []
+    for place, layer in enumerate(model):
+        layer.register_forward_hook(lambda *_, place=place: seen.append(place))
+    forward = threading.Thread(target=model, args=(torch.ones(2, WIDTH),))
+    forward.start()
+    for place in range(3):
+        forward.join(0.2)
+        assert seen == list(range(place))
+        adam.leave.release()
+    forward.join(10)
+    assert seen == [0, 1, 2]
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_what_is_read_right_after_a_step_is_finished(closing: Any) -> None:
+    """Unattached: the parameters. Attached: what state_dict and hooks of the step see."""
+    for attached in (False, True):
+        plain, ours = Model(), Model()
+        reference, optimizer = torch.optim.AdamW(plain.parameters()), closing(TwinFlowAdamW(ours.parameters()))
+        seen: list[torch.Tensor] = []
+        if attached:
+            optimizer.attach(ours)
+        train(plain, reference, [1])
+        train(ours, optimizer, [1])
+        values = ours.state_dict() if attached else dict(ours.named_parameters())
+        torch.testing.assert_close(dict(values), dict(plain.state_dict()), rtol=1e-12, atol=1e-12, check_device=True)
+        optimizer.register_step_post_hook(lambda *_, ours=ours, seen=seen: seen.append(ours.third.weight.clone()))
+        train(plain, reference, [2])
+        train(ours, optimizer, [2])
+        torch.testing.assert_close(seen[0], plain.third.weight, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_that_is_not_taken_leaves_no_trace(closing: Any) -> None:
+    """Speculation has written coming values; an evaluation, or zeroing the gradients, brings the old ones back."""
+    ours, plain = Model(), Model()
+    optimizer = closing(TwinFlowAdamW(ours.parameters(), speculation="on"))
+    optimizer.attach(ours)
+    for forget in (lambda: ours(inputs(9)), optimizer.zero_grad, optimizer.state_dict, ours.state_dict):
+        with optimizer.last_backward():
+            ours(inputs(1)).backward()
+        forget()
+        equal(ours, plain, rtol=0, atol=0)
+    reference = torch.optim.AdamW(plain.parameters())
+    train(plain, reference, range(1, 4))
+    train(ours, optimizer, range(1, 4))
+    optimizer.finish()
+    equal(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_more_than_the_last_backward_is_noticed(closing: Any) -> None:
+    """A second micro-batch inside begins anew; a second backward of one forward would read coming values."""
+    ours, plain = Model(), Model()
+    optimizer = closing(TwinFlowAdamW(ours.parameters(), speculation="on"))
+    optimizer.attach(ours)
+    reference = torch.optim.AdamW(plain.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        with optimizer.last_backward():
+            ours(inputs(step)[0]).backward()
+            assert optimizer._offered
+            ours(inputs(step)[1]).backward()
+        optimizer.step()
+    for step in range(3):
+        reference.zero_grad()
+        plain(inputs(step)[0]).backward()
+        plain(inputs(step)[1]).backward()
+        reference.step()
+    optimizer.finish()
+    equal(ours, plain, rtol=1e-12, atol=1e-12)
+    one, other = ours(inputs(0)), ours(inputs(1))
+    with pytest.raises(RuntimeError, match="got a second gradient"), optimizer.last_backward():
+        one.backward()
+        other.backward()
+
+
+def test_the_forward_inside_last_backward_overlaps_too(closing: Any) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
+    adam = Watched()
+    assert optimizer._host is not None
+    optimizer._host._adam = adam
+    optimizer.attach(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    with optimizer.last_backward():  # comes here although nothing is updated yet
+        adam.leave.release(2)
+        model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def test_gradients_changed_after_they_were_sent_are_sent_again(closing: Any) -> None:
+    ours, plain = Model(), Model()
+    optimizer = closing(TwinFlowAdamW(ours.parameters(), lr=1e-2, speculation="on"))
+    optimizer.attach(ours)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        for model, one in ((ours, optimizer), (plain, reference)):
+            one.zero_grad()
+            loss = model(inputs(step))
+            if model is ours:
+                with optimizer.last_backward():
+                    loss.backward()
+            else:
+                loss.backward()
+            assert model.third.weight.grad is not None
+            model.third.weight.grad.mul_(-3.0)
+            model.first.weight.grad = None
+            one.step()
+    optimizer.finish()
+    equal(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ratios", [(0.0, 1.0), (1.0, 0.3), (0.3, 0.731), (0.731, 0.0)])
+def test_saved_at_one_ratio_and_gone_on_at_another(
+    ratios: tuple[float, float], dtype: torch.dtype, closing: Any
+) -> None:
+    """Exactly where the two shares compute alike (fp64), also when the model is loaded last."""
+    straight = Model(dtype)
+    train(straight, closing(TwinFlowAdamW(two_groups(straight), lr=1e-2, offload_ratio=ratios[0])), range(8))
+    model = Model(dtype)
+    saving = closing(TwinFlowAdamW(two_groups(model), lr=1e-2, offload_ratio=ratios[0]))
+    train(model, saving, range(4))
+    state, weights = copy.deepcopy(saving.state_dict()), copy.deepcopy(model.state_dict())
+    for model_last in (False, True):
+        for ratio in ratios:
+            again = Model(dtype)
+            optimizer = closing(TwinFlowAdamW(two_groups(again), lr=7.0, offload_ratio=ratio))
+            if model_last:
+                optimizer.load_state_dict(state)
+            again.load_state_dict(weights)
+            if not model_last:
+                optimizer.load_state_dict(state)
+            train(again, optimizer, range(4, 8))
+            exact = (
+                0.0 if ratio == ratios[0] else {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+            )
+            equal(again, straight, rtol=exact, atol=exact / 10)
+
+
+def test_state_goes_to_torchs_adamw_and_comes_from_it(closing: Any) -> None:
+    plain, ours = Model(), Model()
+    reference = torch.optim.AdamW(two_groups(plain), lr=1e-2)
+    optimizer = closing(TwinFlowAdamW(two_groups(ours), lr=1e-2, offload_ratio=0.4))
+    train(plain, reference, range(4))
+    train(ours, optimizer, range(4))
+    theirs, mine = reference.state_dict(), optimizer.state_dict()
+    assert mine["state"].keys() == theirs["state"].keys()
+    for place, state in theirs["state"].items():
+        assert mine["state"][place].keys() == state.keys()
+        torch.testing.assert_close(mine["state"][place], dict(state), rtol=1e-12, atol=1e-12)
+    plain2, ours2 = Model(), Model()
+    plain2.load_state_dict(ours.state_dict())
+    ours2.load_state_dict(plain.state_dict())
+    reference2 = torch.optim.AdamW(two_groups(plain2))
+    optimizer2 = closing(TwinFlowAdamW(two_groups(ours2), offload_ratio=0.7))
+    reference2.load_state_dict(copy.deepcopy(mine))
+    optimizer2.load_state_dict(copy.deepcopy(theirs))
+    assert [group["lr"] for group in optimizer2.param_groups] == [3e-2, 1e-2]
+    for model, one in ((plain, reference), (plain2, reference2), (ours2, optimizer2)):
+        train(model, one, range(4, 8))
+        equal(model, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_masters_follow_parameters_changed_from_outside(closing: Any) -> None:
+    """A fine-tuned model's weights, loaded after the optimizer was made."""
+    plain, ours = Model(), Model()
+    reference, optimizer = torch.optim.AdamW(plain.parameters()), closing(TwinFlowAdamW(ours.parameters()))
+    train(plain, reference, range(2))
+    train(ours, optimizer, range(2))
+    for model in (plain, ours):
+        with torch.no_grad():
+            model.second.weight.mul_(0.5)
+    train(plain, reference, range(2, 4))
+    train(ours, optimizer, range(2, 4))
+    equal(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_schedule_may_move_the_betas_too(closing: Any) -> None:
+    found = []
+    for make in (torch.optim.AdamW, lambda p: closing(TwinFlowAdamW(p, offload_ratio=0.6))):
+        model = Model()
+        optimizer = make(model.parameters())
+        train(model, optimizer, range(8), torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10))
+        found.append(model)
+    equal(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+class Recomputed(nn.Module):
+    """Attention, which reads parameters of a module inside it, and a block that is computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.block = nn.MultiheadAttention(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
+        self.to(torch.float64)
+
+    def forward(self, x: torch.Tensor, use: bool = True) -> torch.Tensor:
+        x = x + self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False).square().mean()
+
+
+def test_attention_and_recomputation_overlap_without_changing_a_bit(closing: Any) -> None:
+    torch.manual_seed(0)
+    models = [Recomputed()]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [closing(TwinFlowAdamW(model.parameters(), lr=1e-2, speculation="on")) for model in models]
+    optimizers[1].attach(models[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(10))
+    optimizers[1].finish()
+    equal(models[1], models[0], rtol=0, atol=0)
+    assert optimizers[1]._host.num_redone == 0
+    assert optimizers[1]._awaited == optimizers[1]._on_host.keys()
+
+
+def test_an_optimizer_that_is_dropped_ends_its_thread() -> None:
+    before = threading.active_count()
+    optimizer = TwinFlowAdamW(Model().parameters())
+    assert threading.active_count() == before + 1
+    del optimizer
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_memory_that_does_not_suffice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "available_memory", lambda: placement.RING_BYTES)
+    with pytest.raises(GptparError, match=r"TwinFlowAdamW needs .* of host memory.*lower offload_ratio"):
+        TwinFlowAdamW(Model().parameters())
+
+
+def test_a_closure_is_called_and_its_loss_returned(closing: Any) -> None:
+    model = Model()
+    optimizer = closing(TwinFlowAdamW(model.parameters()))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(inputs(0))
+        loss.backward()
+        return loss.item()
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+
+
+def test_every_problem_is_told_at_once() -> None:
+    leaf = torch.zeros(3, requires_grad=True)
+    wrong = [
+        torch.zeros(2, dtype=torch.complex64, requires_grad=True),
+        torch.zeros(2, 2).to_sparse().requires_grad_(),
+        leaf * 2,
+        torch.zeros(2, 3).t().requires_grad_(),
+    ]
+    with pytest.raises(ValueError) as told:
+        TwinFlowAdamW(wrong, lr=-1.0, offload_ratio=1.5, max_norm=-2.0, speculation="maybe", threads=0)
+    for words in (
+        "parameter 0 is complex64",
+        "parameter 1 is sparse",
+        "parameter 2 is no leaf",
+        "parameter 3 is not contiguous",
+        "lr is -1.0",
+        "offload_ratio is 1.5",
+        "max_norm is -2.0",
+        "speculation is 'maybe'",
+        "threads is 0",
+    ):
+        assert words in str(told.value)
+    with pytest.raises(ValueError, match="no parameters"):
+        TwinFlowAdamW([])
+    with pytest.raises(ValueError, match="fp64 parameters cannot share"):
+        TwinFlowAdamW([leaf, torch.zeros(2, dtype=torch.float64, requires_grad=True)])
+
+
+def test_what_cannot_be_done_is_refused_with_a_sentence(closing: Any) -> None:
+    model = Model()
+    with TwinFlowAdamW(model.parameters()) as optimizer:
+        with pytest.raises(RuntimeError, match="takes no further group"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        with pytest.raises(RuntimeError, match="needs attach"), optimizer.last_backward():
+            pass
+        with pytest.raises(ValueError, match="amsgrad is not supported"):
+            optimizer.load_state_dict(torch.optim.AdamW(model.parameters(), amsgrad=True).state_dict())
+        model.to(torch.float32)
+        with pytest.raises(RuntimeError, match="lie in other memory"):
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="is closed"):
+        optimizer.step()
+    sparse = nn.Embedding(5, 3, sparse=True)
+    optimizer = closing(TwinFlowAdamW(sparse.parameters()))
+    sparse(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse gradient"):
+        optimizer.step()
+
+
+def test_parts_say_what_is_the_hosts() -> None:
+    values = torch.zeros(4, 3, dtype=torch.bfloat16)
+    part = LocalPart(values, "0", 0, 5, values, values.view(-1))
+    assert part.offloaded == 7 and part.has_masters

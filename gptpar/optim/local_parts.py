@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -22,7 +23,7 @@ class LocalPart:
         unit: the parameter's place among all, as text.
         group: number of its group.
         kept: how many of the elements, the first ones, are the device's.
-        local: them in the parameter's shape; shares the version counter that others' writes raise.
+        local: them in the parameter's shape.
         flat: [n] the same memory, for the optimizer's own writes.
     """
 
@@ -54,11 +55,21 @@ class LocalPart:
             raise RuntimeError(f"parameter {self.unit} has a sparse gradient: make its embedding with sparse=False.")
         return None if grad is None else local_of(grad)
 
+    def divided_alike(self, values: torch.Tensor) -> torch.Tensor:
+        """This process's elements as what the parameter is; a DTensor's stay in the memory they are in."""
+        spec = getattr(self.parameter, "_spec", None)
+        return values if spec is None else DTensor(values, spec, requires_grad=False)
+
 
 def local_of(values: torch.Tensor) -> torch.Tensor:
     """This process's elements: of a DTensor its shard, else everything; not recorded by autograd."""
     with torch.no_grad():
         return values.to_local() if hasattr(values, "to_local") else values
+
+
+def version_of(values: torch.Tensor | None) -> tuple[int, int]:
+    """Changes whenever the values are written in place: a DTensor counts operations on itself, its shard others."""
+    return (0, 0) if values is None else (values._version, local_of(values)._version)
 
 
 def divide_parts(groups: Sequence[Mapping[str, Any]], ratio: float) -> list[LocalPart]:

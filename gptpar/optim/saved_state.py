@@ -18,12 +18,15 @@ NAMES = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("weights", "mast
 
 def gather_state(parts: Sequence[LocalPart], views: Views) -> dict[str, dict[str, torch.Tensor]]:
     """unit -> name -> a copy in host memory, in the parameter's shape; ``master`` of 16-bit parameters only."""
-    found: dict[str, dict[str, torch.Tensor]] = {part.unit: {} for part in parts}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for part in parts:
+        wide = torch.promote_types(part.flat.dtype, torch.float32)
+        names = [name for _, name in NAMES if name != "master" or part.has_masters]
+        found[part.unit] = {name: torch.empty(part.local.shape, dtype=wide) for name in names}
     for kind, name in NAMES:
         for part, at, values in views(kind):
-            if name != "master" or part.has_masters:
-                whole = found[part.unit].setdefault(name, torch.empty(part.local.shape, dtype=values.dtype))
-                whole.view(-1)[at : at + values.numel()] = values
+            if name in found[part.unit]:
+                found[part.unit][name].view(-1)[at : at + values.numel()] = values
     return found
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from gptpar.optim.local_parts import (
     problems_of_rates,
     sum_over_shards,
     tensors_of,
+    version_of,
 )
 from gptpar.optim.overlap import watch_gradient, watch_readers
 from gptpar.optim.placement import build_host_share, room_beside
@@ -107,7 +109,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         self._on_host = {part.unit: part for part in self._parts if part.offloaded}
         self._wide = torch.promote_types(self._parts[0].flat.dtype, torch.float32)
         self.skipped = torch.zeros((), device=self._parts[0].flat.device)
-        self._offered: dict[str, tuple[torch.Tensor, int]] = {}
+        self._offered: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}
         self._hooks: list[Any] = []
         self._attached = self._streams = self._in_last_backward = self._closed = False
         self._awaited: set[str] = set()
@@ -122,8 +124,14 @@ class TwinFlowAdamW(torch.optim.Optimizer):
                 remedy="lower offload_ratio, or divide the parameters over more processes",
             )
             self._host = self._make_host(threads)
+            follow_parameters(set(self._on_host), self._state)
             self._end = weakref.finalize(self, self._host.close)
-        self._versions = [part.local._version for part in self._parts]
+        self._versions = [version_of(part.parameter) for part in self._parts]
+        self._say_it_has_state()
+
+    def _say_it_has_state(self) -> None:
+        """torch.distributed.checkpoint steps optimizers whose ``state`` is empty, to see what they will have there."""
+        self.state.update((part.parameter, {}) for part in self._parts)
 
     def _make_host(self, threads: int | None) -> HostShare:
         parts = self._on_host.values()
@@ -136,21 +144,12 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             threads=threads,
         )
         host.attach({part.unit: part.flat[part.kept :] for part in parts})
-        for unit, at, master in host.parts("weights"):
-            low = self._on_host[unit].kept + at
-            master.copy_(self._on_host[unit].flat[low : low + master.numel()])
         return host
 
     # A step.
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take a step with the gradients in ``.grad``.
 
         Args:
@@ -159,10 +158,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: the optimizer is closed, a gradient is sparse, or a parameter was moved to other memory.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         if self._host is not None:
             self._host.finish()
         self._catch_up()
@@ -202,9 +198,10 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         assert self._host is not None
         if grad is None:
             return
-        before, version = self._offered.get(part.unit, (None, 0))
-        if again or before is None or before.data_ptr() != grad.data_ptr() or grad._version != version:
-            self._offered[part.unit] = grad, grad._version
+        version = version_of(part.parameter.grad)
+        before, old = self._offered.get(part.unit, (None, version))
+        if again or before is None or before.data_ptr() != grad.data_ptr() or version != old:
+            self._offered[part.unit] = grad, version
             self._host.offer(part.unit, grad.reshape(-1)[part.kept :])
 
     def _wait_for_unattached(self) -> None:
@@ -223,7 +220,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         if moved := [p.unit for p in self._parts if local_of(p.parameter).data_ptr() != p.flat.data_ptr()]:
             where = f"parameters {', '.join(moved)} lie in other memory than when TwinFlowAdamW was made"
             raise RuntimeError(f"{where}: move or convert a module first, then make its optimizer.")
-        versions = [part.local._version for part in self._parts]
+        versions = [version_of(part.parameter) for part in self._parts]
         changed = {p.unit for p, old, new in zip(self._parts, self._versions, versions, strict=True) if old != new}
         if changed and not self._offered:  # otherwise parameters may hold coming values
             follow_parameters(changed, self._state)
@@ -326,27 +323,30 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         for unit, at, values in self._host.parts(kind) if self._host is not None else ():
             yield self._on_host[unit], self._on_host[unit].kept + at, values
 
-    def _steps_of(self, part: LocalPart) -> int:
-        if part.kept:
-            return self._device.steps_of(part.unit)
-        return self._host.steps_of(part.unit) if self._host is not None and part.offloaded else 0
+    def _steps(self) -> dict[str, int]:
+        """Updates of each parameter; of one without elements here, as many as any has had."""
+        known = {unit: self._device.steps_of(unit) for unit in self._device.masters}
+        if self._host is not None:
+            known |= {unit: self._host.steps_of(unit) for unit in self._on_host}
+        return {part.unit: known.get(part.unit, max(known.values(), default=0)) for part in self._parts}
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.AdamW``'s, whatever the ratio, which can load it; a copy in host memory.
 
-        16-bit parameters have ``master`` (fp32) besides ``step``, ``exp_avg`` and ``exp_avg_sq``. Of parameters that
-        are divided over processes it holds this process's elements, as plain tensors.
+        16-bit parameters have ``master`` (fp32) besides ``step``, ``exp_avg`` and ``exp_avg_sq``. The state of
+        DTensors is DTensors, divided as they are.
         """
         self.finish()
-        found = gather_state(self._parts, self._state)
-        for part in self._parts:
-            if steps := self._steps_of(part):
-                self.state[part.parameter] = {"step": torch.tensor(float(steps)), **found[part.unit]}
+        found, steps = gather_state(self._parts, self._state), self._steps()
+        begun, self.state = self.state, defaultdict(dict)
+        for part in (part for part in self._parts if steps[part.unit]):
+            state = {name: part.divided_alike(values) for name, values in found[part.unit].items()}
+            self.state[part.parameter] = {"step": torch.tensor(float(steps[part.unit])), **state}
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
+            self.state = begun
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -370,7 +370,8 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             self._device.set_steps(part.unit, steps)
             if self._host is not None and part.offloaded:
                 self._host.set_steps(part.unit, steps)
-        self._versions = [part.local._version for part in self._parts]
+        self._versions = [version_of(part.parameter) for part in self._parts]
+        self._say_it_has_state()
 
 
 def _before_forward(optimizer: TwinFlowAdamW, units: list[str], block: bool, *_: object) -> None:

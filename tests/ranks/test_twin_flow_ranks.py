@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -58,11 +60,13 @@ def fsdp(rank: int, ratio: float, attached: bool, device: str = "cpu") -> list[t
         assert optimizer.offloaded == round(ratio * optimizer.elements)
         if attached:
             optimizer.attach(model)
-        state = None
         for step in range(STEPS):
             if step == 5:
-                state = optimizer.state_dict()
-                optimizer.load_state_dict(state)
+                state = get_optimizer_state_dict(model, optimizer)
+                assert all(s["exp_avg"].shape == model.get_parameter(n).shape for n, s in state["state"].items())
+                optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())  # nothing
+                set_optimizer_state_dict(model, optimizer, state)
+                goes_on_in_torch(model, optimizer, rank)
             optimizer.zero_grad()
             loss = loss_of(model, step, rank)
             if attached:
@@ -74,6 +78,28 @@ def fsdp(rank: int, ratio: float, attached: bool, device: str = "cpu") -> list[t
             optimizer.step()
             assert bool(optimizer.skipped) == (step == 4)
     return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def goes_on_in_torch(model: nn.Module, optimizer: TwinFlowAdamW, rank: int) -> None:
+    """torch's AdamW takes the state of shards, and makes the same step of it."""
+    reference = torch.optim.AdamW(model.parameters())
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = copy.deepcopy(model.state_dict())
+    found = []
+    for one in (reference, optimizer):
+        state = copy.deepcopy(optimizer.state_dict())
+        model.load_state_dict(before)
+        one.zero_grad()
+        loss_of(model, 0, rank).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad *= 1e-3  # nothing to clip
+        one.step()
+        optimizer.finish()
+        found.append([p.to_local().clone() for p in model.parameters()])  # type: ignore[attr-defined]
+    optimizer.load_state_dict(state)
+    model.load_state_dict(before)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
 
 
 def averaged(rank: int, ratio: float, how: str) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 from gptpar.optim.transfers import Transfers
 
 POLL_SECONDS = 2e-4
+CLOSE_SECONDS = 60.0
 DISTRUST_STEPS = 10
 """Steps without speculation after one in which it was wrong: clipping comes in spells."""
 
@@ -174,12 +175,15 @@ class HostShare:
         self.finish()
 
     def close(self) -> None:
-        """End the thread, after an announced step, and give back what transfers have reserved."""
+        """End the thread, after an announced step, and give back what transfers have reserved.
+
+        A thread that waits for a device which does not answer is left behind: it ends with the process.
+        """
         with self._changed:
             closed, self._closing = self._closing, True
             self._changed.notify_all()
-        self._thread.join()
-        if not closed:
+        self._thread.join(CLOSE_SECONDS)
+        if not closed and not self._thread.is_alive():
             self._transfers.close()
 
     @property

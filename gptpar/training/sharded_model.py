@@ -11,12 +11,11 @@ from functools import partial
 from typing import cast
 
 import torch
-import torch.distributed as dist
 
 from gptpar.config import Config
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
-from gptpar.optim.adamw import MasterAdamW, square_of
+from gptpar.optim.adamw import MasterAdamW
 from gptpar.optim.buckets import HostPiece
 from gptpar.optim.runs import cut, device_runs, divide, runs_of
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
@@ -24,6 +23,7 @@ from gptpar.pipeline.stage import Fields, ParameterInfo, Stage, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology import Layout, Topology
+from gptpar.training.host_gradients import HostGradients, sum_together
 from gptpar.training.offload import make_host_share
 from gptpar.zero.gradients import GradientSum
 from gptpar.zero.live import LiveParameters
@@ -63,12 +63,25 @@ class ShardedModel:
         runs = {unit.name: list(counting(unit, data.shard)) for unit in self.units}
         on_device, device = self.division.on_device, topology.device
         self._runs = device_runs(self.units, on_device, runs)
-        self._host_runs = {
+        host_runs = {
             unit.name: tuple(cut(runs[unit.name], on_device[unit.name], unit.shard_length))
             for unit in self.units
             if on_device[unit.name] < unit.shard_length
         }
-
+        lengths = {unit.name: unit.shard_length - on_device[unit.name] for unit in self.units}
+        pieces = [HostPiece(name, lengths[name], runs) for name, runs in host_runs.items()]
+        self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide)
+        self._host_gradients = HostGradients(
+            self.host,
+            host_runs,
+            on_device,
+            data.shard,
+            tensor,
+            self.pipeline.tied_groups,
+            dtype,
+            device,
+            counts_zeros=config.logging.log_num_zeros_in_grad,
+        )
         reduce_dtype = torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide
         self.gradients = GradientSum(
             self.units,
@@ -80,11 +93,8 @@ class ShardedModel:
             done=partial(_done, self),
             on_device=on_device,
             arriving_dtype=dtype,
-            to_host=partial(_to_host, self),
+            to_host=self._host_gradients.take,
         )
-        lengths = {unit.name: unit.shard_length - on_device[unit.name] for unit in self.units}
-        pieces = [HostPiece(name, lengths[name], runs) for name, runs in self._host_runs.items()]
-        self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide)
         self.optimizer = MasterAdamW(
             self.units,
             self.infos,
@@ -100,11 +110,7 @@ class ShardedModel:
         shared = self.optimizer.master if masters_are_live else None
         self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host, on_host)
         if self.host is not None:
-            self.host.attach({name: self.live.own(name)[on_device[name] :] for name in self._host_runs})
-        self._dtype, self._travels = dtype, dtype
-        self._host_square, self._host_zeros = torch.zeros(2, dtype=torch.float64, device=device)
-        self._counts_zeros = config.logging.log_num_zeros_in_grad
-        self._held_back: dict[str, tuple[Unit | None, torch.Tensor]] = {}
+            self.host.attach({name: self.live.own(name)[on_device[name] :] for name in host_runs})
         storage = self.live.views()
         for stage in self.stages:
             stage.place(storage)
@@ -139,11 +145,7 @@ class ShardedModel:
     def begin_gradients(self, num_micro_batches: int) -> None:
         """A step begins."""
         self.gradients.begin(num_micro_batches)
-        self._host_square.zero_()
-        self._host_zeros.zero_()
-        # A sum over micro-batches would not fit fp16's range.
-        summed = torch.bfloat16 if self._dtype == torch.float16 else self._dtype
-        self._travels = self._dtype if num_micro_batches * self._data.size == 1 else summed
+        self._host_gradients.begin(num_micro_batches * self._data.size)
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
@@ -151,33 +153,13 @@ class ShardedModel:
         self.gradients.finish()
         if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
             shard = self.gradients.shard
-            _sum_together([shard[run.start : run.stop] for run in self._runs if run.replicated], self._tensor.group)
+            sum_together([shard[run.start : run.stop] for run in self._runs if run.replicated], self._tensor.group)
         for name, group in self.pipeline.tied_groups.items():
-            unit, grad = self._held_back.pop(name, (None, self.gradients.shards[name][:0]))
-            _sum_together([self.gradients.shards[name], grad], group)  # the stages may be divided differently
-            if unit is not None:
-                self._offer(unit, grad)
-
-    @torch.no_grad()
-    def _offer(self, unit: Unit, grad: torch.Tensor) -> None:
-        """Give the host its part of a unit's complete gradient."""
-        if self.host is None:
-            return
-        runs = self._host_runs[unit.name]
-        if self._tensor.splits_tokens:
-            _sum_together([grad[run.start : run.stop] for run in runs if run.replicated], self._tensor.group)
-        counted = [grad[run.start : run.stop] for run in runs if run.counted]
-        self._host_square += square_of(counted, grad.device)
-        if self._counts_zeros:
-            low = self.division.on_device[unit.name]
-            for run in (run for run in runs if run.counted):
-                for *_, start, stop in unit.held_between(self._data.shard, low + run.start, low + run.stop):
-                    self._host_zeros += (grad[start - low : stop - low] == 0).sum()
-        self.host.offer(unit.name, grad.to(self._travels))
+            self._host_gradients.finish(name, self.gradients.shards[name], group)
 
     def square_of_grad(self) -> torch.Tensor:
         """What this process adds to the sum of squares of the whole gradient (fp64)."""
-        return (self.optimizer.square_of_grad() + self._host_square) / self._owners
+        return (self.optimizer.square_of_grad() + self._host_gradients.square) / self._owners
 
     def square_of_weights(self) -> torch.Tensor:
         """What this process adds to the sum of squares of all master weights (fp64)."""
@@ -191,26 +173,11 @@ class ShardedModel:
     def own_zeros(self) -> torch.Tensor:
         """What this process adds to the number of zeros in the gradient (fp64)."""
         count = torch.tensor(float(self.optimizer.zeros_in_grad()), dtype=torch.float64, device=self.topology.device)
-        return (count + self._host_zeros) / self._owners
+        return (count + self._host_gradients.zeros) / self._owners
 
 
 def _done(model: ShardedModel, unit: str) -> None:
     model.live.backward_done(unit)
-
-
-def _to_host(model: ShardedModel, unit: Unit, grad: torch.Tensor) -> None:
-    if unit.name in model.pipeline.tied_groups:  # the other stage's part is still to come
-        model._held_back[unit.name] = (unit, grad)
-    else:
-        model._offer(unit, grad)
-
-
-def _sum_together(pieces: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum each piece over a group, in one message; processes may have cut the same elements differently."""
-    if sum(piece.numel() for piece in pieces):
-        flat = torch.cat(pieces)
-        dist.all_reduce(flat, group=group)
-        torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))
 
 
 def tensor_axis(config: Config, topology: Topology) -> TensorAxis:

@@ -1,0 +1,98 @@
+"""The way of complete gradients to the host's share of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from gptpar.optim.adamw import square_of
+from gptpar.optim.host_share import HostShare
+from gptpar.optim.runs import Run
+from gptpar.tensor_parallel import TensorAxis
+from gptpar.zero.units import Unit
+
+
+class HostGradients:
+    """Completes, measures and sends what the host updates of each unit's gradient, as soon as it is there.
+
+    Args:
+        host: the receiver; ``None``: what comes is dropped.
+        runs: unit -> stretches of the host's elements, counted from the first of them.
+        low: unit -> how many elements of its shard come before these.
+        shard: which shard of each unit is this process's.
+        late: units whose gradient is complete only at the end of the step, because another stage adds to it.
+        dtype: of the parameters.
+        counts_zeros: whether zeros are counted.
+
+    Attributes:
+        square: sum of squares of the elements that this process counts (fp64, on the device).
+        zeros: how many of them are zero (fp64, on the device).
+    """
+
+    def __init__(
+        self,
+        host: HostShare | None,
+        runs: Mapping[str, Sequence[Run]],
+        low: Mapping[str, int],
+        shard: int,
+        tensor: TensorAxis,
+        late: Collection[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        counts_zeros: bool,
+    ):
+        self._host, self._runs, self._low, self._shard, self._tensor = host, runs, low, shard, tensor
+        self._late, self._dtype, self._travels, self._counts_zeros = late, dtype, dtype, counts_zeros
+        self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
+        self.square, self.zeros = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def begin(self, num_addends: int) -> None:
+        """A step begins, whose gradient is the sum of so many."""
+        self.square.zero_()
+        self.zeros.zero_()
+        summed = torch.bfloat16 if self._dtype == torch.float16 else self._dtype  # sums would not fit fp16's range
+        self._travels = self._dtype if num_addends == 1 else summed
+
+    def take(self, unit: Unit, grad: torch.Tensor) -> None:
+        """The host's part of a unit's gradient, summed over micro-batches and data-parallel processes."""
+        if unit.name in self._late:
+            self._held_back[unit.name] = (unit, grad)
+        else:
+            self._send(unit, grad)
+
+    def finish(self, unit: str, device_part: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Sum a late unit's gradient over the stages that share it, the device's part of it too.
+
+        Both in one: the stages may divide it differently between device and host.
+        """
+        held = self._held_back.pop(unit, None)
+        sum_together([device_part] if held is None else [device_part, held[1]], group)
+        if held is not None:
+            self._send(*held)
+
+    @torch.no_grad()
+    def _send(self, unit: Unit, grad: torch.Tensor) -> None:
+        if self._host is None:
+            return
+        runs = self._runs[unit.name]
+        if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
+            sum_together([grad[run.start : run.stop] for run in runs if run.replicated], self._tensor.group)
+        counted = [run for run in runs if run.counted]
+        self.square += square_of([grad[run.start : run.stop] for run in counted], grad.device)
+        if self._counts_zeros:
+            low = self._low[unit.name]
+            for run in counted:
+                for *_, start, stop in unit.held_between(self._shard, low + run.start, low + run.stop):
+                    self.zeros += (grad[start - low : stop - low] == 0).sum()
+        self._host.offer(unit.name, grad.to(self._travels))
+
+
+def sum_together(pieces: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum each piece over a group, in one message; processes may have cut the same elements differently."""
+    if sum(piece.numel() for piece in pieces):
+        flat = torch.cat(pieces)
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import signal
 import statistics
 import sys
 import time
@@ -23,7 +20,7 @@ from gptpar.sweep import combinations as choices
 from gptpar.sweep.combinations import Combination, combinations
 from gptpar.sweep.machine import about_machine
 from gptpar.sweep.predict import most_promising, predict, unknown_to_plan
-from gptpar.sweep.runner import Outcome, run_command
+from gptpar.sweep.runner import Outcome, append_line, run_command, terminated_like_ctrl_c
 from gptpar.sweep.table import Row, draw, json_line, table, varying
 from gptpar.training import benchmark
 
@@ -130,11 +127,11 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
     rows: list[Row] = []
     interrupted = False
     try:
-        with _terminated_like_ctrl_c():
+        with terminated_like_ctrl_c():
             for row in _measure(queue, words, run, options.sweep_timeout, varying(everything)):
                 rows.append(row)
                 if options.json_lines is not None and row.outcome.result is not None:
-                    _append(options.json_lines, json.dumps(json_line(row, words, about)))
+                    append_line(options.json_lines, json_line(row, words, about))
     except KeyboardInterrupt:
         interrupted = True
         print(f"\ninterrupted after {len(rows)} of {len(queue)}", flush=True)
@@ -187,19 +184,3 @@ def _say_what_plan_leaves_out(accepted: Sequence[Combination]) -> None:
     unknown = sorted({flag for one in accepted for flag in unknown_to_plan(one.config)})
     if unknown:
         print(f"plan does not judge {', '.join(unknown)}: what it expects is without")
-
-
-def _append(path: Path, line: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(line + "\n")
-
-
-@contextlib.contextmanager
-def _terminated_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM, too, ends the processes that are running, which have sessions of their own."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

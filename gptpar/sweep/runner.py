@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,12 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_command(command: Sequence[str], timeout: float) -> Outcome:
-    """Run a command that prints a JSON object last; on Ctrl-C, and when its time is over, all its processes end.
+def run_command(command: Sequence[str], timeout: float, *, wants_result: bool = True) -> Outcome:
+    """Run a command; on Ctrl-C, and when its time is over, all its processes end.
 
     Args:
         timeout: seconds.
+        wants_result: whether it fails if it prints no JSON object.
     """
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
@@ -64,7 +65,7 @@ def run_command(command: Sequence[str], timeout: float) -> Outcome:
     if process.returncode:
         return Outcome(None, reason(text, process.returncode), seconds)
     result = last_json(text)
-    return Outcome(result, "" if result is not None else "it printed no JSON line", seconds)
+    return Outcome(result, "" if result or not wants_result else "it printed no JSON line", seconds)
 
 
 def last_json(text: str) -> dict[str, Any] | None:
@@ -91,6 +92,23 @@ def reason(output: str, status: int) -> str:
     raised = re.findall(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", output, re.MULTILINE)
     text = [line.removeprefix("error: ") for line in own] + raised
     return text[0][:MOST_CHARACTERS].rstrip(" .:") if text else f"exit status {status}"
+
+
+@contextlib.contextmanager
+def terminated_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM, too, ends the processes that are running, which have sessions of their own."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a JSON line to a file, which need not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import signal
@@ -10,10 +11,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from gptpar.cli import main as cli
+from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from gptpar.sweep import main as sweep_main
 from gptpar.sweep.combinations import Combination, combinations
@@ -23,6 +26,7 @@ from gptpar.sweep.runner import Outcome, reason, run_command
 from gptpar.sweep.table import Row, table
 from gptpar.training import benchmark
 
+ROOT = Path(__file__).parents[2]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --sweep "
 OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -270,3 +274,86 @@ def test_what_takes_too_long_ends_with_its_children(tmp_path: Path) -> None:
     assert outcome.failure == "stopped after 3 s" and time.monotonic() - started < 15
     alive = subprocess.run(["ps", "-o", "stat=", "-p", file.read_text()], capture_output=True, text=True).stdout
     assert not alive.strip() or alive.startswith("Z")
+
+
+# --- benchmarks/regenerate.py ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def regenerate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("regenerate", ROOT / "benchmarks" / "regenerate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["regenerate"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Path:
+    for name in ("fsdp2", "nanogpt"):
+        (tmp_path / f"baseline_{name}.py").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(("gpus", "count", "with_peers"), [(4, 8, 9), (1, 8, 12), (0, 1, 2)])
+def test_all_commands_are_valid(
+    regenerate: ModuleType, peers: Path, gpus: int, count: int, with_peers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command of ours passes validation; each peer that is at hand comes once, after its first case."""
+    assert regenerate.main(["--dry-run", "--gpus", str(gpus)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "cpu_adam" not in line]
+    assert len(lines) == count
+    for line in lines:
+        words = line.split(" gptpar benchmark ")[1].split()
+        parsed = benchmark.parse(words, sweep_flags)
+        resolve(parsed, parsed.config.parallel.nproc_per_node)
+        assert parsed.config.parallel.nproc_per_node == max(1, gpus)
+    regenerate.main(["--dry-run", "--gpus", str(gpus), "--peers", str(peers)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "cpu_adam" not in line]
+    commands = [line for line in lines if not line.startswith("without")]
+    assert len(commands) == with_peers and "baseline_" in commands[1]
+    assert any(line.startswith("without megatron-core: ") for line in lines) == (gpus == 4)
+
+
+def test_only_some_cases(regenerate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    regenerate.main(["--dry-run", "--gpus", "4", "--only", "PP4"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[1].startswith("env NCCL_MAX_P2P_NCHANNELS=4 ")
+
+
+def test_rounds_take_turns_and_medians_are_compared(regenerate: ModuleType, peers: Path) -> None:
+    cases = regenerate.no_gpu()
+    round_ = regenerate.jobs(cases, 1, peers, "")
+    runner = FakeRunner([Outcome(result(speed)) for speed in (100.0, 90.0, 120.0, 60.0, 110.0, 50.0)])
+    measured: dict[str, list[Outcome]] = {}
+    for job, _, outcome in regenerate.measure(round_, 3, 5.0, 1000.0, runner):
+        measured.setdefault(job.name, []).append(outcome)
+    assert ["baseline_nanogpt.py" in " ".join(command) for command in runner.commands] == [False, True] * 3
+    assert runner.timeouts == [5.0] * 6
+    row = regenerate.show(cases, measured).splitlines()[1].split()
+    assert row[2] == "110.0" and row[-3] == "60.0" and row[-1] == "1.83"
+
+
+def test_a_peers_line_has_our_words(regenerate: ModuleType, peers: Path) -> None:
+    job = regenerate.jobs(regenerate.four_gpus(), 4, peers, "ZeRO-1")[1]
+    line = regenerate.line_of(job, Outcome({"seq": 2048, "micro_batch": 8, "tokens_per_s": 5.0}), {"round": 1})
+    assert line == {
+        "seq_length": 2048,
+        "micro_batch_size": 8,
+        "tokens_per_s": 5.0,
+        "program": "peer: FSDP2, compiled blocks",
+        "layout": "dp4",
+        "round": 1,
+    }
+
+
+def test_the_time_of_everything_is_bounded(regenerate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def slow(command: Sequence[str], timeout: float) -> Outcome:
+        assert timeout <= 0.2
+        time.sleep(0.15)
+        return Outcome(None, "stopped after 0.2 s")
+
+    round_ = regenerate.jobs(regenerate.no_gpu(), 1, None, "")
+    assert len(list(regenerate.measure(round_, 9, 5.0, 0.2, slow))) == 2
+    assert "are over in round 3" in capsys.readouterr().out

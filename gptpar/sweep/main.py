@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -29,6 +28,7 @@ Runner = Callable[[Sequence[str], float], Outcome]
 SAID_PER_COMBINATION = "--sequence-parallel"
 """A switch that only some layouts can have: it is left out of the words that all share."""
 INTERRUPTED = 130
+TIMEOUT_S = 600.0
 
 
 def sweep_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
         "--sweep-gpu", choices=tuple(GPUS), help="the data sheet for --sweep-top (default: this machine's GPU)"
     )
     group.add_argument(
-        "--sweep-timeout", type=positive_float, default=600.0, metavar="S", help="seconds for each (default: 600)"
+        "--sweep-timeout", type=positive_float, metavar="S", help=f"seconds for each (default: {TIMEOUT_S:g})"
     )
     group.add_argument("--png", type=Path, metavar="FILE", help="draw the sweep's results")
     group.add_argument("--json-lines", type=Path, metavar="FILE", help="append a JSON line for each that was measured")
@@ -87,9 +87,7 @@ def main(argv: list[str]) -> int:
 
 def _belongs_to_sweep(name: str, value: object) -> bool:
     """Whether a flag was given that has no meaning alone."""
-    return (
-        name.startswith("sweep_") and name != "sweep_timeout" or name in ("png", "json_lines")
-    ) and value is not None
+    return value is not None and (name.startswith("sweep_") or name in ("png", "json_lines"))
 
 
 def _shared_words(argv: Sequence[str]) -> list[str]:
@@ -128,7 +126,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
     interrupted = False
     try:
         with terminated_like_ctrl_c():
-            for row in _measure(queue, words, run, options.sweep_timeout, varying(everything)):
+            for row in _measure(queue, words, run, options.sweep_timeout or TIMEOUT_S, varying(everything)):
                 rows.append(row)
                 if options.json_lines is not None and row.outcome.result is not None:
                     append_line(options.json_lines, json_line(row, words, about))
@@ -164,9 +162,8 @@ def _measure(
         each = statistics.mean(seconds) if seconds else timeout
         left = f"{'about' if seconds else 'at most'} {_duration((len(queue) - number) * each)} left"
         print(f"[{number + 1} of {len(queue)}, {left}] {combination.describe(names)}", end=" ... ", flush=True)
-        started = time.monotonic()
         outcome = run([sys.executable, "-m", "gptpar", "benchmark", *words, *combination.flags], timeout)
-        seconds.append(time.monotonic() - started)
+        seconds.append(outcome.seconds)
         result = outcome.result
         said = f"{result['tokens_per_s']:,.1f} tokens/s" if result else outcome.failure
         print(said, flush=True)

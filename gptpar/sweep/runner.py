@@ -83,7 +83,7 @@ def reason(output: str, status: int) -> str:
     Args:
         status: as subprocess tells it; negative for a signal.
     """
-    if re.search(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory", output):
+    if re.search(r"OutOfMemoryError|(cuda|hip)[^\n]*out of memory", output, re.IGNORECASE):
         return "out of GPU memory"
     if status == -signal.SIGKILL or "was killed by SIGKILL" in output:
         return "killed by SIGKILL, as when the machine's memory is full"

@@ -80,6 +80,14 @@ def test_every_layout_and_one_batch_for_all() -> None:
     )
 
 
+def test_the_readmes_command_has_its_combinations() -> None:
+    section = (ROOT / "README.md").read_text().split("## Which configuration is fastest here")[1]
+    words = section.split("```bash\npython -m gptpar benchmark ")[1].split("```")[0].replace("\\\n", " ").split()
+    every = combinations(benchmark.parse(words, sweep_flags), 2)
+    assert len(every) == 12 and sum(not one.refusal for one in every) == 8
+    assert "8 of 12 combinations" in section and "not started: 4" in section
+
+
 def test_what_is_typed_stays() -> None:
     accepted, _ = found("--micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 2")
     assert [one.layout.describe() for one in accepted] == ["dp2 x tp1 x pp2", "dp1 x tp2 x pp2"]
@@ -158,10 +166,10 @@ def test_the_table_is_sorted_and_holds_the_numbers(capsys: pytest.CaptureFixture
 
 
 def test_progress_says_which_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--sweep-micro-batches 1 --sweep-timeout 120", [Outcome(result(1.0))] * 3)
+    run("--sweep-micro-batches 1 --sweep-timeout 120", [Outcome(result(1.0), "", 30.0)] * 3)
     progress = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert progress[0] == "[1 of 3, at most 6.0 min left] dp2 x tp1 x pp1, micro-batch 1 ... 1.0 tokens/s"
-    assert progress[2].startswith("[3 of 3, about 0 s left] dp1 x tp2 x pp1")
+    assert progress[2].startswith("[3 of 3, about 30 s left] dp1 x tp2 x pp1")
 
 
 def test_nothing_measured_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +250,7 @@ def test_plans_limits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     ("output", "status", "words"),
     [
         (f"Traceback\n{OUT_OF_MEMORY}\nerror: rank 0 ended with exit code 1 while", 1, "out of GPU memory"),
+        ("NCCL WARN Cuda failure 2 'out of memory'\nRuntimeError: NCCL", 1, "out of GPU memory"),
         ("error: rank 1 was killed by SIGKILL, as Linux does", 1, "killed by SIGKILL, as when the machine's memory"),
         ("", -9, "killed by SIGKILL"),
         ("error: no room in host memory.\nerror: rank 0 ended with exit code 1", 1, "no room in host memory"),

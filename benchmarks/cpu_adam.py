@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from gptpar import native
+from gptpar.host import processor
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 
 HERE = Path(__file__).resolve().parent
@@ -148,15 +149,12 @@ def measure(n: int, threads: int, rounds: int) -> list[dict[str, object]]:
 
 
 def machine() -> dict[str, object]:
-    model, peers = "unknown processor", {}
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    peers = {}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         peers["deepspeed"] = importlib.metadata.version("deepspeed")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
     return {
-        "machine": model,
+        "machine": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         **peers,

@@ -11,7 +11,7 @@ from gptpar.command import run
 
 VERBS: dict[str, tuple[str, str]] = {
     "pretrain": ("gptpar.training.main", "train a GPT"),
-    "benchmark": ("gptpar.training.benchmark", "time training steps on synthetic tokens; prints one JSON line"),
+    "benchmark": ("gptpar.sweep.main", "time training steps on synthetic tokens, in one configuration or in many"),
     "plan": ("gptpar.plan.main", "predict memory and speed of a run on any number of GPUs, or search the best layout"),
     "check-layouts": ("gptpar.check_layouts.main", "prove that every layout computes the same on this machine"),
     "generate": ("gptpar.generate", "continue a prompt with a trained model"),

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from gptpar.command import not_negative_int, positive_int
 from gptpar.config import Config
 from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.graph import wants_graph
 from gptpar.config.validate import resolve
 from gptpar.launch import is_worker, start_workers, workers_wanted
 from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
@@ -61,8 +63,25 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None] | None = None) -> ParsedFlags:
+    """Read a benchmark's command line and fill what it need not say; what the user said stays.
+
+    Args:
+        more_flags: adds flags of a verb that goes beyond one benchmark.
+
+    Raises:
+        ConfigError: a flag without its value.
+    """
+
+    def flags(parser: argparse.ArgumentParser) -> None:
+        _extra_flags(parser)
+        if more_flags is not None:
+            more_flags(parser)
+
+    return _with_defaults(parse_flags(argv, prog="gptpar benchmark", description=DESCRIPTION, extra=flags))
+
+
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
-    """Fill what a benchmark need not say; what the user said stays."""
     steps = parsed.rest.steps + parsed.rest.warmup_steps
     if _traces(parsed):
         steps += UNTRACED_BEFORE + TRACED_STEPS
@@ -89,7 +108,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
     tokens = run.plan.full * shape.seq_length
     per_s = tokens / median * 1e3
     per_gpu = per_s / topology.layout.world_size
-    peak = device_peak(config, topology.device)
+    peak, parallel = device_peak(config, topology.device), config.parallel
     on_gpu = topology.device.type == "cuda"
     return {
         "model": config.model.preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
@@ -107,6 +126,12 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
         "seq_length": shape.seq_length,
         "micro_batch_size": config.batch.micro_batch_size,
         "global_batch_size": run.plan.full,
+        "tokens_per_step": tokens,
+        "zero_stage": parallel.zero_stage,
+        "pieces_per_stage": parallel.num_chunks,
+        "recompute": config.recompute.recompute_granularity,
+        "cpu_optimizer_ratio": run.config.offload.ratio,
+        "cuda_graph": on_gpu and wants_graph(config, topology.layout.data),
         "precision": config.precision.dtype,
         "steps": len(ms),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -118,9 +143,15 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def main(argv: list[str]) -> int:
-    """Time the steps; the main process prints the line last."""
-    parsed = _with_defaults(parse_flags(argv, prog="gptpar benchmark", description=DESCRIPTION, extra=_extra_flags))
+def measure(parsed: ParsedFlags, argv: list[str]) -> int:
+    """Time the steps; the main process prints the line last.
+
+    Args:
+        argv: the command line that was parsed, for the workers.
+
+    Raises:
+        ConfigError: the configuration cannot run.
+    """
     worker = is_worker()
     count = world_from_environment()[2] if worker else workers_wanted(parsed.config.parallel.nproc_per_node)
     config, derived = resolve(parsed, count)

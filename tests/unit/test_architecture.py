@@ -29,6 +29,7 @@ ROWS = [
     ["reporting"],
     ["training", "fit"],
     ["generate", "check_layouts", "plan"],
+    ["sweep"],
     ["cli"],
     ["__init__", "__main__"],
 ]

@@ -1,0 +1,1 @@
+"""``gptpar benchmark --sweep``: the benchmark over combinations of layouts and other choices."""

@@ -1,0 +1,64 @@
+"""``gptpar benchmark --sweep`` as a user runs it: two processes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_pretrain import ENVIRONMENT, command, gptpar
+from tests.helpers import TINY
+
+SWEEP = (
+    f"{TINY.replace('--micro-batch-size 2 --train-iters 20 ', '')} --nproc-per-node 2 --steps 3 --warmup-steps 1 "
+    "--sweep --sweep-layouts dp2 pp2 --sweep-micro-batches 1 2 "
+)
+
+
+def test_two_layouts_and_two_micro_batches(tmp_path: Path) -> None:
+    """Four measured rows, fastest first, each a JSON line; one more layout is refused with its reason."""
+    file, picture = tmp_path / "lines.jsonl", tmp_path / "sweep.png"
+    output = gptpar(f"{SWEEP.replace('pp2', 'pp2 tp3')} --json-lines {file} --png {picture}", "benchmark")
+    rows = re.findall(r"^ *(dp\d x tp\d x pp\d) +(\d) +([\d,.]+) +([\d,.]+) +- +-$", output, re.MULTILINE)
+    assert {row[:2] for row in rows} == {(f"dp{3 - n} x tp1 x pp{n}", m) for n in (1, 2) for m in "12"}
+    speeds = [float(row[2].replace(",", "")) for row in rows]
+    assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 0
+    assert "2 processes cannot be cut into groups of 3 x 1" in output
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted((line["tokens_per_s"] for line in lines), reverse=True) == speeds
+    assert {(line["layout"], line["micro_batch_size"]) for line in lines} == {(row[0], int(row[1])) for row in rows}
+    assert all(line["global_batch_size"] == 4 and line["steps"] == 3 for line in lines)
+    assert all(line["tokens_per_s"] == pytest.approx(64 / line["ms_per_step"] * 1e3, rel=1e-3) for line in lines)
+    assert picture.stat().st_size > 5_000
+
+
+def test_ctrl_c_ends_the_workers_and_shows_the_table(tmp_path: Path) -> None:
+    file, marked = tmp_path / "lines.jsonl", f"--seed {os.getpid()}"
+    sweep = subprocess.Popen(
+        command(f"{SWEEP} --json-lines {file} {marked}", "benchmark"),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1.0)  # until the second one runs
+        sweep.send_signal(signal.SIGINT)
+        output, _ = sweep.communicate(timeout=60)
+    finally:
+        sweep.kill()
+    assert sweep.returncode == 130
+    measured = len(file.read_text().splitlines())
+    assert f"interrupted after {measured} of 4" in output and 1 <= measured < 4
+    table = output.split("interrupted after")[1]
+    assert len(re.findall(r"^ *dp\d x tp\d x pp\d .*- +-$", table, re.MULTILINE)) == measured
+    commands = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert marked not in commands

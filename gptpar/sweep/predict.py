@@ -27,8 +27,6 @@ def known_gpu() -> str | None:
 def unknown_to_plan(config: Config) -> Iterator[str]:
     """Flags in use that change speed or memory and that plan does not look at."""
     for flag, used in (
-        ("--cpu-optimizer", config.offload.cpu_optimizer),
-        ("--cpu-parameters", config.offload.cpu_parameters),
         ("--log-params-norm", config.logging.log_params_norm),
         ("--log-num-zeros-in-grad", config.logging.log_num_zeros_in_grad),
     ):

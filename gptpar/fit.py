@@ -20,10 +20,12 @@ from gptpar.config.derive import derive, padded_vocab
 from gptpar.config.presets import PRESETS
 from gptpar.errors import GptparError
 from gptpar.host import available_memory
-from gptpar.model.flops import Shape, flops_per_token, num_parameters, peak_flops
-from gptpar.model.memory import MemoryPlan, expected_memory
+from gptpar.model.flops import Shape, flops_per_token, peak_flops
+from gptpar.plan.job import Job
+from gptpar.plan.memory import stage_memory
 from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.console import format_duration
+from gptpar.topology import Layout
 
 GPU_SHARE_OF_PEAK = 0.35
 """Assumed share of a GPU's peak that training reaches; only the number of steps depends on it."""
@@ -99,7 +101,7 @@ def choose(machine: Machine, preset: str, vocab_size: int, minutes: float) -> li
     seq_length, largest = (1024, 16) if machine.num_gpus else (128, 4)
     where = "the GPU" if machine.num_gpus else "the host"
     micro = largest
-    while (need := memory_needed(preset, seq_length, vocab_size, micro, machine.precision)) > 0.9 * machine.memory:
+    while (need := memory_needed(preset, seq_length, vocab_size, micro, machine)) > 0.9 * machine.memory:
         micro //= 2
         if not micro:
             raise GptparError(
@@ -132,23 +134,26 @@ def choose(machine: Machine, preset: str, vocab_size: int, minutes: float) -> li
     ]
 
 
-def shape_of(preset: str, seq_length: int, vocab_size: int) -> Shape:
-    """A preset's shape with another length and vocabulary."""
+def config_of(preset: str, seq_length: int, vocab_size: int) -> Config:
+    """A preset with another length and vocabulary."""
     config, _ = derive(Config().update("model", preset=preset, seq_length=seq_length), 1)
     multiple = config.model.make_vocab_size_divisible_by
-    return cast(Shape, config.update("model", padded_vocab_size=padded_vocab(vocab_size, multiple)).model)
+    return config.update("model", padded_vocab_size=padded_vocab(vocab_size, multiple))
 
 
-def memory_needed(preset: str, seq_length: int, vocab_size: int, micro_batch_size: int, precision: str) -> int:
+def shape_of(preset: str, seq_length: int, vocab_size: int) -> Shape:
+    """The shape of that."""
+    return cast(Shape, config_of(preset, seq_length, vocab_size).model)
+
+
+def memory_needed(preset: str, seq_length: int, vocab_size: int, micro_batch_size: int, machine: Machine) -> int:
     """Bytes one process is expected to need."""
-    shape = shape_of(preset, seq_length, vocab_size)
-    plan = MemoryPlan(
-        num_parameters=num_parameters(shape),
-        layers_in_flight=shape.num_layers,
-        micro_batch_size=micro_batch_size,
-        bytes_per_element=4 if precision == "fp32" else 2,
-    )
-    return expected_memory(shape, plan).total
+    config = config_of(preset, seq_length, vocab_size)
+    config = config.update("batch", micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size)
+    config = config.update("model", attention_dropout=0.0, hidden_dropout=0.0)
+    if machine.precision != "fp32":
+        config = config.update("precision", **{machine.precision: True})
+    return round(stage_memory(Job(config, Layout(), "cuda" if machine.num_gpus else "cpu"), 0).allocated)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ import torch
 from gptpar.config import Config, ModelConfig
 from gptpar.config.graph import wants_graph
 from gptpar.layer_spec import LayerSpec
+from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import schedules
@@ -24,7 +25,6 @@ from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology import Layout
-from gptpar.training.sharded_model import DTYPES
 from gptpar.zero.units import Unit
 
 NUM_LAYERS_BEFORE_BLOCKS = 2
@@ -55,10 +55,12 @@ class Job:
     Args:
         config: resolved, with the padded vocabulary filled.
         layout: of its processes.
+        device_type: ``cuda`` or ``cpu``.
     """
 
     config: Config
     layout: Layout
+    device_type: str = "cuda"
 
     @property
     def shape(self) -> Shape:
@@ -123,7 +125,7 @@ class Job:
     @property
     def graph(self) -> bool:
         """Whether forward and backward are launched as one CUDA graph."""
-        return wants_graph(self.config, self.layout.data)
+        return self.device_type == "cuda" and wants_graph(self.config, self.layout.data)
 
     @property
     def boundary_bytes(self) -> int:

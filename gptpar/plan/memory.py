@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from gptpar.model.memory import MemoryPlan, layer_activation_bytes_per_token
+from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.optim.transfers import RING_BYTES
-from gptpar.plan.hardware import Cluster
+from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Job, StagePart, alive
 from gptpar.tensor_parallel.cross_entropy import num_chunks
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
@@ -63,7 +63,7 @@ class RankMemory:
         return {name: round(size / 2**30, 3) for name, size in asdict(self).items()}
 
 
-def stage_memory(job: Job, stage: int, cluster: Cluster) -> RankMemory:
+def stage_memory(job: Job, stage: int, sustained: Sustained = SUSTAINED) -> RankMemory:
     """Memory of the processes of one stage."""
     part = job.stages[stage]
     parameters, gradients, optimizer, on_host = _states(job, part)
@@ -74,16 +74,16 @@ def stage_memory(job: Job, stage: int, cluster: Cluster) -> RankMemory:
     activations = max(sum(n * size for n, size in zip(count, chunks, strict=True)) for count in counts)
     host = max(sum(n * size for n, size in zip(count, host_chunks, strict=True)) for count in counts)
     buffers = max(_loss_buffers(job, part), _backward_buffers(job, part, blocks), _end_buffers(job, part))
-    buffers += _boundary_buffers(job, stage) + PRODUCT_WORKSPACE
+    on_gpu = job.device_type == "cuda"
+    buffers += _boundary_buffers(job, stage) + on_gpu * PRODUCT_WORKSPACE
     allocated = parameters + gradients + optimizer + activations + buffers
-    sustained = cluster.sustained
     return RankMemory(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         buffers=buffers,
-        outside=sustained.outside + sustained.fragmentation * allocated + _symmetric_memory(job),
+        outside=on_gpu * (sustained.outside + sustained.fragmentation * allocated + _symmetric_memory(job)),
         host=sustained.host_process + host + on_host,
     )
 
@@ -175,15 +175,6 @@ class _Blocks:
 def block_bytes_per_token(job: Job) -> float:
     """Bytes that a block keeps of a token on a rank, without what selective recomputation forgets."""
     shape, size = job.shape, job.element_size
-    plan = MemoryPlan(
-        num_parameters=0,
-        layers_in_flight=0,
-        micro_batch_size=job.micro_batch_size,
-        bytes_per_element=size,
-        hidden_dropout=job.config.model.hidden_dropout,
-        tensor_parallel=job.layout.tensor,
-        sequence_parallel=job.config.parallel.sequence_parallel,
-    )
     statistics = STATISTICS_BYTES / job.token_shares + 4 * shape.num_attention_heads / job.layout.tensor
     forgotten = 0.0
     if job.config.recompute.recompute_granularity == "selective":
@@ -192,7 +183,14 @@ def block_bytes_per_token(job: Job) -> float:
             forgotten += shape.ffn_hidden_size * (3 if shape.swiglu else 2) * size / job.layout.tensor
         if "layernorm" in modules:
             forgotten += 2 * shape.hidden_size * size / job.token_shares
-    return layer_activation_bytes_per_token(shape, plan) + statistics - forgotten
+    kept = layer_activation_bytes_per_token(
+        shape,
+        size,
+        has_dropout=job.config.model.hidden_dropout > 0,
+        tensor_parallel=job.layout.tensor,
+        sequence_parallel=job.config.parallel.sequence_parallel,
+    )
+    return kept + statistics - forgotten
 
 
 def _loss_buffers(job: Job, part: StagePart) -> float:
@@ -201,7 +199,7 @@ def _loss_buffers(job: Job, part: StagePart) -> float:
         return 0.0
     shape, size, wide = job.shape, job.element_size, job.wide_size
     rows = -(-shape.padded_vocab_size // job.layout.tensor)
-    pieces = num_chunks(job.tokens, rows, size, "cuda")
+    pieces = num_chunks(job.tokens, rows, size, job.device_type)
     logits = -(-job.tokens // pieces) * rows * size
     hidden = job.tokens * shape.hidden_size * size
     gradient = rows * shape.hidden_size

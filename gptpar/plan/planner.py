@@ -60,7 +60,7 @@ class Plan:
     @cached_property
     def memory(self) -> list[RankMemory]:
         """Of each stage's processes."""
-        return [stage_memory(self.job, stage, self.cluster) for stage in range(self.job.layout.pipeline)]
+        return [stage_memory(self.job, stage, self.cluster.sustained) for stage in range(self.job.layout.pipeline)]
 
     @cached_property
     def time(self) -> StepTime:

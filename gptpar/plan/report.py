@@ -12,8 +12,7 @@ from gptpar.pipeline import schedules
 from gptpar.pipeline.schedules import Forward, Span
 from gptpar.plan.planner import Plan, Search
 from gptpar.plan.timing import rounds_idle
-from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count
-from gptpar.training.banner import ranges
+from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -263,7 +263,7 @@ class _Costs:
         """Output layer and loss, whose gradients are formed in the forward."""
         job, tensor = self._job, self._job.layout.tensor
         rows = -(-job.shape.padded_vocab_size // tensor)
-        pieces = num_chunks(job.tokens, rows, job.element_size, "cuda")
+        pieces = num_chunks(job.tokens, rows, job.element_size, job.device_type)
         tokens = -(-job.tokens // pieces)
         logits = LOGIT_PASSES * tokens * rows * job.element_size / self.memory_rate
         piece = 3 * self._product(tokens, job.shape.hidden_size, rows) + logits

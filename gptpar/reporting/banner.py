@@ -65,3 +65,14 @@ def format_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """``0-2, 7-9`` for consecutive numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -20,7 +20,7 @@ from gptpar.reporting.sinks import Sink, make_sinks
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
 from gptpar.training import resume
 from gptpar.training.auto_ratio import with_ratio
-from gptpar.training.banner import offload_line, start_banner
+from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import make_loaders, vocabulary_of, with_vocabulary
 from gptpar.training.interrupt import StopRequest
@@ -87,6 +87,7 @@ def open_run(
         resume.refuse_foreign_save_folder(config)
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         config = with_ratio(config, topology)
+        refuse_what_cannot_fit(config, topology)
         loaders = make_loaders(config, topology, plan, vocabulary)
         for loader in loaders.values():
             if loader is not None:

@@ -9,17 +9,21 @@ import torch
 
 from gptpar.config import Config
 from gptpar.config.derive import Derived
+from gptpar.errors import GptparError
 from gptpar.model.flops import Shape, flops_per_token, num_parameters
-from gptpar.model.memory import MemoryPlan, expected_memory
 from gptpar.pipeline.module import LayerSplit
 from gptpar.pipeline.schedules import idle_share, simulate
-from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count
-from gptpar.tensor_parallel.cross_entropy import num_chunks
+from gptpar.plan.job import Job
+from gptpar.plan.memory import stage_memory
+from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges
 from gptpar.topology import Layout, Topology
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary
 from gptpar.training.reporter import device_peak
-from gptpar.training.sharded_model import DTYPES, ShardedModel, recomputed_blocks, split_of
+from gptpar.training.sharded_model import ShardedModel, split_of
+
+OVERESTIMATE = 1.1
+"""A run is refused only where even this much less would not fit: the expectation may be wrong."""
 
 
 def start_banner(
@@ -37,7 +41,7 @@ def start_banner(
         Section("layout", _layout(config, topology)),
         Section("run", _run(config, plan)),
         Section("pipeline", _pipeline(config, topology.layout, plan, split)),
-        Section("memory expected on the first stage's processes", _memory(config, topology, plan, split)),
+        Section("memory expected of a process", _memory(config, topology)),
         Section("derived", [Row(d.name, str(d.value), d.reason) for d in derived]),
         Section("accepted, without effect", [Row(*note.split(": ", 1)) for note in without_effect]),
     ]
@@ -135,44 +139,37 @@ def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit
     ]
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """``0-2, 7-9`` for consecutive numbers."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def _memory(config: Config, topology: Topology, batches: BatchPlan, split: LayerSplit) -> list[Row]:
-    """Of the first stage, which keeps the most micro-batches."""
-    m, b, layout = config.model, config.batch, topology.layout
-    assert m.num_layers and m.seq_length and m.padded_vocab_size and b.micro_batch_size
-    size = DTYPES[config.precision.dtype].itemsize
-    num_micro = batches.full // (b.micro_batch_size * layout.data)
-    in_flight = min(layout.pipeline, num_micro)
-    blocks = [f"layers.{layer - 2}" for layer in split.layers_of(0) if 2 <= layer < m.num_layers + 2]
-    recomputed = sum(len(group) for group in recomputed_blocks(config, blocks))
-    plan = MemoryPlan(
-        num_parameters=round(split.parameters[0] / layout.tensor),
-        layers_in_flight=len(blocks) * in_flight,
-        micro_batch_size=b.micro_batch_size,
-        bytes_per_element=size,
-        recomputed_layers=recomputed * in_flight,
-        hidden_dropout=m.hidden_dropout,
-        tensor_parallel=layout.tensor,
-        sequence_parallel=config.parallel.sequence_parallel,
-        data_parallel=layout.data,
-        zero_stage=config.parallel.zero_stage or 0,
-        logits_chunks=num_chunks(b.micro_batch_size * m.seq_length, m.padded_vocab_size, size, topology.device.type),
-    )
-    expected = expected_memory(cast(Shape, m), plan)
-    parts = ("parameters", "gradients", "masters", "moments", "activations", "logits")
-    text = ", ".join(f"{part} {format_bytes(getattr(expected, part))}" for part in parts if getattr(expected, part))
-    rows = [Row("total", format_bytes(expected.total), text)]
+def _memory(config: Config, topology: Topology) -> list[Row]:
+    """Of the stage that needs the most."""
+    job = Job(config, topology.layout, topology.device.type)
+    stages = [stage_memory(job, stage) for stage in range(topology.layout.pipeline)]
+    worst = max(range(len(stages)), key=lambda stage: stages[stage].allocated)
+    memory = stages[worst]
+    parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    text = ", ".join(f"{part} {format_bytes(round(getattr(memory, part)))}" for part in parts if getattr(memory, part))
+    rows = [Row("total" if len(stages) == 1 else f"stage {worst}", format_bytes(round(memory.allocated)), text)]
+    if config.offload.cpu_optimizer or config.offload.cpu_parameters:
+        rows.append(Row("on the host", format_bytes(round(memory.host))))
     if topology.device.type == "cuda":
         capacity = torch.cuda.get_device_properties(topology.device).total_memory
         rows.append(Row("device has", format_bytes(capacity)))
     return rows
+
+
+def refuse_what_cannot_fit(config: Config, topology: Topology) -> None:
+    """Before anything is allocated.
+
+    Raises:
+        GptparError: this process's stage needs far more than its GPU has.
+    """
+    if topology.device.type != "cuda":
+        return
+    need = stage_memory(Job(config, topology.layout), topology.stage).allocated
+    capacity = torch.cuda.get_device_properties(topology.device).total_memory
+    if need > OVERESTIMATE * capacity:
+        raise GptparError(
+            f"stage {topology.stage} is expected to need {format_bytes(round(need))} and its GPU has "
+            f"{format_bytes(capacity)}: lower --micro-batch-size {config.batch.micro_batch_size}, add "
+            "--recompute-granularity full or --cpu-optimizer, raise --zero-stage or the tensor or pipeline parallel "
+            "size; gptpar plan with the same flags shows what helps how much."
+        )

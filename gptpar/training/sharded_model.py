@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from gptpar.config import Config
+from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.optim.adamw import MasterAdamW
@@ -29,8 +30,6 @@ from gptpar.zero.gradients import GradientSum
 from gptpar.zero.live import LiveParameters
 from gptpar.zero.place import DataAxis
 from gptpar.zero.units import Unit
-
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 class ShardedModel:

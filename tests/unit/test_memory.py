@@ -5,13 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gptpar.model.memory import (
-    MemoryPlan,
-    activation_bytes,
-    expected_memory,
-    layer_activation_bytes_per_token,
-    logits_bytes,
-)
+from gptpar.model.memory import layer_activation_bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -34,8 +28,7 @@ class GPTShape:
 
 
 SHAPE = GPTShape()
-PLAN = MemoryPlan(num_parameters=1000, layers_in_flight=24, micro_batch_size=16, bytes_per_element=2)
-H, TOKENS = 1024, 16 * 1024
+H = 1024
 
 
 @pytest.mark.parametrize(
@@ -43,13 +36,15 @@ H, TOKENS = 1024, 16 * 1024
     [(1, False, 34), (2, False, 10 + 24 / 2), (8, False, 10 + 24 / 8), (2, True, 34 / 2), (8, True, 34 / 8)],
 )
 def test_layer_activations_are_those_of_the_paper(tensor_parallel, sequence_parallel, per_hidden):
-    plan = replace(PLAN, hidden_dropout=0.1, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel)
-    assert layer_activation_bytes_per_token(SHAPE, plan) == per_hidden * H
+    found = layer_activation_bytes_per_token(
+        SHAPE, 2, has_dropout=True, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel
+    )
+    assert found == per_hidden * H
 
 
 def test_no_dropout_means_no_masks_and_wider_elements_scale():
-    assert layer_activation_bytes_per_token(SHAPE, PLAN) == 32 * H
-    assert layer_activation_bytes_per_token(SHAPE, replace(PLAN, bytes_per_element=4)) == 64 * H
+    assert layer_activation_bytes_per_token(SHAPE, 2) == 32 * H
+    assert layer_activation_bytes_per_token(SHAPE, 4) == 64 * H
 
 
 class Block(nn.Module):
@@ -92,44 +87,11 @@ def test_layer_activations_are_what_autograd_keeps():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         block(x_BSD)
     measured = sum(size for size, _ in kept.values()) / (2 * 64)
-    plan = replace(PLAN, bytes_per_element=4)
     # The norms' statistics and the attention's log-sum-exp, a few numbers a token, are not in the formula.
-    assert layer_activation_bytes_per_token(shape, plan) == pytest.approx(measured, rel=0.01)
+    assert layer_activation_bytes_per_token(shape, 4) == pytest.approx(measured, rel=0.01)
 
 
 def test_grouped_queries_and_swiglu():
     shape = replace(SHAPE, num_query_groups=4, swiglu=True)
     # 4 inputs of h, q and output of h each, k and v of h/4 each, SwiGLU's gate, value and product of 4h each
-    assert layer_activation_bytes_per_token(shape, PLAN) == 2 * (4 + 2 + 0.5 + 12) * H
-
-
-def test_activations_without_and_with_recomputation():
-    ends = 4 * H  # inputs of the last norm and of the head
-    assert activation_bytes(SHAPE, PLAN) == TOKENS * (24 * 32 * H + ends)
-    full = replace(PLAN, recomputed_layers=24)
-    assert activation_bytes(SHAPE, full) == TOKENS * (24 * 2 * H + 32 * H + ends)
-    first_ten = replace(PLAN, recomputed_layers=10)
-    assert activation_bytes(SHAPE, first_ten) == TOKENS * (14 * 32 * H + 10 * 2 * H + 32 * H + ends)
-
-
-def test_logits_shrink_with_chunks_and_tensor_parallelism():
-    assert logits_bytes(SHAPE, PLAN) == TOKENS * 50304 * 10
-    assert logits_bytes(SHAPE, replace(PLAN, logits_chunks=4, tensor_parallel=2)) == TOKENS * 50304 * 10 // 8
-    assert logits_bytes(SHAPE, replace(PLAN, bytes_per_element=4)) == TOKENS * 50304 * 12
-
-
-@pytest.mark.parametrize(("bytes_per_element", "per_parameter"), [(2, 18), (4, 16), (8, 32)])
-def test_bytes_per_parameter(bytes_per_element, per_parameter):
-    memory = expected_memory(SHAPE, replace(PLAN, bytes_per_element=bytes_per_element))
-    states = memory.parameters + memory.gradients + memory.masters + memory.moments
-    assert states == 1000 * per_parameter
-    assert memory.total == states + memory.activations + memory.logits
-
-
-@pytest.mark.parametrize(
-    ("stage", "expected"),
-    [(0, 18_000), (1, 6_000 + 12_000 / 4), (2, 2_000 + 16_000 / 4), (3, 18_000 / 4)],
-)
-def test_zero_divides_stage_by_stage(stage, expected):
-    memory = expected_memory(SHAPE, replace(PLAN, data_parallel=4, zero_stage=stage))
-    assert memory.parameters + memory.gradients + memory.masters + memory.moments == expected
+    assert layer_activation_bytes_per_token(shape, 2) == 2 * (4 + 2 + 0.5 + 12) * H

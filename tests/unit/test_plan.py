@@ -23,8 +23,8 @@ from gptpar.plan.main import make_planner
 from gptpar.plan.memory import block_bytes_per_token, stage_memory
 from gptpar.plan.planner import Plan, search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
+from gptpar.reporting.banner import ranges
 from gptpar.topology import Layout, make_topology
-from gptpar.training.banner import ranges
 from gptpar.training.sharded_model import ShardedModel, split_of
 from tests.helpers import tiny_config
 
@@ -176,12 +176,12 @@ def allocated(model: ShardedModel) -> tuple[int, int, int]:
 def test_states_are_what_the_run_allocates(layout: Layout, flags: str) -> None:
     sizes = f"--tensor-model-parallel-size {layout.tensor} --pipeline-model-parallel-size {layout.pipeline}"
     config = tiny_config(f"{flags} {sizes} --no-compile", layout.world_size)
-    job, cluster = Job(config, layout), plan(SMALL + "--micro-batch-size 1").cluster
+    job = Job(config, layout)
     assert job.split == split_of(config, layout)
     for rank in range(layout.world_size):
         with pretended_world(rank, layout.world_size):
             topology = make_topology(layout, rank, torch.device("cpu"))
-            memory = stage_memory(job, topology.stage, cluster)
+            memory = stage_memory(job, topology.stage)
             found = allocated(ShardedModel(config, topology))
         assert found == (memory.parameters, memory.gradients, memory.optimizer)
 

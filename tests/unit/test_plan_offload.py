@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from gptpar.errors import GptparError
 from gptpar.optim.transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.main import make_planner
+from gptpar.topology import Layout, Topology
+from gptpar.training.banner import refuse_what_cannot_fit
 from tests.unit.test_plan import CALM, GIB, plan
 from tests.unit.test_plan import SMALL as SHAPE
 
@@ -84,3 +89,18 @@ def test_a_model_that_is_too_large_is_told_to_use_the_host() -> None:
     planner, _ = make_planner(f"{TEN_B} --gpu h100".split())
     best = planner.remedies(planner_plan)[0]
     assert best.fits and best.flags() == "--cpu-optimizer --cpu-optimizer-ratio auto"
+
+
+def test_a_run_far_too_large_for_its_gpu_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 layers of 64 need about 6 MiB of states, and 64 MiB of workspace."""
+    config = plan(SMALL).job.config
+    topology = Topology(Layout(), 0, torch.device("cuda"))
+    for capacity in (1 << 30, 1 << 24):
+        properties = SimpleNamespace(total_memory=capacity)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
+        if capacity == 1 << 30:
+            refuse_what_cannot_fit(config, topology)
+        else:
+            with pytest.raises(GptparError, match=r"stage 0 .* its GPU has 16.00 MiB: lower --micro-batch-size 2, add"):
+                refuse_what_cannot_fit(config, topology)
+    refuse_what_cannot_fit(config, Topology(Layout(), 0, torch.device("cpu")))

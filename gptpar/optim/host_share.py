@@ -228,15 +228,16 @@ class HostShare:
             if run.counted
         )
 
-    def describe(self) -> str:
-        """What is here, for the start of a run."""
-        elements = sum(b.stop - b.start for b in self._buckets)
-        size = self._buckets[0].now.weights.element_size() * 3
-        beside = sum(b.stop - b.start for b in self._buckets if b.beside is not None)
-        return (
-            f"{elements * size / 2**30:.2f} GiB of masters and moments, {beside * size / 2**30:.2f} GiB beside for "
-            f"speculation on {beside / elements:.0%} of them; {self._adam.isa}, {self._adam.threads} thread(s)"
-        )
+    @property
+    def state_bytes(self) -> tuple[int, int]:
+        """Memory of masters and moments, and of what is beside them for speculation."""
+        sizes = [(b.stop - b.start) * 3 * b.now.weights.element_size() for b in self._buckets]
+        return sum(sizes), sum(size for size, b in zip(sizes, self._buckets, strict=True) if b.beside is not None)
+
+    @property
+    def kernel(self) -> str:
+        """What updates, in a few words."""
+        return f"{self._adam.isa}, {self._adam.threads} thread(s)"
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
         started = time.perf_counter()

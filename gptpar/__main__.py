@@ -14,7 +14,7 @@ def leave(status: int) -> None:
     """End a worker whose work is done without taking the interpreter apart.
 
     Threads of gloo and NCCL may still be letting go of tensors. One that asks for Python's lock while the interpreter
-    is being taken apart ends the process with SIGABRT, and torchrun then calls a finished run failed (1 of 50 tiny runs
+    is being taken apart ends the process with SIGABRT, and torchrun then calls a finished run failed (1 of 42 tiny runs
     on a busy machine).
     """
     atexit._run_exitfuncs()

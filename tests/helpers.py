@@ -7,7 +7,9 @@ import torch
 from gptpar.config import Config
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
+from gptpar.init import Init
 from gptpar.optim.schedule import make_schedule
+from gptpar.pipeline.stage import Stage
 from gptpar.topology import Layout, make_topology
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
@@ -37,3 +39,8 @@ def random_tokens(samples: int, length: int, vocab_size: int, seed: int = 0) -> 
     """int64 [samples, length + 1]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (samples, length + 1), generator=generator)
+
+
+def inits_of_stage(stage: Stage) -> dict[str, Init]:
+    """Global name -> how the parameter is initialised."""
+    return {name: info.init for name, info in stage.infos().items()}

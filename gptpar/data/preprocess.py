@@ -21,6 +21,7 @@ from gptpar.data.progress import Progress
 from gptpar.data.readers import FORMATS, Block, find_inputs, parse_block, read_blocks
 from gptpar.data.workers import ordered_map, terminate_cleanly
 from gptpar.errors import DataError, TokenizerError
+from gptpar.host import cores
 from gptpar.tokenizer import Tokenizer, add_tokenizer_flags, build_tokenizer
 
 BAD_LINES_SHOWN = 5
@@ -171,14 +172,9 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     spec = TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_model, args.vocab_size)
     encoder = Encoder(spec, tuple(args.json_keys), args.append_eod, args.skip_bad_lines)
-    workers = args.workers or available_cores()
+    workers = args.workers or len(cores())
     print(preprocess(args.input, args.output_prefix, encoder, workers=workers, log_interval=args.log_interval))
     return 0
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -203,7 +203,6 @@ def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     # Summed by rows first: over a long fp32 vector torch's CPU kernel drifts (6 % at 350M elements).
     norms: list[torch.Tensor] = []
     for piece in pieces:
-        wide = torch.promote_types(piece.dtype, torch.float32)
         whole = piece.numel() // ROW * ROW
         rows, rest = piece[:whole].view(-1, ROW), piece[whole:]
         norms += [torch.linalg.vector_norm(rows, dim=1, dtype=wide), torch.linalg.vector_norm(rest, dtype=wide)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from gptpar import native
 from gptpar.errors import NativeBuildError
+from gptpar.host import cores
 
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
 _SQUARE_BLOCK = 1 << 16
@@ -66,10 +66,13 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def default_threads() -> int:
-    """All cores that this process may use but two, which are left to the threads that feed the GPU; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores - 2)
+CORES_LEFT_FREE = 2
+"""For the threads that launch the device's work: with one, the CPU optimizer held them up."""
+
+
+def default_threads(mine: Sequence[int] | None = None) -> int:
+    """All of these cores, by default those that this process may use, but a few that are left free; at least 1."""
+    return max(1, len(cores() if mine is None else mine) - CORES_LEFT_FREE)
 
 
 class CpuAdam:

@@ -222,7 +222,7 @@ class HostShare:
         """Sum of squares of the master weights that this process counts."""
         self.finish()
         return sum(
-            float(torch.linalg.vector_norm(bucket.now.weights[run.start : run.stop], dtype=torch.float64)) ** 2
+            self._adam.square(bucket.now.weights[run.start : run.stop])
             for bucket in self._buckets
             for run in bucket.runs
             if run.counted

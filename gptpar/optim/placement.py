@@ -10,15 +10,12 @@ import torch
 from gptpar.errors import GptparError
 from gptpar.host import available_memory, place_on_machine, share_of_cores
 from gptpar.optim.buckets import BUCKET_ELEMENTS, HostPiece
-from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.cpu_adam import CpuAdam, default_threads
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
 
 KEPT_FREE = 0.1
 """Part of the host's free memory that is left to everything else."""
-
-CORES_LEFT_FREE = 2
-"""For the threads that launch the device's work: with one, the CPU optimizer held them up."""
 
 
 def build_host_share(
@@ -47,7 +44,7 @@ def build_host_share(
         pieces,
         dtype=wide,
         clip_grad=clip_grad,
-        adam=CpuAdam(threads or max(1, len(cores) - CORES_LEFT_FREE)),
+        adam=CpuAdam(threads or default_threads(cores)),
         transfers=_make_transfers([piece.length for piece in pieces], device, itemsize),
         folder=folder,
         cores=cores if count > 1 else None,

@@ -167,10 +167,6 @@ class Stage(nn.Module):
                     found[f"{name}.{inner}"] = ParameterInfo(parameter.shape, splits.get(local), inits[inner])
         return found
 
-    def global_inits(self) -> dict[str, Init]:
-        """Global name -> how the parameter is initialised."""
-        return {name: info.init for name, info in self.infos().items()}
-
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
         """Give every parameter the memory it lives in.
 

@@ -13,7 +13,7 @@ from gptpar.model.block import Block
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import TensorAxis, cross_entropy, splits_of, symmetric_memory_works
-from tests.helpers import random_tokens, tiny_config
+from tests.helpers import inits_of_stage, random_tokens, tiny_config
 from tests.spawn import spawn
 
 LLAMA = "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear"
@@ -47,7 +47,7 @@ def micro_batch(wanted: tuple[str, ...], length: int = LENGTH) -> tuple[torch.Te
 def build(flags: str, axis: TensorAxis, recompute: tuple[str, ...] = ()) -> Stage:
     """The model with initial values that depend on names alone, each rank with its share; biases and norms too."""
     stage = Stage(gpt_layers(tiny_config(flags).model, axis, recompute_modules=frozenset(recompute)))
-    inits, splits, storage = stage.global_inits(), global_splits(stage), {}
+    inits, splits, storage = inits_of_stage(stage), global_splits(stage), {}
     for name, parameter in stage.global_parameters().items():
         shape = list(parameter.shape)
         if name in splits:

@@ -12,7 +12,7 @@ from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, num_chunks
-from tests.helpers import random_tokens, tiny_config
+from tests.helpers import inits_of_stage, random_tokens, tiny_config
 
 OPTIONS = {
     "gpt2": "",
@@ -34,7 +34,7 @@ OPTIONS = {
 def build(flags: str, dtype: torch.dtype = torch.float64) -> Stage:
     stage = Stage(gpt_layers(tiny_config(flags).model))
     weights = {name: torch.empty(p.shape, dtype=dtype) for name, p in stage.global_parameters().items()}
-    initialise(weights, stage.global_inits(), seed=3)
+    initialise(weights, inits_of_stage(stage), seed=3)
     stage.place(weights)
     return stage
 
@@ -116,7 +116,7 @@ def test_recomputation_changes_no_gradient() -> None:
     for names in (frozenset(), frozenset({"layers.0", "layers.1"})):
         stage = Stage(gpt_layers(config.model), recompute=names)
         weights = {n: torch.empty(p.shape, dtype=torch.float64) for n, p in stage.global_parameters().items()}
-        initialise(weights, stage.global_inits(), seed=3)
+        initialise(weights, inits_of_stage(stage), seed=3)
         stage.place(weights)
         torch.manual_seed(5)
         loss = stage.train()(tokens[:, :-1], {"labels": tokens[:, 1:], "seq_length": 16})
@@ -138,7 +138,7 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 def test_initial_scales_are_megatrons() -> None:
     big = draw(Normal(0.02), torch.Size((500, 500)), 1, "x")
     assert abs(big.std().item() - 0.02) < 1e-4 and abs(big.mean().item()) < 2e-4
-    inits = Stage(gpt_layers(tiny_config().model)).global_inits()
+    inits = inits_of_stage(Stage(gpt_layers(tiny_config().model)))
     assert inits["layers.1.attention.out.weight"] == Normal(0.02 / 2.0)
     assert inits["layers.1.attention.qkv.weight"] == Normal(0.02)
 

@@ -8,7 +8,7 @@ import torch
 from gptpar.init import initialise
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
-from tests.helpers import random_tokens, tiny_config
+from tests.helpers import inits_of_stage, random_tokens, tiny_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 def build(flags: str) -> tuple[Stage, dict[str, torch.Tensor]]:
     stage = Stage(gpt_layers(tiny_config(flags).model))
     weights = {name: torch.empty(p.shape) for name, p in stage.global_parameters().items()}
-    initialise(weights, stage.global_inits(), seed=7)
+    initialise(weights, inits_of_stage(stage), seed=7)
     for name, value in weights.items():  # biases and norms start at 0 and 1, where mistakes would not show
         value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
     stage.place(weights)

@@ -19,15 +19,17 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class CpuOptimizerTimes:
-    """Milliseconds of a step, on the main process.
+    """Milliseconds of a step, on the main process, and what they do not show.
 
     Attributes:
         waited: the training loop stood still for parameters that were not updated yet.
         busy: the CPU optimizer worked, beside the device or not.
+        redone: steps that it took once more, because what it had begun early turned out wrong.
     """
 
     waited: float
     busy: float
+    redone: int = 0
 
 
 @dataclass(frozen=True)

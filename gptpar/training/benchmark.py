@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,12 +130,26 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
         "zero_stage": parallel.zero_stage,
         "pieces_per_stage": parallel.num_chunks,
         "recompute": config.recompute.recompute_granularity,
-        "cpu_optimizer_ratio": run.config.offload.ratio,
+        **_cpu_optimizer(run.config, records),
         "cuda_graph": on_gpu and wants_graph(config, topology.layout.data),
         "precision": config.precision.dtype,
         "steps": len(ms),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
+    }
+
+
+def _cpu_optimizer(config: Config, records: Sequence[IterationRecord]) -> dict[str, Any]:
+    times = [record.cpu_optimizer for record in records if record.cpu_optimizer is not None]
+    if not times:
+        return {"cpu_optimizer_ratio": config.offload.ratio}
+    clip = config.optimizer.clip_grad
+    return {
+        "cpu_optimizer_ratio": config.offload.ratio,
+        "cpu_optimizer_wait_ms": _rounded(statistics.median(t.waited for t in times)),
+        "cpu_optimizer_busy_ms": _rounded(statistics.median(t.busy for t in times)),
+        "cpu_optimizer_redone_steps": sum(t.redone for t in times),
+        "clipped_steps": sum(clip > 0 and (record.grad_norm or 0) > clip for record in records),
     }
 
 

@@ -149,11 +149,7 @@ class Reporter:
             eta_s=last.eta_s / speed,
             num_skipped=sum(r.num_skipped for r in window),
             num_nan=sum(r.num_nan for r in window),
-            cpu_optimizer=CpuOptimizerTimes(
-                sum(t.waited for t in times) / len(times), sum(t.busy for t in times) / len(times)
-            )
-            if times
-            else None,
+            cpu_optimizer=_averaged_times(times) if times else None,
         )
 
     def validation(self, record: ValidationRecord) -> None:
@@ -166,3 +162,8 @@ class Reporter:
         """Flush and close the sinks."""
         for sink in self.sinks:
             sink.close()
+
+
+def _averaged_times(times: Sequence[CpuOptimizerTimes]) -> CpuOptimizerTimes:
+    waited, busy = (sum(of) / len(times) for of in zip(*((t.waited, t.busy) for t in times), strict=True))
+    return CpuOptimizerTimes(waited, busy, sum(t.redone for t in times))

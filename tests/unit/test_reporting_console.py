@@ -121,4 +121,5 @@ def test_times_of_an_iteration():
     record = replace(RECORD, cpu_optimizer=CpuOptimizerTimes(waited=12.34, busy=567.89))
     assert timing_line(record) == (
         "times (ms) | iteration: 1234.6 | waited for the CPU optimizer: 12.3 | CPU optimizer busy: 567.9"
+        " | steps redone: 0"
     )

@@ -22,7 +22,7 @@
 
 extern "C" {
 
-// One call. p, m, v and their outputs: n floats each, either the same places (in place) or apart. grad: n gradients of
+// A stretch of elements. p, m, v and their outputs: n floats each, either the same places (in place) or apart. grad: n gradients of
 // type grad_type; low: n parameters of type low_type to be written, if that is not kNone. gptpar.optim.cpu_adam has the same struct.
 struct GptparAdamStep {
   const float *p, *m, *v;
@@ -144,14 +144,23 @@ const Loops* loops_of(int32_t isa) {
 
 bool known(int32_t type) { return type >= kFloat && type <= kHalf; }
 
-// Sum over blocks, in their order, of what work(first, last) gives for each.
-template <class Work>
-int32_t sum_blocks(int64_t n, int threads, double* total, const Work& work) try {
-  const int64_t num_blocks = (n + kBlock - 1) / kBlock;
-  std::vector<double> sums(num_blocks);
-  ThreadPool::instance().run(num_blocks, threads, [&](int64_t block) {
-    sums[block] = work(block * kBlock, std::min(n, (block + 1) * kBlock));
-  });
+// Elements that one thread takes at a time: of stretch `of`, those in [first, last).
+struct Block {
+  int32_t of;
+  int64_t first, last;
+};
+
+// Sum over the blocks of stretches of some lengths, in their order, of what work(block) gives for each. All blocks are
+// handed out together: threads do not wait for each other between stretches.
+template <class Work, class Length>
+int32_t sum_blocks(int32_t count, const Length& length, int threads, double* total, const Work& work) try {
+  std::vector<Block> blocks;
+  for (int32_t of = 0; of < count; ++of) {
+    const int64_t n = length(of);
+    for (int64_t first = 0; first < n; first += kBlock) blocks.push_back({of, first, std::min(n, first + kBlock)});
+  }
+  std::vector<double> sums(blocks.size());
+  ThreadPool::instance().run(blocks.size(), threads, [&](int64_t i) { sums[i] = work(blocks[i]); });
   *total = 0;
   for (const double sum : sums) *total += sum;
   return 1;
@@ -169,23 +178,27 @@ const char* cpu_adam_isa(int32_t isa) {
   return loops ? loops->name : nullptr;
 }
 
-// One step. squares: null, or where the sum of the gradients' squares goes (of what is in grad: before scaling).
-// Returns 1 if every gradient was finite, 0 if not (the arithmetic is done all the same), or a negative Error.
-int32_t cpu_adam_step(const GptparAdamStep* step, int32_t threads, int32_t isa, double* squares) {
-  const gptpar::Step s = *step;
+// One step of `count` stretches. squares: null, or where the sum of the gradients' squares goes (of what is in grad:
+// before scaling). Returns 1 if every gradient was finite, 0 if not (the arithmetic is done all the same), or a
+// negative Error.
+int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t count, int32_t threads, int32_t isa, double* squares) {
   const gptpar::Loops* loops = gptpar::loops_of(isa);
   if (!loops) return gptpar::kNoSuchSet;
-  if (!gptpar::known(s.grad_type) || (s.low_type != gptpar::kNone && !gptpar::known(s.low_type))) return gptpar::kNoSuchType;
-  const auto adam = loops->adam[s.grad_type - 1];
-  const auto square = loops->square[s.grad_type - 1];
+  for (const gptpar::Step* s = steps; s < steps + count; ++s) {
+    const bool known_low = s->low_type == gptpar::kNone || gptpar::known(s->low_type);
+    if (!gptpar::known(s->grad_type) || !known_low) return gptpar::kNoSuchType;
+  }
   std::atomic<bool> finite{true};
   double ignored;
-  const int32_t code =
-      gptpar::sum_blocks(s.n, threads, squares ? squares : &ignored, [&](int64_t first, int64_t last) {
-        const double sum = squares ? square(s.grad, first, last) : 0;  // leaves the block's gradients in the cache
-        if (!adam(s, first, last)) finite = false;
-        return sum;
-      });
+  const auto length = [&](int32_t of) { return steps[of].n; };
+  const auto work = [&](const gptpar::Block& block) {
+    const gptpar::Step& s = steps[block.of];
+    // The square's pass leaves the block's gradients in the cache.
+    const double sum = squares ? loops->square[s.grad_type - 1](s.grad, block.first, block.last) : 0;
+    if (!loops->adam[s.grad_type - 1](s, block.first, block.last)) finite = false;
+    return sum;
+  };
+  const int32_t code = gptpar::sum_blocks(count, length, threads, squares ? squares : &ignored, work);
   return code < 0 ? code : finite.load();
 }
 
@@ -195,8 +208,8 @@ int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t 
   if (!loops) return gptpar::kNoSuchSet;
   if (!gptpar::known(grad_type)) return gptpar::kNoSuchType;
   const auto square = loops->square[grad_type - 1];
-  return gptpar::sum_blocks(n, threads, sum,
-                            [&](int64_t first, int64_t last) { return square(grad, first, last); });
+  const auto work = [&](const gptpar::Block& block) { return square(grad, block.first, block.last); };
+  return gptpar::sum_blocks(1, [n](int32_t) { return n; }, threads, sum, work);
 }
 
 }  // extern "C"

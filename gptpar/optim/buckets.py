@@ -58,9 +58,9 @@ class Buffers:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
-    def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of a range."""
-        return self.weights[start:stop], self.exp_avg[start:stop], self.exp_avg_sq[start:stop]
+    def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As :meth:`CpuAdam.steps <gptpar.optim.cpu_adam.CpuAdam.steps>` takes them."""
+        return self.weights, self.exp_avg, self.exp_avg_sq
 
 
 @dataclass

@@ -61,7 +61,7 @@ def _library() -> ctypes.CDLL | None:
     i32, doubles = ctypes.c_int32, ctypes.POINTER(ctypes.c_double)
     library.cpu_adam_isa.argtypes = [i32]
     library.cpu_adam_isa.restype = ctypes.c_char_p
-    library.cpu_adam_step.argtypes = [ctypes.POINTER(_CStep), i32, i32, doubles]
+    library.cpu_adam_step.argtypes = [ctypes.POINTER(_CStep), i32, i32, i32, doubles]
     library.cpu_adam_square.argtypes = [ctypes.c_void_p, ctypes.c_int64, i32, i32, i32, doubles]
     return library
 
@@ -117,7 +117,21 @@ class CpuAdam:
         into: tuple[Tensor, Tensor, Tensor] | None = None,
         low: Tensor | None = None,
     ) -> bool:
-        """One step; returns whether every gradient was finite (before the division by ``how.divisor``).
+        """:meth:`steps` with the same numbers for all elements."""
+        return self.steps(p, m, v, grad, [(0, p.numel(), how)], into=into, low=low)
+
+    def steps(
+        self,
+        p: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        stretches: Sequence[tuple[int, int, AdamStep]],
+        *,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+        low: Tensor | None = None,
+    ) -> bool:
+        """One step; returns whether every gradient was finite (before the division by ``divisor``).
 
         Where one was not, the step is made all the same, as IEEE arithmetic has it: inf and NaN spread to the outputs
         of that element. Who wants to skip such steps passes ``into`` and drops it, or calls ``square`` first.
@@ -126,7 +140,8 @@ class CpuAdam:
             p, m, v: [n] contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's own
                 kernels are used.
             grad: [n] fp32, bf16 or fp16; fp64 with fp64 parameters.
-            how: the step's numbers.
+            stretches: (first element, the one behind the last, numbers of the step for those), one after the other;
+                elements between them stay as they are.
             into: where the new p, m and v go, while p, m and v stay as they are; default: in place.
             low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even. It may be ``grad`` itself,
                 or lie in the same place.
@@ -134,13 +149,15 @@ class CpuAdam:
         Raises:
             ValueError: naming every tensor and number that does not fit.
         """
-        _check(p, m, v, grad, how, into, low)
-        if not len(p):
-            return True
+        _check(p, m, v, grad, stretches, into, low)
         if self._kernels is None or p.dtype == torch.float64:
-            return _torch_step(p, m, v, grad, how, into or (p, m, v), low)
-        call = _call(p, m, v, grad, how, into or (p, m, v), low)
-        return bool(_checked(self._kernels.cpu_adam_step(ctypes.byref(call), self.threads, self._isa, None)))
+            finite = True
+            for start, stop, how in stretches:
+                state, outputs = ([t[start:stop] for t in of] for of in ((p, m, v), into or (p, m, v)))
+                finite &= _torch_step(state, grad[start:stop], how, outputs, None if low is None else low[start:stop])
+            return finite
+        calls = _calls((p, m, v, *(into or (p, m, v)), grad), low, stretches)
+        return bool(_checked(self._kernels.cpu_adam_step(calls, len(calls), self.threads, self._isa, None)))
 
     def square(self, grad: Tensor) -> float:
         """Sum of squares in double precision, the same for any number of threads.
@@ -175,17 +192,27 @@ def _checked(code: int) -> int:
     return code
 
 
-def _call(
-    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, how: AdamStep, into: tuple[Tensor, ...], low: Tensor | None
-) -> _CStep:
+def _calls(
+    tensors: Sequence[Tensor], low: Tensor | None, stretches: Sequence[tuple[int, int, AdamStep]]
+) -> ctypes.Array[_CStep]:
+    """The kernel's arguments; ``tensors`` are p, m, v, their outputs and the gradient."""
+    places = [(t.data_ptr(), t.element_size()) for t in (*tensors, *([] if low is None else [low]))]
+    types = _TYPES[tensors[-1].dtype], 0 if low is None else _TYPES[low.dtype]
+    calls = []
+    for start, stop, how in stretches:
+        addresses = [base + start * size for base, size in places]
+        calls.append(_call((*addresses, None)[:8], stop - start, types, how))
+    return (_CStep * len(calls))(*calls)
+
+
+def _call(addresses: Sequence[int | None], length: int, types: tuple[int, int], how: AdamStep) -> _CStep:
     """Numbers are computed in double precision and rounded to fp32 once, by ctypes."""
     exact = math.frexp(how.divisor)[0] == 0.5 and 2.0**-100 < how.divisor < 2.0**100  # a power of 2: multiply instead
     return _CStep(
-        *(t.data_ptr() for t in (p, m, v, *into, grad)),
-        low.data_ptr() if low is not None else None,
-        n=len(p),
-        grad_type=_TYPES[grad.dtype],
-        low_type=_TYPES[low.dtype] if low is not None else 0,
+        *addresses,
+        n=length,
+        grad_type=types[0],
+        low_type=types[1],
         multiply=exact,
         scale=1 / how.divisor if exact else how.divisor,
         rest1=1 - how.beta1,
@@ -200,13 +227,13 @@ def _call(
 
 @torch.no_grad()
 def _torch_step(
-    p: Tensor, m: Tensor, v: Tensor, grad: Tensor, how: AdamStep, into: tuple[Tensor, ...], low: Tensor | None
+    state: Sequence[Tensor], grad: Tensor, how: AdamStep, into: Sequence[Tensor], low: Tensor | None
 ) -> bool:
-    for old, new in zip((p, m, v), into, strict=True):
+    for old, new in zip(state, into, strict=True):
         new.copy_(old)
     finite = bool(grad.isfinite().all())
     # Divided here, not by the fused kernel: that one would write the quotient back into the caller's gradient.
-    grad = grad.to(p.dtype) / torch.tensor(how.divisor, dtype=p.dtype)
+    grad = grad.to(into[0].dtype) / torch.tensor(how.divisor, dtype=into[0].dtype)
     torch._fused_adamw_(
         [into[0]],
         [grad],
@@ -232,7 +259,7 @@ def _check(
     m: Tensor,
     v: Tensor,
     grad: Tensor,
-    how: AdamStep,
+    stretches: Sequence[tuple[int, int, AdamStep]],
     into: tuple[Tensor, Tensor, Tensor] | None,
     low: Tensor | None,
 ) -> None:
@@ -249,7 +276,13 @@ def _check(
         outputs["low"] = low
     if not problems:
         problems += _overlaps({**inputs, "grad": grad}, outputs)
-    problems += _problems_of_numbers(how)
+    end = 0
+    for start, stop, _ in stretches:
+        if not end <= start <= stop <= p.numel():
+            problems.append(f"elements {start} to {stop} do not lie between {end} and {p.numel()}")
+        end = stop
+    for how in dict.fromkeys(how for *_, how in stretches):
+        problems += _problems_of_numbers(how)
     if problems:
         raise ValueError("; ".join(problems))
 

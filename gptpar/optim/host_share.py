@@ -12,19 +12,24 @@ which each layer waits for its own buckets only. Two ways to win time, with the 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gptpar.optim.buckets import Bucket, Buffers, HostPiece, Rates, Recipe, cut_piece, new_buffers
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
-from gptpar.optim.transfers import Transfers
+from gptpar.optim.transfers import Later, Transfers
 
 POLL_SECONDS = 2e-4
+SWITCH_SECONDS = 2e-4
+"""How long a thread may keep Python to itself. By default that is 5 ms, for which the kernel's thread, back from a
+bucket, would wait while the training loop launches work."""
 CLOSE_SECONDS = 60.0
 DISTRUST_STEPS = 10
 """Steps without speculation after one in which it was wrong: clipping comes in spells."""
@@ -32,16 +37,20 @@ DISTRUST_STEPS = 10
 
 @dataclass(frozen=True)
 class _Order:
-    """An announced step; ``norm`` waits for the device, and the units ``without`` gradient stay as they are."""
+    """An announced step, of which the device may still be computing the ``norm``.
 
-    norm: Callable[[], float]
-    rates: tuple[Rates, ...]
-    loss_scale: float
+    Attributes:
+        unclipped: what it does if that norm is small enough; ``None``: nothing, whatever the norm.
+        without: units that have no gradient and stay as they are.
+    """
+
+    norm: Later
+    unclipped: Recipe | None
     without: frozenset[str]
 
 
 class HostShare:
-    """Owns the state and the thread.
+    """Owns the state and the thread; while it lives, Python switches between threads more often.
 
     Args:
         pieces: in forward order.
@@ -87,6 +96,8 @@ class HostShare:
         self._failure: BaseException | None = None
         self._closing = False
         self._changed = threading.Condition()
+        self._switch_before = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_before, SWITCH_SECONDS))
         self._thread = threading.Thread(target=self._run, name="gptpar-cpu-adam", daemon=True)
         self._thread.start()
 
@@ -136,17 +147,12 @@ class HostShare:
             rates: by group.
             without: units that stay as they are. All others must have been offered a gradient.
         """
-        order = _Order(self._transfers.later(norm), rates, loss_scale, without)
-        with self._changed:
-            for bucket in self._buckets:
-                assert bucket.grad is not None or bucket.unit in without, f"{bucket.unit} has got no gradient"
-                bucket.settled = False
-            self._order, self._foreseen = order, None
-            self._changed.notify_all()
+        self._announce(_Order(self._transfers.later(norm), Recipe(rates, loss_scale), without))
 
     def cancel(self) -> None:
         """Forget the gradients offered for the coming step; parameters have the last step's values again."""
-        self.step(torch.tensor(float("nan")), (), 1.0, frozenset(self._of_unit))
+        not_finite = self._transfers.later(torch.tensor(float("nan")))
+        self._announce(_Order(not_finite, None, frozenset(self._of_unit)))
         self.finish()
 
     def wait(self, unit: str, *, block: bool = False) -> None:
@@ -183,8 +189,10 @@ class HostShare:
             closed, self._closing = self._closing, True
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
-        if not closed and not self._thread.is_alive():
-            self._transfers.close()
+        if not closed:
+            sys.setswitchinterval(self._switch_before)
+            if not self._thread.is_alive():
+                self._transfers.close()
 
     @property
     def steps_taken(self) -> int:
@@ -239,6 +247,14 @@ class HostShare:
         """What updates, in a few words."""
         return f"{self._adam.isa}, {self._adam.threads} thread(s)"
 
+    def _announce(self, order: _Order) -> None:
+        with self._changed:
+            for bucket in self._buckets:
+                assert bucket.grad is not None or bucket.unit in order.without, f"{bucket.unit} has got no gradient"
+                bucket.settled = False
+            self._order, self._foreseen = order, None
+            self._changed.notify_all()
+
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
         started = time.perf_counter()
         with self._changed:
@@ -271,32 +287,23 @@ class HostShare:
     def _next_work(self) -> Callable[[], None] | None:
         with self._changed:
             while True:
-                if self._order is not None:
-                    order = self._order
-                    return lambda: self._take_step(order)
-                if self._closing:
+                order = self._order
+                recipe = self._foreseen if order is None else order.unclipped
+                candidates = [] if recipe is None or self._distrust else list(self._speculable())
+                if order is not None and (not candidates or order.norm.known()):
+                    return partial(self._take_step, order)
+                if self._closing and order is None:
                     return None
-                bucket = self._speculable()
+                bucket = _shallowest_that_is_here(candidates)
                 if bucket is not None:
-                    recipe = self._foreseen
                     assert recipe is not None
-                    return lambda: self._speculate(bucket, recipe)
-                on_its_way = self._foreseen is not None and any(b.grad is not None for b in self._buckets)
-                self._changed.wait(POLL_SECONDS if on_its_way else None)
+                    return partial(self._speculate, bucket, recipe)
+                self._changed.wait(POLL_SECONDS if candidates else None)
 
-    def _speculable(self) -> Bucket | None:
-        """The shallowest bucket whose gradient is here: the next forward pass needs it first.
-
-        Not the shallowest that was offered: the host runs far ahead of the device, and that one may be long in coming.
-        """
-        if self._foreseen is None or self._distrust:
-            return None
+    def _speculable(self) -> Iterator[Bucket]:
         for bucket in self._buckets:
             if bucket.beside and bucket.grad and bucket.tried is None and bucket.again is None:
-                bucket.grad.begin(urgent=False)
-                if bucket.grad.arrived():
-                    return bucket
-        return None
+                yield bucket
 
     def _speculate(self, bucket: Bucket, recipe: Recipe) -> None:
         assert bucket.grad is not None
@@ -334,13 +341,11 @@ class HostShare:
 
     def _decide(self, order: _Order) -> Recipe | None:
         """The step's recipe, with the same arithmetic as on the device; ``None``: a gradient is not finite."""
-        norm = order.norm()
-        if not norm < float("inf"):
+        norm = order.norm.value()
+        if order.unclipped is None or not norm < float("inf"):
             return None
-        divisor = order.loss_scale
-        if self._clip > 0:
-            divisor *= max(1.0, (norm + 1e-6) / self._clip)
-        return Recipe(order.rates, divisor)
+        clipping = max(1.0, (norm + 1e-6) / self._clip) if self._clip > 0 else 1.0
+        return replace(order.unclipped, divisor=order.unclipped.divisor * clipping)
 
     def _settle(self, bucket: Bucket, recipe: Recipe | None) -> bool:
         """Make the bucket's state that of the step; returns whether a speculation was in vain."""
@@ -361,19 +366,12 @@ class HostShare:
         assert bucket.grad is not None and bucket.live is not None
         grad, low = bucket.grad.tensor(), self._transfers.outgoing(bucket.live)
         started = time.perf_counter()
-        for run in bucket.runs:
-            rates = recipe.rates[run.group]
-            how = AdamStep(
-                rates.lr, rates.beta1, rates.beta2, rates.eps, rates.weight_decay, bucket.steps + 1, recipe.divisor
-            )
-            at = slice(run.start, run.stop)
-            self._adam.step(
-                *bucket.now.part(run.start, run.stop),
-                grad[at],
-                how,
-                into=None if into is None else into.part(run.start, run.stop),
-                low=low[at],
-            )
+        how = [
+            AdamStep(r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, bucket.steps + 1, recipe.divisor)
+            for r in recipe.rates
+        ]
+        stretches = [(run.start, run.stop, how[run.group]) for run in bucket.runs]
+        self._adam.steps(*bucket.now.all(), grad, stretches, into=None if into is None else into.all(), low=low)
         self.busy_s += time.perf_counter() - started
         bucket.settle_device = self._transfers.send(low, bucket.live)
 
@@ -382,3 +380,16 @@ class HostShare:
         low = self._transfers.outgoing(bucket.live)
         low.copy_(bucket.now.weights)
         bucket.settle_device = self._transfers.send(low, bucket.live)
+
+
+def _shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:
+    """The one that the next forward pass needs first, of those whose gradient has arrived.
+
+    Not the shallowest that was offered: the host runs far ahead of the device, and that one may be long in coming.
+    """
+    for bucket in buckets:
+        assert bucket.grad is not None
+        bucket.grad.begin(urgent=False)
+        if bucket.grad.arrived():
+            return bucket
+    return None

@@ -40,6 +40,16 @@ class Arrival(Protocol):
         """Give up the room in host memory; :meth:`begin` would bring the values once more."""
 
 
+class Later(Protocol):
+    """A scalar that the device may still have to compute."""
+
+    def known(self) -> bool:
+        """Whether :meth:`value` would return at once."""
+
+    def value(self) -> float:
+        """It, once it is there."""
+
+
 class Transfers(Protocol):
     """A way to and from a device."""
 
@@ -59,7 +69,7 @@ class Transfers(Protocol):
         there.
         """
 
-    def later(self, number: torch.Tensor) -> Callable[[], float]:
+    def later(self, number: torch.Tensor) -> Later:
         """A scalar of the device, to be read from another thread."""
 
     def close(self) -> None:
@@ -80,10 +90,21 @@ class SameMemory:
     def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
         return lambda block: None
 
-    def later(self, number: torch.Tensor) -> Callable[[], float]:
-        return number.item
+    def later(self, number: torch.Tensor) -> Later:
+        return _Number(number)
 
     def close(self) -> None: ...
+
+
+class _Number:
+    def __init__(self, number: torch.Tensor):
+        self._number = number
+
+    def known(self) -> bool:
+        return True
+
+    def value(self) -> float:
+        return self._number.item()
 
 
 class _Here:
@@ -153,23 +174,29 @@ class GpuTransfers:
             there.record()
         return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
 
-    def later(self, number: torch.Tensor) -> Callable[[], float]:
-        here = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
-        here.copy_(number, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-
-        def read() -> float:
-            ready.synchronize()
-            return here.item()
-
-        return read
+    def later(self, number: torch.Tensor) -> Later:
+        return _ComingNumber(number)
 
     def close(self) -> None:
         for stream in (self.inward, self._outward):
             stream.synchronize()
         self.free, self._out = [], []
         self._ring.close()
+
+
+class _ComingNumber:
+    def __init__(self, number: torch.Tensor):
+        self._here = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
+        self._here.copy_(number, non_blocking=True)
+        self._ready = torch.cuda.Event()
+        self._ready.record()
+
+    def known(self) -> bool:
+        return self._ready.query()
+
+    def value(self) -> float:
+        self._ready.synchronize()
+        return self._here.item()
 
 
 class _Coming:

@@ -22,7 +22,7 @@ OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
 def run(flags: str, steps: int = STEPS) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
     """(loss, norm, skipped) of each step, and the final weights by name."""
     config = tiny_config(f"--hidden-size 128 --global-batch-size 4 --lr-warmup-iters 3 {flags}")
-    topology = Topology(Layout(), 0, torch.device("cuda"))
+    topology = Topology(Layout(), 0, torch.device("cuda", 0))
     trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
     trainer.initialise()
     seen, launched = [], None
@@ -97,4 +97,4 @@ def test_the_devices_share_is_what_the_ratio_says() -> None:
 
 def test_auto_finds_that_a_small_model_needs_no_host() -> None:
     config = tiny_config(f"{OFFLOAD} auto --no-compile")
-    assert with_ratio(config, Topology(Layout(), 0, torch.device("cuda"))).offload.ratio == 0.0
+    assert with_ratio(config, Topology(Layout(), 0, torch.device("cuda", 0))).offload.ratio == 0.0

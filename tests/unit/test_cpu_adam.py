@@ -241,9 +241,27 @@ def test_a_resumed_run_goes_on_bit_for_bit():
 
 def test_the_kernel_can_sum_squares_on_its_way(library):
     p, m, v, grad = make(200003, torch.bfloat16)
-    call, total = cpu_adam._call(p, m, v, grad, replace(HOW, divisor=2.0), (p, m, v), None), ctypes.c_double()
-    assert library.cpu_adam_step(ctypes.byref(call), 2, -1, ctypes.byref(total)) == 1
+    how, total = replace(HOW, divisor=2.0), ctypes.c_double()
+    calls = cpu_adam._calls((p, m, v, p, m, v, grad), None, [(0, len(p), how)])
+    assert library.cpu_adam_step(calls, 1, 2, -1, ctypes.byref(total)) == 1
     assert total.value == CpuAdam(1).square(grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stretches_are_what_they_would_be_alone(dtype):
+    tensors = make(200003, dtype, dtype)
+    alone = [t.clone() for t in tensors]
+    hows = [replace(HOW, weight_decay=0.0), replace(HOW, lr=1e-2), replace(HOW, step=7)]
+    stretches = list(zip((0, 100, 140000), (100, 139990, 200003), hows, strict=True))  # some lie in none
+    assert CpuAdam(2).steps(*tensors, stretches)
+    for start, stop, how in stretches:
+        CpuAdam(1).step(*(t[start:stop] for t in alone), how)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, alone, strict=True))
+
+
+def test_stretches_that_overlap_or_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="elements 5 to 11 do not lie between 6 and 10"):
+        CpuAdam(1).steps(*make(10), [(0, 6, HOW), (5, 11, HOW)])
 
 
 def test_low_may_take_the_gradients_place():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,10 @@ from gptpar.init import Constant
 from gptpar.optim import placement
 from gptpar.optim.adamw import MasterAdamW
 from gptpar.optim.buckets import HostPiece, Rates
-from gptpar.optim.cpu_adam import AdamStep, CpuAdam
+from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import Run, cut, device_runs, divide, runs_of
-from gptpar.optim.transfers import OUTGOING, RESERVED, RING_BYTES, SameMemory, ring_slots
+from gptpar.optim.transfers import OUTGOING, RESERVED, RING_BYTES, Later, SameMemory, Transfers, ring_slots
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts
 from gptpar.training import offload
@@ -253,13 +255,19 @@ RATES = (Rates(0.1, 0.9, 0.999, 1e-8, 0.0),)
 TWO_PIECES = (HostPiece("first", 128, (RUN,)), HostPiece("second", 128, (RUN,)))
 
 
-def make_share(adam: CpuAdam, *, speculated: int = 0, pieces: Sequence[HostPiece] = TWO_PIECES) -> HostShare:
+def make_share(
+    adam: CpuAdam,
+    *,
+    speculated: int = 0,
+    pieces: Sequence[HostPiece] = TWO_PIECES,
+    transfers: Transfers | None = None,
+) -> HostShare:
     return HostShare(
         pieces,
         dtype=torch.float32,
         clip_grad=1.0,
         adam=adam,
-        transfers=SameMemory(),
+        transfers=transfers or SameMemory(),
         speculated_elements=speculated,
     )
 
@@ -274,12 +282,12 @@ class Watched(CpuAdam):
         self.leave.set()
         self.begun = threading.Event()
 
-    def step(self, p, m, v, grad, how: AdamStep, *, into=None, low=None) -> bool:  # type: ignore[no-untyped-def, override]
+    def steps(self, *args: Any, low: torch.Tensor | None = None, **kwargs: Any) -> bool:
         self.begun.set()
         assert self.leave.wait(10)
         assert low is not None
         self.lows.append(low.data_ptr())
-        return super().step(p, m, v, grad, how, into=into, low=low)
+        return super().steps(*args, low=low, **kwargs)
 
 
 def test_a_layer_waits_for_its_own_bucket_only() -> None:
@@ -316,6 +324,51 @@ def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
     share.close()
 
 
+class SlowNorm(SameMemory):
+    """The norm is not known before :attr:`computed`."""
+
+    def __init__(self) -> None:
+        self.computed = threading.Event()
+
+    def later(self, number: torch.Tensor) -> Later:
+        transfers = self
+
+        class Coming:
+            def known(self) -> bool:
+                return transfers.computed.is_set()
+
+            def value(self) -> float:
+                assert transfers.computed.wait(10)
+                return number.item()
+
+        return Coming()
+
+
+def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
+    """The training loop has announced the step long before that."""
+    adam, transfers = Watched(), SlowNorm()
+    adam.leave.clear()
+    share = make_share(adam, speculated=256, transfers=transfers)
+    live = {"first": torch.zeros(128), "second": torch.zeros(128)}
+    share.attach(live)
+    share.foresee(RATES, 1.0)
+    share.offer("second", torch.ones(128))
+    share.offer("first", torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    share.foresee((Rates(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0),), 1.0)  # of the step after it
+    adam.leave.set()
+    for _ in range(1000):
+        if len(adam.lows) == 2:
+            break
+        time.sleep(0.01)
+    assert adam.lows == [live["first"].data_ptr(), live["second"].data_ptr()]
+    transfers.computed.set()
+    share.finish()
+    assert len(adam.lows) == 2 and share.num_redone == 0
+    torch.testing.assert_close(live["second"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
+    share.close()
+
+
 def test_room_for_some_is_given_to_the_deepest() -> None:
     share = make_share(Watched(), speculated=200)
     assert [bucket.beside is not None for bucket in share._buckets] == [False, True]
@@ -324,7 +377,7 @@ def test_room_for_some_is_given_to_the_deepest() -> None:
 
 def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
     class Broken(CpuAdam):
-        def step(self, *args: object, **kwargs: object) -> bool:  # type: ignore[override]
+        def steps(self, *args: object, **kwargs: object) -> bool:
             raise ZeroDivisionError("out of order")
 
     share = make_share(Broken(1))

@@ -218,9 +218,9 @@ class Watched(CpuAdam):
         super().__init__(1)
         self.leave = threading.Semaphore(0)
 
-    def step(self, *args: Any, **kwargs: Any) -> bool:
+    def steps(self, *args: Any, **kwargs: Any) -> bool:
         assert self.leave.acquire(timeout=10)
-        return super().step(*args, **kwargs)
+        return super().steps(*args, **kwargs)
 
 
 def test_each_layer_waits_for_its_own_parameters_only(closing: Any) -> None:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.profiler import record_function
 
 from gptpar.optim.buckets import Bucket, Buffers, HostPiece, Rates, Recipe, cut_piece, new_buffers
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
@@ -257,7 +258,7 @@ class HostShare:
 
     def _wait_for(self, buckets: Sequence[Bucket], block: bool = False) -> None:
         started = time.perf_counter()
-        with self._changed:
+        with record_function("wait for the CPU optimizer"), self._changed:
             self._changed.wait_for(lambda: self._failure is not None or all(bucket.settled for bucket in buckets))
         self.waited_s += time.perf_counter() - started
         self._raise()
@@ -365,13 +366,14 @@ class HostShare:
     def _update(self, bucket: Bucket, recipe: Recipe, into: Buffers | None) -> None:
         assert bucket.grad is not None and bucket.live is not None
         grad, low = bucket.grad.tensor(), self._transfers.outgoing(bucket.live)
-        started = time.perf_counter()
         how = [
             AdamStep(r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, bucket.steps + 1, recipe.divisor)
             for r in recipe.rates
         ]
         stretches = [(run.start, run.stop, how[run.group]) for run in bucket.runs]
-        self._adam.steps(*bucket.now.all(), grad, stretches, into=None if into is None else into.all(), low=low)
+        started = time.perf_counter()
+        with record_function(f"CPU Adam: {bucket.unit}"):
+            self._adam.steps(*bucket.now.all(), grad, stretches, into=None if into is None else into.all(), low=low)
         self.busy_s += time.perf_counter() - started
         bucket.settle_device = self._transfers.send(low, bucket.live)
 

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType
 
 TRACED_STEPS = 2
 UNTRACED_BEFORE = 1
 """The first step under a profiler pays for its start."""
 
-COMMUNICATION = "communication"
+COMMUNICATION, TRANSFERS = "communication", "to and from the host"
 KINDS = {
     COMMUNICATION: r"nccl|symm_mem|multimem|barrier",
+    TRANSFERS: r"memcpy (HtoD|DtoH)",
     "attention": r"flash|fmha|attention|sdpa|cudnn_generated",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",
     "optimizer": r"adam|multi_tensor|norm_|lpnorm",
@@ -35,8 +37,8 @@ class Breakdown:
 
     Attributes:
         kinds: summed kernel time by kind; kernels that run at the same time count twice.
-        exposed: communication while nothing computes.
-        idle: neither computation nor communication.
+        exposed: communication, or transfers to and from the host, while nothing computes.
+        idle: nothing at all.
         step: the whole.
     """
 
@@ -74,7 +76,7 @@ def break_down(kernels: Sequence[tuple[str, float, float]], steps: int) -> Break
     for name, start, stop in kernels:
         kind = kind_of(name)
         kinds[kind] = kinds.get(kind, 0.0) + (stop - start) / steps
-        if kind != COMMUNICATION:
+        if kind not in (COMMUNICATION, TRANSFERS):
             compute.append((start, stop))
     everything = [(start, stop) for _, start, stop in kernels]
     span = max(stop for _, stop in everything) - min(start for start, _ in everything)
@@ -94,7 +96,10 @@ class Tracer:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         schedule = torch.profiler.schedule(wait=first, warmup=UNTRACED_BEFORE, active=TRACED_STEPS, repeat=1)
-        self._profile = torch.profiler.profile(activities=activities, schedule=schedule)
+        every_thread = _ExperimentalConfig(profile_all_threads=True)  # the CPU optimizer's
+        self._profile = torch.profiler.profile(
+            activities=activities, schedule=schedule, experimental_config=every_thread
+        )
 
     def begin(self) -> None:
         """The run begins."""
@@ -130,12 +135,12 @@ def table(ranks: Sequence[Breakdown]) -> str:
     rows = [row for row in rows if any(row[1])]
     rows += [
         ("computing (union)", [rank.computing for rank in ranks]),
-        ("exposed communication", [rank.exposed for rank in ranks]),
+        ("exposed communication and transfers", [rank.exposed for rank in ranks]),
         ("nothing running", [rank.idle for rank in ranks]),
         ("step", [rank.step for rank in ranks]),
         ("not computing, share", [100 * (1 - rank.computing / rank.step) if rank.step else 0.0 for rank in ranks]),
     ]
-    lines = [f"{'ms of a step':24}" + "".join(f"{f'rank {i}':>10}" for i in range(len(ranks)))]
+    lines = [f"{'ms of a step':36}" + "".join(f"{f'rank {i}':>10}" for i in range(len(ranks)))]
     for name, values in rows:
-        lines.append(f"{name:24}" + "".join(f"{value:9.1f}{'%' if 'share' in name else ' '}" for value in values))
+        lines.append(f"{name:36}" + "".join(f"{value:9.1f}{'%' if 'share' in name else ' '}" for value in values))
     return "\n".join(lines)

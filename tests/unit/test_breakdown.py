@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptpar.training.breakdown import COMMUNICATION, OTHER, break_down, covered, kind_of, table
+from gptpar.training.breakdown import COMMUNICATION, OTHER, TRANSFERS, break_down, covered, kind_of, table
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,8 @@ from gptpar.training.breakdown import COMMUNICATION, OTHER, break_down, covered,
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
         ("triton_poi_fused_gelu_2", "compiled pointwise"),
         ("void at::native::multi_tensor_apply_kernel<FusedOptimizer", "optimizer"),
-        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("Memcpy HtoD (Pinned -> Device)", TRANSFERS),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::reduce_kernel<128, 4>", OTHER),
     ],
 )

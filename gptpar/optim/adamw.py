@@ -9,7 +9,7 @@ import torch
 from gptpar.config import OptimizerConfig
 from gptpar.optim.buckets import Rates
 from gptpar.optim.host_share import HostShare
-from gptpar.optim.runs import DECAYS, DECAYS_NOT, Division, Run
+from gptpar.optim.runs import DECAYS, DECAYS_NOT, Division, Run, counted
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts, parts_of_flat
 from gptpar.zero.units import Unit
@@ -76,29 +76,20 @@ class MasterAdamW:
 
     def square_of_grad(self) -> torch.Tensor:
         """Sum of squares (fp64) of the device's gradient elements that this process counts."""
-        return square_of([self.grad[start:stop] for start, stop in self._counted()], self.grad.device)
+        return square_of([self.grad[start:stop] for start, stop in counted(self._runs)], self.grad.device)
 
     def square_of_weights(self) -> torch.Tensor:
         """Sum of squares (fp64) of the master weights that this process counts, the host's too."""
-        square = square_of([self.master[start:stop] for start, stop in self._counted()], self.grad.device)
+        square = square_of([self.master[start:stop] for start, stop in counted(self._runs)], self.grad.device)
         return square if self.host is None else square + self.host.square_of_weights()
-
-    def _counted(self) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = []
-        for run in self._runs:
-            if run.counted and found and found[-1][1] == run.start:
-                found[-1] = (found[-1][0], run.stop)
-            elif run.counted:
-                found.append((run.start, run.stop))
-        return found
 
     def zeros_in_grad(self) -> int:
         """Zeros among the device's gradient elements that this process counts."""
-        counted = torch.zeros_like(self.grad, dtype=torch.bool)
-        for start, stop in self._counted():
-            counted[start:stop] = True
-        places = [(view, counted[at : at + view.numel()]) for _, _, view, at in self._held("grad") if at is not None]
-        return sum(int(((view == 0) & mask).sum()) for view, mask in places)
+        mask = torch.zeros_like(self.grad, dtype=torch.bool)
+        for start, stop in counted(self._runs):
+            mask[start:stop] = True
+        places = [(view, mask[at : at + view.numel()]) for _, _, view, at in self._held("grad") if at is not None]
+        return sum(int(((view == 0) & counts).sum()) for view, counts in places)
 
     @torch.no_grad()
     def step(self, norm: torch.Tensor, lr: float, weight_decay: float, loss_scale: float) -> torch.Tensor:
@@ -194,16 +185,27 @@ def divisor_of(norm: torch.Tensor, loss_scale: float, max_norm: float) -> torch.
 
 def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Sum of squares (fp64) of some vectors' elements, 16-bit ones summed in fp32."""
+    return square_of_norms(norms_of(pieces), device)
+
+
+def norms_of(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Vectors of norms (fp32 or wider) of stretches of some vectors, for :func:`square_of_norms`."""
     if not pieces:
-        return torch.zeros((), dtype=torch.float64, device=device)
+        return []
     wide = torch.promote_types(pieces[0].dtype, torch.float32)
-    if device.type == "cuda":
-        each = torch.stack(list(torch._foreach_norm(list(pieces), 2, dtype=wide)))
-        return torch.linalg.vector_norm(each, dtype=torch.float64).square()
+    if pieces[0].is_cuda:
+        return [norm[None] for norm in torch._foreach_norm(list(pieces), 2, dtype=wide)]
     # Summed by rows first: over a long fp32 vector torch's CPU kernel drifts (6 % at 350M elements).
     norms: list[torch.Tensor] = []
     for piece in pieces:
         whole = piece.numel() // ROW * ROW
-        rows, rest = piece[:whole].view(-1, ROW), piece[whole:]
-        norms += [torch.linalg.vector_norm(rows, dim=1, dtype=wide), torch.linalg.vector_norm(rest, dtype=wide)]
-    return torch.linalg.vector_norm(torch.cat([norm.flatten() for norm in norms]), dtype=torch.float64).square()
+        norms.append(torch.linalg.vector_norm(piece[:whole].view(-1, ROW), dim=1, dtype=wide))
+        norms.append(torch.linalg.vector_norm(piece[whole:], dtype=wide)[None])
+    return norms
+
+
+def square_of_norms(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of the squares (fp64) of what some vectors hold."""
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.cat(list(norms)), dtype=torch.float64).square()

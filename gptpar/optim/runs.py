@@ -127,6 +127,17 @@ def joined(pieces: Sequence[tuple[int, Sequence[Run]]]) -> list[Run]:
     return found
 
 
+def counted(runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """The elements that this process counts, in stretches as long as possible."""
+    found: list[tuple[int, int]] = []
+    for run in runs:
+        if run.counted and found and found[-1][1] == run.start:
+            found[-1] = (found[-1][0], run.stop)
+        elif run.counted:
+            found.append((run.start, run.stop))
+    return found
+
+
 def device_runs(units: Sequence[Unit], on_device: Mapping[str, int], runs: Mapping[str, Sequence[Run]]) -> list[Run]:
     """The device's stretches of all units' shards in a row."""
     runs_in_a_row = joined([(on_device[u.name], list(cut(runs[u.name], 0, on_device[u.name]))) for u in units])

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from gptpar.optim.adamw import square_of
+from gptpar.optim.adamw import norms_of, square_of_norms
 from gptpar.optim.host_share import HostShare
-from gptpar.optim.runs import Run
+from gptpar.optim.runs import Run, counted
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.zero.units import Unit
 
@@ -27,7 +27,6 @@ class HostGradients:
         counts_zeros: whether zeros are counted.
 
     Attributes:
-        square: sum of squares of the elements that this process counts (fp64, on the device).
         zeros: how many of them are zero (fp64, on the device).
     """
 
@@ -47,11 +46,13 @@ class HostGradients:
         self._host, self._runs, self._low, self._shard, self._tensor = host, runs, low, shard, tensor
         self._late, self._dtype, self._travels, self._counts_zeros = late, dtype, dtype, counts_zeros
         self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
-        self.square, self.zeros = torch.zeros(2, dtype=torch.float64, device=device)
+        self._counted = {name: counted(stretches) for name, stretches in runs.items()}
+        self._norms: list[torch.Tensor] = []
+        self.zeros = torch.zeros((), dtype=torch.float64, device=device)
 
     def begin(self, num_addends: int) -> None:
         """A step begins, whose gradient is the sum of so many."""
-        self.square.zero_()
+        self._norms.clear()
         self.zeros.zero_()
         summed = torch.bfloat16 if self._dtype == torch.float16 else self._dtype  # sums would not fit fp16's range
         self._travels = self._dtype if num_addends == 1 else summed
@@ -62,6 +63,10 @@ class HostGradients:
             self._held_back[unit.name] = (unit, grad)
         else:
             self._send(unit, grad)
+
+    def square(self) -> torch.Tensor:
+        """Sum of squares (fp64, on the device) of the elements that this process counts."""
+        return square_of_norms(self._norms, self.zeros.device)
 
     def finish(self, unit: str, device_part: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Sum a late unit's gradient over the stages that share it, the device's part of it too.
@@ -80,12 +85,11 @@ class HostGradients:
         runs = self._runs[unit.name]
         if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
             sum_together([grad[run.start : run.stop] for run in runs if run.replicated], self._tensor.group)
-        counted = [run for run in runs if run.counted]
-        self.square += square_of([grad[run.start : run.stop] for run in counted], grad.device)
+        self._norms += norms_of([grad[start:stop] for start, stop in self._counted[unit.name]])
         if self._counts_zeros:
             low = self._low[unit.name]
-            for run in counted:
-                for *_, start, stop in unit.held_between(self._shard, low + run.start, low + run.stop):
+            for first, last in self._counted[unit.name]:
+                for *_, start, stop in unit.held_between(self._shard, low + first, low + last):
                     self.zeros += (grad[start - low : stop - low] == 0).sum()
         self._host.offer(unit.name, grad.to(self._travels))
 

@@ -105,7 +105,8 @@ class ShardedModel:
             self.host,
         )
         on_host = config.offload.cpu_parameters
-        masters_are_live = dtype == wide and data.shards == 1 and self.host is None and not on_host
+        everything_here = self.division.offloaded == 0 and not on_host
+        masters_are_live = dtype == wide and data.shards == 1 and everything_here
         shared = self.optimizer.master if masters_are_live else None
         self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host, on_host)
         if self.host is not None:
@@ -158,7 +159,7 @@ class ShardedModel:
 
     def square_of_grad(self) -> torch.Tensor:
         """What this process adds to the sum of squares of the whole gradient (fp64)."""
-        return (self.optimizer.square_of_grad() + self._host_gradients.square) / self._owners
+        return (self.optimizer.square_of_grad() + self._host_gradients.square()) / self._owners
 
     def square_of_weights(self) -> torch.Tensor:
         """What this process adds to the sum of squares of all master weights (fp64)."""

@@ -79,6 +79,7 @@ class GradientSum:
         self._fixed = frozenset(self._sums)
         self._totals: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
+        self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._missing: dict[str, int] = {}
         self._waiting: deque[tuple[Unit, bool]] = deque()
         self._pending: deque[tuple[Any, torch.Tensor, Callable[[], None]]] = deque()
@@ -99,31 +100,39 @@ class GradientSum:
 
     def begin_backward(self, chunk: int, *, last: bool) -> None:
         """A backward pass of a stage begins; ``last``: it is the step's last for that stage."""
+        self._missing = {name: len(self._units[name].slots) for name in self._chunks[chunk]}
         if last or not self._keeps_all:
             self._waiting.extend((self._units[name], last) for name in reversed(self._chunks[chunk]))
-            self._missing = {unit.name: len(unit.slots) for unit, _ in self._waiting}
 
     def end_backward(self) -> None:
         """The pass is over: what got no gradient counts as zero."""
+        for unit in list(self._fresh):
+            self._add(self._units[unit])
         while self._waiting:
             self._reduce(*self._waiting.popleft())
 
-    @torch.no_grad()
     def _take(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         unit = self._unit_of[name]
-        slot = unit.slots[name]
-        view = self._sum_of(unit)[slot.start : slot.stop].view(slot.shape)
-        if name in self._arrived:
-            view.add_(parameter.grad)
-        else:
-            view.copy_(parameter.grad)
-            self._arrived.add(name)
+        self._fresh.setdefault(unit.name, {})[name] = parameter.grad.detach()
         parameter.grad = None
-        if self._waiting:
-            self._missing[unit.name] -= 1
-            while self._waiting and self._missing[self._waiting[0][0].name] <= 0:
-                self._reduce(*self._waiting.popleft())
+        self._missing[unit.name] -= 1
+        if not self._missing[unit.name]:
+            self._add(unit)
+        while self._waiting and not self._missing[self._waiting[0][0].name]:
+            self._reduce(*self._waiting.popleft())
+
+    @torch.no_grad()
+    def _add(self, unit: Unit) -> None:
+        """Add a unit's gradients to its sum, together: launched one by one they would keep the host busy."""
+        fresh, total = self._fresh.pop(unit.name), self._sum_of(unit)
+        views = {name: total[(s := unit.slots[name]).start : s.stop].view(s.shape) for name in fresh}
+        known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))
+        if known:
+            torch._foreach_add_([views[name] for name in known], [fresh[name] for name in known])
+        if first:
+            torch._foreach_copy_([views[name] for name in first], [fresh[name] for name in first])
+        self._arrived.update(first)
 
     def _sum_of(self, unit: Unit) -> torch.Tensor:
         if unit.name not in self._sums:

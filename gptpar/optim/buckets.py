@@ -13,7 +13,7 @@ import torch
 from gptpar.optim.runs import Run, cut
 from gptpar.optim.transfers import Arrival
 
-BUCKET_ELEMENTS = 1 << 25
+BUCKET_ELEMENTS = 1 << 24
 """Elements updated, and sent to the device, at a time."""
 
 

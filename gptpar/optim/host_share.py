@@ -31,6 +31,9 @@ POLL_SECONDS = 2e-4
 SWITCH_SECONDS = 2e-4
 """How long a thread may keep Python to itself. By default that is 5 ms, for which the kernel's thread, back from a
 bucket, would wait while the training loop launches work."""
+NEAR = 4
+"""Buckets that are brought to the host ahead of the one at work, whatever else is there."""
+
 CLOSE_SECONDS = 60.0
 DISTRUST_STEPS = 10
 """Steps without speculation after one in which it was wrong: clipping comes in spells."""
@@ -389,9 +392,18 @@ def _shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:
 
     Not the shallowest that was offered: the host runs far ahead of the device, and that one may be long in coming.
     """
-    for bucket in buckets:
-        assert bucket.grad is not None
-        bucket.grad.begin(urgent=False)
-        if bucket.grad.arrived():
-            return bucket
-    return None
+    _bring(buckets)
+    return next((bucket for bucket in buckets if bucket.grad is not None and bucket.grad.arrived()), None)
+
+
+def _bring(buckets: Sequence[Bucket]) -> None:
+    """Start the transfers of what is needed first; where there is no room left, what is needed last makes room.
+
+    Gradients arrive last layer first. If those that came early kept the room, the optimizer would work on them, and
+    leave for the end of the step what the next forward pass begins with.
+    """
+    made = [bucket.grad for bucket in buckets if bucket.grad is not None and bucket.grad.made()]
+    near, later = made[:NEAR], made[NEAR:]
+    for grad in near:
+        while not grad.begin(urgent=False) and later:
+            later.pop().release()

@@ -27,8 +27,15 @@ OUTGOING = 3
 class Arrival(Protocol):
     """A gradient on its way to the host."""
 
-    def begin(self, *, urgent: bool) -> None:
-        """Start the transfer, if it has not started and there is room; what is urgent may take the last room."""
+    def made(self) -> bool:
+        """Whether the device has computed it."""
+
+    def begin(self, *, urgent: bool) -> bool:
+        """Start the transfer, if it has not started and there is room; what is urgent may take the last room.
+
+        Returns:
+            Whether it has room.
+        """
 
     def arrived(self) -> bool:
         """Whether :meth:`tensor` would return at once."""
@@ -37,7 +44,7 @@ class Arrival(Protocol):
         """The values in host memory, once they are there; valid until :meth:`release`."""
 
     def release(self) -> None:
-        """Give up the room in host memory; :meth:`begin` would bring the values once more."""
+        """Give up the room in host memory, if it has any; :meth:`begin` would bring the values once more."""
 
 
 class Later(Protocol):
@@ -111,7 +118,11 @@ class _Here:
     def __init__(self, grad: torch.Tensor):
         self._grad = grad
 
-    def begin(self, *, urgent: bool) -> None: ...
+    def made(self) -> bool:
+        return True
+
+    def begin(self, *, urgent: bool) -> bool:
+        return True
 
     def arrived(self) -> bool:
         return True
@@ -129,7 +140,7 @@ def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
 
 
 class GpuTransfers:
-    """Pinned rings and two streams.
+    """Pinned rings and streams: gradients come in the order in which they are offered, unless one is asked for.
 
     Args:
         num_buckets: pieces that will be offered in a step.
@@ -145,14 +156,15 @@ class GpuTransfers:
         self.free = list(slots[:incoming])
         self._out = [(slot, torch.cuda.Event()) for slot in slots[incoming:]]
         self._turn = 0
-        self.inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.inward, self.overtaking, self._outward = (torch.cuda.Stream(device) for _ in range(3))
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
 
     def fetch(self, grad: torch.Tensor) -> Arrival:
         coming = _Coming(self, grad)
-        coming.begin(urgent=False)
+        if len(self.free) > RESERVED:
+            coming.start(self.inward)
         return coming
 
     def outgoing(self, target: torch.Tensor) -> torch.Tensor:
@@ -178,7 +190,7 @@ class GpuTransfers:
         return _ComingNumber(number)
 
     def close(self) -> None:
-        for stream in (self.inward, self._outward):
+        for stream in (self.inward, self.overtaking, self._outward):
             stream.synchronize()
         self.free, self._out = [], []
         self._ring.close()
@@ -208,11 +220,16 @@ class _Coming:
         self._made.record()
         self._slot: torch.Tensor | None = None
 
-    def begin(self, *, urgent: bool) -> None:
-        if self._slot is not None or len(self._transfers.free) <= (0 if urgent else RESERVED):
-            return
+    def made(self) -> bool:
+        return self._made.query()
+
+    def begin(self, *, urgent: bool) -> bool:
+        if self._slot is None and len(self._transfers.free) > (0 if urgent else RESERVED):
+            self.start(self._transfers.overtaking)
+        return self._slot is not None
+
+    def start(self, stream: torch.cuda.Stream) -> None:
         self._slot = self._transfers.free.pop()
-        stream = self._transfers.inward
         with torch.cuda.stream(stream):
             stream.wait_event(self._made)
             self._view().copy_(self._grad, non_blocking=True)

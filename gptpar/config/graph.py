@@ -13,8 +13,8 @@ def graph_obstacles(config: Config, data_parallel_size: int) -> Iterator[str]:
         yield "dropout is seeded by the host (set --attention-dropout 0 --hidden-dropout 0)"
     if data_parallel_size > 1 and (config.parallel.zero_stage or 0) >= 2:
         yield f"--zero-stage {config.parallel.zero_stage} gives and takes memory during the step (use stage 1)"
-    if config.offload.cpu_optimizer:
-        yield "--cpu-optimizer updates each layer's parameters while others are used"
+    if config.offload.cpu_optimizer and (data_parallel_size > 1 or config.parallel.model_parallel_size > 1):
+        yield "--cpu-optimizer waits for each layer, amid the messages of several processes"
     if config.offload.cpu_parameters:
         yield "--cpu-parameters brings and drops them during the step"
     if config.recompute.checkpoint_in_cpu:

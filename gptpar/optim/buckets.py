@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,10 @@ from gptpar.optim.transfers import Arrival
 
 BUCKET_ELEMENTS = 1 << 24
 """Elements updated, and sent to the device, at a time."""
+
+
+NEAR = 4
+"""Buckets that are brought to the host ahead of the one at work, whatever else is there."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +123,25 @@ def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:
     finally:
         os.close(handle)
         os.unlink(name)
+
+
+def shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:
+    """The one that the next forward pass needs first, of those whose gradient has arrived.
+
+    Not the shallowest that was offered: the host runs far ahead of the device, and that one may be long in coming.
+    """
+    bring(buckets)
+    return next((bucket for bucket in buckets if bucket.grad is not None and bucket.grad.arrived()), None)
+
+
+def bring(buckets: Sequence[Bucket]) -> None:
+    """Start the transfers of what is needed first; where there is no room left, what is needed last makes room.
+
+    Gradients arrive last layer first. If those that came early kept the room, the optimizer would work on them, and
+    leave for the end of the step what the next forward pass begins with.
+    """
+    made = [bucket.grad for bucket in buckets if bucket.grad is not None and bucket.grad.made()]
+    near, later = made[:NEAR], made[NEAR:]
+    for grad in near:
+        while not grad.begin(urgent=False) and later:
+            later.pop().release()

@@ -23,7 +23,16 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 
-from gptpar.optim.buckets import Bucket, Buffers, HostPiece, Rates, Recipe, cut_piece, new_buffers
+from gptpar.optim.buckets import (
+    Bucket,
+    Buffers,
+    HostPiece,
+    Rates,
+    Recipe,
+    cut_piece,
+    new_buffers,
+    shallowest_that_is_here,
+)
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 from gptpar.optim.transfers import Later, Transfers
 
@@ -31,9 +40,6 @@ POLL_SECONDS = 2e-4
 SWITCH_SECONDS = 2e-4
 """How long a thread may keep Python to itself. By default that is 5 ms, for which the kernel's thread, back from a
 bucket, would wait while the training loop launches work."""
-NEAR = 4
-"""Buckets that are brought to the host ahead of the one at work, whatever else is there."""
-
 CLOSE_SECONDS = 60.0
 DISTRUST_STEPS = 10
 """Steps without speculation after one in which it was wrong: clipping comes in spells."""
@@ -298,7 +304,7 @@ class HostShare:
                     return partial(self._take_step, order)
                 if self._closing and order is None:
                     return None
-                bucket = _shallowest_that_is_here(candidates)
+                bucket = shallowest_that_is_here(candidates)
                 if bucket is not None:
                     assert recipe is not None
                     return partial(self._speculate, bucket, recipe)
@@ -385,25 +391,3 @@ class HostShare:
         low = self._transfers.outgoing(bucket.live)
         low.copy_(bucket.now.weights)
         bucket.settle_device = self._transfers.send(low, bucket.live)
-
-
-def _shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:
-    """The one that the next forward pass needs first, of those whose gradient has arrived.
-
-    Not the shallowest that was offered: the host runs far ahead of the device, and that one may be long in coming.
-    """
-    _bring(buckets)
-    return next((bucket for bucket in buckets if bucket.grad is not None and bucket.grad.arrived()), None)
-
-
-def _bring(buckets: Sequence[Bucket]) -> None:
-    """Start the transfers of what is needed first; where there is no room left, what is needed last makes room.
-
-    Gradients arrive last layer first. If those that came early kept the room, the optimizer would work on them, and
-    leave for the end of the step what the next forward pass begins with.
-    """
-    made = [bucket.grad for bucket in buckets if bucket.grad is not None and bucket.grad.made()]
-    near, later = made[:NEAR], made[NEAR:]
-    for grad in near:
-        while not grad.begin(urgent=False) and later:
-            later.pop().release()

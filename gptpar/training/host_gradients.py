@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 
 from gptpar.optim.adamw import norms_of, square_of_norms
-from gptpar.optim.host_share import HostShare
-from gptpar.optim.runs import Run, counted
+from gptpar.optim.buckets import HostPiece
+from gptpar.optim.runs import counted
 from gptpar.tensor_parallel import TensorAxis
+from gptpar.training.step_graph import HostCalls
 from gptpar.zero.units import Unit
 
 
@@ -19,21 +20,23 @@ class HostGradients:
 
     Args:
         host: the receiver; ``None``: what comes is dropped.
-        runs: unit -> stretches of the host's elements, counted from the first of them.
+        pieces: the host's elements by unit.
         low: unit -> how many elements of its shard come before these.
         shard: which shard of each unit is this process's.
         late: units whose gradient is complete only at the end of the step, because another stage adds to it.
         dtype: of the parameters.
         counts_zeros: whether zeros are counted.
+        ahead: see :class:`~gptpar.zero.gradients.GradientSum`.
 
     Attributes:
+        square: sum of squares of the elements that this process counts (fp64, on the device), after :meth:`end`.
         zeros: how many of them are zero (fp64, on the device).
     """
 
     def __init__(
         self,
-        host: HostShare | None,
-        runs: Mapping[str, Sequence[Run]],
+        host: HostCalls | None,
+        pieces: Sequence[HostPiece],
         low: Mapping[str, int],
         shard: int,
         tensor: TensorAxis,
@@ -42,13 +45,16 @@ class HostGradients:
         device: torch.device,
         *,
         counts_zeros: bool,
+        ahead: bool = False,
     ):
-        self._host, self._runs, self._low, self._shard, self._tensor = host, runs, low, shard, tensor
+        self._host, self._low, self._shard, self._tensor = host, low, shard, tensor
+        self._pieces = {piece.unit: piece for piece in pieces}
         self._late, self._dtype, self._travels, self._counts_zeros = late, dtype, dtype, counts_zeros
         self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
-        self._counted = {name: counted(stretches) for name, stretches in runs.items()}
+        self._counted = {piece.unit: counted(piece.runs) for piece in pieces}
         self._norms: list[torch.Tensor] = []
-        self.zeros = torch.zeros((), dtype=torch.float64, device=device)
+        self._ahead, self._narrow = ahead, dict[str, torch.Tensor]()
+        self.square, self.zeros = torch.zeros(2, dtype=torch.float64, device=device)
 
     def begin(self, num_addends: int) -> None:
         """A step begins, whose gradient is the sum of so many."""
@@ -56,6 +62,10 @@ class HostGradients:
         self.zeros.zero_()
         summed = torch.bfloat16 if self._dtype == torch.float16 else self._dtype  # sums would not fit fp16's range
         self._travels = self._dtype if num_addends == 1 else summed
+        if self._ahead and num_addends > 1:
+            device = self.square.device
+            for name, piece in self._pieces.items():
+                self._narrow[name] = torch.empty(piece.length, dtype=self._travels, device=device)
 
     def take(self, unit: Unit, grad: torch.Tensor) -> None:
         """The host's part of a unit's gradient, summed over micro-batches and data-parallel processes."""
@@ -64,9 +74,9 @@ class HostGradients:
         else:
             self._send(unit, grad)
 
-    def square(self) -> torch.Tensor:
-        """Sum of squares (fp64, on the device) of the elements that this process counts."""
-        return square_of_norms(self._norms, self.zeros.device)
+    def end(self) -> None:
+        """The step's gradients are complete."""
+        self.square.copy_(square_of_norms(self._norms, self.square.device))
 
     def finish(self, unit: str, device_part: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Sum a late unit's gradient over the stages that share it, the device's part of it too.
@@ -82,7 +92,7 @@ class HostGradients:
     def _send(self, unit: Unit, grad: torch.Tensor) -> None:
         if self._host is None:
             return
-        runs = self._runs[unit.name]
+        runs = self._pieces[unit.name].runs
         if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
             sum_together([grad[run.start : run.stop] for run in runs if run.replicated], self._tensor.group)
         self._norms += norms_of([grad[start:stop] for start, stop in self._counted[unit.name]])
@@ -91,7 +101,8 @@ class HostGradients:
             for first, last in self._counted[unit.name]:
                 for *_, start, stop in unit.held_between(self._shard, low + first, low + last):
                     self.zeros += (grad[start - low : stop - low] == 0).sum()
-        self._host.offer(unit.name, grad.to(self._travels))
+        narrow = self._narrow.pop(unit.name, None)
+        self._host.offer(unit.name, grad.to(self._travels) if narrow is None else narrow.copy_(grad))
 
 
 def sum_together(pieces: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from gptpar.config import Config
+from gptpar.config.graph import wants_graph
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
@@ -26,6 +27,7 @@ from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology import Layout, Topology
 from gptpar.training.host_gradients import HostGradients, sum_together
 from gptpar.training.offload import make_host_share
+from gptpar.training.step_graph import HostCalls
 from gptpar.zero.gradients import GradientSum
 from gptpar.zero.live import LiveParameters
 from gptpar.zero.place import DataAxis
@@ -70,9 +72,11 @@ class ShardedModel:
         lengths = {unit.name: unit.shard_length - on_device[unit.name] for unit in self.units}
         pieces = [HostPiece(name, lengths[name], runs) for name, runs in host_runs.items()]
         self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide)
+        self.host_calls = None if self.host is None else HostCalls(self.host)
+        ahead = device.type == "cuda" and wants_graph(config, topology.layout.data)
         self._host_gradients = HostGradients(
-            self.host,
-            host_runs,
+            self.host_calls,
+            pieces,
             on_device,
             data.shard,
             tensor,
@@ -80,6 +84,7 @@ class ShardedModel:
             dtype,
             device,
             counts_zeros=config.logging.log_num_zeros_in_grad,
+            ahead=ahead,
         )
         reduce_dtype = torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide
         self.gradients = GradientSum(
@@ -93,6 +98,7 @@ class ShardedModel:
             on_device=on_device,
             arriving_dtype=dtype,
             to_host=self._host_gradients.take,
+            ahead=ahead,
         )
         self.optimizer = MasterAdamW(
             self.units,
@@ -108,7 +114,7 @@ class ShardedModel:
         everything_here = self.division.offloaded == 0 and not on_host
         masters_are_live = dtype == wide and data.shards == 1 and everything_here
         shared = self.optimizer.master if masters_are_live else None
-        self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host, on_host)
+        self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host_calls, on_host)
         if self.host is not None:
             self.host.attach({name: self.live.own(name)[on_device[name] :] for name in host_runs})
         storage = self.live.views()
@@ -156,10 +162,11 @@ class ShardedModel:
             sum_together([shard[run.start : run.stop] for run in self._runs if run.replicated], self._tensor.group)
         for name, group in self.pipeline.tied_groups.items():
             self._host_gradients.finish(name, self.gradients.shards[name], group)
+        self._host_gradients.end()
 
     def square_of_grad(self) -> torch.Tensor:
         """What this process adds to the sum of squares of the whole gradient (fp64)."""
-        return (self.optimizer.square_of_grad() + self._host_gradients.square()) / self._owners
+        return (self.optimizer.square_of_grad() + self._host_gradients.square) / self._owners
 
     def square_of_weights(self) -> torch.Tensor:
         """What this process adds to the sum of squares of all master weights (fp64)."""

@@ -149,7 +149,7 @@ class Trainer:
                 chunk.compile_layers(Block)
         self._graph: StepGraph | None = None
         if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
-            self._graph = StepGraph(self._forward_backward, self.model.live.wait)
+            self._graph = StepGraph(self._forward_backward, self.model.live.settle, self.model.host_calls)
         dtype = self.model.optimizer.grad.dtype
         self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss
         self._iteration = 0

@@ -38,6 +38,8 @@ class GradientSum:
         arriving_dtype: of the gradients that autograd produces. What the host updates of a single micro-batch and a
             single process is never anything else.
         to_host: takes (unit, the others' complete sum); the memory stays as it is until the next step's backward.
+        ahead: whether to take the memory of those sums at the beginning of a step, so that the step uses it for nothing
+            else: a recording of the step would do so before the host has fetched them.
 
     Attributes:
         shard: the complete sum's elements that the device's optimizer updates: all units' in a row.
@@ -57,6 +59,7 @@ class GradientSum:
         on_device: Mapping[str, int] | None = None,
         arriving_dtype: torch.dtype | None = None,
         to_host: Callable[[Unit, torch.Tensor], None] | None = None,
+        ahead: bool = False,
     ):
         self._axis, self._dtype, self._reduce_dtype, self._done = axis, dtype, reduce_dtype, done
         self._to_host, self._arriving_dtype = to_host, arriving_dtype or dtype
@@ -69,6 +72,7 @@ class GradientSum:
         self._keeps_all, self._single = axis.zero_stage < 2, True
         here = [unit for unit, length in zip(units, lengths, strict=True) if length == unit.shard_length]
         self._streams = len(here) < len(units)
+        self._ahead = [unit for unit in units if unit not in here] if ahead else []
         self._sums: dict[str, torch.Tensor] = {}
         if axis.shards == 1:
             self._sums = {unit.name: self.shards[unit.name] for unit in here}
@@ -93,6 +97,8 @@ class GradientSum:
         """Start a new sum."""
         self._arrived.clear()
         self._single = num_micro_batches == 1
+        for unit in self._ahead:
+            self._sum_of(unit)
         if not self._keeps_all and not self._single:
             self.shard.zero_()
             for total in self._totals.values():

@@ -62,6 +62,7 @@ class LiveParameters:
         self._axis, self._host = axis, host
         self._units = {unit.name: unit for unit in units}
         self._comes_and_goes = axis.zero_stage == 3 or on_host
+        self._travels = self._comes_and_goes or axis.shards > 1
         self._device, self._on_host = device, on_host
         self._inward = torch.cuda.Stream(device) if on_host and device.type == "cuda" else None
         self._views: dict[str, torch.Tensor] = {}
@@ -153,8 +154,8 @@ class LiveParameters:
         if name not in self._units:
             return call(x, *args)
         self._acquire(name)
-        if not self._in_backward and name not in self._last:  # not while activations are computed again
-            self._start(self._next.get(name))
+        if self._travels and not self._in_backward and name not in self._last:
+            self._start(self._next.get(name))  # but not while activations are computed again
         if not self._comes_and_goes:
             return call(x, *args)
         y: torch.Tensor = call(x, *args)
@@ -175,8 +176,14 @@ class LiveParameters:
             self._in_backward.discard(name)
             self._release(name)
 
-    def wait(self) -> None:
-        """Let everything that is on its way arrive before what follows on the device."""
+    def settle(self) -> None:
+        """Before a step that is launched as one: let everything that is on its way arrive before it.
+
+        Where the host updates parameters, each layer will wait for its own instead.
+        """
+        if self._host is not None:
+            self._present.clear()
+            return
         for name in self._units if not self._comes_and_goes else ():
             self._acquire(name)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 
 from gptpar.data.loader import MicroBatch
+from gptpar.optim import placement
+from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.schedule import make_schedule
 from gptpar.topology import Layout, Topology
 from gptpar.training.auto_ratio import with_ratio
@@ -19,7 +24,9 @@ STEPS = 12
 OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
 
 
-def run(flags: str, steps: int = STEPS) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
+def run(
+    flags: str, steps: int = STEPS, micro_batches: int = 2
+) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
     """(loss, norm, skipped) of each step, and the final weights by name."""
     config = tiny_config(f"--hidden-size 128 --global-batch-size 4 --lr-warmup-iters 3 {flags}")
     topology = Topology(Layout(), 0, torch.device("cuda", 0))
@@ -27,7 +34,7 @@ def run(flags: str, steps: int = STEPS) -> tuple[list[list[float]], dict[str, to
     trainer.initialise()
     seen, launched = [], None
     for step in range(steps):
-        parts = [MicroBatch(t[:, :-1], t[:, 1:]) for t in random_tokens(4, 16, 60, seed=step).split(2)]
+        parts = [MicroBatch(t[:, :-1], t[:, 1:]) for t in random_tokens(4, 16, 60, seed=step).split(4 // micro_batches)]
         trainer.foresee(4.0 * step)
         loss = trainer.forward_backward(parts, step)
         if launched is not None:  # one step late, as a run does it
@@ -67,6 +74,27 @@ def test_speculation_changes_no_bit() -> None:
     second = run(f"--bf16 --clip-grad 1.75 {OFFLOAD} 1 --offload-speculation on")
     assert first[0] == second[0]
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+class Slow(CpuAdam):
+    """Leaves the device time to write where it should not."""
+
+    def steps(self, *args: Any, **kwargs: Any) -> bool:
+        time.sleep(0.01)
+        return super().steps(*args, **kwargs)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("words", [f"{OFFLOAD} 0.7", f"{OFFLOAD} 1", f"{OFFLOAD} 1 --offload-speculation off"])
+def test_a_step_in_recorded_parts_is_bit_identical(
+    words: str, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"--bf16 --clip-grad 1.75 {words} --micro-batch-size {4 // micro_batches}"
+    one_by_one = run(f"{words} --cuda-graph off", micro_batches=micro_batches)
+    monkeypatch.setattr(placement, "CpuAdam", Slow)
+    in_parts = run(f"{words} --cuda-graph on", micro_batches=micro_batches)
+    assert in_parts[0] == one_by_one[0]
+    assert all(torch.equal(in_parts[1][name], values) for name, values in one_by_one[1].items())
 
 
 @pytest.mark.parametrize("words", [f"{OFFLOAD} 0.7", f"{OFFLOAD} 1 --cpu-parameters"])

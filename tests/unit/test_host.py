@@ -68,13 +68,14 @@ def test_what_needs_the_host_during_a_step_speaks_against_a_graph() -> None:
     for words, data_parallel, reason in (
         ("--hidden-dropout 0.1", 1, "dropout"),
         ("--zero-stage 3", 2, "--zero-stage 3"),
-        ("--cpu-optimizer", 1, "--cpu-optimizer"),
+        ("--cpu-optimizer", 2, "--cpu-optimizer"),
         ("--cpu-parameters", 1, "--cpu-parameters"),
         ("--recompute-granularity full --checkpoint-in-cpu", 1, "--checkpoint-in-cpu"),
     ):
         config = tiny_config(words)
         (found,) = graph_obstacles(config, data_parallel)
         assert found.startswith(reason) and not wants_graph(config, data_parallel), words
+    assert wants_graph(tiny_config("--cpu-optimizer"), 1)
     assert wants_graph(tiny_config("--zero-stage 3"), 1)  # nothing is shared out by one process
     assert not wants_graph(tiny_config("--zero-stage 1"), 2) and not wants_graph(tiny_config("--cuda-graph off"), 1)
 

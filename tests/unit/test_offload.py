@@ -19,9 +19,9 @@ from gptpar.errors import GptparError
 from gptpar.init import Constant
 from gptpar.optim import placement
 from gptpar.optim.adamw import MasterAdamW
-from gptpar.optim.buckets import HostPiece, Rates
+from gptpar.optim.buckets import NEAR, HostPiece, Rates, bring
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.host_share import NEAR, HostShare, _bring
+from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import Run, cut, device_runs, divide, runs_of
 from gptpar.optim.transfers import OUTGOING, RESERVED, RING_BYTES, Later, SameMemory, Transfers, ring_slots
 from gptpar.pipeline.stage import ParameterInfo
@@ -467,7 +467,7 @@ def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -
         grad.begin(urgent=False)
     share._buckets[2].grad = cast(Any, grads[2])
     assert [grad.has_room for grad in grads] == [False] * 5 + [True] * 5
-    _bring(share._buckets[2:])
+    bring(share._buckets[2:])
     assert [grad.has_room for grad in grads] == [False] * 3 + [True] * (NEAR + 1) + [False] * 2
     for bucket in share._buckets:
         bucket.grad = None

@@ -20,6 +20,8 @@
 
 namespace gptpar {
 
+constexpr int kLooks = 5000;  // some 0.2 ms, before a thread goes to sleep
+
 // Rounds to nearest and keeps denormals while it lives. A thread starts with the modes of whoever started it, so
 // without this a caller's flush-to-zero would reach some blocks of a call and not others.
 class PlainArithmetic {
@@ -69,6 +71,7 @@ class ThreadPool {
     }
     start_.notify_all();
     job.drain();
+    look_for([&] { return busy_ == 0; });
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, [&] { return busy_ == 0; });
   }
@@ -89,28 +92,44 @@ class ThreadPool {
     }
   };
 
+  // Calls often follow each other closely: to be woken for each would cost more than to look for the next one.
+  template <class Condition>
+  static void look_for(const Condition& condition) {
+    for (int i = 0; i < kLooks && !condition(); ++i) {
+#if defined(__x86_64__)
+      _mm_pause();
+#else
+      std::this_thread::yield();
+#endif
+    }
+  }
+
   void grow(int helpers) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited: signals interrupt the program's own threads, not these
     try {
-      for (; size_ < helpers; ++size_) std::thread(&ThreadPool::serve, this, size_, round_).detach();
+      for (; size_ < helpers; ++size_) std::thread(&ThreadPool::serve, this, size_, round_.load()).detach();
     } catch (const std::system_error&) {  // the limit of threads is reached: those that there are do the work
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   void serve(int index, uint64_t seen) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
     for (;;) {
+      look_for([&] { return round_ != seen; });
+      lock.lock();
       start_.wait(lock, [&] { return round_ != seen; });
       seen = round_;
-      if (index >= wanted_) continue;
+      const bool takes_part = index < wanted_;
       Job* job = job_;
       lock.unlock();
+      if (!takes_part) continue;
       job->drain();
       lock.lock();
       if (--busy_ == 0) done_.notify_one();
+      lock.unlock();
     }
   }
 
@@ -118,8 +137,9 @@ class ThreadPool {
   std::mutex calls_, mutex_;
   std::condition_variable start_, done_;
   Job* job_ = nullptr;
-  uint64_t round_ = 0;
-  int size_ = 0, wanted_ = 0, busy_ = 0;
+  std::atomic<uint64_t> round_{0};
+  int size_ = 0, wanted_ = 0;
+  std::atomic<int> busy_{0};
 };
 
 }  // namespace gptpar

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -140,7 +141,8 @@ def bring(buckets: Sequence[Bucket]) -> None:
     Gradients arrive last layer first. If those that came early kept the room, the optimizer would work on them, and
     leave for the end of the step what the next forward pass begins with.
     """
-    made = [bucket.grad for bucket in buckets if bucket.grad is not None and bucket.grad.made()]
+    coming = (bucket.grad for bucket in reversed(buckets) if bucket.grad is not None)
+    made = list(takewhile(lambda grad: grad.made(), coming))[::-1]  # in this order: those behind are not yet, either
     near, later = made[:NEAR], made[NEAR:]
     for grad in near:
         while not grad.begin(urgent=False) and later:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -327,6 +328,9 @@ def _overlaps(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> li
     """
     own = dict(zip(outputs, inputs, strict=False))  # new p, m, v and low -> p, m, v and grad
     places = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for n, t in {**inputs, **outputs}.items()}
+    ordered = sorted(places.values())
+    if all(before[1] <= after[0] for before, after in itertools.pairwise(ordered)):
+        return []
     problems = []
     for name, (start, stop) in ((n, places[n]) for n in outputs):
         for other, (first, last) in places.items():

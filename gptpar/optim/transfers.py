@@ -218,10 +218,12 @@ class _Coming:
         self._transfers, self._grad = transfers, grad
         self._made, self._there = torch.cuda.Event(), torch.cuda.Event()
         self._made.record()
+        self._is_made = False
         self._slot: torch.Tensor | None = None
 
     def made(self) -> bool:
-        return self._made.query()
+        self._is_made = self._is_made or self._made.query()
+        return self._is_made
 
     def begin(self, *, urgent: bool) -> bool:
         if self._slot is None and len(self._transfers.free) > (0 if urgent else RESERVED):

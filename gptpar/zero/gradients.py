@@ -144,7 +144,9 @@ class GradientSum:
         if unit.name not in self._sums:
             is_sum = self._axis.group is not None or not self._single
             dtype = self._dtype if is_sum else self._arriving_dtype
-            self._sums[unit.name] = torch.zeros(unit.length, dtype=dtype, device=self.shard.device)
+            # What is taken ahead holds the last step's gradient until the host has fetched it: nothing is written yet.
+            new = torch.empty if unit in self._ahead else torch.zeros
+            self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
         return self._sums[unit.name]
 
     @torch.no_grad()

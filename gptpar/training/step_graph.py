@@ -33,6 +33,8 @@ class Host(Protocol):
 
     def offer(self, unit: str, grad: torch.Tensor) -> None: ...
 
+    def finish(self) -> None: ...
+
 
 class HostCalls:
     """Passes on what the host is asked amid a step's launches; while the step is recorded, to the recording."""
@@ -48,6 +50,10 @@ class HostCalls:
     def offer(self, unit: str, grad: torch.Tensor) -> None:
         """A unit's gradient is complete."""
         self._do(partial(self._host.offer, unit, grad))
+
+    def finish(self) -> None:
+        """Return when everything is updated, and no gradient of an earlier step is needed any more."""
+        self._host.finish()
 
     def _do(self, action: Action) -> None:
         (self.recorder or _at_once)(action)
@@ -103,6 +109,8 @@ class StepGraph:
 
     def _record(self, batches: Sequence[MicroBatch]) -> None:
         self._inputs = [batch.clone() for batch in batches]
+        if self._host_calls is not None:
+            self._host_calls.finish()  # the recording takes memory of its own: let go of what launched steps have used
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()

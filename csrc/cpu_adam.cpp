@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu_adam_scalar.h"
+#include "job_queue.h"
 #include "thread_pool.h"
 
 #if defined(__x86_64__)
@@ -160,7 +161,7 @@ int32_t sum_blocks(int32_t count, const Length& length, int threads, double* tot
     for (int64_t first = 0; first < n; first += kBlock) blocks.push_back({of, first, std::min(n, first + kBlock)});
   }
   std::vector<double> sums(blocks.size());
-  ThreadPool::instance().run(blocks.size(), threads, [&](int64_t i) { sums[i] = work(blocks[i]); });
+  of_this_process<ThreadPool>().run(blocks.size(), threads, [&](int64_t i) { sums[i] = work(blocks[i]); });
   *total = 0;
   for (const double sum : sums) *total += sum;
   return 1;
@@ -200,6 +201,22 @@ int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t count, int32_t thread
   };
   const int32_t code = gptpar::sum_blocks(count, length, threads, squares ? squares : &ignored, work);
   return code < 0 ? code : finite.load();
+}
+
+// Like cpu_adam_step, later: each order when those before it are done. Returns a ticket, or a negative Error.
+int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t count, int32_t threads, int32_t isa) try {
+  const std::vector<GptparAdamStep> kept(steps, steps + count);
+  return gptpar::of_this_process<gptpar::JobQueue>().submit(
+      [=] { return cpu_adam_step(kept.data(), count, threads, isa, nullptr); });
+} catch (const std::bad_alloc&) {
+  return gptpar::kNoMemory;
+}
+
+// Waits until what was ordered is done; returns what cpu_adam_step does, and how long it took. Once for each ticket.
+int32_t cpu_adam_wait(int64_t ticket, double* seconds) {
+  const gptpar::Done done = gptpar::of_this_process<gptpar::JobQueue>().wait(ticket);
+  *seconds = done.seconds;
+  return done.code;
 }
 
 // Sum of the squares of n gradients of type grad_type, in double precision. Returns 1 or a negative Error.

@@ -4,7 +4,6 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +16,8 @@
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
+
+#include "per_process.h"
 
 namespace gptpar {
 
@@ -39,21 +40,22 @@ class PlainArithmetic {
   PlainArithmetic(const PlainArithmetic&) = delete;
 };
 
+// While it lives, threads that are started are not interrupted by signals: those are for the program's own threads.
+class NoSignals {
+  sigset_t before_;
+
+ public:
+  NoSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  NoSignals(const NoSignals&) = delete;
+};
+
 class ThreadPool {
  public:
-  // The process's pool. Its threads are never joined: they sleep between calls, touch nothing that the end of the
-  // process destroys, and a forked child, which has none of them, starts a pool of its own.
-  static ThreadPool& instance() {
-    static std::atomic<ThreadPool*> current{nullptr};
-    ThreadPool* pool = current.load();
-    while (!pool || pool->process_ != getpid()) {
-      ThreadPool* fresh = new ThreadPool;
-      if (current.compare_exchange_strong(pool, fresh)) return *fresh;
-      delete fresh;
-    }
-    return *pool;
-  }
-
   // work(block) for every block in [0, num_blocks), each once, on up to `threads` threads, this one included.
   // Calls from several threads go one after the other.
   template <class Work>
@@ -105,14 +107,11 @@ class ThreadPool {
   }
 
   void grow(int helpers) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited: signals interrupt the program's own threads, not these
+    const NoSignals quiet;
     try {
       for (; size_ < helpers; ++size_) std::thread(&ThreadPool::serve, this, size_, round_.load()).detach();
     } catch (const std::system_error&) {  // the limit of threads is reached: those that there are do the work
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   void serve(int index, uint64_t seen) {
@@ -133,7 +132,6 @@ class ThreadPool {
     }
   }
 
-  const pid_t process_ = getpid();
   std::mutex calls_, mutex_;
   std::condition_variable start_, done_;
   Job* job_ = nullptr;

@@ -6,9 +6,11 @@ import ctypes
 import functools
 import itertools
 import math
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +65,9 @@ def _library() -> ctypes.CDLL | None:
     library.cpu_adam_isa.argtypes = [i32]
     library.cpu_adam_isa.restype = ctypes.c_char_p
     library.cpu_adam_step.argtypes = [ctypes.POINTER(_CStep), i32, i32, i32, doubles]
+    library.cpu_adam_order.argtypes = [ctypes.POINTER(_CStep), i32, i32, i32]
+    library.cpu_adam_order.restype = ctypes.c_int64
+    library.cpu_adam_wait.argtypes = [ctypes.c_int64, doubles]
     library.cpu_adam_square.argtypes = [ctypes.c_void_p, ctypes.c_int64, i32, i32, i32, doubles]
     return library
 
@@ -152,13 +157,32 @@ class CpuAdam:
         """
         _check(p, m, v, grad, stretches, into, low)
         if self._kernels is None or p.dtype == torch.float64:
-            finite = True
-            for start, stop, how in stretches:
-                state, outputs = ([t[start:stop] for t in of] for of in ((p, m, v), into or (p, m, v)))
-                finite &= _torch_step(state, grad[start:stop], how, outputs, None if low is None else low[start:stop])
-            return finite
+            return _torch_steps((p, m, v), grad, stretches, into or (p, m, v), low)
         calls = _calls((p, m, v, *(into or (p, m, v)), grad), low, stretches)
         return bool(_checked(self._kernels.cpu_adam_step(calls, len(calls), self.threads, self._isa, None)))
+
+    def order(
+        self,
+        p: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        stretches: Sequence[tuple[int, int, AdamStep]],
+        *,
+        into: tuple[Tensor, Tensor, Tensor] | None = None,
+        low: Tensor | None = None,
+    ) -> Ordered:
+        """Begin :meth:`steps`, when those that were ordered before are done, and return at once.
+
+        The next can be prepared meanwhile. Torch's kernels do their work when it is waited for.
+        """
+        _check(p, m, v, grad, stretches, into, low)
+        if self._kernels is None or p.dtype == torch.float64:
+            return Ordered(functools.partial(_timed, _torch_steps, (p, m, v), grad, stretches, into or (p, m, v), low))
+        tensors = (p, m, v, *(into or (p, m, v)), grad)
+        calls = _calls(tensors, low, stretches)
+        ticket = _checked(self._kernels.cpu_adam_order(calls, len(calls), self.threads, self._isa))
+        return Ordered(functools.partial(_wait_for, self._kernels, ticket, (*tensors, low)))
 
     def square(self, grad: Tensor) -> float:
         """Sum of squares in double precision, the same for any number of threads.
@@ -183,6 +207,25 @@ class CpuAdam:
             )
         )
         return total.value
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Work under way; ``wait``, called once, returns at its end: (every gradient was finite, seconds it took)."""
+
+    wait: Callable[[], tuple[bool, float]]
+
+
+def _wait_for(library: ctypes.CDLL, ticket: int, _in_use: tuple[Tensor | None, ...]) -> tuple[bool, float]:
+    seconds = ctypes.c_double()
+    finite = bool(_checked(library.cpu_adam_wait(ticket, ctypes.byref(seconds))))
+    return finite, seconds.value
+
+
+def _timed(work: Callable[..., bool], *arguments: Any) -> tuple[bool, float]:
+    started = time.perf_counter()
+    finite = work(*arguments)
+    return finite, time.perf_counter() - started
 
 
 def _checked(code: int) -> int:
@@ -224,6 +267,20 @@ def _call(addresses: Sequence[int | None], length: int, types: tuple[int, int], 
         step=how.lr / (1 - how.beta1**how.step),
         decay=1 - how.lr * how.weight_decay,
     )
+
+
+def _torch_steps(
+    state: Sequence[Tensor],
+    grad: Tensor,
+    stretches: Sequence[tuple[int, int, AdamStep]],
+    into: Sequence[Tensor],
+    low: Tensor | None,
+) -> bool:
+    finite = True
+    for start, stop, how in stretches:
+        old, new = ([t[start:stop] for t in of] for of in (state, into))
+        finite &= _torch_step(old, grad[start:stop], how, new, None if low is None else low[start:stop])
+    return finite
 
 
 @torch.no_grad()

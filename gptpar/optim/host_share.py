@@ -25,7 +25,6 @@ from torch.profiler import record_function
 
 from gptpar.optim.buckets import (
     Bucket,
-    Buffers,
     HostPiece,
     Rates,
     Recipe,
@@ -33,13 +32,18 @@ from gptpar.optim.buckets import (
     new_buffers,
     shallowest_that_is_here,
 )
-from gptpar.optim.cpu_adam import AdamStep, CpuAdam
+from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.transfers import Later, Transfers
+from gptpar.optim.updates import Updates
 
 POLL_SECONDS = 2e-4
 SWITCH_SECONDS = 2e-4
 """How long a thread may keep Python to itself. By default that is 5 ms, for which the kernel's thread, back from a
 bucket, would wait while the training loop launches work."""
+LEAD_SECONDS = 5e-4
+"""How long before the end of an update the next one is chosen: later, and the kernel would wait for Python; sooner, and
+a gradient that the next forward pass needs earlier might arrive in between."""
+
 CLOSE_SECONDS = 60.0
 DISTRUST_STEPS = 10
 """Steps without speculation after one in which it was wrong: clipping comes in spells."""
@@ -74,7 +78,6 @@ class HostShare:
 
     Attributes:
         waited_s: time that :meth:`wait` has cost since the start.
-        busy_s: time in which elements were updated.
         num_redone: steps in which speculation was wrong.
     """
 
@@ -90,7 +93,7 @@ class HostShare:
         cores: Sequence[int] | None = None,
         speculated_elements: int = 0,
     ):
-        self._clip, self._adam, self._transfers = clip_grad, adam, transfers
+        self._clip, self._transfers, self._updates = clip_grad, transfers, Updates(adam, transfers)
         self._buckets: list[Bucket] = []
         for piece in pieces:
             self._buckets += cut_piece(piece, dtype, folder)
@@ -98,7 +101,7 @@ class HostShare:
         for bucket in self._buckets:
             self._of_unit[bucket.unit].append(bucket)
         self.make_room(speculated_elements)
-        self.waited_s, self.busy_s, self.num_redone = 0.0, 0.0, 0
+        self.waited_s, self.num_redone = 0.0, 0
         self._cores = cores
         self._order: _Order | None = None
         self._foreseen: Recipe | None = None
@@ -187,7 +190,7 @@ class HostShare:
         """Send all master weights to the device, after they were changed from outside."""
         self.finish()
         for bucket in self._buckets:
-            self._send(bucket)
+            self._updates.send(bucket)
         self.finish()
 
     def close(self) -> None:
@@ -203,6 +206,11 @@ class HostShare:
             sys.setswitchinterval(self._switch_before)
             if not self._thread.is_alive():
                 self._transfers.close()
+
+    @property
+    def busy_s(self) -> float:
+        """Time in which elements were updated, since the start."""
+        return self._updates.busy_s
 
     @property
     def steps_taken(self) -> int:
@@ -240,7 +248,7 @@ class HostShare:
         """Sum of squares of the master weights that this process counts."""
         self.finish()
         return sum(
-            self._adam.square(bucket.now.weights[run.start : run.stop])
+            self._updates.adam.square(bucket.now.weights[run.start : run.stop])
             for bucket in self._buckets
             for run in bucket.runs
             if run.counted
@@ -255,7 +263,7 @@ class HostShare:
     @property
     def kernel(self) -> str:
         """What updates, in a few words."""
-        return f"{self._adam.isa}, {self._adam.threads} thread(s)"
+        return f"{self._updates.adam.isa}, {self._updates.adam.threads} thread(s)"
 
     def _announce(self, order: _Order) -> None:
         with self._changed:
@@ -302,12 +310,15 @@ class HostShare:
                 candidates = [] if recipe is None or self._distrust else list(self._speculable())
                 if order is not None and (not candidates or order.norm.known()):
                     return partial(self._take_step, order)
-                if self._closing and order is None:
-                    return None
-                bucket = shallowest_that_is_here(candidates)
+                closing = self._closing and order is None
+                bucket = None if closing else shallowest_that_is_here(candidates)
                 if bucket is not None:
                     assert recipe is not None
                     return partial(self._speculate, bucket, recipe)
+                if self._updates.under_way:
+                    return self._updates.land
+                if closing:
+                    return None
                 self._changed.wait(POLL_SECONDS if candidates else None)
 
     def _speculable(self) -> Iterator[Bucket]:
@@ -317,20 +328,19 @@ class HostShare:
 
     def _speculate(self, bucket: Bucket, recipe: Recipe) -> None:
         assert bucket.grad is not None
-        self._update(bucket, recipe, bucket.beside)
+        self._updates.begin(bucket, recipe, bucket.beside, bucket.grad.release)
         bucket.tried = recipe, bucket.grad
-        bucket.grad.release()
+        time.sleep(max(0.0, self._updates.pace * (bucket.stop - bucket.start) - LEAD_SECONDS))
 
     def _take_step(self, order: _Order) -> None:
         recipe = self._decide(order)
         redone = False
+        self._updates.land()
         self._replace_grads()
         for number, bucket in enumerate(self._buckets):
             self._fetch_ahead(number, recipe)
             redone |= self._settle(bucket, None if bucket.unit in order.without else recipe)
-            with self._changed:
-                bucket.settled = True
-                self._changed.notify_all()
+        self._updates.land()
         self.num_redone += redone
         self._distrust = DISTRUST_STEPS if redone else max(0, self._distrust - 1)
         with self._changed:
@@ -358,36 +368,23 @@ class HostShare:
         return replace(order.unclipped, divisor=order.unclipped.divisor * clipping)
 
     def _settle(self, bucket: Bucket, recipe: Recipe | None) -> bool:
-        """Make the bucket's state that of the step; returns whether a speculation was in vain."""
+        """Make the bucket's state that of the step, or begin to; returns whether a speculation was in vain."""
         tried, right = bucket.tried, recipe is not None and bucket.tried == (recipe, bucket.grad)
+        if recipe is not None and not right:
+            self._updates.begin(bucket, recipe, None, partial(self._settled, bucket, updated=True))
+            return tried is not None
         if right and bucket.beside is not None:
             bucket.now, bucket.beside = bucket.beside, bucket.now
-        elif recipe is not None:
-            self._update(bucket, recipe, None)
         elif tried is not None:
-            self._send(bucket)
+            self._updates.send(bucket)
+        self._settled(bucket, updated=right)
+        return tried is not None and not right
+
+    def _settled(self, bucket: Bucket, *, updated: bool) -> None:
         if bucket.grad is not None:
             bucket.grad.release()
         bucket.grad = bucket.tried = None
-        bucket.steps += recipe is not None
-        return tried is not None and not right
-
-    def _update(self, bucket: Bucket, recipe: Recipe, into: Buffers | None) -> None:
-        assert bucket.grad is not None and bucket.live is not None
-        grad, low = bucket.grad.tensor(), self._transfers.outgoing(bucket.live)
-        how = [
-            AdamStep(r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, bucket.steps + 1, recipe.divisor)
-            for r in recipe.rates
-        ]
-        stretches = [(run.start, run.stop, how[run.group]) for run in bucket.runs]
-        started = time.perf_counter()
-        with record_function(f"CPU Adam: {bucket.unit}"):
-            self._adam.steps(*bucket.now.all(), grad, stretches, into=None if into is None else into.all(), low=low)
-        self.busy_s += time.perf_counter() - started
-        bucket.settle_device = self._transfers.send(low, bucket.live)
-
-    def _send(self, bucket: Bucket) -> None:
-        assert bucket.live is not None
-        low = self._transfers.outgoing(bucket.live)
-        low.copy_(bucket.now.weights)
-        bucket.settle_device = self._transfers.send(low, bucket.live)
+        bucket.steps += updated
+        with self._changed:
+            bucket.settled = True
+            self._changed.notify_all()

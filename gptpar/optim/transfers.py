@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ RESERVED = 2
 """Slots for gradients that only the updating thread may take: it would wait for ever if later ones held them all."""
 
 OUTGOING = 3
-"""Slots for new parameters: one being filled, others on their way."""
+"""Slots for new parameters: one being filled, one to be filled next, one on its way."""
 
 
 class Arrival(Protocol):
@@ -57,6 +58,21 @@ class Later(Protocol):
         """It, once it is there."""
 
 
+class Departure(Protocol):
+    """New parameters on their way to the device."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Host memory in which they can be written."""
+
+    def send(self) -> Callable[[bool], None]:
+        """Start the way of what was written.
+
+        The result, called anywhere, lets later work on the device wait for it; given ``True`` it returns when it is
+        there.
+        """
+
+
 class Transfers(Protocol):
     """A way to and from a device."""
 
@@ -66,15 +82,8 @@ class Transfers(Protocol):
     def fetch(self, grad: torch.Tensor) -> Arrival:
         """Begin to bring a finished gradient to the host, behind what the device was given so far."""
 
-    def outgoing(self, target: torch.Tensor) -> torch.Tensor:
-        """Host memory in which the new values of ``target`` can be written."""
-
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
-        """Start the way of what was written.
-
-        The result, called anywhere, lets later work on the device wait for it; given ``True`` it returns when it is
-        there.
-        """
+    def outgoing(self, target: torch.Tensor) -> Departure:
+        """A way for the new values of ``target``; at most two may be open, that were not sent."""
 
     def later(self, number: torch.Tensor) -> Later:
         """A scalar of the device, to be read from another thread."""
@@ -91,16 +100,21 @@ class SameMemory:
     def fetch(self, grad: torch.Tensor) -> Arrival:
         return _Here(grad)
 
-    def outgoing(self, target: torch.Tensor) -> torch.Tensor:
-        return target
-
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
-        return lambda block: None
+    def outgoing(self, target: torch.Tensor) -> Departure:
+        return _InPlace(target)
 
     def later(self, number: torch.Tensor) -> Later:
         return _Number(number)
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _InPlace:
+    values: torch.Tensor
+
+    def send(self) -> Callable[[bool], None]:
+        return lambda block: None
 
 
 class _Number:
@@ -167,24 +181,13 @@ class GpuTransfers:
             coming.start(self.inward)
         return coming
 
-    def outgoing(self, target: torch.Tensor) -> torch.Tensor:
+    def outgoing(self, target: torch.Tensor) -> Departure:
         if target.device.type == "cpu":  # parameters that live in host memory, too
-            return target
+            return _InPlace(target)
         slot, left = self._out[self._turn]
-        left.synchronize()
-        return slot[: target.numel() * target.element_size()].view(target.dtype)
-
-    def send(self, values: torch.Tensor, target: torch.Tensor) -> Callable[[bool], None]:
-        if target.device.type == "cpu":
-            return lambda block: None
-        _, left = self._out[self._turn]
         self._turn = (self._turn + 1) % len(self._out)
-        there = torch.cuda.Event()
-        with torch.cuda.stream(self._outward):
-            target.copy_(values, non_blocking=True)
-            left.record()
-            there.record()
-        return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
+        left.synchronize()
+        return _Going(slot[: target.numel() * target.element_size()].view(target.dtype), target, left, self._outward)
 
     def later(self, number: torch.Tensor) -> Later:
         return _ComingNumber(number)
@@ -194,6 +197,22 @@ class GpuTransfers:
             stream.synchronize()
         self.free, self._out = [], []
         self._ring.close()
+
+
+@dataclass(frozen=True)
+class _Going:
+    values: torch.Tensor
+    target: torch.Tensor
+    left: torch.cuda.Event
+    stream: torch.cuda.Stream
+
+    def send(self) -> Callable[[bool], None]:
+        there = torch.cuda.Event()
+        with torch.cuda.stream(self.stream):
+            self.target.copy_(self.values, non_blocking=True)
+            self.left.record()
+            there.record()
+        return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
 
 
 class _ComingNumber:

@@ -10,7 +10,7 @@ import torch
 
 from gptpar.data.loader import MicroBatch
 from gptpar.optim import placement, transfers
-from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.cpu_adam import CpuAdam, Ordered
 from gptpar.optim.schedule import make_schedule
 from gptpar.topology import Layout, Topology
 from gptpar.training.auto_ratio import with_ratio
@@ -79,9 +79,9 @@ def test_speculation_changes_no_bit() -> None:
 class Slow(CpuAdam):
     """Leaves the device time to write where it should not."""
 
-    def steps(self, *args: Any, **kwargs: Any) -> bool:
+    def order(self, *args: Any, **kwargs: Any) -> Ordered:
         time.sleep(0.01)
-        return super().steps(*args, **kwargs)
+        return super().order(*args, **kwargs)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

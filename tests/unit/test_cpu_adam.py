@@ -366,7 +366,8 @@ import os, signal, torch
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 def step():
     p, m, v = torch.ones(300000), torch.zeros(300000), torch.zeros(300000)
-    CpuAdam(3).step(p, m, v, torch.arange(300000.0), AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1))
+    how = [(0, 300000, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1))]
+    CpuAdam(3).order(p, m, v, torch.arange(300000.0), how).wait()
     return p
 before = step()
 child = os.fork()
@@ -382,6 +383,19 @@ def test_a_forked_child_has_threads_of_its_own(library):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout == "0 True\n", done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orders_are_done_one_after_the_other(dtype):
+    """Each step begins with what the one before has left; they are waited for in order and, natively, out of order."""
+    tensors = make(300001, dtype, dtype)
+    expected, stretches = [t.clone() for t in tensors], [[(0, 300001, replace(HOW, step=n + 1))] for n in range(5)]
+    for how in stretches:
+        CpuAdam(2).steps(*expected, how)
+    orders = [CpuAdam(2).order(*tensors, how) for how in stretches]
+    done = [order.wait() for order in (orders if dtype == torch.float64 else reversed(orders))]
+    assert all(finite and seconds > 0 for finite, seconds in done)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
 
 
 def test_python_goes_on_while_a_step_runs(library):

@@ -20,7 +20,7 @@ from gptpar.init import Constant
 from gptpar.optim import placement
 from gptpar.optim.adamw import MasterAdamW
 from gptpar.optim.buckets import NEAR, HostPiece, Rates, bring
-from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.cpu_adam import CpuAdam, Ordered
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import Run, cut, device_runs, divide, runs_of
 from gptpar.optim.transfers import OUTGOING, RESERVED, RING_BYTES, Later, SameMemory, Transfers, ring_slots
@@ -282,12 +282,12 @@ class Watched(CpuAdam):
         self.leave.set()
         self.begun = threading.Event()
 
-    def steps(self, *args: Any, low: torch.Tensor | None = None, **kwargs: Any) -> bool:
+    def order(self, *args: Any, low: torch.Tensor | None = None, **kwargs: Any) -> Ordered:
         self.begun.set()
         assert self.leave.wait(10)
         assert low is not None
         self.lows.append(low.data_ptr())
-        return super().steps(*args, low=low, **kwargs)
+        return super().order(*args, low=low, **kwargs)
 
 
 def test_a_layer_waits_for_its_own_bucket_only() -> None:
@@ -377,7 +377,7 @@ def test_room_for_some_is_given_to_the_deepest() -> None:
 
 def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
     class Broken(CpuAdam):
-        def steps(self, *args: object, **kwargs: object) -> bool:
+        def order(self, *args: object, **kwargs: object) -> Ordered:
             raise ZeroDivisionError("out of order")
 
     share = make_share(Broken(1))

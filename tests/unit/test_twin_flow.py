@@ -16,7 +16,7 @@ from torch import nn
 from gptpar import TwinFlowAdamW
 from gptpar.errors import GptparError
 from gptpar.optim import placement
-from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.cpu_adam import CpuAdam, Ordered
 from gptpar.optim.local_parts import LocalPart
 
 RATIOS = [0.0, 0.3, 0.731, 1.0]
@@ -212,15 +212,20 @@ def test_attached_is_bit_for_bit_the_same(ratio: float, speculation: str, dtype:
 
 
 class Watched(CpuAdam):
-    """Waits for leave before each update."""
+    """Waits for leave before the end of each update."""
 
     def __init__(self) -> None:
         super().__init__(1)
         self.leave = threading.Semaphore(0)
 
-    def steps(self, *args: Any, **kwargs: Any) -> bool:
-        assert self.leave.acquire(timeout=10)
-        return super().steps(*args, **kwargs)
+    def order(self, *args: Any, **kwargs: Any) -> Ordered:
+        ordered = super().order(*args, **kwargs)
+
+        def wait() -> tuple[bool, float]:
+            assert self.leave.acquire(timeout=10)
+            return ordered.wait()
+
+        return Ordered(wait)
 
 
 def test_each_layer_waits_for_its_own_parameters_only(closing: Any) -> None:
@@ -228,7 +233,7 @@ def test_each_layer_waits_for_its_own_parameters_only(closing: Any) -> None:
     optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
     adam = Watched()
     assert optimizer._host is not None
-    optimizer._host._adam = adam
+    optimizer._host._updates.adam = adam
     optimizer.attach(model)
     before = copy.deepcopy(model)
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -313,7 +318,7 @@ def test_the_forward_inside_last_backward_overlaps_too(closing: Any) -> None:
     optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
     adam = Watched()
     assert optimizer._host is not None
-    optimizer._host._adam = adam
+    optimizer._host._updates.adam = adam
     optimizer.attach(model)
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()

@@ -1,0 +1,94 @@
+// Work that is done in order of arrival, on a thread of its own, while whoever ordered it prepares what comes next.
+
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <queue>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "thread_pool.h"
+
+namespace gptpar {
+
+struct Done {
+  int32_t code;
+  double seconds;
+};
+
+class JobQueue {
+ public:
+  using Work = std::function<int32_t()>;
+
+  // Returns a ticket for wait(). Without a thread (the limit of threads is reached) the work is done here and now.
+  int64_t submit(Work work) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int64_t ticket = ++last_ticket_;
+    if (!start()) {
+      lock.unlock();
+      const Done done = timed(work);
+      lock.lock();
+      done_.emplace(ticket, done);
+      return ticket;
+    }
+    waiting_.emplace(ticket, std::move(work));
+    arrived_.notify_one();
+    return ticket;
+  }
+
+  // What the work has returned, and how long it took. Each ticket is good for one call.
+  Done wait(int64_t ticket) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    finished_.wait(lock, [&] { return done_.count(ticket) > 0; });
+    const Done done = done_[ticket];
+    done_.erase(ticket);
+    return done;
+  }
+
+ private:
+  static Done timed(const Work& work) {
+    const auto begin = std::chrono::steady_clock::now();
+    const int32_t code = work();
+    return {code, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count()};
+  }
+
+  bool start() try {
+    if (!started_) {
+      const NoSignals quiet;
+      std::thread(&JobQueue::serve, this).detach();
+      started_ = true;
+    }
+    return true;
+  } catch (const std::system_error&) {
+    return false;
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      arrived_.wait(lock, [&] { return !waiting_.empty(); });
+      const auto [ticket, work] = std::move(waiting_.front());
+      waiting_.pop();
+      lock.unlock();
+      const Done done = timed(work);
+      lock.lock();
+      done_.emplace(ticket, done);
+      finished_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable arrived_, finished_;
+  std::queue<std::pair<int64_t, Work>> waiting_;
+  std::unordered_map<int64_t, Done> done_;
+  int64_t last_ticket_ = 0;
+  bool started_ = false;
+};
+
+}  // namespace gptpar

@@ -1,0 +1,86 @@
+"""Updates of single buckets: the kernel works on one while Python sends off the one before and prepares the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.profiler import record_function
+
+from gptpar.optim.buckets import Bucket, Buffers, Recipe
+from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Ordered
+from gptpar.optim.transfers import Departure, Transfers
+
+
+ENOUGH = 1 << 20
+"""Elements whose update takes longer than to begin and end it."""
+
+
+@dataclass(frozen=True)
+class _AtWork:
+    bucket: Bucket
+    departure: Departure
+    ordered: Ordered
+    landed: Callable[[], None]
+
+
+class Updates:
+    """For one thread.
+
+    Args:
+        adam: the kernel.
+        transfers: the way to the device.
+
+    Attributes:
+        busy_s: time in which the kernel worked.
+        pace: seconds an element of the last update that was no small one.
+    """
+
+    def __init__(self, adam: CpuAdam, transfers: Transfers):
+        self.adam, self._transfers = adam, transfers
+        self.busy_s, self.pace = 0.0, 0.0
+        self._at_work: _AtWork | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether :meth:`land` has something to wait for."""
+        return self._at_work is not None
+
+    def begin(self, bucket: Bucket, recipe: Recipe, into: Buffers | None, landed: Callable[[], None]) -> None:
+        """Order an update, and see to the one before while the kernel works on this one.
+
+        Args:
+            into: where the new state goes; default: in place of the old one.
+            landed: called when it is done and its parameters are on their way.
+        """
+        assert bucket.grad is not None and bucket.live is not None
+        grad, departure = bucket.grad.tensor(), self._transfers.outgoing(bucket.live)
+        how = [
+            AdamStep(r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, bucket.steps + 1, recipe.divisor)
+            for r in recipe.rates
+        ]
+        stretches = [(run.start, run.stop, how[run.group]) for run in bucket.runs]
+        beside = None if into is None else into.all()
+        ordered = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values)
+        self.land()
+        self._at_work = _AtWork(bucket, departure, ordered, landed)
+
+    def land(self) -> None:
+        """Wait for the update at work, if there is one, and send its result."""
+        work, self._at_work = self._at_work, None
+        if work is None:
+            return
+        with record_function(f"CPU Adam: {work.bucket.unit}"):
+            _, seconds = work.ordered.wait()
+        self.busy_s += seconds
+        if (length := work.bucket.stop - work.bucket.start) >= ENOUGH:
+            self.pace = seconds / length
+        work.bucket.settle_device = work.departure.send()
+        work.landed()
+
+    def send(self, bucket: Bucket) -> None:
+        """Send the master weights as they are."""
+        assert bucket.live is not None
+        departure = self._transfers.outgoing(bucket.live)
+        departure.values.copy_(bucket.now.weights)
+        bucket.settle_device = departure.send()

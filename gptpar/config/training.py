@@ -92,7 +92,8 @@ class PrecisionConfig:
     compile: bool = flag(True, "do not compile the blocks (compiling is on only on GPUs)", off="--no-compile")
     cuda_graph: str = flag(
         "auto",
-        "launch forward and backward of a step as one CUDA graph (auto: on GPUs, where nothing speaks against it)",
+        "launch forward and backward of a step as one CUDA graph (auto: on GPUs, where nothing speaks against it); "
+        "with --cpu-optimizer, on one process only, in parts, between which the host waits and takes gradients",
         choices=("auto", "on", "off"),
     )
 

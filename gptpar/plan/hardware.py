@@ -59,6 +59,9 @@ class Sustained:
         attention_forward: share of the peak in the attention kernel, on its causal half.
         attention_backward: the same in its backward.
         memory: share of the memory bandwidth in pointwise kernels, norms and the optimizer.
+        on_chip: bytes/s, for each FLOP/s of the peak, at which a product's operands and results cost time on top of
+            its arithmetic. They pass the caches, whose speed goes with the processors': an H100, with 70 % of an
+            H200's memory bandwidth, multiplies as fast.
         link: share of a connection's bandwidth in collectives and sends.
         overlapped: share of its own length that a transfer still costs where it runs beside computation, whose
             processors and memory bandwidth it takes.
@@ -79,6 +82,7 @@ class Sustained:
     attention_forward: float = 0.50
     attention_backward: float = 0.42
     memory: float = 0.80
+    on_chip: float = 3.883e-3
     link: float = 0.80
     overlapped: float = 0.65
     kernel: float = 4.7e-6

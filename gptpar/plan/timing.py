@@ -148,6 +148,7 @@ class _Costs:
     def __init__(self, job: Job, cluster: Cluster):
         self._job, self._cluster, self._sustained = job, cluster, cluster.sustained
         self.memory_rate = cluster.memory_bandwidth * self._sustained.memory
+        self._product_rate = max(self.memory_rate, cluster.peak * self._sustained.on_chip)
         layout = job.layout
         self._tensor_rate = cluster.bandwidth(layout.tensor, 1)
         self._data_rate = cluster.bandwidth(layout.data, layout.tensor)
@@ -169,7 +170,7 @@ class _Costs:
         size = self._job.element_size
         traffic = size * (rows * inner + inner * columns + rows * columns)
         compute = 2 * rows * inner * columns / (self._cluster.peak * self._sustained.products)
-        return compute + traffic / self.memory_rate
+        return compute + traffic / self._product_rate
 
     def _products(self) -> list[float]:
         """Of a block's forward: QKV, attention's output, and the MLP's two."""

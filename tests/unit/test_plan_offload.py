@@ -43,8 +43,34 @@ def test_what_is_offloaded_leaves_the_device(ratio: float) -> None:
 
 def test_sums_over_micro_batches_stay_on_the_device() -> None:
     count = elements(SMALL)
-    memory = plan(f"{SHAPE} --micro-batch-size 1 --global-batch-size 4 {OFFLOAD} 1").memory[0]
-    assert memory.gradients == pytest.approx(6 * count)
+    flags = f"{SHAPE} --micro-batch-size 1 --global-batch-size 4 {OFFLOAD} 1"
+    assert plan(flags + " --cuda-graph off").memory[0].gradients == pytest.approx(6 * count)
+    assert plan(flags).memory[0].gradients == pytest.approx(8 * count)  # a launched step, see below
+
+
+def test_gradients_for_the_host_come_when_activations_have_gone() -> None:
+    """Launched, they are never there together; a recorded step holds them all the time."""
+    count = elements(TEN_B)
+    kept = 50 * 10 * 1024 * 4096 * 2  # inputs of all blocks
+    states = 2 * count
+    (one,) = plan(f"{TEN_B} {OFFLOAD} 1 --cuda-graph off").memory
+    assert (one.activations, one.gradients) == (0, 2 * count)
+    assert one.allocated - one.buffers == states + 2 * count
+    large = TEN_B.replace("--micro-batch-size 10", "--micro-batch-size 60")
+    (one,) = plan(f"{large} {OFFLOAD} 1 --cuda-graph off").memory
+    assert (one.activations, one.gradients) == (6 * kept, 0)
+    (one,) = plan(f"{large} {OFFLOAD} 1").memory
+    assert (one.activations, one.gradients) == (6 * kept, 2 * count)
+
+
+def test_steps_before_a_recording_hold_gradients_twice() -> None:
+    """The host still needs those of the last step; and of the activations, the device's layers' are there."""
+    count = elements(TEN_B)
+    (half,) = plan(f"{TEN_B} {OFFLOAD} 0.5").memory
+    assert half.gradients == pytest.approx((0.5 * 4 + 0.5 * 2 * 2) * count)
+    before = (50304 + 1024) * 4096
+    share = (0.5 * count - before) / (count - before)
+    assert half.activations == pytest.approx(share * 50 * 10 * 1024 * 4096 * 2, rel=1e-3)
 
 
 def test_speculation_doubles_the_hosts_part_and_files_take_it_away(tmp_path: Path) -> None:

@@ -51,7 +51,9 @@ class Sustained:
     """What is reached of the data sheet's figures, and what things cost that it does not list.
 
     ``attention_*`` and ``memory`` were set beforehand, the other figures of time fitted. ``fragmentation`` is what the
-    lines with reserved and allocated memory show; ``outside`` and ``host_process`` are assumptions.
+    lines with reserved and allocated memory show; ``outside`` and ``host_process`` are assumptions. ``host_*`` and
+    ``bus`` were measured by themselves, in steps of 0.35B to 15B parameters beside an H100 and an H200 (one process on
+    16 cores of a Xeon); in other machines they are other figures, not other shares.
 
     Attributes:
         products: share of the dense peak in large matrix products; smaller ones lose to their memory traffic and
@@ -59,6 +61,9 @@ class Sustained:
         attention_forward: share of the peak in the attention kernel, on its causal half.
         attention_backward: the same in its backward.
         memory: share of the memory bandwidth in pointwise kernels, norms and the optimizer.
+        on_chip: bytes/s, for each FLOP/s of the peak, at which a product's operands and results cost time on top of
+            its arithmetic. They pass the caches, whose speed goes with the processors': an H100, with 70 % of an
+            H200's memory bandwidth, multiplies as fast.
         link: share of a connection's bandwidth in collectives and sends.
         overlapped: share of its own length that a transfer still costs where it runs beside computation, whose
             processors and memory bandwidth it takes.
@@ -70,8 +75,10 @@ class Sustained:
         scheduling: share by which a pipeline is slower when its stages are launched one by one.
         fragmentation: share of the allocated memory that the allocator holds beyond it.
         outside: bytes on the device beside the allocator: context, kernels, NCCL's buffers.
-        host_rate: bytes/s of host memory that each process's CPU optimizer reaches (16 cores; an assumption).
-        bus: bytes/s in one direction between a GPU and its host (PCIe 5 x16; an assumption).
+        host_rate: bytes/s of host memory that each process's CPU optimizer reaches amid a step, in place.
+        host_rate_aside: the same where it writes the new state beside the old one, during the backward pass.
+        host_pause: seconds between two buckets of the CPU optimizer.
+        bus: bytes/s in one direction between a GPU and its host (PCIe 5 x16).
         host_process: bytes of host memory of a process before it keeps anything.
     """
 
@@ -79,6 +86,7 @@ class Sustained:
     attention_forward: float = 0.50
     attention_backward: float = 0.42
     memory: float = 0.80
+    on_chip: float = 3.883e-3
     link: float = 0.80
     overlapped: float = 0.65
     kernel: float = 4.7e-6
@@ -89,8 +97,10 @@ class Sustained:
     scheduling: float = 0.035
     fragmentation: float = 0.04
     outside: float = 1.5 * GIB
-    host_rate: float = 140e9
-    bus: float = 50e9
+    host_rate: float = 145e9
+    host_rate_aside: float = 135e9
+    host_pause: float = 0.3e-3
+    bus: float = 48e9
     host_process: float = 3.0 * GIB
 
 

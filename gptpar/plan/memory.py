@@ -7,6 +7,7 @@ for a moment is counted where the sum is largest: in the output layer's loss, in
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from gptpar.model.memory import layer_activation_bytes_per_token
@@ -32,7 +33,7 @@ class RankMemory:
 
     Attributes:
         parameters: live weights, in the number format of the products.
-        gradients: their fp32 sums.
+        gradients: their fp32 sums, and those that the host has not used yet.
         optimizer: fp32 masters and both moments.
         activations: kept for the backward pass, of all micro-batches in flight.
         buffers: what exists for a moment only, at the worst moment: logits, gradients in flight, gathered weights.
@@ -73,7 +74,9 @@ def stage_memory(job: Job, stage: int, sustained: Sustained = SUSTAINED) -> Rank
     counts = alive(stage, job.layout.pipeline, job.num_micro_batches, job.num_chunks)
     activations = max(sum(n * size for n, size in zip(count, chunks, strict=True)) for count in counts)
     host = max(sum(n * size for n, size in zip(count, host_chunks, strict=True)) for count in counts)
-    buffers = max(_loss_buffers(job, part), _backward_buffers(job, part, blocks), _end_buffers(job, part))
+    moments = _moments(job, part, blocks, activations, sum(chunks))
+    leaving, activations, buffers = max(moments, key=sum)
+    gradients += leaving
     on_gpu = job.device_type == "cuda"
     buffers += _boundary_buffers(job, stage) + on_gpu * PRODUCT_WORKSPACE
     allocated = parameters + gradients + optimizer + activations + buffers
@@ -102,7 +105,9 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     parameters = 0 if live_is_master else size * (shard if job.zero_stage == 3 else whole)
     whole_sum = whole if job.zero_stage == 1 else 0  # a reduced shard beside the sum it comes from
     device = 1 - job.ratio
-    gradients = device * wide * (shard + whole_sum) + job.ratio * _host_gradients(job, whole, shard)
+    gradients = device * wide * (shard + whole_sum)
+    if job.num_micro_batches > 1:  # of what the host updates, too, sums until the last pass
+        gradients += job.ratio * wide * (whole if job.zero_stage < 2 else shard)
     host = 3.0 * wide * job.ratio * shard * (2 if offload.offload_speculation == "on" else 1)
     host = 0.0 if offload.optimizer_nvme_path else host
     host += RING_BYTES if job.ratio else 0
@@ -111,12 +116,40 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     return parameters, gradients, device * 3 * wide * shard, host
 
 
-def _host_gradients(job: Job, whole: int, shard: int) -> int:
-    """Bytes on the device of gradients that the host will use: they stay until it has, and sums until the last pass."""
-    sums = 0
-    if job.num_micro_batches > 1:
-        sums = job.wide_size * (whole if job.zero_stage < 2 else shard)
-    return sums + job.element_size * shard
+def _moments(
+    job: Job, part: StagePart, blocks: _Blocks, activations: float, of_one: float
+) -> Iterator[tuple[float, float, float]]:
+    """(gradients that go to the host, activations, buffers) when their sum may be largest.
+
+    Such a gradient stays on the device, with the weights' bytes, until the host has used it. The device keeps the first
+    layers: when all of the host's gradients are there, the activations of those layers are there still.
+
+    Args:
+        activations: at most.
+        of_one: of a micro-batch.
+    """
+    leaving = job.ratio * job.element_size * _elements(job, part)[1]
+    backward = _backward_buffers(job, part, blocks)
+    most = max(_loss_buffers(job, part), backward, _end_buffers(job, part))
+    remaining = of_one * _share_of_device(job, part)
+    if not job.graph:
+        yield 0.0, activations, most
+        yield leaving, remaining, max(backward, _end_buffers(job, part))
+        return
+    # A recorded step has their memory all the time. Steps before it, which are launched, take it anew when they begin,
+    # while the host still needs the last step's: for these layers until its forward pass gets to them.
+    yield leaving, activations, most
+    yield 2 * leaving, remaining, _forward_buffers(job, part)
+
+
+def _share_of_device(job: Job, part: StagePart) -> float:
+    """How much of a stage's blocks is not updated by the host alone: its first ones."""
+    embedding, positions, block = (unit.shard_length for unit in job.units[:3])
+    before = part.first * (part.units[0] * embedding + part.units[1] * positions)
+    if not part.units[2]:
+        return 0.0
+    on_device = (1 - job.ratio) * _elements(job, part)[1] - before
+    return min(1.0, max(0.0, on_device / (part.units[2] * block)))
 
 
 @dataclass(frozen=True)
@@ -224,6 +257,14 @@ def _backward_buffers(job: Job, part: StagePart, blocks: _Blocks) -> float:
         head = job.units[0] if job.config.model.tied else job.units[4]
         buffers += head.length * (size if part.units[0] and job.config.model.tied else 0)
     return buffers + _gathered(job, part.units, loss=False)
+
+
+def _forward_buffers(job: Job, part: StagePart) -> float:
+    """In a block's forward: what goes through it, and the MLP's inner width before and after the activation."""
+    shape, size = job.shape, job.element_size
+    hidden = job.tokens * shape.hidden_size * size / job.token_shares
+    inner = job.tokens * shape.ffn_hidden_size * size / job.layout.tensor
+    return 2 * hidden + 2 * inner + _gathered(job, part.units, loss=False)
 
 
 def _gathered(job: Job, counts: tuple[int, ...], *, loss: bool) -> float:

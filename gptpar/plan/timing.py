@@ -12,6 +12,7 @@ from functools import lru_cache
 
 from gptpar.model.flops import fc1_width, flops_per_token, mfu, qkv_width, query_width
 from gptpar.pipeline import schedules
+from gptpar.plan import host_updates
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart
 from gptpar.tensor_parallel.cross_entropy import num_chunks
@@ -28,8 +29,6 @@ KERNELS_FORWARD, KERNELS_BACKWARD = 9, 22
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
 UPDATE_BYTES = 38
 """A step's traffic for each element of the optimizer's shard: AdamW's 28, its norm 4, the live weight 6."""
-CPU_UPDATE_BYTES = 28
-"""The same on the CPU, in one pass with a 16-bit gradient and weight."""
 MOST_SIMULATED = 20_000
 """Actions of a schedule that is walked through to find its idle time; beyond, the formula serves."""
 
@@ -58,7 +57,8 @@ class StepTime:
         transfers: waited for between stages.
         data: what reductions and gathers over the data axis cost beside the computation.
         optimizer: norm, update and publishing.
-        cpu_optimizer: of waiting for the CPU's updates, and for weights that come from the host.
+        cpu_optimizer: of waiting for the CPU's updates, where no step is clipped, and for weights that come from the
+            host.
         host: of launching the step, where that takes longer than the device: the excess.
     """
 
@@ -99,8 +99,9 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     busiest = max(range(len(stages)), key=lambda i: stages[i].both)
     heaviest = max(sum(n * u.length for n, u in zip(part.units, job.units, strict=True)) for part in job.stages)
     data = costs.data_parallel(heaviest, stages[busiest])
-    optimizer = UPDATE_BYTES * (1 - job.ratio) * heaviest / job.shards / costs.memory_rate
-    cpu_optimizer = costs.cpu_optimizer(heaviest, stages[busiest])
+    optimizer = max(costs.update(part) for part in job.stages)
+    waited = max(costs.host_updates(part, stage) for part, stage in set(zip(job.stages, stages, strict=True)))
+    cpu_optimizer = waited + costs.host_parameters(heaviest, stages[busiest])
     device = compute + fill + transfers + data
     host = max(0.0, costs.host(max(sum(part.blocks) for part in job.stages)) - device)
     return StepTime(stages, compute, fill, transfers, data, optimizer, cpu_optimizer, host)
@@ -148,6 +149,7 @@ class _Costs:
     def __init__(self, job: Job, cluster: Cluster):
         self._job, self._cluster, self._sustained = job, cluster, cluster.sustained
         self.memory_rate = cluster.memory_bandwidth * self._sustained.memory
+        self._product_rate = max(self.memory_rate, cluster.peak * self._sustained.on_chip)
         layout = job.layout
         self._tensor_rate = cluster.bandwidth(layout.tensor, 1)
         self._data_rate = cluster.bandwidth(layout.data, layout.tensor)
@@ -169,7 +171,7 @@ class _Costs:
         size = self._job.element_size
         traffic = size * (rows * inner + inner * columns + rows * columns)
         compute = 2 * rows * inner * columns / (self._cluster.peak * self._sustained.products)
-        return compute + traffic / self.memory_rate
+        return compute + traffic / self._product_rate
 
     def _products(self) -> list[float]:
         """Of a block's forward: QKV, attention's output, and the MLP's two."""
@@ -231,9 +233,15 @@ class _Costs:
         return 4 * moved * alone, 2 * moved * alone + 4 * moved * self._sustained.overlapped
 
     def _add_gradients(self, elements: int) -> float:
-        """Adding 16-bit gradients to their wide sums: read both, write one."""
+        """Adding 16-bit gradients to their wide sums: read both, write one.
+
+        What the host updates of a single micro-batch and process has no sums: it is copied, and read for the norm.
+        """
         job = self._job
-        return elements * (job.element_size + 2 * job.wide_size) / self.memory_rate
+        alone = job.num_micro_batches == 1 and job.layout.data == 1
+        size = job.element_size + 2 * job.wide_size
+        size_on_host = 3 * job.element_size if alone else size
+        return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
 
     def _recomputed(self, forward: float) -> float:
         """What is computed again in a block's backward."""
@@ -302,24 +310,40 @@ class _Costs:
             return self._beside(2 * reduced, stage.backward)
         return self._beside(reduced, stage.backward) + self._beside(gathered, stage.forward)
 
-    def cpu_optimizer(self, elements: int, stage: StageTime) -> float:
-        """What of the CPU's updates, and of weights on their way from the host, nothing hides.
+    def host_updates(self, part: StagePart, stage: StageTime) -> float:
+        """What a stage waits for the CPU's updates.
 
-        The CPU has the next forward pass to work in and, where it speculates, the backward pass before.
+        Args:
+            stage: its time for a micro-batch.
+        """
+        job, blocks = self._job, max(1, sum(part.blocks))
+        if not job.ratio:
+            return 0.0
+        head, embedding = self._head() * part.last, self._embedding()
+        backward = stage.backward - embedding * (part.first + part.last)
+        block = (stage.forward - head) / blocks, backward / blocks
+        layers = host_updates.layers_of(job, part, block, head, embedding)
+        elements = sum(layer.elements for layer in layers)
+        room = host_updates.speculated_elements(job, self._cluster, elements)
+        return host_updates.waiting(layers, room, self.update(part), host_updates.speed_of(job, self._cluster))
+
+    def update(self, part: StagePart) -> float:
+        """The device's own part of the optimizer's step."""
+        elements = sum(n * unit.shard_length for n, unit in zip(part.units, self._job.units, strict=True))
+        return UPDATE_BYTES * (1 - self._job.ratio) * elements / self.memory_rate
+
+    def host_parameters(self, elements: int, stage: StageTime) -> float:
+        """What of weights on their way from the host nothing hides: in each micro-batch's forward and backward.
 
         Args:
             elements: of a rank's parameters.
             stage: its time for a micro-batch.
         """
-        job, offload = self._job, self._job.config.offload
-        updates = CPU_UPDATE_BYTES * job.ratio * elements / job.shards / self._sustained.host_rate
-        window = stage.forward + (stage.backward if offload.offload_speculation != "off" else 0.0)
-        waiting = max(0.0, updates - window)
-        if offload.cpu_parameters:  # in the forward and again in the backward of each micro-batch
-            coming = elements / job.shards * job.element_size / self._sustained.bus
-            once = max(0.0, coming - stage.forward) + max(0.0, coming - stage.backward)
-            waiting += job.num_micro_batches * once
-        return waiting
+        job = self._job
+        if not job.config.offload.cpu_parameters:
+            return 0.0
+        coming = elements / job.shards * job.element_size / self._sustained.bus
+        return job.num_micro_batches * (max(0.0, coming - stage.forward) + max(0.0, coming - stage.backward))
 
     def _beside(self, transfer: float, compute: float) -> float:
         """Cost of a transfer beside a computation."""

@@ -1,0 +1,177 @@
+"""How long a step waits for the CPU optimizer: a walk along one step, from the beginning of the backward pass. Pure.
+
+As :mod:`gptpar.optim.host_share` has it. At that moment the CPU has nothing to do, since the forward pass before has
+waited for all of its updates. Gradients come last layer first and travel one after the other. Where it may speculate,
+the CPU takes, of those that are here, what the next forward pass needs first; when the norm is known it updates the
+rest in the order of the forward pass, of which each layer waits for its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gptpar.optim.buckets import BUCKET_ELEMENTS
+from gptpar.optim.placement import KEPT_FREE
+from gptpar.optim.transfers import RING_BYTES
+from gptpar.plan.hardware import Cluster
+from gptpar.plan.job import Job, StagePart
+
+UPDATE_BYTES = 28
+"""Of host memory that an update moves for each element: three fp32 numbers in and out, 16-bit gradient and weight."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a stage.
+
+    Attributes:
+        forward, backward: seconds for a micro-batch.
+        elements: those that the CPU updates.
+    """
+
+    forward: float
+    backward: float
+    elements: float = 0.0
+
+    @property
+    def buckets(self) -> int:
+        """Pieces in which they are updated."""
+        return math.ceil(self.elements / BUCKET_ELEMENTS)
+
+
+@dataclass(frozen=True)
+class HostSpeed:
+    """What the CPU and its connection reach.
+
+    Attributes:
+        update: seconds for an element, in place.
+        speculate: the same beside the old state.
+        pause: seconds between two buckets.
+        travel: seconds for an element to or from the device.
+    """
+
+    update: float
+    speculate: float
+    pause: float
+    travel: float
+
+    def bucket(self, layer: Layer, seconds_an_element: float) -> float:
+        """Seconds of one of a layer's buckets."""
+        return layer.elements / layer.buckets * seconds_an_element + self.pause
+
+
+def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float, embedding: float) -> list[Layer]:
+    """A stage's layers; the device keeps the first elements.
+
+    Args:
+        block: seconds of one block's forward and backward.
+        head: of the output layer's forward, which forms its gradients too.
+        embedding: of completing the gradients of the embedding.
+    """
+    lengths = [unit.shard_length for unit in job.units]
+    has_embedding, has_positions, num_blocks, has_norm, has_output = part.units
+    first = has_embedding * part.first * lengths[0] + has_positions * lengths[1]
+    last = has_norm * lengths[3] + has_output * lengths[4] + (not part.first) * has_embedding * lengths[0]
+    elements = [first, *[lengths[2]] * num_blocks, last]
+    times = [(0.0, embedding * part.first), *[block] * num_blocks, (head, embedding * part.last)]
+    device = (1 - job.ratio) * sum(elements)
+    layers = []
+    for (forward, backward), count in zip(times, elements, strict=True):
+        kept = min(device, count)
+        device -= kept
+        layers.append(Layer(forward, backward, count - kept))
+    return layers
+
+
+def speculated_elements(job: Job, cluster: Cluster, elements: float) -> float:
+    """For how many of the host's elements of a process there is room, as the run itself finds it when it starts.
+
+    Where the machine's memory is not given it counts as large enough.
+    """
+    offload = job.config.offload
+    if offload.offload_speculation == "off" or offload.optimizer_nvme_path:
+        return 0.0
+    if offload.offload_speculation == "on" or cluster.host_memory is None:
+        return elements
+    processes = min(cluster.gpus_per_node, job.layout.world_size)
+    free = (1 - KEPT_FREE) * (cluster.host_memory / processes - cluster.sustained.host_process)
+    state = 3 * job.wide_size
+    return min(elements, max(0.0, free - state * elements - RING_BYTES) / state)
+
+
+def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
+    """As the cluster's figures say."""
+    s = cluster.sustained
+    return HostSpeed(
+        UPDATE_BYTES / s.host_rate, UPDATE_BYTES / s.host_rate_aside, s.host_pause, job.element_size / s.bus
+    )
+
+
+def waiting(layers: Sequence[Layer], speculated: float, until_known: float, speed: HostSpeed) -> float:
+    """Seconds by which a step is longer for the CPU's updates.
+
+    Args:
+        layers: of a stage, in forward order.
+        speculated: how many elements have room for speculation: the last ones.
+        until_known: seconds from the end of the backward pass to the gradient's norm, in which the device updates its
+            own elements.
+    """
+    came, end = _arrivals(layers, speed)
+    known = end + until_known
+    left = [layer.buckets for layer in layers]
+    free = _speculate(layers, came, left, speculated, known, speed)
+    now, cpu, waited = known, max(known, free), 0.0
+    for layer, when, buckets in zip(layers, came, left, strict=True):
+        if buckets:
+            cpu = max(cpu, when) + buckets * speed.bucket(layer, speed.update)
+            ready = cpu + layer.elements / layer.buckets * speed.travel
+            waited += max(0.0, ready - now)
+            now = max(now, ready)
+        now += layer.forward
+    return waited
+
+
+def _arrivals(layers: Sequence[Layer], speed: HostSpeed) -> tuple[list[float], float]:
+    """When each layer's first bucket is in host memory, and when the backward pass ends."""
+    now = link = 0.0
+    came = [0.0] * len(layers)
+    for i in reversed(range(len(layers))):
+        now += layers[i].backward
+        if layers[i].elements:
+            began = max(link, now)
+            came[i] = began + layers[i].elements / layers[i].buckets * speed.travel
+            link = began + layers[i].elements * speed.travel
+    return came, now
+
+
+def _speculate(
+    layers: Sequence[Layer], came: Sequence[float], left: list[int], room: float, until: float, speed: HostSpeed
+) -> float:
+    """Take from ``left`` the buckets that are updated before the norm is known; returns when the last one is done."""
+    allowed = [0] * len(layers)
+    for i in reversed(range(len(layers))):
+        if layers[i].elements:
+            allowed[i] = min(left[i], int(room * layers[i].buckets // layers[i].elements))
+            room -= layers[i].elements
+        if room <= 0:
+            break
+    coming = [i for i in range(len(layers)) if allowed[i]]  # the next to come is the last one
+    here: list[int] = []
+    free = 0.0
+    while coming or here:
+        while coming and came[coming[-1]] <= free:
+            here.append(coming.pop())
+        begins = free if here else came[coming[-1]]
+        if begins >= until:
+            break
+        free = begins
+        if here:
+            shallowest = here[-1]
+            free += speed.bucket(layers[shallowest], speed.speculate)
+            left[shallowest] -= 1
+            allowed[shallowest] -= 1
+            if not allowed[shallowest]:
+                here.pop()
+    return free

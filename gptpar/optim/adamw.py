@@ -104,10 +104,12 @@ class MasterAdamW:
         Returns:
             1.0 where the gradient was not finite and nothing was changed, else 0.0, on the device.
         """
+        rates = self._rates(lr, weight_decay)
+        if self.host is not None:  # first: it learns the norm before the device has updated its own elements
+            self.host.step(norm, rates, loss_scale)
         finite = norm.isfinite()
         skipped = (~finite).float()
         divisor = divisor_of(norm, loss_scale, self.clip_grad)
-        rates = self._rates(lr, weight_decay)
         for group in self.inner.param_groups:
             group["lr"], group["weight_decay"] = lr, rates[group["group"]].weight_decay
         if self.grad.dtype == torch.float64:  # the fused kernel divides by an fp32 number
@@ -115,8 +117,6 @@ class MasterAdamW:
             divisor = torch.ones_like(divisor)
         self.inner.grad_scale, self.inner.found_inf = divisor.float(), skipped  # type: ignore[attr-defined]
         self.inner.step()
-        if self.host is not None:
-            self.host.step(norm, rates, loss_scale)
         return skipped
 
     def foresee(self, lr: float, weight_decay: float, loss_scale: float) -> None:

@@ -11,7 +11,6 @@ from gptpar.optim.buckets import Bucket, Buffers, Recipe
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Ordered
 from gptpar.optim.transfers import Departure, Transfers
 
-
 ENOUGH = 1 << 20
 """Elements whose update takes longer than to begin and end it."""
 

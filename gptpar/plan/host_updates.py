@@ -109,20 +109,19 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
     )
 
 
-def waiting(layers: Sequence[Layer], speculated: float, until_known: float, speed: HostSpeed) -> float:
+def waiting(layers: Sequence[Layer], speculated: float, update: float, speed: HostSpeed) -> float:
     """Seconds by which a step is longer for the CPU's updates.
 
     Args:
         layers: of a stage, in forward order.
         speculated: how many elements have room for speculation: the last ones.
-        until_known: seconds from the end of the backward pass to the gradient's norm, in which the device updates its
-            own elements.
+        update: seconds from the end of the backward pass to the next forward pass, in which the device updates its own
+            elements; the CPU knows the gradient's norm before.
     """
     came, end = _arrivals(layers, speed)
-    known = end + until_known
     left = [layer.buckets for layer in layers]
-    free = _speculate(layers, came, left, speculated, known, speed)
-    now, cpu, waited = known, max(known, free), 0.0
+    free = _speculate(layers, came, left, speculated, end, speed)
+    now, cpu, waited = end + update, max(end, free), 0.0
     for layer, when, buckets in zip(layers, came, left, strict=True):
         if buckets:
             cpu = max(cpu, when) + buckets * speed.bucket(layer, speed.update)

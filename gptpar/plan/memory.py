@@ -136,10 +136,7 @@ def _moments(
         yield 0.0, activations, most
         yield leaving, remaining, max(backward, _end_buffers(job, part))
         return
-    # A recorded step has their memory all the time. Steps before it, which are launched, take it anew when they begin,
-    # while the host still needs the last step's: for these layers until its forward pass gets to them.
-    yield leaving, activations, most
-    yield 2 * leaving, remaining, _forward_buffers(job, part)
+    yield leaving, activations, most  # a recorded step has their memory all the time
 
 
 def _share_of_device(job: Job, part: StagePart) -> float:
@@ -257,14 +254,6 @@ def _backward_buffers(job: Job, part: StagePart, blocks: _Blocks) -> float:
         head = job.units[0] if job.config.model.tied else job.units[4]
         buffers += head.length * (size if part.units[0] and job.config.model.tied else 0)
     return buffers + _gathered(job, part.units, loss=False)
-
-
-def _forward_buffers(job: Job, part: StagePart) -> float:
-    """In a block's forward: what goes through it, and the MLP's inner width before and after the activation."""
-    shape, size = job.shape, job.element_size
-    hidden = job.tokens * shape.hidden_size * size / job.token_shares
-    inner = job.tokens * shape.ffn_hidden_size * size / job.layout.tensor
-    return 2 * hidden + 2 * inner + _gathered(job, part.units, loss=False)
 
 
 def _gathered(job: Job, counts: tuple[int, ...], *, loss: bool) -> float:

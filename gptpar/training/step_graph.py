@@ -89,6 +89,7 @@ class StepGraph:
         """Do the work; the result is overwritten by the next call."""
         self._calls += 1
         if self._calls <= EAGER_STEPS or (self._parts and _shapes(batches) != _shapes(self._inputs)):
+            self._let_go()
             return self._work(batches)
         self._before()
         if not self._parts:
@@ -109,8 +110,7 @@ class StepGraph:
 
     def _record(self, batches: Sequence[MicroBatch]) -> None:
         self._inputs = [batch.clone() for batch in batches]
-        if self._host_calls is not None:
-            self._host_calls.finish()  # the recording takes memory of its own: let go of what launched steps have used
+        self._let_go()
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
@@ -125,6 +125,11 @@ class StepGraph:
                 if self._host_calls is not None:
                     self._host_calls.recorder = None
                 self._end_part()
+
+    def _let_go(self) -> None:
+        """Of the last step's gradients: launched, a step takes new memory for its own, and so does the recording."""
+        if self._host_calls is not None:
+            self._host_calls.finish()
 
     def _act_between(self, action: Action) -> None:
         self._end_part()

@@ -305,7 +305,7 @@ def peers(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("gpus", "count", "with_peers"), [(4, 8, 9), (1, 8, 12), (0, 1, 2)])
+@pytest.mark.parametrize(("gpus", "count", "with_peers"), [(4, 9, 10), (1, 11, 16), (0, 1, 2)])
 def test_all_commands_are_valid(
     regenerate: ModuleType, peers: Path, gpus: int, count: int, with_peers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

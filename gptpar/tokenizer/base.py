@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from gptpar.errors import TokenizerError
 
@@ -20,17 +22,42 @@ class Tokenizer(Protocol):
         name: canonical name of the tokenizer type.
         vocab_size: number of ids, without padding for tensor parallelism; every id is below it.
         eod: id that ends a document; no text is ever encoded to it.
+        threads: `encode_batch` lets go of Python's lock, so that several threads encode faster than one.
     """
 
     name: ClassVar[str]
     vocab_size: int
     eod: int
 
+    @property
+    def threads(self) -> bool: ...
+
+    @property
+    def cutter(self) -> Callable[[bytes], int] | None:
+        """Where a text may be divided so that its parts' ids, end to end, are its ids; None: nowhere.
+
+        The function takes UTF-8 and returns the last such place in it, 0 if it finds none. Neither part is empty,
+        and the first one's ids do not depend on what follows the place's next character.
+        """
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with no special token added and none recognised in the text.
 
         Raises:
             TokenizerError: the text cannot be represented.
+        """
+        ...
+
+    def encode_batch(self, texts: Sequence[str], after: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(ids of all texts end to end, int64 number of ids of each text).
+
+        Args:
+            texts: any number of texts, each encoded by itself.
+            after: id to put after each text that has ids; counted.
+
+        Raises:
+            TokenizerError: a text cannot be represented.
         """
         ...
 
@@ -61,6 +88,28 @@ class TokenizerBase:
             raise TokenizerError(f"{path} cannot be read: {error.strerror}") from error
         self._sha256[role] = hashlib.sha256(content).hexdigest()
         return content
+
+    @property
+    def threads(self) -> bool:
+        return False
+
+    @property
+    def cutter(self) -> Callable[[bytes], int] | None:
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str], after: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        encoded = [self.encode(text) for text in texts]
+        if after is not None:
+            for ids in filter(None, encoded):
+                ids.append(after)
+        lengths = np.array([len(ids) for ids in encoded], np.int64)
+        tokens = np.empty(int(lengths.sum()), np.int64)
+        for end, ids in zip(np.cumsum(lengths), encoded, strict=True):
+            tokens[end - len(ids) : end] = ids
+        return tokens, lengths
 
     def identity(self) -> dict[str, Any]:
         return {

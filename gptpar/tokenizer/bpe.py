@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE from encoder.json and vocab.bpe, run by tiktoken.
+"""GPT-2's byte-level BPE from encoder.json and vocab.bpe, run by tiktoken and, for many texts, by a C++ kernel.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2, and the two
 files' format as published with GPT-2: a JSON object {token: id}, and one merge "left right" a line, best
@@ -8,10 +8,15 @@ first. Both write a byte as one printable character.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
 
 from gptpar.errors import TokenizerError
 from gptpar.tokenizer.base import REPLACEMENT, TokenizerBase, utf8
+from gptpar.tokenizer.bpe_kernel import BPEKernel
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -27,6 +32,38 @@ PIECES = "|".join(
         r"\s",
     ]
 )
+
+# Where a piece ends whatever follows: before a blank after anything else, and between letters, digits and signs. An
+# apostrophe may be the beginning of a contraction, so nothing is cut after one.
+_SIGN = rb"[!-&(-/:-@\[-`{-~]"
+_BLANK_BEYOND_ASCII = (
+    rb"\xc2\x85", rb"\xc2\xa0", rb"\xe1\x9a\x80", rb"\xe2\x80[\x80-\x8a\xa8\xa9\xaf]", rb"\xe2\x81\x9f",
+    rb"\xe3\x80\x80",
+)  # fmt: skip
+_CUT = re.compile(
+    b"|".join(
+        [
+            rb"(?<=[!-~])(?=[\t-\r ])",
+            rb"(?<=[\x80-\xff])" + b"".join(rb"(?<!%b)" % blank for blank in _BLANK_BEYOND_ASCII) + rb"(?=[\t-\r ])",
+            rb"(?<=[A-Za-z])(?=[0-9!-/:-@\[-`{-~])",
+            rb"(?<=[0-9])(?=[A-Za-z!-/:-@\[-`{-~])",
+            rb"(?<=%b)(?=[A-Za-z0-9])" % _SIGN,
+        ]
+    )
+)
+CUT_WINDOW = 1 << 12
+
+
+def last_cut(data: bytes) -> int:
+    """Where to divide UTF-8; see Tokenizer.cutter. A single piece, such as a million letters, is not divided."""
+    window = CUT_WINDOW
+    while True:
+        at = 0
+        for match in _CUT.finditer(data, max(1, len(data) - window)):
+            at = match.start()
+        if at or window >= len(data):
+            return at
+        window *= 16
 
 
 class GPT2BPETokenizer(TokenizerBase):
@@ -50,6 +87,7 @@ class GPT2BPETokenizer(TokenizerBase):
         self.eod = vocab[END_OF_TEXT]
         self.vocab_size = max(vocab.values()) + 1
         ranks = _mergeable_ranks(vocab, merges, vocab_file, merge_file)
+        self._ranks = ranks
         self._encoding = tiktoken.Encoding(self.name, pat_str=PIECES, mergeable_ranks=ranks, special_tokens={})
         bytes_of = {i: token.encode() for token, i in vocab.items()}
         bytes_of |= {i: token for token, i in ranks.items()}
@@ -58,6 +96,23 @@ class GPT2BPETokenizer(TokenizerBase):
     def encode(self, text: str) -> list[int]:
         utf8(text)  # tiktoken would put U+FFFD without a word
         return self._encoding.encode_ordinary(text)
+
+    @cached_property
+    def _kernel(self) -> BPEKernel | None:
+        return BPEKernel.build(self._ranks, self._encoding.encode_ordinary)
+
+    @property
+    def cutter(self) -> Callable[[bytes], int] | None:
+        return last_cut
+
+    @property
+    def threads(self) -> bool:
+        return self._kernel is not None
+
+    def encode_batch(self, texts: Sequence[str], after: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        if self._kernel is None:
+            return super().encode_batch(texts, after)
+        return self._kernel.encode_batch([utf8(text) for text in texts], after)
 
     def decode(self, ids: Iterable[int]) -> str:
         unknown = REPLACEMENT.encode()

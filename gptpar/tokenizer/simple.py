@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gptpar.errors import TokenizerError
 from gptpar.tokenizer.base import REPLACEMENT, TokenizerBase, utf8
@@ -48,6 +48,10 @@ class ByteLevelTokenizer(TokenizerBase):
     vocab_size = 257
     eod = 256
 
+    @property
+    def cutter(self) -> Callable[[bytes], int] | None:
+        return _last_character
+
     def encode(self, text: str) -> list[int]:
         return list(utf8(text))
 
@@ -55,3 +59,11 @@ class ByteLevelTokenizer(TokenizerBase):
         unknown = REPLACEMENT.encode()
         parts = (bytes([i]) if 0 <= i < 256 else b"" if i == self.eod else unknown for i in ids)
         return b"".join(parts).decode("utf-8", "replace")
+
+
+def _last_character(data: bytes) -> int:
+    """Where the last character of UTF-8 begins."""
+    at = len(data) - 1
+    while at > 0 and data[at] & 0xC0 == 0x80:
+        at -= 1
+    return max(at, 0)

@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from gptpar.activity import FOLDER_VARIABLE, last_activity
 
 
@@ -22,7 +20,11 @@ def is_worker() -> bool:
 
 def workers_wanted(nproc_per_node: int | None) -> int:
     """Processes this machine is to run: as asked for, else one for each visible GPU, else one."""
-    return nproc_per_node or max(1, torch.cuda.device_count())
+    if nproc_per_node:
+        return nproc_per_node
+    import torch  # a second, which a verb that needs no GPU should not pay for
+
+    return max(1, torch.cuda.device_count())
 
 
 def start_workers(count: int, argv: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ import mmap
 import os
 import shutil
 import struct
-from array import array
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -142,7 +142,8 @@ class IndexedDataset:
 class IndexedDatasetWriter:
     """Writes a corpus to temporary names beside `<prefix>` and publishes both files only when it is complete.
 
-    Use as a context manager (an exception removes the temporary files) or call finalize().
+    Use as a context manager (an exception removes the temporary files) or call finalize(). Memory use does not
+    depend on the number of documents: the index waits in files without a name, which vanish with the process.
 
     Raises:
         DataError: a token does not fit the dtype, a sequence is too long, or an appended corpus has another
@@ -156,32 +157,47 @@ class IndexedDatasetWriter:
             raise DataError(
                 f"tokens cannot be stored as {self.dtype}; choose an integer dtype up to int64, e.g. uint16"
             )
-        self._lengths = array("i")
-        self._documents = array("q", [0])
         self._bin_temp, self._idx_temp = (f"{self.prefix}{end}.{os.getpid()}.tmp" for end in (".bin", ".idx"))
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(self.prefix).parent
+        folder.mkdir(parents=True, exist_ok=True)
         self._bin: IO[bytes] = open(self._bin_temp, "wb")  # noqa: SIM115 - closed by finalize or discard
+        # int32 tokens of each sequence
+        self._lengths: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by discard
+        # int64 sequences up to the end of each document
+        self._documents: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._num_sequences = self._num_documents = 0
+        self._part = 0  # tokens of a document of which more is to come
 
     def add_document(self, tokens: np.typing.ArrayLike) -> None:
         """Append one document of one sequence; no tokens make an empty document."""
         values = np.asarray(tokens)
-        if values.size == 0:
-            return self.add_empty_document()
-        if values.size > MAX_SEQUENCE:
-            raise DataError(f"a document of {values.size:,} tokens exceeds the format's {MAX_SEQUENCE:,}; split it")
-        limits = np.iinfo(self.dtype)
-        if values.dtype.kind not in "iu" or values.min() < limits.min or values.max() > limits.max:
-            raise DataError(
-                f"{self.prefix}: token ids {values.min()} to {values.max()} ({values.dtype}) do not fit {self.dtype} "
-                f"({limits.min} to {limits.max}); give the writer a dtype that holds the tokenizer's vocabulary"
-            )
-        self._bin.write(values.astype(self.dtype, copy=False).tobytes())
-        self._lengths.append(values.size)
-        self._documents.append(len(self._lengths))
+        self.add_documents(values, np.array([values.size]))
 
     def add_empty_document(self) -> None:
         """Append a document without sequences, as Megatron's preprocessing does for an empty text."""
-        self._documents.append(len(self._lengths))
+        self.add_documents(np.array([], self.dtype), np.array([0]))
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents of one sequence each: their tokens end to end, and the number of tokens of each."""
+        self._check(tokens, lengths)
+        self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._extend_index(lengths[lengths > 0], self._num_sequences + np.cumsum(lengths > 0))
+
+    def add_part(self, tokens: np.ndarray, *, last: bool) -> None:
+        """Append tokens to one document, which ends with its last part; in between, nothing else may be added."""
+        self._part += tokens.size
+        length = np.array([self._part])
+        self._check(tokens, length)
+        self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
+        if last:
+            self._part = 0
+            self._extend_index(length[length > 0], self._num_sequences + (length > 0))
+
+    def forget_parts(self) -> None:
+        """Take back the parts of a document that has not ended."""
+        self._bin.seek(-self._part * self.dtype.itemsize, os.SEEK_END)
+        self._bin.truncate()
+        self._part = 0
 
     def append(self, other_prefix: str | os.PathLike[str]) -> None:
         """Append all documents of another corpus, byte for byte."""
@@ -191,9 +207,11 @@ class IndexedDatasetWriter:
                 f"{other.prefix} holds {other.dtype} tokens, {self.prefix} holds {self.dtype}; merge corpora made "
                 "with the same tokenizer"
             )
-        shift = len(self._lengths)
-        self._lengths.frombytes(other.lengths.astype(np.intc).tobytes())
-        self._documents.frombytes((other.document_index[1:] + shift).astype(np.int64).tobytes())
+        shift, ends = self._num_sequences, other.document_index[1:]
+        for i in range(0, len(other), SCAN_CHUNK):
+            self._extend_index(other.lengths[i : i + SCAN_CHUNK], ends[:0])
+        for i in range(0, len(ends), SCAN_CHUNK):
+            self._extend_index(other.lengths[:0], ends[i : i + SCAN_CHUNK] + shift)
         with open(other.bin_path, "rb") as source:
             shutil.copyfileobj(source, self._bin, 1 << 24)
 
@@ -207,14 +225,16 @@ class IndexedDatasetWriter:
             for file in (self._bin, index):
                 file.flush()
                 os.fsync(file.fileno())
-        self._bin.close()
+        for file in (self._bin, self._lengths, self._documents):
+            file.close()
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         os.replace(self._bin_temp, self.prefix + ".bin")
         os.replace(self._idx_temp, self.prefix + ".idx")
 
     def discard(self) -> None:
         """Remove the temporary files; nothing is published."""
-        self._bin.close()
+        for file in (self._bin, self._lengths, self._documents):
+            file.close()
         for path in (self._bin_temp, self._idx_temp):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -229,16 +249,37 @@ class IndexedDatasetWriter:
         finally:
             self.discard()
 
+    def _check(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        if lengths.size and lengths.max() > MAX_SEQUENCE:
+            raise DataError(f"a document of {lengths.max():,} tokens exceeds the format's {MAX_SEQUENCE:,}; split it")
+        limits = np.iinfo(self.dtype)
+        if tokens.size and (tokens.dtype.kind not in "iu" or tokens.min() < limits.min or tokens.max() > limits.max):
+            raise DataError(
+                f"{self.prefix}: token ids {tokens.min()} to {tokens.max()} ({tokens.dtype}) do not fit {self.dtype} "
+                f"({limits.min} to {limits.max}); give the writer a dtype that holds the tokenizer's vocabulary"
+            )
+
+    def _extend_index(self, lengths: np.ndarray, document_ends: np.ndarray) -> None:
+        self._lengths.write(lengths.astype("<i4").data)
+        self._documents.write(document_ends.astype("<i8").data)
+        self._num_sequences += len(lengths)
+        self._num_documents += len(document_ends)
+
     def _write_index(self, file: IO[bytes]) -> None:
-        lengths = np.frombuffer(self._lengths, np.intc)
-        file.write(HEADER.pack(MAGIC, VERSION, TOKEN_CODES[self.dtype], len(lengths), len(self._documents)))
-        file.write(lengths.astype("<i4", copy=False).data)
+        sizes = self._num_sequences, self._num_documents + 1
+        file.write(HEADER.pack(MAGIC, VERSION, TOKEN_CODES[self.dtype], *sizes))
+        self._lengths.seek(0)
+        shutil.copyfileobj(self._lengths, file, SCAN_CHUNK)
         total = 0
-        for i in range(0, len(lengths), SCAN_CHUNK):
-            ends = total + np.cumsum(lengths[i : i + SCAN_CHUNK], dtype=np.int64)
-            file.write(((ends - lengths[i : i + SCAN_CHUNK]) * self.dtype.itemsize).astype("<i8").data)
+        self._lengths.seek(0)
+        while chunk := self._lengths.read(4 * SCAN_CHUNK):
+            lengths = np.frombuffer(chunk, "<i4")
+            ends = total + np.cumsum(lengths, dtype=np.int64)
+            file.write(((ends - lengths) * self.dtype.itemsize).astype("<i8").data)
             total = int(ends[-1])
-        file.write(np.frombuffer(self._documents, np.int64).astype("<i8", copy=False).data)
+        file.write(bytes(8))  # the first document starts at sequence 0
+        self._documents.seek(0)
+        shutil.copyfileobj(self._documents, file, SCAN_CHUNK)
 
 
 def _map(path: Path) -> bytes | mmap.mmap:

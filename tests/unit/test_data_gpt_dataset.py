@@ -21,8 +21,7 @@ def corpus(folder: Path, lengths: list[int], dtype: str = "int32") -> IndexedDat
             if length:
                 writer.add_document(np.arange(start, start + length))
             else:  # a sequence without tokens, which other writers can make
-                writer._lengths.append(0)
-                writer.add_empty_document()
+                writer._extend_index(np.array([0]), np.array([writer._num_sequences + 1]))
             start += length
     return IndexedDataset(prefix)
 

@@ -42,6 +42,22 @@ def test_the_files_are_the_golden_bytes(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["corpus.bin", "corpus.idx"]
 
 
+def test_many_documents_at_once_and_one_in_parts(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "corpus", "uint16") as writer:
+        writer.add_documents(np.array([1, 2, 3], np.uint32), np.array([3, 0]))
+        writer.add_part(np.array([9, 9]), last=False)
+        writer.add_part(np.array([9]), last=False)
+        writer.forget_parts()
+        writer.add_part(np.array([65535]), last=True)
+        writer.add_part(np.array([7]), last=False)
+        writer.add_part(np.array([8]), last=True)
+    assert (read(tmp_path / "corpus", ".bin"), read(tmp_path / "corpus", ".idx")) == (GOLDEN_BIN, GOLDEN_IDX)
+    with IndexedDatasetWriter(tmp_path / "empty", "uint16") as writer:
+        writer.add_documents(np.array([], np.int64), np.array([], np.int64))
+        writer.add_part(np.array([], np.int64), last=True)
+    assert IndexedDataset(tmp_path / "empty").document_index.tolist() == [0, 0]
+
+
 def test_reading_gives_back_what_was_written(tmp_path: Path) -> None:
     corpus = IndexedDataset(write(tmp_path / "corpus"))
     assert len(corpus) == 3 and corpus.num_tokens == 6 and corpus.dtype == np.uint16

@@ -18,7 +18,7 @@ import numpy as np
 from gptpar.command import Parser, positive_int
 from gptpar.data.indexed import IndexedDatasetWriter, token_dtype
 from gptpar.data.progress import Progress
-from gptpar.data.readers import FORMATS, Block, find_inputs, parse_block, read_blocks
+from gptpar.data.readers import FORMATS, Block, Part, find_inputs, parse_block, parse_part, read_parts
 from gptpar.data.workers import ordered_map, terminate_cleanly
 from gptpar.errors import DataError, TokenizerError
 from gptpar.host import cores
@@ -45,19 +45,23 @@ def _tokenizer(spec: TokenizerSpec) -> Tokenizer:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """The documents of one block.
+    """The documents of one block, or one part of a document.
 
     Attributes:
         columns: for each key, (tokens of all documents end to end, number of tokens of each document).
-        bad_lines: a sentence for each line that was skipped.
+        bad_lines: a sentence for each line that was skipped; of a part, why its document is to be forgotten.
         text_bytes: UTF-8 bytes that were encoded.
         consumed: as in Block.
+        part: whether this is part of a document, or a block.
+        last: the document ends here.
     """
 
     columns: list[tuple[np.ndarray, np.ndarray]]
     bad_lines: list[str]
     text_bytes: int
     consumed: int
+    part: bool = False
+    last: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,39 +73,46 @@ class Encoder:
     append_eod: bool
     skip_bad_lines: bool
 
-    def __call__(self, block: Block) -> EncodedBlock:
+    def __call__(self, block: Block | Part) -> EncodedBlock:
+        return self._encode_part(block) if isinstance(block, Part) else self._encode_block(block)
+
+    def _encode_block(self, block: Block) -> EncodedBlock:
         bad_lines: list[str] = []
-        columns: list[list[list[int]]] = [[] for _ in self.keys]
-        text_bytes = 0
-        for line, texts in parse_block(block, self.keys, bad_lines if self.skip_bad_lines else None):
-            try:
-                encoded = [self._encode(text) for text in texts]
-            except TokenizerError as error:
-                problem = f"{block.path}, line {line}: {error}"
-                if not self.skip_bad_lines:
-                    raise DataError(problem) from error
-                bad_lines.append(problem)
-                continue
-            text_bytes += sum(len(text.encode()) for text in texts)
-            for column, ids in zip(columns, encoded, strict=True):
-                column.append(ids)
-        dtype = token_dtype(_tokenizer(self.spec).vocab_size)
-        return EncodedBlock([_flatten(column, dtype) for column in columns], bad_lines, text_bytes, block.consumed)
+        documents = list(parse_block(block, self.keys, bad_lines if self.skip_bad_lines else None))
+        try:
+            columns = self._columns([texts for _, texts in documents])
+        except TokenizerError:
+            documents = [document for document in documents if self._can_encode(block.path, *document, bad_lines)]
+            columns = self._columns([texts for _, texts in documents])
+        text_bytes = sum(len(text.encode()) for _, texts in documents for text in texts)
+        return EncodedBlock(columns, bad_lines, text_bytes, block.consumed)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode_part(self, part: Part) -> EncodedBlock:
+        try:
+            columns = self._columns([parse_part(part)], ends=part.last)
+        except DataError as error:
+            if not self.skip_bad_lines:
+                raise
+            return EncodedBlock([], [str(error)], 0, part.consumed, True, part.last)
+        return EncodedBlock(columns, [], sum(map(len, part.texts)), part.consumed, True, part.last)
+
+    def _columns(self, documents: list[tuple[str, ...]], ends: bool = True) -> list[tuple[np.ndarray, np.ndarray]]:
         tokenizer = _tokenizer(self.spec)
-        ids = tokenizer.encode(text)
-        if ids and self.append_eod:
-            ids.append(tokenizer.eod)
-        return ids
+        after = tokenizer.eod if self.append_eod and ends else None
+        dtype = token_dtype(tokenizer.vocab_size)
+        batches = (tokenizer.encode_batch([texts[k] for texts in documents], after) for k in range(len(self.keys)))
+        return [(tokens.astype(dtype, copy=False), lengths) for tokens, lengths in batches]
 
-
-def _flatten(documents: list[list[int]], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([len(ids) for ids in documents], np.int64)
-    tokens = np.empty(int(lengths.sum()), dtype)
-    for end, ids in zip(np.cumsum(lengths), documents, strict=True):
-        tokens[end - len(ids) : end] = ids
-    return tokens, lengths
+    def _can_encode(self, path: str, line: int, texts: tuple[str, ...], bad_lines: list[str]) -> bool:
+        try:
+            _tokenizer(self.spec).encode_batch(texts)
+        except TokenizerError as error:
+            problem = f"{path}, line {line}: {error}"
+            if not self.skip_bad_lines:
+                raise DataError(problem) from error
+            bad_lines.append(problem)
+            return False
+        return True
 
 
 def preprocess(
@@ -123,20 +134,18 @@ def preprocess(
             at all.
     """
     files = find_inputs(inputs)
-    dtype = token_dtype(_tokenizer(encoder.spec).vocab_size)
+    tokenizer = _tokenizer(encoder.spec)
+    dtype = token_dtype(tokenizer.vocab_size)
     prefixes = [f"{output_prefix}_{key}_document" for key in encoder.keys]
     progress = Progress(sum(map(os.path.getsize, files)), log_interval)
     bad = BadLines()
     with terminate_cleanly(), ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
         stack.callback(progress.finish)
-        for block in stack.enter_context(ordered_map(encoder, read_blocks(files), workers)):
-            for writer, (tokens, lengths) in zip(writers, block.columns, strict=True):
-                for end, length in zip(np.cumsum(lengths), lengths, strict=True):
-                    writer.add_document(tokens[end - length : end])
-            bad.add(block.bad_lines)
-            num_tokens = sum(len(tokens) for tokens, _ in block.columns)
-            progress.update(block.consumed, len(block.columns[0][1]), num_tokens, block.text_bytes)
+        parts = read_parts(files, encoder.keys, tokenizer.cutter)
+        output = Output(writers, progress, bad)
+        for block in stack.enter_context(ordered_map(encoder, parts, workers, threads=tokenizer.threads)):
+            output.add(block)
         if not progress.documents:
             raise DataError(f"no document in {', '.join(files)}{bad}")
     return (
@@ -144,6 +153,39 @@ def preprocess(
         f"in {progress.seconds():.1f} s: {progress.rates()}\n"
         f"wrote {', '.join(f'{prefix}.bin and .idx' for prefix in prefixes)}{bad}"
     )
+
+
+class Output:
+    """Where the encoded documents go, in order."""
+
+    def __init__(self, writers: list[IndexedDatasetWriter], progress: Progress, bad: BadLines):
+        self._writers, self._progress, self._bad = writers, progress, bad
+        self._forgetting = False  # a part of the document under way was bad
+
+    def add(self, block: EncodedBlock) -> None:
+        if block.part:
+            return self._add_part(block)
+        for writer, column in zip(self._writers, block.columns, strict=True):
+            writer.add_documents(*column)
+        self._bad.add(block.bad_lines)
+        self._count(block, len(block.columns[0][1]))
+
+    def _add_part(self, block: EncodedBlock) -> None:
+        if block.bad_lines and not self._forgetting:
+            self._forgetting = True
+            self._bad.add(block.bad_lines)
+            for writer in self._writers:
+                writer.forget_parts()
+        if not self._forgetting:
+            for writer, (tokens, _) in zip(self._writers, block.columns, strict=True):
+                writer.add_part(tokens, last=block.last)
+            self._count(block, int(block.last))
+        if block.last:
+            self._forgetting = False
+
+    def _count(self, block: EncodedBlock, documents: int) -> None:
+        tokens = sum(len(tokens) for tokens, _ in block.columns)
+        self._progress.update(block.consumed, documents, tokens, block.text_bytes)
 
 
 class BadLines:

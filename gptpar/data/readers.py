@@ -13,10 +13,11 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from gptpar.data.long_lines import PART_BYTES, Cut, Divider, LongLine
 from gptpar.data.zst import ZstdReader
 from gptpar.errors import DataError
 
@@ -25,6 +26,7 @@ TEXT_SUFFIXES = (".txt",)
 COMPRESSIONS = (".gz", ".zst")
 FORMATS = f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)}, each also with {' or '.join(COMPRESSIONS)}"
 BLOCK_BYTES = 1 << 20
+LONG_LINE_BYTES = 1 << 22  # a longer line is read in parts
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,28 @@ class Block:
     first_line: int
     data: bytes
     consumed: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of one document that is too long to hold.
+
+    Attributes:
+        path, consumed: as in Block.
+        line: number of the document's line, from 1.
+        texts: UTF-8 of each key's text, which goes on in the next part unless this is the last.
+        offset: bytes of the text before this part, in a text file.
+        last: the document ends here.
+        problem: why the document cannot be read; the parts before are to be forgotten.
+    """
+
+    path: str
+    line: int
+    texts: tuple[bytes, ...]
+    consumed: int
+    offset: int = 0
+    last: bool = False
+    problem: str = ""
 
 
 def find_inputs(inputs: Sequence[str]) -> list[str]:
@@ -79,20 +103,92 @@ def read_blocks(files: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterato
     Raises:
         DataError: a file cannot be read or decompressed.
     """
+    for block in read_parts(files, (), None, block_bytes):
+        assert isinstance(block, Block)
+        yield block
+
+
+def read_parts(
+    files: Sequence[str], keys: Sequence[str], cut: Cut | None, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Block | Part]:
+    """As `read_blocks`, but a line or a text file that is too long to hold comes as parts.
+
+    Args:
+        keys: whose texts are wanted of a JSON line.
+        cut: where a text may be divided; None: nowhere, so that every document is held.
+    """
     before = 0
     for path in files:
         try:
             with open(path, "rb") as raw, _decompressed(raw, path) as file:
-                if _is_text(path):
-                    yield Block(path, 1, file.read(), before + raw.tell())
-                else:
-                    line = 1
-                    while lines := file.readlines(block_bytes):
-                        yield Block(path, line, b"".join(lines), before + raw.tell())
-                        line += len(lines)
+                read = _read_text if _is_text(path) else _read_lines
+                for block in read(path, file, keys, cut, block_bytes):
+                    yield replace(block, consumed=before + raw.tell())
             before += os.path.getsize(path)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _read_text(
+    path: str, file: IO[bytes], keys: Sequence[str], cut: Cut | None, block_bytes: int
+) -> Iterator[Block | Part]:
+    data = file.read(PART_BYTES if cut else -1)
+    if cut is None or len(data) < PART_BYTES:
+        yield Block(path, 1, data, 0)
+        return
+    divider, offset = Divider(cut), 0
+    data = data.removeprefix(codecs.BOM_UTF8)
+    while data:
+        if part := divider.add(data):
+            yield Part(path, 1, (part,) * len(keys), 0, offset)
+            offset += len(part)
+        data = file.read(PART_BYTES)
+    yield Part(path, 1, (divider.rest(),) * len(keys), 0, offset, last=True)
+
+
+def _read_lines(
+    path: str, file: IO[bytes], keys: Sequence[str], cut: Cut | None, block_bytes: int
+) -> Iterator[Block | Part]:
+    number = 1
+    while data := file.read(block_bytes):
+        if not data.endswith(b"\n"):
+            rest = file.readline(LONG_LINE_BYTES if cut else -1)
+            if cut and len(rest) == LONG_LINE_BYTES and not rest.endswith(b"\n"):
+                whole, newline, start = data.rpartition(b"\n")
+                if newline:
+                    yield Block(path, number, whole + newline, 0)
+                number += data.count(b"\n")
+                yield from _read_long_line(path, number, start + rest, file, keys, cut)
+                number += 1
+                continue
+            data += rest
+        yield Block(path, number, data, 0)
+        number += data.count(b"\n")
+
+
+def _read_long_line(
+    path: str, number: int, start: bytes, file: IO[bytes], keys: Sequence[str], cut: Cut
+) -> Iterator[Part]:
+    def chunks() -> Iterator[bytes]:
+        chunk = start.removeprefix(codecs.BOM_UTF8) if number == 1 else start
+        while chunk and not chunk.endswith(b"\n"):
+            yield chunk
+            chunk = file.readline(PART_BYTES)
+        yield chunk.removesuffix(b"\n")
+
+    line = chunks()
+    waiting: tuple[bytes, ...] | None = None
+    try:
+        for texts in LongLine(line, keys, cut, _values).parts():
+            if waiting is not None:
+                yield Part(path, number, waiting, 0)
+            waiting = texts
+        assert waiting is not None
+        yield Part(path, number, waiting, 0, last=True)
+    except DataError as error:
+        for _ in line:
+            pass
+        yield Part(path, number, (), 0, last=True, problem=str(error))
 
 
 def parse_block(
@@ -130,11 +226,25 @@ def read_documents(inputs: Sequence[str], key: str = "text") -> Iterator[str]:
             yield text
 
 
-def _decode(data: bytes) -> str:
+def parse_part(part: Part) -> tuple[str, ...]:
+    """The text of each key.
+
+    Raises:
+        DataError: the document cannot be read; names file and line.
+    """
+    try:
+        if part.problem:
+            raise DataError(part.problem)
+        return tuple(_decode(text, part.offset) for text in part.texts)
+    except DataError as error:
+        raise DataError(f"{part.path}, line {part.line}: {error}") from None
+
+
+def _decode(data: bytes, offset: int = 0) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"byte {error.start + 1} ({data[error.start]:#04x}) is not UTF-8") from None
+        raise DataError(f"byte {offset + error.start + 1} ({data[error.start]:#04x}) is not UTF-8") from None
 
 
 def _values(line: str, keys: Sequence[str]) -> tuple[str, ...]:

@@ -63,6 +63,10 @@ class EncodedBlock:
     part: bool = False
     last: bool = True
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(tokens) for tokens, _ in self.columns)
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -160,7 +164,8 @@ class Output:
 
     def __init__(self, writers: list[IndexedDatasetWriter], progress: Progress, bad: BadLines):
         self._writers, self._progress, self._bad = writers, progress, bad
-        self._forgetting = False  # a part of the document under way was bad
+        self._tokens = self._text_bytes = 0  # counted of the document under way, of which parts have come
+        self._forgetting = False  # one of its parts was bad
 
     def add(self, block: EncodedBlock) -> None:
         if block.part:
@@ -168,7 +173,7 @@ class Output:
         for writer, column in zip(self._writers, block.columns, strict=True):
             writer.add_documents(*column)
         self._bad.add(block.bad_lines)
-        self._count(block, len(block.columns[0][1]))
+        self._progress.update(block.consumed, len(block.columns[0][1]), block.num_tokens, block.text_bytes)
 
     def _add_part(self, block: EncodedBlock) -> None:
         if block.bad_lines and not self._forgetting:
@@ -176,16 +181,16 @@ class Output:
             self._bad.add(block.bad_lines)
             for writer in self._writers:
                 writer.forget_parts()
+            self._progress.update(block.consumed, 0, -self._tokens, -self._text_bytes)
         if not self._forgetting:
             for writer, (tokens, _) in zip(self._writers, block.columns, strict=True):
                 writer.add_part(tokens, last=block.last)
-            self._count(block, int(block.last))
+            self._progress.update(block.consumed, int(block.last), block.num_tokens, block.text_bytes)
+            self._tokens += block.num_tokens
+            self._text_bytes += block.text_bytes
         if block.last:
+            self._tokens = self._text_bytes = 0
             self._forgetting = False
-
-    def _count(self, block: EncodedBlock, documents: int) -> None:
-        tokens = sum(len(tokens) for tokens, _ in block.columns)
-        self._progress.update(block.consumed, documents, tokens, block.text_bytes)
 
 
 class BadLines:
@@ -253,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="accepted for Megatron's scripts")
     runtime = parser.add_argument_group("runtime")
-    runtime.add_argument("--workers", type=positive_int, metavar="N", help="processes (default: one for each core)")
+    runtime.add_argument("--workers", type=positive_int, metavar="N", help="threads or processes (default: one a core)")
     runtime.add_argument(
         "--log-interval",
         type=positive_int,

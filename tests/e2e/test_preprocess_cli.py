@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_tokenizer_bpe import SAMPLE, small_vocabulary, write_files
+
 ROOT = Path(__file__).parents[2]
+MEGABYTE = 1 << 20
 
 
 def command(name: str, *arguments: str) -> list[str]:
@@ -58,6 +61,39 @@ def test_the_four_tools_together(tmp_path: Path):
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
     for end in ("bin", "idx"):
         assert (tmp_path / f"all.{end}").read_bytes() == (tmp_path / f"p_text_document.{end}").read_bytes()
+
+
+def peak_memory(folder: Path, corpus: Path, workers: str) -> float:
+    """MB that preprocessing needs at most."""
+    program = (
+        "import sys; from gptpar.__main__ import main; assert not main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; "
+        "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "preprocess", "--input", str(corpus), "--output-prefix", str(folder / "p"),
+         "--append-eod", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "encoder.json"),
+         "--merge-file", str(folder / "vocab.bpe"), "--workers", workers],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True,
+    )  # fmt: skip
+    return int(done.stdout.splitlines()[-1]) / 1024
+
+
+@pytest.mark.parametrize("name", ["many.jsonl", "long.jsonl", "long.txt"])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_memory_does_not_grow_with_the_input(name: str, workers: str, tmp_path: Path):
+    write_files(tmp_path, *small_vocabulary(25))
+    corpus, peaks = tmp_path / name, []
+    text = SAMPLE.replace("\n", " ")
+    for megabytes in (16, 64):
+        copies = megabytes * MEGABYTE // len(text)
+        if name == "many.jsonl":
+            corpus.write_text((json.dumps({"text": text}) + "\n") * copies)
+        else:
+            whole = text * copies
+            corpus.write_text(json.dumps({"text": whole}) if name == "long.jsonl" else whole)
+        peaks.append(peak_memory(tmp_path, corpus, workers))
+    assert peaks[1] < peaks[0] + 24, peaks
 
 
 def test_an_error_in_a_worker_is_one_sentence(tmp_path: Path):

@@ -101,14 +101,26 @@ BAD = [
 
 @pytest.mark.parametrize(("bad", "problem"), BAD)
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_bad_long_lines(bad: bytes, problem: str, workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bad_long_lines(
+    bad: bytes,
+    problem: str,
+    workers: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     corpus, good = tmp_path / "c.jsonl", json.dumps({"text": TEXT}).encode()
     corpus.write_bytes(b"\n".join([good, bad, good, b'{"text": "b"}']) + b"\n")
     flags = ["--input", str(corpus), "--workers", workers, *arguments(tmp_path, "GPT2BPETokenizer")]
     with pytest.raises(DataError, match=f"^{corpus}, line 2: {problem}"):
         main([*flags, "--output-prefix", str(tmp_path / "none")])
     assert not list(tmp_path.glob("none*"))
+    capsys.readouterr()
     skipped = files_of(tmp_path / "skipped", *flags, "--skip-bad-lines")
+    said = capsys.readouterr().out.splitlines()
+    assert "skipped 1 bad lines:" in said[2:4] and said[-1].startswith(f"{corpus}, line 2: ")
+    num_tokens = len(skipped["out_text_document.bin"]) // 2  # of a forgotten document none is counted
+    assert said[0].startswith(f"3 documents, {num_tokens:,} tokens ")
     corpus.write_bytes(b"\n".join([good, good, b'{"text": "b"}']))
     whole(monkeypatch)
     assert skipped == files_of(tmp_path / "whole", *flags)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from gptpar.config import OptimizerConfig
 from gptpar.optim.buckets import Rates
+from gptpar.optim.flat_adam import FlatAdam, State
 from gptpar.optim.host_share import HostShare
-from gptpar.optim.runs import DECAYS, DECAYS_NOT, Division, Run, counted
+from gptpar.optim.runs import DECAYS, Division, Run, counted
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts, parts_of_flat
 from gptpar.zero.units import Unit
@@ -20,8 +22,8 @@ ROW = 64
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter 2019) over this process's shard of the master weights.
 
-    The device's elements are updated by torch's fused kernel: clipping, the loss scale and the skipping of non-finite
-    gradients happen inside it, without waiting for the device. The others are the host's.
+    The device's elements are updated in one pass: clipping, the loss scale, skipping where one is not finite, and
+    rounding to live parameters happen inside it, without waiting for the device. The others are the host's.
 
     Args:
         units: all units of this process, in forward order.
@@ -29,9 +31,10 @@ class MasterAdamW:
         division: which elements of each unit's shard are the device's.
         runs: how stretches of the device's elements are treated.
         shard: which shard of each unit is this process's.
-        grad: the gradient sum of the device's elements of all units in a row, fp32 or wider.
+        grad: the gradient sum of the device's elements of all units in a row.
         config: betas, epsilon and clipping.
         host: updates the other elements; ``None`` where there are none.
+        compiled: whether the update is one kernel.
 
     Attributes:
         masters: unit -> the device's piece of the master weights.
@@ -47,32 +50,30 @@ class MasterAdamW:
         grad: torch.Tensor,
         config: OptimizerConfig,
         host: HostShare | None = None,
+        *,
+        compiled: bool = False,
     ):
         self.clip_grad, self.grad, self.host = config.clip_grad, grad, host
         self._units, self._infos, self._shard, self._runs = units, infos, shard, runs
         self._on_device = division.on_device
-        self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad) for _ in range(3))
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad, dtype=wide) for _ in range(3))
         lengths = [self._on_device[unit.name] for unit in units]
         self.masters = {u.name: piece for u, piece in zip(units, self.master.split(lengths), strict=True)}
         self._betas, self._eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
-        of_group = [[run for run in runs if run.group == group] for group in (DECAYS, DECAYS_NOT)]
-        groups = [{"params": [self._leaf(r) for r in of_group[n]], "group": n} for n in (DECAYS, DECAYS_NOT)]
-        self.inner = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=self._betas, eps=self._eps, fused=True
-        )
-        leaves = (run for group in of_group for run in group)
-        parameters = [p for group in self.inner.param_groups for p in group["params"]]
-        for parameter, run in zip(parameters, leaves, strict=True):
-            self.inner.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=grad.device),
-                "exp_avg": self.exp_avg[run.start : run.stop],
-                "exp_avg_sq": self.exp_avg_sq[run.start : run.stop],
-            }
+        self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
+        state = State(self.master, self.exp_avg, self.exp_avg_sq, grad, self._steps)
+        self._adam = FlatAdam(state, runs, compiled=compiled)
+        self._lay_out({})
 
-    def _leaf(self, run: Run) -> torch.Tensor:
-        flat = self.master[run.start : run.stop].detach().requires_grad_()
-        flat.grad = self.grad[run.start : run.stop]
-        return flat
+    def attach(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Say where the parameters live that :meth:`step` is to write: unit -> as long as its piece of the masters."""
+        self._lay_out(live)
+
+    def _lay_out(self, live: Mapping[str, torch.Tensor]) -> None:
+        ends = list(itertools.accumulate((len(piece) for piece in self.masters.values()), initial=0))
+        pieces = zip(itertools.pairwise(ends), self.masters, strict=True)
+        self._adam.lay_out([(start, stop, live.get(unit)) for (start, stop), unit in pieces])
 
     def square_of_grad(self) -> torch.Tensor:
         """Sum of squares (fp64) of the device's gradient elements that this process counts."""
@@ -107,16 +108,8 @@ class MasterAdamW:
         rates = self._rates(lr, weight_decay)
         if self.host is not None:  # first: it learns the norm before the device has updated its own elements
             self.host.step(norm, rates, loss_scale)
-        finite = norm.isfinite()
-        skipped = (~finite).float()
-        divisor = divisor_of(norm, loss_scale, self.clip_grad)
-        for group in self.inner.param_groups:
-            group["lr"], group["weight_decay"] = lr, rates[group["group"]].weight_decay
-        if self.grad.dtype == torch.float64:  # the fused kernel divides by an fp32 number
-            self.grad /= divisor.where(finite, 1.0)  # 0 / NaN would spoil the gaps between parameters for good
-            divisor = torch.ones_like(divisor)
-        self.inner.grad_scale, self.inner.found_inf = divisor.float(), skipped  # type: ignore[attr-defined]
-        self.inner.step()
+        skipped = (~norm.isfinite()).float()
+        self._adam.step(rates[DECAYS], divisor_of(norm, loss_scale, self.clip_grad), skipped)
         return skipped
 
     def foresee(self, lr: float, weight_decay: float, loss_scale: float) -> None:
@@ -167,12 +160,11 @@ class MasterAdamW:
     @property
     def steps_taken(self) -> int:
         """Updates made so far, skipped ones not counted (reading it waits for the device)."""
-        return int(next(iter(self.inner.state.values()))["step"].item())
+        return int(self._steps.item())
 
     @steps_taken.setter
     def steps_taken(self, count: int) -> None:
-        for state in self.inner.state.values():
-            state["step"].fill_(count)
+        self._steps.fill_(count)
         if self.host is not None:
             self.host.steps_taken = count
 

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from gptpar.config import Config, ModelConfig
+from gptpar.config.gradients import adds_gradients
 from gptpar.config.graph import wants_graph
 from gptpar.layer_spec import LayerSpec
 from gptpar.model.dtypes import DTYPES
@@ -121,6 +122,11 @@ class Job:
     def wide_size(self) -> int:
         """Bytes of a master weight, a moment or a summed gradient."""
         return torch.promote_types(DTYPES[self.config.precision.dtype], torch.float32).itemsize
+
+    @property
+    def gradient_size(self) -> int:
+        """Bytes of an element of the gradient that the device's optimizer reads."""
+        return self.wide_size if adds_gradients(self.config, self.layout.world_size) else self.element_size
 
     @property
     def graph(self) -> bool:

@@ -105,7 +105,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     parameters = 0 if live_is_master else size * (shard if job.zero_stage == 3 else whole)
     whole_sum = whole if job.zero_stage == 1 else 0  # a reduced shard beside the sum it comes from
     device = 1 - job.ratio
-    gradients = device * wide * (shard + whole_sum)
+    gradients = device * job.gradient_size * (shard + whole_sum)
     if job.num_micro_batches > 1:  # of what the host updates, too, sums until the last pass
         gradients += job.ratio * wide * (whole if job.zero_stage < 2 else shard)
     host = 3.0 * wide * job.ratio * shard * (2 if offload.offload_speculation == "on" else 1)

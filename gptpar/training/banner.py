@@ -53,11 +53,12 @@ def offload_line(model: ShardedModel) -> str:
     assert model.host is not None
     division = model.division
     state, beside = map(format_bytes, model.host.state_bytes)
-    on_device = (division.elements - division.offloaded) * 4 * model.optimizer.master.element_size()
+    each = 3 * model.optimizer.master.element_size() + model.optimizer.grad.element_size()
+    on_device = (division.elements - division.offloaded) * each
     return (
         f"optimizer: the CPU updates {division.offloaded:,} of {division.elements:,} elements ({division.ratio:.1%}): "
         f"{state} of masters and moments, {beside} beside for speculation; {model.host.kernel}; the device the others: "
-        f"{format_bytes(on_device)} of masters, moments and gradient sums"
+        f"{format_bytes(on_device)} of masters, moments and gradients"
     )
 
 

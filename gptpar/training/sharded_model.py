@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from gptpar.config import Config
+from gptpar.config.gradients import adds_gradients
 from gptpar.config.graph import wants_graph
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
@@ -91,7 +92,7 @@ class ShardedModel:
             self.units,
             chunks,
             data,
-            wide,
+            wide if adds_gradients(config, topology.layout.world_size) else dtype,
             device,
             reduce_dtype=reduce_dtype,
             done=partial(_done, self),
@@ -109,6 +110,7 @@ class ShardedModel:
             self.gradients.shard,
             config.optimizer,
             self.host,
+            compiled=config.precision.compile and device.type == "cuda",
         )
         on_host = config.offload.cpu_parameters
         everything_here = self.division.offloaded == 0 and not on_host
@@ -117,6 +119,9 @@ class ShardedModel:
         self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host_calls, on_host)
         if self.host is not None:
             self.host.attach({name: self.live.own(name)[on_device[name] :] for name in host_runs})
+        self._writes_live = not masters_are_live and not on_host
+        if self._writes_live:
+            self.optimizer.attach({unit.name: self.live.own(unit.name)[: on_device[unit.name]] for unit in self.units})
         storage = self.live.views()
         for stage in self.stages:
             stage.place(storage)
@@ -127,12 +132,15 @@ class ShardedModel:
         """Make the live parameters equal to the masters."""
         if self.host is not None:
             self.host.publish()
-        self.live.publish(self.optimizer.masters)
+        self.live.take(self.optimizer.masters)
+        self.live.changed()
 
     def step(self, norm: torch.Tensor, lr: float, weight_decay: float, loss_scale: float) -> torch.Tensor:
         """See :meth:`MasterAdamW.step`; the live parameters follow, each before it is used."""
         skipped = self.optimizer.step(norm, lr, weight_decay, loss_scale)
-        self.live.publish(self.optimizer.masters)
+        if not self._writes_live:
+            self.live.take(self.optimizer.masters)
+        self.live.changed()
         return skipped
 
     def close(self) -> None:

@@ -106,8 +106,8 @@ class LiveParameters:
         """This process's shard of a unit."""
         return self._shards[unit]
 
-    def publish(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Take new values; they are in place when a layer is called.
+    def take(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Take new values of this process's shards.
 
         Args:
             masters: unit -> the beginning of this process's shard, wider than the live parameters or equal; the host
@@ -118,6 +118,9 @@ class LiveParameters:
             self._copy(
                 [self._shards[name][: masters[name].numel()] for name in names], [masters[name] for name in names]
             )
+
+    def changed(self) -> None:
+        """The shards have new values; they are in place when a layer is called."""
         if self._comes_and_goes:
             self._release_all()
         elif self._axis.shards > 1:

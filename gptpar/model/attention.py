@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
+from gptpar.kernels.bias_gradient import heads, split_heads
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
 
@@ -47,6 +48,12 @@ class Attention(nn.Module):
 
     Rows of the QKV weight are ordered by group: the group's query heads, its key head, its value head (Megatron's
     order), so that a contiguous slice is a set of whole groups.
+
+    Args:
+        output_std: standard deviation of the output projection's initial weights.
+        axis: this process's place on the tensor axis.
+        recompute_core: whether everything but the projections is computed again in the backward pass.
+        bias_gradient: of the output projection, see :class:`ColumnParallelLinear`.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Attention(nn.Module):
         axis: TensorAxis = ALONE,
         *,
         recompute_core: bool = False,
+        bias_gradient: bool = True,
     ):
         super().__init__()
         assert config.num_attention_heads and config.num_query_groups and config.hidden_size and config.kv_channels
@@ -71,10 +79,20 @@ class Attention(nn.Module):
         qkv_width = query_width + 2 * config.num_query_groups * config.kv_channels
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.qkv = ColumnParallelLinear(
-            config.hidden_size, qkv_width, bias=qkv_bias, std=config.init_method_std, axis=axis
+            config.hidden_size,
+            qkv_width,
+            bias=qkv_bias,
+            std=config.init_method_std,
+            axis=axis,
+            bias_gradient=self.rotated > 0,  # turned back first, gradients are put together by what turns them
         )
         self.out = RowParallelLinear(
-            query_width, config.hidden_size, bias=config.add_bias_linear, std=output_std, axis=axis
+            query_width,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            std=output_std,
+            axis=axis,
+            bias_gradient=bias_gradient,
         )
 
     def forward(
@@ -100,11 +118,11 @@ class Attention(nn.Module):
         seq_length: int,
     ) -> torch.Tensor:
         """Attention without its projections: from all tokens' queries, keys and values to y_N(HK)."""
-        qkv = rearrange(
-            qkv, "(b s) (g h k) -> b g h s k", s=seq_length, h=self.queries_per_group + 2, k=self.head_width
-        )
-        q, k, v = qkv.split([self.queries_per_group, 1, 1], dim=2)
-        q_BHSK, k_BGSK, v_BGSK = q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
+        shape = seq_length, self.queries_per_group, self.head_width
+        if self.qkv.bias is None or self.qkv.bias_gradient:
+            q_BHSK, k_BGSK, v_BGSK = heads(qkv, *shape)
+        else:
+            q_BHSK, k_BGSK, v_BGSK = split_heads(qkv, self.qkv.bias, *shape)
         if self.rotated:
             q_BHSK = rotate(q_BHSK, positions_BS, self.rotated, self.rotary_base)
             k_BGSK = rotate(k_BGSK, positions_BS, self.rotated, self.rotary_base)

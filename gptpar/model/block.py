@@ -5,14 +5,17 @@ Legend: B batch, S sequence, N tokens, D model width, F width of the MLP (this r
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
+from gptpar.kernels.bias_gradient import gelu
 from gptpar.model.attention import Attention
-from gptpar.model.norm import make_norm
+from gptpar.model.norm import ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
 NOTHING: frozenset[str] = frozenset()
@@ -33,6 +36,7 @@ class MLP(nn.Module):
             std=config.init_method_std,
             parts=parts,
             axis=axis,
+            bias_gradient=self.gated,
         )
         self.down = RowParallelLinear(
             config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear, std=output_std, axis=axis
@@ -44,7 +48,7 @@ class MLP(nn.Module):
         if self.gated:
             gate_NF, value_NF = up.chunk(2, dim=-1)
             return self.down(F.silu(gate_NF) * value_NF)
-        return self.down(F.gelu(up, approximate="tanh"))
+        return self.down(F.gelu(up, approximate="tanh") if self.up.bias is None else gelu(up, self.up.bias))
 
 
 class Block(nn.Module):
@@ -65,9 +69,18 @@ class Block(nn.Module):
         assert not unknown, f"a block has no {sorted(unknown)} to recompute"
         output_std = config.init_method_std / (2 * config.num_layers) ** 0.5
         self.recompute_modules = recompute_modules
-        self.attention_norm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon)
-        self.attention = Attention(config, output_std, axis, recompute_core="core_attn" in recompute_modules)
-        self.mlp_norm = make_norm(config.normalization, config.hidden_size, config.norm_epsilon)
+        fused = config.normalization == "LayerNorm" and "layernorm" not in recompute_modules
+        self.sums_bias = fused and config.hidden_dropout == 0  # else the bias gets some of the stream's gradient only
+        norm = partial(make_norm, config.normalization, config.hidden_size, config.norm_epsilon, residual=fused)
+        self.attention_norm = norm()
+        self.attention = Attention(
+            config,
+            output_std,
+            axis,
+            recompute_core="core_attn" in recompute_modules,
+            bias_gradient=not self.sums_bias,
+        )
+        self.mlp_norm = norm()
         self.mlp = MLP(config, output_std, axis)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.random = config.has_dropout
@@ -80,11 +93,19 @@ class Block(nn.Module):
         seq_length: int,
     ) -> torch.Tensor:
         """Returns y_ND; under sequence parallelism x and y hold this rank's tokens."""
-        attended_ND = self.attention(
-            self._run("layernorm", self.attention_norm, x_ND), positions_BS, document_ids_BS, seq_length
-        )
-        x_ND = x_ND + self.dropout(attended_ND)
-        return x_ND + self.dropout(self._run("mlp", self.mlp, self._run("layernorm", self.mlp_norm, x_ND)))
+        x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
+        attended_ND = self.attention(normed_ND, positions_BS, document_ids_BS, seq_length)
+        x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, self.dropout(attended_ND))
+        return x_ND + self.dropout(self._run("mlp", self.mlp, normed_ND))
+
+    def _norm(
+        self, norm: nn.Module, x_ND: torch.Tensor, added_ND: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``x + added`` and its normalised values."""
+        if isinstance(norm, ResidualLayerNorm):
+            return norm(x_ND, added_ND, self.attention.out.bias if added_ND is not None and self.sums_bias else None)
+        x_ND = x_ND if added_ND is None else x_ND + added_ND
+        return x_ND, self._run("layernorm", norm, x_ND)
 
     def _run(self, name: str, part: nn.Module, x_ND: torch.Tensor) -> torch.Tensor:
         if name in self.recompute_modules and self.training:

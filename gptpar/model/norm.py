@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gptpar.init import Constant, Init
+from gptpar.kernels.residual_norm import residual_norm
 
 
 class LayerNorm(nn.Module):
@@ -26,6 +27,16 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+class ResidualLayerNorm(LayerNorm):
+    """The same of the residual stream, which goes on beside it (:mod:`gptpar.kernels.residual_norm`)."""
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, added: torch.Tensor | None = None, added_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``x + added`` and its normalised values; a bias contained in ``added`` gets its gradient here."""
+        return residual_norm(x, added, added_bias, self.weight, self.bias, self.eps)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation (Zhang and Sennrich 2019) over the last dimension, with weight."""
 
@@ -40,6 +51,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, cast(list[int], self.weight.shape), self.weight, self.eps)
 
 
-def make_norm(kind: str, width: int, eps: float) -> nn.Module:
-    """``kind`` is ``LayerNorm`` or ``RMSNorm``."""
-    return {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[kind](width, eps=eps)
+def make_norm(kind: str, width: int, eps: float, *, residual: bool = False) -> nn.Module:
+    """``kind`` is ``LayerNorm`` or ``RMSNorm``; ``residual``: the former as :class:`ResidualLayerNorm`."""
+    if kind == "LayerNorm":
+        return (ResidualLayerNorm if residual else LayerNorm)(width, eps=eps)
+    return RMSNorm(width, eps=eps)

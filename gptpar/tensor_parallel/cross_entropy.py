@@ -7,71 +7,26 @@ rank has the logits of its own pieces, and three numbers for each token travel: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gptpar.kernels import plain_loss
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 
-CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+try:
+    from gptpar.kernels import triton_loss
+except ImportError:  # torch for CPUs comes without Triton
+    triton_loss = plain_loss  # type: ignore[misc]
+
+CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
 
 
 def num_chunks(num_tokens: int, vocab_size: int, element_size: int, device_type: str) -> int:
     """In how many pieces tokens are handled, so that one piece's logits stay within ``CHUNK_BYTES``."""
     tokens_a_chunk = max(1, CHUNK_BYTES[device_type] // (vocab_size * element_size))
     return -(-num_tokens // tokens_a_chunk)
-
-
-def loss_alone(logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor) -> torch.Tensor:
-    """``sum(weights * losses)``, at least in fp32."""
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    losses_N = torch.logsumexp(wide_NV, -1) - wide_NV.gather(1, labels_N[:, None]).squeeze(1)
-    return (losses_N * weights_N).sum()
-
-
-def loss_and_grad(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``sum(weights * losses)`` and its gradient in the logits times ``scale``, in the logits' dtype."""
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    lse_N = torch.logsumexp(wide_NV, -1)
-    loss = ((lse_N - wide_NV.gather(1, labels_N[:, None]).squeeze(1)) * weights_N).sum()
-    is_label_NV = torch.arange(wide_NV.shape[1], device=wide_NV.device) == labels_N[:, None]
-    grad_NV = ((wide_NV - lse_N[:, None]).exp() - is_label_NV.to(wide_NV.dtype)) * (weights_N * scale)[:, None]
-    return loss, grad_NV.to(logits_NV.dtype)
-
-
-def share_statistics(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of this rank's pieces: maximum_N, sum of exp(logit - maximum)_N, and the label's logit_N or 0 if it is elsewhere.
-
-    Args:
-        labels_N: labels minus the first piece of this rank, so they may lie outside its share.
-    """
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    maximum_N = wide_NV.amax(-1)
-    is_label_NV = torch.arange(wide_NV.shape[1], device=wide_NV.device) == labels_N[:, None]
-    return maximum_N, (wide_NV - maximum_N[:, None]).exp().sum(-1), (wide_NV * is_label_NV).sum(-1)
-
-
-def share_grad(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, lse_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    """The gradient in this rank's logits, given the logarithm lse_N of the sum over all ranks; labels as above."""
-    wide_NV = logits_NV.to(lse_N.dtype)
-    is_label_NV = torch.arange(wide_NV.shape[1], device=wide_NV.device) == labels_N[:, None]
-    grad_NV = ((wide_NV - lse_N[:, None]).exp() - is_label_NV.to(lse_N.dtype)) * (weights_N * scale)[:, None]
-    return grad_NV.to(logits_NV.dtype)
-
-
-@cache
-def _kernel(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """On a GPU compiled, so that no fp32 copy of the logits is ever written to memory."""
-    return torch.compile(function, dynamic=False) if device_type == "cuda" else function
 
 
 def _chunk_loss(
@@ -81,20 +36,23 @@ def _chunk_loss(
     scale: torch.Tensor | None,
     axis: TensorAxis,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A chunk's loss over the whole vocabulary and, if there is a scale, the gradient in this rank's logits."""
-    device = logits_NV.device.type
-    if axis.size == 1:
-        if scale is None:
-            return _kernel(loss_alone, device)(logits_NV, labels_N, weights_N), None
-        return _kernel(loss_and_grad, device)(logits_NV, labels_N, weights_N, scale)
-    own_maximum_N, own_sum_N, own_label_N = _kernel(share_statistics, device)(logits_NV, labels_N)
-    maximum_N = own_maximum_N.clone()
-    dist.all_reduce(maximum_N, op=dist.ReduceOp.MAX, group=axis.group)
-    sums_2N = torch.stack([own_sum_N * (own_maximum_N - maximum_N).exp(), own_label_N])
-    dist.all_reduce(sums_2N, group=axis.group)
-    lse_N = sums_2N[0].log() + maximum_N
-    loss = ((lse_N - sums_2N[1]) * weights_N).sum()
-    return loss, None if scale is None else _kernel(share_grad, device)(logits_NV, labels_N, lse_N, weights_N, scale)
+    """A chunk's loss over the whole vocabulary and, if there is a scale, the gradient in this rank's logits.
+
+    The gradient may take the memory of the logits.
+    """
+    kernels = triton_loss if logits_NV.is_cuda and logits_NV.dtype != torch.float64 else plain_loss
+    if axis.size == 1 and scale is not None:
+        return kernels.loss_and_grad(logits_NV, labels_N, weights_N, scale)
+    maximum_N, sum_N, label_N = kernels.share_statistics(logits_NV, labels_N)
+    if axis.size > 1:
+        own_maximum_N, maximum_N = maximum_N, maximum_N.clone()
+        dist.all_reduce(maximum_N, op=dist.ReduceOp.MAX, group=axis.group)
+        sums_2N = torch.stack([sum_N * (own_maximum_N - maximum_N).exp(), label_N])
+        dist.all_reduce(sums_2N, group=axis.group)
+        sum_N, label_N = sums_2N.unbind()
+    lse_N = sum_N.log() + maximum_N
+    loss = ((lse_N - label_N) * weights_N).sum()
+    return loss, None if scale is None else kernels.share_grad(logits_NV, labels_N, lse_N, weights_N, scale)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -151,6 +109,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 grad_weight_VD = contribution_VD if step >= num_tokens else contribution_VD.to(wide)
             else:
                 grad_weight_VD += contribution_VD
+            del grad_NV, contribution_VD  # before the next logits
         if needs_grad:
             assert grad_weight_VD is not None
             ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), scale)

@@ -33,6 +33,8 @@ class ColumnParallelLinear(nn.Module):
         parts: the output is this many equal parts (2 for a gated MLP). The weight then has a leading dimension, so
             that a contiguous slice of its split dimension is a fair share of every part.
         axis: this process's place on the tensor axis.
+        bias_gradient: whether the bias gets its gradient here; if not, then where the output is read
+            (:mod:`gptpar.kernels.bias_gradient`).
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ColumnParallelLinear(nn.Module):
         std: float,
         parts: int = 1,
         axis: TensorAxis = ALONE,
+        bias_gradient: bool = True,
     ):
         super().__init__()
         length = out_features // parts
@@ -56,11 +59,14 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(shape)) if bias else None
         self.alone, self.group_name = axis.size == 1, axis.group_name
         self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
+        self.bias_gradient = bias_gradient
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Returns this rank's features y_NO of all tokens."""
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
+        if bias is not None and not self.bias_gradient:
+            bias = bias.detach()
         if self.alone:
             return F.linear(x_ND, weight, bias)
         y_NO = column_forward(x_ND, weight, self.group_name, self.sequence_parallel, self.fused)
@@ -76,6 +82,7 @@ class RowParallelLinear(nn.Module):
         bias: whether there is a bias; it is whole on every rank and added after the sum over ranks.
         std: standard deviation of the initial weights.
         axis: this process's place on the tensor axis.
+        bias_gradient: as in :class:`ColumnParallelLinear`.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class RowParallelLinear(nn.Module):
         bias: bool,
         std: float,
         axis: TensorAxis = ALONE,
+        bias_gradient: bool = True,
     ):
         super().__init__()
         self.splits = {"weight": axis.split(1, in_features)}
@@ -94,13 +102,15 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.alone, self.group_name = axis.size == 1, axis.group_name
         self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
+        self.bias_gradient = bias_gradient
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Returns the sum y_NO over ranks."""
+        bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
         if self.alone:
-            return F.linear(x_ND, self.weight, self.bias)
+            return F.linear(x_ND, self.weight, bias)
         y_NO = row_forward(x_ND, self.weight, self.group_name, self.sequence_parallel, self.fused)
-        return y_NO if self.bias is None else y_NO + self.bias
+        return y_NO if bias is None else y_NO + bias
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,0 +1,82 @@
+"""Gradients of biases, summed in the pass that forms the gradient of what the bias was added to.
+
+A bias' gradient is the sum over all tokens of the gradient of its layer's output. Left to a compiler, that is one more
+pass over a large tensor just written. Here the layer adds its bias without differentiating it
+(``bias_gradient=False``), and the function that reads the layer's output returns both gradients.
+
+Legend: N tokens, F features, B batch, S sequence, G groups of heads, Q queries of one group, K width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+
+try:
+    from gptpar.kernels import triton_bias
+except ImportError:  # torch for CPUs comes without Triton
+    triton_bias = None  # type: ignore[assignment]
+
+
+def gelu(x_NF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+    """GELU (tanh form) of the output of a layer with this bias: the bias gets its gradient here."""
+    return _Gelu.apply(x_NF, bias_F)
+
+
+def split_heads(
+    qkv: torch.Tensor, bias: torch.Tensor, seq_length: int, queries: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`heads` of the output of a layer with this bias: the bias gets its gradient here."""
+    return _SplitHeads.apply(qkv, bias, seq_length, queries, width)
+
+
+def heads(
+    qkv: torch.Tensor, seq_length: int, queries: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views q_B(GQ)SK, k_BGSK and v_BGSK of qkv_(BS)(G(Q+2)K)."""
+    parts = rearrange(qkv, "(b s) (g h k) -> b g h s k", s=seq_length, h=queries + 2, k=width)
+    q, k, v = parts.split([queries, 1, 1], dim=2)
+    return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
+
+
+def _in_triton(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_NF)
+        return F.gelu(x_NF, approximate="tanh")
+
+    @staticmethod
+    def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        (x_NF,) = ctx.saved_tensors
+        if _in_triton(x_NF):
+            return triton_bias.gelu_backward(grad_NF.contiguous(), x_NF)
+        grad_x_NF = torch.ops.aten.gelu_backward(grad_NF, x_NF, approximate="tanh")
+        return grad_x_NF, grad_x_NF.sum(0)
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: torch.Tensor, bias: torch.Tensor, seq_length: int, queries: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return heads(qkv, seq_length, queries, width)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        if _in_triton(grad_q):
+            grad, grad_bias = triton_bias.merge_heads(grad_q, grad_k, grad_v)
+        else:
+            groups = grad_k.shape[1]
+            parts = [grad_q.unflatten(1, (groups, -1)), grad_k[:, :, None], grad_v[:, :, None]]
+            grad = rearrange(torch.cat(parts, dim=2), "b g h s k -> (b s) (g h k)")
+            grad_bias = grad.sum(0)
+        return grad, grad_bias, None, None, None

@@ -1,0 +1,78 @@
+"""LayerNorm (Ba et al. 2016) of the residual stream, with the stream's own gradient added in the same pass.
+
+What enters a norm also goes around it, so that two gradients meet there; and the bias of the layer that was added last
+has the sum of these gradients over all tokens for its own. Here all of that is one pass over memory.
+
+Legend: N tokens, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:
+    from gptpar.kernels import triton_norm
+except ImportError:  # torch for CPUs comes without Triton
+    triton_norm = None  # type: ignore[assignment]
+
+
+def residual_norm(
+    x_ND: torch.Tensor,
+    added_ND: torch.Tensor | None,
+    added_bias_D: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    bias_D: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x + added`` and its normalised values.
+
+    Args:
+        added_ND: the output of a layer, if there is one.
+        added_bias_D: that layer's bias, which ``added`` contains: it gets its gradient here.
+    """
+    return _ResidualNorm.apply(x_ND, added_ND, added_bias_D, weight_D, bias_D, eps)
+
+
+class _ResidualNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: torch.Tensor,
+        added_ND: torch.Tensor | None,
+        added_bias_D: torch.Tensor | None,
+        weight_D: torch.Tensor,
+        bias_D: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sum_ND = x_ND.view_as(x_ND) if added_ND is None else x_ND + added_ND
+        normed_ND, mean_N1, rstd_N1 = torch.native_layer_norm(sum_ND, weight_D.shape, weight_D, bias_D, eps)
+        ctx.save_for_backward(sum_ND, mean_N1, rstd_N1, weight_D)
+        ctx.adds, ctx.adds_bias = added_ND is not None, added_bias_D is not None
+        return sum_ND, normed_ND
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_sum_ND: torch.Tensor, grad_normed_ND: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        grad_ND, (of_weight_D, of_bias_D, total_D) = backward(grad_normed_ND, grad_sum_ND, *ctx.saved_tensors)
+        return grad_ND, grad_ND if ctx.adds else None, total_D if ctx.adds_bias else None, of_weight_D, of_bias_D, None
+
+
+def backward(
+    grad_normed_ND: torch.Tensor,
+    grad_sum_ND: torch.Tensor,
+    sum_ND: torch.Tensor,
+    mean_N1: torch.Tensor,
+    rstd_N1: torch.Tensor,
+    weight_D: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of what was normalised and, as one tensor, those of weight and bias and its sum over tokens."""
+    if sum_ND.is_cuda and sum_ND.dtype != torch.float64 and sum_ND.shape[1] <= triton_norm.WIDEST:
+        return triton_norm.norm_backward(grad_normed_ND, grad_sum_ND, sum_ND, mean_N1, rstd_N1, weight_D)
+    grad_ND, of_weight_D, of_bias_D = torch.ops.aten.native_layer_norm_backward(
+        grad_normed_ND, sum_ND, weight_D.shape, mean_N1, rstd_N1, weight_D, weight_D, [True, True, True]
+    )
+    grad_ND = grad_ND + grad_sum_ND
+    return grad_ND, torch.stack([of_weight_D, of_bias_D, grad_ND.sum(0)])

@@ -1,0 +1,103 @@
+"""The functions of :mod:`gptpar.kernels.plain_loss`, reading logits from memory once.
+
+A row is read a second time for its gradient, while it is in the cache, and the gradient takes its place. Logits are
+contiguous and of at most 32 bits, sums and the other arguments fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+COLUMNS, NUM_WARPS = 8192, 16
+"""Of a row, at a time."""
+
+
+@triton.jit
+def _statistics(row, num_columns, COLUMNS: tl.constexpr):
+    maximum, total = -float("inf"), 0.0
+    for start in range(0, num_columns, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        x = tl.load(row + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
+        larger = tl.maximum(maximum, tl.max(x, 0))
+        total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(x - larger), 0)
+        maximum = larger
+    return maximum, total
+
+
+@triton.jit
+def _of_label(row, label, num_columns):
+    return tl.load(row + label, mask=(label >= 0) & (label < num_columns), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write_gradient(row, label, log_sum, factor, num_columns, COLUMNS: tl.constexpr):
+    for start in range(0, num_columns, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = columns < num_columns
+        x = tl.load(row + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        grad = (tl.exp(x - log_sum) - (columns == label).to(tl.float32)) * factor
+        tl.store(row + columns, grad.to(row.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _loss_and_grad(logits, labels, weights, scale, losses, num_columns, COLUMNS: tl.constexpr):
+    n = tl.program_id(0)
+    row = logits + n.to(tl.int64) * num_columns
+    label, weight = tl.load(labels + n), tl.load(weights + n)
+    of_label = _of_label(row, label, num_columns)
+    maximum, total = _statistics(row, num_columns, COLUMNS)
+    log_sum = maximum + tl.log(total)
+    tl.store(losses + n, (log_sum - of_label) * weight)
+    _write_gradient(row, label, log_sum, weight * tl.load(scale), num_columns, COLUMNS)
+
+
+@triton.jit
+def _share_statistics(logits, labels, maxima, totals, of_labels, num_columns, COLUMNS: tl.constexpr):
+    n = tl.program_id(0)
+    row = logits + n.to(tl.int64) * num_columns
+    maximum, total = _statistics(row, num_columns, COLUMNS)
+    tl.store(maxima + n, maximum)
+    tl.store(totals + n, total)
+    tl.store(of_labels + n, _of_label(row, tl.load(labels + n), num_columns))
+
+
+@triton.jit
+def _share_grad(logits, labels, log_sums, weights, scale, num_columns, COLUMNS: tl.constexpr):
+    n = tl.program_id(0)
+    row = logits + n.to(tl.int64) * num_columns
+    factor = tl.load(weights + n) * tl.load(scale)
+    _write_gradient(row, tl.load(labels + n), tl.load(log_sums + n), factor, num_columns, COLUMNS)
+
+
+def loss_and_grad(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`gptpar.kernels.plain_loss.loss_and_grad`; the gradient is where the logits were."""
+    losses_N = torch.empty_like(weights_N)
+    _loss_and_grad[logits_NV.shape[:1]](
+        logits_NV, labels_N, weights_N, scale, losses_N, logits_NV.shape[1], COLUMNS, num_warps=NUM_WARPS
+    )  # fmt: skip
+    return losses_N.sum(), logits_NV
+
+
+def share_statistics(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See :func:`gptpar.kernels.plain_loss.share_statistics`."""
+    maximum_N, sum_N, label_N = (torch.empty_like(labels_N, dtype=torch.float32) for _ in range(3))
+    _share_statistics[logits_NV.shape[:1]](
+        logits_NV, labels_N, maximum_N, sum_N, label_N, logits_NV.shape[1], COLUMNS, num_warps=NUM_WARPS
+    )  # fmt: skip
+    return maximum_N, sum_N, label_N
+
+
+def share_grad(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, lse_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """See :func:`gptpar.kernels.plain_loss.share_grad`; the gradient is where the logits were."""
+    _share_grad[logits_NV.shape[:1]](
+        logits_NV, labels_N, lse_N, weights_N, scale, logits_NV.shape[1], COLUMNS, num_warps=NUM_WARPS
+    )  # fmt: skip
+    return logits_NV

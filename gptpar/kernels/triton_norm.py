@@ -1,0 +1,75 @@
+"""The kernel of :mod:`gptpar.kernels.residual_norm`: a program takes whole rows, and keeps the sums of columns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+NUM_PARTS = 512
+"""Partial sums of each column: enough programs to fill a GPU."""
+WIDEST = 8192
+"""A program keeps whole rows and their sums in registers."""
+TILE = 4096
+"""Elements of the rows that a program has at a time."""
+
+
+@triton.jit
+def _norm_backward(
+    grad_y, grad_x, x, mean, rstd, weight, grad, sums, num_rows, width, rows_a_part,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0)
+    first = part * rows_a_part
+    last = tl.minimum(first + rows_a_part, num_rows)
+    columns = tl.arange(0, COLUMNS)
+    known = columns < width
+    w = tl.load(weight + columns, mask=known, other=0.0).to(tl.float32)[None, :]
+    of_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    of_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    of_grad = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(first, last, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        inside = (rows < last)[:, None] & known[None, :]
+        at = rows[:, None].to(tl.int64) * width + columns[None, :]
+        dy = tl.load(grad_y + at, mask=inside, other=0.0).to(tl.float32)
+        passed = tl.load(grad_x + at, mask=inside, other=0.0).to(tl.float32)
+        m = tl.load(mean + rows, mask=rows < last, other=0.0)[:, None]
+        r = tl.load(rstd + rows, mask=rows < last, other=0.0)[:, None]
+        normed = tl.where(inside, (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - m) * r, 0.0)
+        scaled = dy * w
+        along = tl.sum(scaled * normed, 1)[:, None] / width
+        level = tl.sum(scaled, 1)[:, None] / width
+        rounded = (passed + (scaled - level - normed * along) * r).to(grad.dtype.element_ty)
+        tl.store(grad + at, rounded, mask=inside)
+        of_weight += dy * normed
+        of_bias += dy
+        of_grad += tl.where(inside, rounded.to(tl.float32), 0.0)
+    row = sums + part * width + columns
+    step = tl.num_programs(0) * width
+    tl.store(row, tl.sum(of_weight, 0), mask=known)
+    tl.store(row + step, tl.sum(of_bias, 0), mask=known)
+    tl.store(row + 2 * step, tl.sum(of_grad, 0), mask=known)
+
+
+@triton_op("gptpar::norm_backward", mutates_args=())
+def norm_backward(
+    grad_y: torch.Tensor,
+    grad_x: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`gptpar.kernels.residual_norm.backward`; at most 32 bits and ``WIDEST`` columns."""
+    grad_y, grad_x, x = (t.contiguous() for t in (grad_y, grad_x, x))
+    num_rows, width = x.shape
+    columns = triton.next_power_of_2(width)
+    grad = torch.empty_like(x)
+    sums = torch.empty((3, NUM_PARTS, width), dtype=torch.float32, device=x.device)
+    wrap_triton(_norm_backward)[(NUM_PARTS,)](
+        grad_y, grad_x, x, mean, rstd, weight, grad, sums, num_rows, width, triton.cdiv(num_rows, NUM_PARTS),
+        ROWS=max(1, TILE // columns), COLUMNS=columns, num_warps=8 if columns <= TILE else 16,
+    )  # fmt: skip
+    return grad, sums.sum(1).to(weight.dtype)

@@ -1,0 +1,100 @@
+"""Triton kernels against the same in torch's operators, with shapes that do not fill whole tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptpar.kernels import plain_loss
+from gptpar.kernels.bias_gradient import gelu, heads, split_heads
+from gptpar.kernels.residual_norm import residual_norm
+
+pytestmark = pytest.mark.gpu
+
+# The result's rounding, and fp32 sums in another order.
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-5}}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(7, 100), (300, 50304), (64, 12576)])
+def test_loss_kernels_equal_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    from gptpar.kernels import triton_loss
+
+    logits = random(*shape, dtype=dtype) * 4
+    labels = torch.randint(shape[1], shape[:1], device="cuda")
+    weights, scale = torch.rand(shape[0], device="cuda"), torch.tensor(1024.0, device="cuda")
+    loss, grad = triton_loss.loss_and_grad(logits.clone(), labels, weights, scale)
+    wanted_loss, wanted_grad = plain_loss.loss_and_grad(logits, labels, weights, scale)
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad, wanted_grad, **TOLERANCE[dtype])
+
+    labels -= shape[1] // 2  # half of them belong to another rank
+    got, wanted = (k.share_statistics(logits, labels) for k in (triton_loss, plain_loss))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    lse = wanted[1].log() + wanted[0]
+    got_grad = triton_loss.share_grad(logits.clone(), labels, lse, weights, scale)
+    torch.testing.assert_close(got_grad, plain_loss.share_grad(logits, labels, lse, weights, scale), **TOLERANCE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(3, 40), (1000, 4096), (16384, 768)])
+def test_gelu_with_bias_gradient_equals_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, grad = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
+    bias = torch.zeros(shape[1], dtype=dtype, device="cuda", requires_grad=True)
+    x.requires_grad_()
+    got = torch.autograd.grad(gelu(x, bias), (x, bias), grad)
+    wide = x.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(F.gelu(wide, approximate="tanh"), wide, grad.double())
+    torch.testing.assert_close(got[0].double(), wanted, **TOLERANCE[dtype])
+    torch.testing.assert_close(got[1].double(), got[0].double().sum(0), rtol=TOLERANCE[dtype]["rtol"], atol=1e-3)
+
+
+@DTYPES
+@pytest.mark.parametrize("batch, seq_length, groups, queries, width", [(2, 33, 3, 1, 40), (4, 256, 2, 3, 64)])
+def test_merged_heads_equal_torch(
+    dtype: torch.dtype, batch: int, seq_length: int, groups: int, queries: int, width: int
+) -> None:
+    columns = groups * (queries + 2) * width
+    qkv = random(batch * seq_length, columns, dtype=dtype).requires_grad_()
+    bias = torch.zeros(columns, dtype=dtype, device="cuda", requires_grad=True)
+    parts = split_heads(qkv, bias, seq_length, queries, width)
+    plain = qkv.detach().clone().requires_grad_()
+    grads = [random(*part.shape, dtype=dtype, seed=n) for n, part in enumerate(parts)]
+    grads[1] = grads[1].transpose(1, 2).contiguous().transpose(1, 2)  # as attention kernels lay them out
+    got, got_bias = torch.autograd.grad(parts, (qkv, bias), grads)
+    (wanted,) = torch.autograd.grad(heads(plain, seq_length, queries, width), plain, grads)
+    assert torch.equal(got, wanted)
+    torch.testing.assert_close(got_bias.double(), wanted.double().sum(0), rtol=TOLERANCE[dtype]["rtol"], atol=1e-3)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape, adds", [((5, 40), False), ((1000, 1024), True), ((777, 2560), True)])
+def test_residual_norm_equals_torch(dtype: torch.dtype, shape: tuple[int, int], adds: bool) -> None:
+    x = random(*shape, dtype=dtype).requires_grad_()
+    added = random(*shape, dtype=dtype, seed=1).requires_grad_() if adds else None
+    vectors = [random(shape[1], dtype=dtype, seed=n).requires_grad_() for n in (2, 3, 4)]
+    grads = [random(*shape, dtype=dtype, seed=n) for n in (5, 6)]
+    inputs = [x, *vectors[:2]] + ([added, vectors[2]] if adds else [])
+    outputs = residual_norm(x, added, vectors[2] if adds else None, *vectors[:2], 1e-5)
+    got = torch.autograd.grad(outputs, inputs, grads)
+
+    total = outputs[0].detach().double().requires_grad_()
+    wide = [vector.detach().double().requires_grad_() for vector in vectors[:2]]
+    normed = F.layer_norm(total, shape[1:], *wide, 1e-5)
+    torch.testing.assert_close(outputs[1].double(), normed, **TOLERANCE[dtype])
+    wanted = torch.autograd.grad((total, normed), [total, *wide], [grad.double() for grad in grads])
+    torch.testing.assert_close(
+        got[0].double(), wanted[0], rtol=TOLERANCE[dtype]["rtol"], atol=1e-2 if dtype.itemsize == 2 else 1e-5
+    )
+    for mine, theirs in zip(got[1:3], wanted[1:], strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=TOLERANCE[dtype]["rtol"], atol=1e-3)
+    if adds:
+        assert torch.equal(got[3], got[0])
+        torch.testing.assert_close(got[4].double(), got[0].double().sum(0), rtol=TOLERANCE[dtype]["rtol"], atol=1e-3)

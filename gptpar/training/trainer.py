@@ -150,7 +150,7 @@ class Trainer:
         self._graph: StepGraph | None = None
         if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
             self._graph = StepGraph(self._forward_backward, self.model.live.settle, self.model.host_calls)
-        dtype = self.model.optimizer.grad.dtype
+        dtype = self.model.optimizer.master.dtype  # fp16 may be too narrow for the loss scale
         self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss
         self._iteration = 0
 

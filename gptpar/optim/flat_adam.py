@@ -1,4 +1,4 @@
-"""AdamW over a device's flat vectors, in one pass over memory where it is compiled."""
+"""AdamW over a device's flat vectors, which writes the live parameters in the same pass over memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 from gptpar.optim.runs import DECAYS, Run, cut
 from gptpar.zero.units import ALIGNMENT
 
-MOST_ELEMENTS = {"compiled": 1 << 30, "cuda": 1 << 26, "cpu": 1 << 17}
-"""In one call: indices fit 32 bits; launched op by op, the values in between take little memory, or stay in a cache."""
+MOST_COMPILED = 1 << 30
+"""Elements of one call of the compiled kernel: its indices fit 32 bits."""
+MOST_FUSED = 1 << 24
+"""Elements of one call of torch's fused kernel, for which the gradient is copied to the masters' number format."""
 
 Stretch = tuple[int, int, torch.Tensor | None]
-"""First element, the one behind the last, and the live parameters there, where they are no masters."""
+"""First element, the one behind the last, and their live parameters, unless the masters are those."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,13 @@ class State:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one call updates: weights, both moments and gradient; which blocks decay, and the same as stretches."""
+    """What one call updates.
+
+    Attributes:
+        vectors: weights, both moments and gradient.
+        decays: [blocks, 1] which blocks of ``ALIGNMENT`` elements decay.
+        runs: the same as stretches, counted within the piece.
+    """
 
     vectors: tuple[torch.Tensor, ...]
     live: torch.Tensor | None
@@ -52,23 +60,23 @@ class _Piece:
 
 
 class FlatAdam:
-    """AdamW (Loshchilov and Hutter 2019); skipping happens on the device, without waiting for it.
+    """AdamW (Loshchilov and Hutter 2019).
+
+    On a GPU nothing waits for the device, whether a step is skipped or not. There one compiled kernel does everything,
+    or torch's fused one between two casts; on a CPU :class:`~gptpar.optim.cpu_adam.CpuAdam` does.
 
     Args:
         runs: which elements decay.
-        compiled: whether one GPU kernel does everything. On a CPU fp32 is updated by ``csrc/cpu_adam.cpp``.
+        compiled: whether a GPU's kernel is compiled.
     """
 
     def __init__(self, state: State, runs: Sequence[Run], *, compiled: bool):
         self._state, self._runs = state, runs
-        on_cpu = state.weights.device.type == "cpu" and state.weights.dtype == torch.float32
-        kernel = CpuAdam(torch.get_num_threads()) if on_cpu else None
-        self._kernel = kernel if kernel is not None and kernel.native else None
-        self._most = MOST_ELEMENTS["compiled" if compiled else state.weights.device.type]
-        self._pieces: list[_Piece] = []
-        self._update: Callable[..., None] = _update
+        self._kernel = CpuAdam(torch.get_num_threads()) if state.weights.device.type == "cpu" else None
+        self._update: Callable[..., None] | None = None
         if compiled:
             self._update = torch.compile(_update, dynamic=True, fullgraph=True)
+        self._pieces: list[_Piece] = []
 
     def lay_out(self, stretches: Sequence[Stretch]) -> None:
         """Say what is to be updated, in order; within a stretch, runs begin at multiples of ``ALIGNMENT``."""
@@ -86,7 +94,8 @@ class FlatAdam:
     def _cut(self, start: int, stop: int, live: torch.Tensor | None) -> Iterator[Stretch]:
         """Pieces of whole blocks, and what is left at the end."""
         whole = stop - (stop - start) % ALIGNMENT
-        ends = [*range(start, whole, self._most), whole, stop]
+        most = stop if self._kernel is not None else MOST_COMPILED if self._update is not None else MOST_FUSED
+        ends = [*range(start, whole, most), whole, stop]
         for low, high in itertools.pairwise(ends):
             if low < high:
                 yield low, high, None if live is None else live[low - start : high - start]
@@ -98,35 +107,60 @@ class FlatAdam:
         Args:
             rates: this step's numbers; the decay is that of the elements that have one.
             divisor: what gradients are divided by (scalar).
-            skipped: not 0 where nothing is to change (scalar).
+            skipped: 1.0 where nothing is to change, else 0.0 (fp32 scalar).
         """
+        self._state.steps.add_(skipped == 0)
         if self._kernel is not None:
             self._step_on_cpu(self._kernel, rates, divisor, skipped)
-            return
-        numbers = self._numbers(rates, divisor, skipped)
-        for piece in self._pieces:
-            self._update(*piece.blocks(), piece.decays, numbers)
+        elif self._update is not None:
+            numbers = self._numbers(rates, divisor, skipped)
+            for piece in self._pieces:
+                self._update(*piece.blocks(), piece.decays, numbers)
+        else:
+            self._step_by_torch(rates, divisor, skipped)
 
     def _step_on_cpu(self, kernel: CpuAdam, rates: Rates, divisor: torch.Tensor, skipped: torch.Tensor) -> None:
         if skipped.item():
             return
-        step = int(self._state.steps.add_(1).item())
+        step = int(self._state.steps.item())
         decaying = AdamStep(rates.lr, rates.beta1, rates.beta2, rates.eps, rates.weight_decay, step, divisor.item())
         how = (decaying, replace(decaying, weight_decay=0.0))
         for piece in self._pieces:
             p, m, v, grad = piece.vectors
             kernel.steps(p, m, v, grad, [(r.start, r.stop, how[r.group]) for r in piece.runs], low=piece.live)
 
+    def _step_by_torch(self, rates: Rates, divisor: torch.Tensor, skipped: torch.Tensor) -> None:
+        steps = self._state.steps.float()
+        for piece in self._pieces:
+            for run in piece.runs:
+                weights, exp_avg, exp_avg_sq, grad = (t[run.start : run.stop] for t in piece.vectors)
+                torch._fused_adamw_(
+                    [weights],
+                    [grad.to(weights.dtype, copy=True).div_(divisor)],
+                    [exp_avg],
+                    [exp_avg_sq],
+                    [],
+                    [steps],
+                    lr=rates.lr,
+                    beta1=rates.beta1,
+                    beta2=rates.beta2,
+                    weight_decay=rates.weight_decay if run.group == DECAYS else 0.0,
+                    eps=rates.eps,
+                    amsgrad=False,
+                    maximize=False,
+                    found_inf=skipped,
+                )
+            if piece.live is not None:
+                piece.live.copy_(piece.vectors[0])
+
     def _numbers(self, rates: Rates, divisor: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
         """[9] computed in double precision and rounded once, in the order in which the update takes them."""
-        taken = skipped == 0
-        steps = self._state.steps.add_(taken)
-        steps = steps.clamp(min=1.0)
+        steps = self._state.steps.clamp(min=1.0)
         size = rates.lr / (1 - torch.pow(rates.beta1, steps))
         root = (1 - torch.pow(rates.beta2, steps)).sqrt()
         fixed = (1 - rates.beta1, rates.beta2, 1 - rates.beta2, rates.eps, 1 - rates.lr * rates.weight_decay)
         filled = [torch.full_like(size, number) for number in fixed]  # a copy from the host would wait for the device
-        return torch.stack([*filled, divisor.double(), size, root, taken.double()]).to(self._state.weights.dtype)
+        return torch.stack([*filled, divisor.double(), size, root, skipped.double()]).to(self._state.weights.dtype)
 
 
 def _update(
@@ -139,36 +173,37 @@ def _update(
     numbers: torch.Tensor,
 ) -> None:
     """The same operations as in ``csrc/cpu_adam_loop.h``. [blocks, width] each; ``decays`` is [blocks, 1]."""
-    rest1, beta2, rest2, eps, decay, divisor, size, root, taken = numbers.unbind()
+    rest1, beta2, rest2, eps, decay, divisor, size, root, skipped = numbers.unbind()
     g = grad.to(weights.dtype) / divisor
     m = exp_avg + (g - exp_avg) * rest1
     v = exp_avg_sq * beta2 + rest2 * g * g
     w = weights * torch.where(decays, decay, 1.0) - size * (m / (v.sqrt() / root + eps))
     for old, new in ((exp_avg, m), (exp_avg_sq, v), (weights, w)):
-        old.copy_(torch.where(taken != 0, new, old))
+        old.copy_(torch.where(skipped == 0, new, old))
     if live is not None:
         live.copy_(weights)
 
 
 def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """The same as few, where what follows begins a block and its parameters lie behind the others in memory."""
+    """The same elements in as few stretches as possible."""
     found: list[Stretch] = []
     for start, stop, live in stretches:
         if start == stop:
             continue
-        if found and (stop - found[-1][0]) % ALIGNMENT == (stop - start) % ALIGNMENT and found[-1][1] == start:
-            before = found[-1][2]
-            if before is None and live is None:
-                found[-1] = (found[-1][0], stop, None)
-                continue
-            if before is not None and live is not None and _follows(before, live):
-                both = before.as_strided((len(before) + len(live),), (1,))
-                found[-1] = (found[-1][0], stop, both)
-                continue
+        if found and _goes_on(found[-1], start, live):
+            start, _, before = found.pop()
+            if live is not None and before is not None:
+                live = before.as_strided((len(before) + len(live),), (1,))
         found.append((start, stop, live))
     return found
 
 
-def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    return same and other.data_ptr() == one.data_ptr() + len(one) * one.element_size()
+def _goes_on(before: Stretch, start: int, live: torch.Tensor | None) -> bool:
+    """Whether a stretch begins a block behind another one, and so do its live parameters in memory."""
+    first, stop, other = before
+    if stop != start or (start - first) % ALIGNMENT:
+        return False
+    if other is None or live is None:
+        return other is live
+    same = other.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
+    return same and live.data_ptr() == other.data_ptr() + len(other) * other.element_size()

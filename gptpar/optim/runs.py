@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gptpar.zero.units import ALIGNMENT, Unit
+from gptpar.zero.units import Unit
 
 DECAYS, DECAYS_NOT = 0, 1
 """The groups of a model that is trained by :class:`~gptpar.optim.adamw.MasterAdamW`."""
@@ -140,5 +140,4 @@ def counted(runs: Sequence[Run]) -> list[tuple[int, int]]:
 
 def device_runs(units: Sequence[Unit], on_device: Mapping[str, int], runs: Mapping[str, Sequence[Run]]) -> list[Run]:
     """The device's stretches of all units' shards in a row."""
-    runs_in_a_row = joined([(on_device[u.name], list(cut(runs[u.name], 0, on_device[u.name]))) for u in units])
-    return runs_in_a_row or [Run(0, ALIGNMENT, DECAYS_NOT, False, False)]  # padding: steps still count
+    return joined([(on_device[u.name], list(cut(runs[u.name], 0, on_device[u.name]))) for u in units])

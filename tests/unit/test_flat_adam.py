@@ -1,0 +1,129 @@
+"""AdamW over flat vectors: every way of computing it against torch's AdamW, whatever the stretches it is cut into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from gptpar.optim import flat_adam
+from gptpar.optim.buckets import Rates
+from gptpar.optim.flat_adam import FlatAdam, State
+from gptpar.optim.runs import DECAYS, DECAYS_NOT, Run
+
+RATES = [Rates(lr, 0.9, 0.95, 1e-8, 0.1) for lr in (1e-2, 3e-3, 2e-2, 1e-2)]
+ENDS = [0, 256, 256 + 128, 1000, 1100]
+"""Of the vectors' stretches: the third ends within a block, so that the fourth begins where no block does."""
+RUNS = [
+    *(Run(0, 100, DECAYS, False, True), Run(128, 300, DECAYS_NOT, False, True), Run(320, 1000, DECAYS, False, True)),
+    *(Run(1000, 1060, DECAYS_NOT, False, True), Run(1064, 1100, DECAYS, False, True)),
+]
+
+
+@dataclass
+class Case:
+    """An optimizer and the vectors that it updates."""
+
+    adam: FlatAdam
+    state: State
+    live: torch.Tensor
+
+
+def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, compiled: bool = False) -> Case:
+    """The first two stretches' live parameters lie together, the third has none, the fourth's are elsewhere."""
+    length, dtype = ENDS[-1], getattr(torch, wide)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(length, generator=generator, dtype=torch.float64).to(dtype).to(device)
+    moments = [torch.zeros_like(weights) for _ in range(2)]
+    grads = torch.zeros(length, dtype=getattr(torch, grad), device=device)
+    steps = torch.zeros((), dtype=torch.float64, device=device)
+    state = State(weights, *moments, grads, steps)
+    adam = FlatAdam(state, RUNS, compiled=compiled)
+    live = torch.zeros(length + 8, dtype=torch.bfloat16, device=device)
+    pieces = [live[0:256], live[256:384], None, live[-100:]]
+    adam.lay_out([(*ends, piece) for ends, piece in zip(zip(ENDS, ENDS[1:], strict=False), pieces, strict=True)])
+    return Case(adam, state, live)
+
+
+def follows_torch(case: Case, tolerance: float) -> None:
+    """Four steps, the third skipped; gradients are divided, and gaps between runs stay out of it."""
+    start = case.state.weights.cpu().double()
+    leaves = [start[run.start : run.stop].clone().requires_grad_() for run in RUNS]
+    decays = [0.1 if run.group == DECAYS else 0.0 for run in RUNS]
+    groups = [{"params": [leaf], "weight_decay": decay} for leaf, decay in zip(leaves, decays, strict=True)]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    generator = torch.Generator().manual_seed(1)
+    device = case.state.weights.device
+    for step, rates in enumerate(RATES):
+        grad = torch.zeros_like(start)
+        for run in RUNS:
+            grad[run.start : run.stop] = torch.randn(run.stop - run.start, generator=generator, dtype=torch.float64)
+        case.state.grad.copy_(grad)
+        given = case.state.grad.clone()
+        skipped, divisor = step == 2, float("nan") if step == 2 else 3.0
+        if not skipped:
+            for leaf, run in zip(leaves, RUNS, strict=True):
+                leaf.grad = given[run.start : run.stop].cpu().double() / divisor
+            for group in reference.param_groups:
+                group["lr"] = rates.lr
+            reference.step()
+        scalars = torch.tensor(divisor, dtype=torch.float64, device=device), torch.tensor(float(skipped), device=device)
+        case.adam.step(rates, *scalars)
+        assert torch.equal(case.state.grad, given)
+    assert case.state.steps.item() == 3
+    weights = case.state.weights.cpu()
+    for leaf, run in zip(leaves, RUNS, strict=True):
+        for name, expected in (("weights", leaf.detach()), *reference.state[leaf].items()):
+            if name != "step":
+                found = getattr(case.state, name)[run.start : run.stop].cpu().double()
+                torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    rounded, live = weights.bfloat16(), case.live.cpu()
+    for run in RUNS:
+        if run.stop <= 384:
+            assert torch.equal(live[run.start : run.stop], rounded[run.start : run.stop])
+        elif run.start >= 1000:
+            assert torch.equal(live[8:][run.start : run.stop], rounded[run.start : run.stop])
+    assert not live[384:1008].any()
+
+
+GRADS = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("way", ["kernel", "without a compiler", "fused", "blocks"])
+@pytest.mark.parametrize("grad", GRADS)
+def test_it_is_torchs_adamw(way: str, grad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_adam, "MOST_COMPILED", 192)
+    monkeypatch.setattr(flat_adam, "MOST_FUSED", 192)
+    if way != "kernel":
+        monkeypatch.setattr("gptpar.optim.cpu_adam._library", lambda: None)
+    if way in ("fused", "blocks"):  # a GPU's, here
+        monkeypatch.setattr(flat_adam, "CpuAdam", lambda threads: None)
+        monkeypatch.setattr(torch, "compile", lambda update, **_: update)
+    follows_torch(make(grad=grad, compiled=way == "blocks"), 1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_double_precision_is_kept(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    follows_torch(make(grad="float64", wide="float64"), 1e-13)
+    monkeypatch.setattr(flat_adam, "CpuAdam", lambda threads: None)
+    monkeypatch.setattr(torch, "compile", lambda update, **_: update)
+    follows_torch(make(grad="float64", wide="float64", compiled=compiled), 1e-13)
+
+
+def test_neighbours_are_updated_together() -> None:
+    """As far as their live parameters lie behind each other, and blocks begin where they did."""
+    memory, other = torch.zeros(512), torch.zeros(512)
+    whole = flat_adam._joined([(0, 128, memory[:128]), (128, 128, memory[128:128]), (128, 500, memory[128:500])])
+    ((start, stop, live),) = whole
+    assert (start, stop) == (0, 500) and live is not None
+    assert live.data_ptr() == memory.data_ptr() and len(live) == 500
+    for apart in (
+        [(0, 128, memory[:128]), (128, 256, other[128:256])],
+        [(0, 128, memory[:128]), (128, 256, memory[192:320])],
+        [(0, 128, None), (128, 256, memory[128:256])],
+        [(0, 100, memory[:100]), (100, 200, memory[100:200])],  # no multiple of a block
+        [(0, 128, memory[:128]), (192, 256, memory[128:192])],
+    ):
+        assert flat_adam._joined(apart) == apart
+    assert flat_adam._joined([(0, 64, None), (64, 100, None)]) == [(0, 100, None)]

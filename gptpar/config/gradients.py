@@ -1,4 +1,4 @@
-"""In which number format gradients are kept."""
+"""Whether gradients are added up. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from gptpar.config import Config
 
 
 def adds_gradients(config: Config, world_size: int) -> bool:
-    """Whether a step's gradient is a sum, over micro-batches or processes: then it is kept in fp32."""
+    """Whether a step's gradient is a sum, over micro-batches or processes.
+
+    Sums are kept in fp32 or wider. A gradient that comes once is kept as it comes: it gains nothing by being widened.
+    """
     batch = config.batch
     return world_size > 1 or batch.rampup_batch_size is not None or batch.global_batch_size != batch.micro_batch_size

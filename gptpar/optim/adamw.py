@@ -22,8 +22,8 @@ ROW = 64
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter 2019) over this process's shard of the master weights.
 
-    The device's elements are updated in one pass: clipping, the loss scale, skipping where one is not finite, and
-    rounding to live parameters happen inside it, without waiting for the device. The others are the host's.
+    The device's elements are updated in one pass (:class:`~gptpar.optim.flat_adam.FlatAdam`): clipping, loss scale, the
+    skipping of non-finite gradients and the rounding to live parameters happen inside it. The others are the host's.
 
     Args:
         units: all units of this process, in forward order.
@@ -34,7 +34,7 @@ class MasterAdamW:
         grad: the gradient sum of the device's elements of all units in a row.
         config: betas, epsilon and clipping.
         host: updates the other elements; ``None`` where there are none.
-        compiled: whether the update is one kernel.
+        compiled: whether a GPU's kernel is compiled.
 
     Attributes:
         masters: unit -> the device's piece of the master weights.
@@ -64,16 +64,18 @@ class MasterAdamW:
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = State(self.master, self.exp_avg, self.exp_avg_sq, grad, self._steps)
         self._adam = FlatAdam(state, runs, compiled=compiled)
-        self._lay_out({})
+        self.attach({})
 
     def attach(self, live: Mapping[str, torch.Tensor]) -> None:
         """Say where the parameters live that :meth:`step` is to write: unit -> as long as its piece of the masters."""
-        self._lay_out(live)
-
-    def _lay_out(self, live: Mapping[str, torch.Tensor]) -> None:
         ends = list(itertools.accumulate((len(piece) for piece in self.masters.values()), initial=0))
         pieces = zip(itertools.pairwise(ends), self.masters, strict=True)
         self._adam.lay_out([(start, stop, live.get(unit)) for (start, stop), unit in pieces])
+
+    @property
+    def bytes_an_element(self) -> int:
+        """Of the device's memory: master, both moments and gradient."""
+        return 3 * self.master.element_size() + self.grad.element_size()
 
     def square_of_grad(self) -> torch.Tensor:
         """Sum of squares (fp64) of the device's gradient elements that this process counts."""

@@ -16,9 +16,6 @@ from gptpar.training.trainer import Trainer
 KEPT_FREE = 0.05
 """Part of the GPU's memory that is left to fragmentation, NCCL and whoever else."""
 
-BYTES_AN_ELEMENT = 16
-"""Of the device's share: fp32 master, two moments and gradient sum."""
-
 
 def with_ratio(config: Config, topology: Topology) -> Config:
     """Replace ``auto`` by a number; all processes must call it. Without a GPU that number is 0."""
@@ -34,9 +31,9 @@ def with_ratio(config: Config, topology: Topology) -> Config:
     return config.update("offload", cpu_optimizer_ratio=f"{ratio:.3f}")
 
 
-def smallest_ratio(free: int, elements: int) -> float:
+def smallest_ratio(free: int, elements: int, bytes_an_element: int) -> float:
     """The host's share when the device has ``free`` bytes for ``elements`` elements: 0 to 1, in steps of 0.001."""
-    on_device = max(0, free) // BYTES_AN_ELEMENT
+    on_device = max(0, free) // bytes_an_element
     return -(-max(0, elements - on_device) * 1000 // max(1, elements)) / 1000
 
 
@@ -48,7 +45,7 @@ def _measured(config: Config, topology: Topology) -> float:
     trainer = Trainer(trial, topology, make_schedule(trial, 0), tries_memory=True)
     trainer.initialise()
     trainer.forward_backward(any_batches(config, topology), 0)
-    elements = trainer.model.division.elements
+    elements, bytes_an_element = trainer.model.division.elements, trainer.model.optimizer.bytes_an_element
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)
     foreign = torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]
@@ -57,7 +54,7 @@ def _measured(config: Config, topology: Topology) -> float:
     gc.collect()
     torch.cuda.empty_cache()
     capacity = torch.cuda.mem_get_info(device)[1] * (1 - KEPT_FREE)
-    return smallest_ratio(int(capacity) - foreign - peak, elements)
+    return smallest_ratio(int(capacity) - foreign - peak, elements, bytes_an_element)
 
 
 def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:

@@ -53,8 +53,7 @@ def offload_line(model: ShardedModel) -> str:
     assert model.host is not None
     division = model.division
     state, beside = map(format_bytes, model.host.state_bytes)
-    each = 3 * model.optimizer.master.element_size() + model.optimizer.grad.element_size()
-    on_device = (division.elements - division.offloaded) * each
+    on_device = (division.elements - division.offloaded) * model.optimizer.bytes_an_element
     return (
         f"optimizer: the CPU updates {division.offloaded:,} of {division.elements:,} elements ({division.ratio:.1%}): "
         f"{state} of masters and moments, {beside} beside for speculation; {model.host.kernel}; the device the others: "

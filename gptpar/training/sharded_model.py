@@ -158,6 +158,7 @@ class ShardedModel:
 
     def begin_gradients(self, num_micro_batches: int) -> None:
         """A step begins."""
+        assert num_micro_batches == 1 or self.optimizer.grad.dtype == self.optimizer.master.dtype  # sums are wide
         self.gradients.begin(num_micro_batches)
         self._host_gradients.begin(num_micro_batches * self._data.size)
 

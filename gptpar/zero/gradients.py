@@ -30,7 +30,7 @@ class GradientSum:
     Args:
         units: in forward order.
         chunks: names of the units of each of this process's stages, in forward order.
-        dtype: of the sum, fp32 or wider; where nothing is ever added, that of the gradients.
+        dtype: of the sum, fp32 or wider; where nothing is ever added, that of the gradients is enough.
         reduce_dtype: in which gradients travel.
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
         on_device: unit -> how many of its shard's elements, the first ones, the device's optimizer updates; by default

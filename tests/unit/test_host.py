@@ -14,7 +14,7 @@ from gptpar.optim.buckets import HostPiece, cut_piece
 from gptpar.optim.runs import Run
 from gptpar.optim.schedule import make_schedule
 from gptpar.topology import Layout, Topology
-from gptpar.training.auto_ratio import BYTES_AN_ELEMENT, any_batches, smallest_ratio, with_ratio
+from gptpar.training.auto_ratio import any_batches, smallest_ratio, with_ratio
 from gptpar.training.trainer import Trainer
 from tests.helpers import tiny_config
 
@@ -40,10 +40,10 @@ def test_cores_are_shared_out_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_smallest_ratio_that_fits() -> None:
-    assert smallest_ratio(BYTES_AN_ELEMENT * 1000, 1000) == 0.0
-    assert smallest_ratio(BYTES_AN_ELEMENT * 400, 1000) == 0.6
-    assert smallest_ratio(BYTES_AN_ELEMENT * 400 - 1, 1000) == 0.601
-    assert smallest_ratio(-5, 1000) == 1.0
+    assert smallest_ratio(16 * 1000, 1000, 16) == 0.0
+    assert smallest_ratio(14 * 400, 1000, 14) == 0.6
+    assert smallest_ratio(14 * 400 - 1, 1000, 14) == 0.601
+    assert smallest_ratio(-5, 1000, 16) == 1.0
 
 
 def test_without_a_gpu_auto_is_nothing() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gptpar.config.gradients import adds_gradients
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import GptparError
 from gptpar.init import Constant
@@ -294,6 +295,35 @@ def test_sixteen_bit_weights_are_the_rounded_masters(flags: str) -> None:
         assert torch.equal(live[name], master.to(live[name].dtype)), name
     exact = make_trainer(tiny_config())
     assert norms == pytest.approx([step_once(exact)[1] for _ in range(3)], rel=0.05)
+
+
+def test_a_loss_scale_beyond_fp16_is_no_overflow() -> None:
+    """Only gradients have to fit fp16's range, which ends at 65,504."""
+    exact = make_trainer(tiny_config())
+    norms = [step_once(exact)[1] for _ in range(2)]
+    trainer = make_trainer(tiny_config("--fp16 --loss-scale 65536"))
+    found = [step_once(trainer)[1:3] for _ in range(2)]
+    assert [norm for norm, _ in found] == pytest.approx(norms, rel=0.05) and not any(skipped for _, skipped in found)
+
+
+def test_only_sums_are_kept_in_fp32() -> None:
+    """A gradient that comes once stays as it came; over micro-batches, processes or a growing batch it is a sum."""
+    for flags, dtype in (
+        ("--bf16", torch.bfloat16),
+        ("--fp16", torch.float16),
+        ("", torch.float32),
+        ("--fp64", torch.float64),
+        ("--bf16 --global-batch-size 4", torch.float32),
+    ):
+        optimizer = make_trainer(tiny_config(flags)).model.optimizer
+        assert optimizer.grad.dtype == dtype, flags
+        wide = optimizer.master.element_size()
+        assert optimizer.bytes_an_element == 3 * wide + dtype.itemsize
+    growing = tiny_config().update("batch", rampup_batch_size=[2, 2, 4])
+    assert [adds_gradients(c, size) for c, size in ((growing, 1), (tiny_config(), 2), (tiny_config(), 1))] == [1, 1, 0]
+    trainer = make_trainer(tiny_config("--bf16"))
+    with pytest.raises(AssertionError):
+        trainer.model.begin_gradients(2)
 
 
 def test_fp16_loss_scale_leaves_the_step_unchanged() -> None:

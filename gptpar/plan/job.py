@@ -120,13 +120,19 @@ class Job:
 
     @property
     def wide_size(self) -> int:
-        """Bytes of a master weight, a moment or a summed gradient."""
+        """Bytes of a master weight, a moment or a gradient that is a sum."""
         return torch.promote_types(DTYPES[self.config.precision.dtype], torch.float32).itemsize
 
     @property
     def gradient_size(self) -> int:
-        """Bytes of an element of the gradient that the device's optimizer reads."""
+        """Bytes of an element of the gradient, as the device's optimizer reads it."""
         return self.wide_size if adds_gradients(self.config, self.layout.world_size) else self.element_size
+
+    @property
+    def masters_are_live(self) -> bool:
+        """Whether forward and backward passes use the masters themselves."""
+        everything_here = not self.ratio and not self.config.offload.cpu_parameters
+        return self.element_size == self.wide_size and self.shards == 1 and everything_here
 
     @property
     def graph(self) -> bool:

@@ -33,7 +33,7 @@ class RankMemory:
 
     Attributes:
         parameters: live weights, in the number format of the products.
-        gradients: their fp32 sums, and those that the host has not used yet.
+        gradients: their fp32 sums (those that are no sums, as they come), and those that the host has not used yet.
         optimizer: fp32 masters and both moments.
         activations: kept for the backward pass, of all micro-batches in flight.
         buffers: what exists for a moment only, at the worst moment: logits, gradients in flight, gathered weights.
@@ -101,8 +101,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     """Bytes of parameters, gradients and optimizer state on the device, and of all that is on the host."""
     whole, shard = _elements(job, part)
     size, wide, offload = job.element_size, job.wide_size, job.config.offload
-    live_is_master = size == wide and job.shards == 1 and not offload.cpu_optimizer and not offload.cpu_parameters
-    parameters = 0 if live_is_master else size * (shard if job.zero_stage == 3 else whole)
+    parameters = 0 if job.masters_are_live else size * (shard if job.zero_stage == 3 else whole)
     whole_sum = whole if job.zero_stage == 1 else 0  # a reduced shard beside the sum it comes from
     device = 1 - job.ratio
     gradients = device * job.gradient_size * (shard + whole_sum)

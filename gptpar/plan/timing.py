@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from gptpar.config.gradients import adds_gradients
 from gptpar.model.flops import fc1_width, flops_per_token, mfu, qkv_width, query_width
 from gptpar.pipeline import schedules
 from gptpar.plan import host_updates
@@ -27,8 +28,6 @@ LOGIT_PASSES = 5
 """Elements of the logits moved: written, read twice, gradient written, and read by the products."""
 KERNELS_FORWARD, KERNELS_BACKWARD = 9, 22
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
-UPDATE_BYTES = 38
-"""A step's traffic for each element of the optimizer's shard: AdamW's 28, its norm 4, the live weight 6."""
 MOST_SIMULATED = 20_000
 """Actions of a schedule that is walked through to find its idle time; beyond, the formula serves."""
 
@@ -56,7 +55,7 @@ class StepTime:
         fill: until the pipeline is full and empty again, and what stages lose that are not launched as one graph.
         transfers: waited for between stages.
         data: what reductions and gathers over the data axis cost beside the computation.
-        optimizer: norm, update and publishing.
+        optimizer: norm and update.
         cpu_optimizer: of waiting for the CPU's updates, where no step is clipped, and for weights that come from the
             host.
         host: of launching the step, where that takes longer than the device: the excess.
@@ -235,12 +234,13 @@ class _Costs:
     def _add_gradients(self, elements: int) -> float:
         """Adding 16-bit gradients to their wide sums: read both, write one.
 
-        What the host updates of a single micro-batch and process has no sums: it is copied, and read for the norm.
+        What is no sum is copied; of what the host updates, the norm is read here, too.
         """
         job = self._job
+        added = job.element_size + 2 * job.wide_size
+        size = added if adds_gradients(job.config, job.layout.world_size) else 2 * job.element_size
         alone = job.num_micro_batches == 1 and job.layout.data == 1
-        size = job.element_size + 2 * job.wide_size
-        size_on_host = 3 * job.element_size if alone else size
+        size_on_host = 3 * job.element_size if alone else added
         return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
 
     def _recomputed(self, forward: float) -> float:
@@ -328,9 +328,15 @@ class _Costs:
         return host_updates.waiting(layers, room, self.update(part), host_updates.speed_of(job, self._cluster))
 
     def update(self, part: StagePart) -> float:
-        """The device's own part of the optimizer's step."""
-        elements = sum(n * unit.shard_length for n, unit in zip(part.units, self._job.units, strict=True))
-        return UPDATE_BYTES * (1 - self._job.ratio) * elements / self.memory_rate
+        """The device's own part of the optimizer's step.
+
+        It reads the gradient for the norm, and once more beside masters and moments, which it writes, and live weights.
+        """
+        job = self._job
+        live = 0 if job.masters_are_live else job.element_size
+        size = 2 * job.gradient_size + 6 * job.wide_size + live
+        elements = sum(n * unit.shard_length for n, unit in zip(part.units, job.units, strict=True))
+        return size * (1 - job.ratio) * elements / self.memory_rate
 
     def host_parameters(self, elements: int, stage: StageTime) -> float:
         """What of weights on their way from the host nothing hides: in each micro-batch's forward and backward.

@@ -16,7 +16,7 @@ from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, wait
 from gptpar.plan.main import make_planner
 from gptpar.topology import Layout, Topology
 from gptpar.training.banner import refuse_what_cannot_fit
-from tests.unit.test_plan import CALM, GIB, plan
+from tests.unit.test_plan import CALM, GIB, plan, widened
 from tests.unit.test_plan import SMALL as SHAPE
 
 SMALL = SHAPE + "--micro-batch-size 2 "
@@ -41,16 +41,19 @@ CLIPPED = " --offload-speculation off"
 EAGER = " --cuda-graph off --host-memory 128 "
 # gpu, flags, milliseconds a step, GiB allocated at most; one GPU and 16 cores, medians of gptpar benchmark
 MEASURED = [
-    ("h100", M350, 86.2, 20.76),
-    ("h100", M350 + OFFLOAD + "0.3", 84.9, 19.39),
+    ("h100", M350, 85.6, 20.10),
     ("h100", M350 + OFFLOAD + "1", 98.7, 16.13),
     ("h100", M350 + OFFLOAD + "1" + CLIPPED, 139.7, 16.27),
-    ("h100", ONE_B3, 272.7, 49.25),
     ("h100", ONE_B3 + OFFLOAD + "1", 357.5, 33.41),
     ("h100", ONE_B3 + OFFLOAD + "1" + CLIPPED, 479.2, 34.06),
+    ("h200", M350 + OFFLOAD + "1", 92.1, 16.13),
+]
+# Measured when the device kept every gradient in fp32, also one that is no sum: to be measured again.
+MEASURED_WITH_WIDE_GRADIENTS = [
+    ("h100", M350 + OFFLOAD + "0.3", 84.9, 19.39),
+    ("h100", ONE_B3, 272.7, 49.25),
     ("h100", TEN_B + UNIFORM + EAGER + OFFLOAD + "0.9", 2978, 54.17),
     ("h200", M350, 82.0, 20.76),
-    ("h200", M350 + OFFLOAD + "1", 92.1, 16.13),
     ("h200", "--preset 1.3B --seq-length 2048 --micro-batch-size 24 " + OFFLOAD + "0", 752.8, 100.60),
     # The CPU's 153 GB/s and the time are those of steps without speculation, though it was not switched off.
     ("h200", TEN_B + UNIFORM + OFFLOAD + "0.5" + CLIPPED, 2084, 118.43),
@@ -58,10 +61,14 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("gpu", "flags", "milliseconds", "gib"), MEASURED)
-def test_prediction_is_near_the_measurement(gpu: str, flags: str, milliseconds: float, gib: float) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "flags", "milliseconds", "gib", "wide"),
+    [*((*row, False) for row in MEASURED), *((*row, True) for row in MEASURED_WITH_WIDE_GRADIENTS)],
+)
+def test_prediction_is_near_the_measurement(gpu: str, flags: str, milliseconds: float, gib: float, wide: bool) -> None:
     predicted = plan(f"{CALM} --gpu {gpu} {flags}")
-    assert predicted.memory[0].allocated / GIB == pytest.approx(gib, rel=0.07)
+    allocated = widened(predicted) if wide else predicted.memory[0].allocated
+    assert allocated / GIB == pytest.approx(gib, rel=0.07)
     assert 1e3 * predicted.time.total == pytest.approx(milliseconds, rel=0.15)
 
 
@@ -79,7 +86,7 @@ def test_what_is_offloaded_leaves_the_device(ratio: float) -> None:
     memory = plan(f"{SMALL} {OFFLOAD} {ratio}").memory[0]
     assert memory.parameters == 2 * count
     assert memory.optimizer == pytest.approx(12 * count * (1 - ratio))
-    assert memory.gradients == pytest.approx((1 - ratio) * 4 * count + ratio * 2 * count)  # bf16 until it is used
+    assert memory.gradients == 2 * count  # as it comes, whoever uses it
     ring = RING_BYTES if ratio else 0
     assert memory.host == pytest.approx(SUSTAINED.host_process + ring + 12 * ratio * count)
 
@@ -183,10 +190,13 @@ def test_first_layers_are_waited_for_even_where_all_else_is_speculated() -> None
 
 
 def test_a_device_without_the_optimizer_has_less_to_do() -> None:
-    """No update, and no fp32 gradient sums."""
+    """No update; but the norm is read in the backward pass. Without sums, the device's gradients are only copied."""
     here, there = plan(f"{TEN_B} --gpu h200").time, plan(f"{TEN_B} --gpu h200 {OFFLOAD} 1").time
-    assert there.optimizer == 0 and here.optimizer == pytest.approx(38 * elements(TEN_B) / (0.8 * 4.8e12))
-    assert here.compute - there.compute == pytest.approx((10 - 6) * elements(TEN_B) / (0.8 * 4.8e12), rel=0.03)
+    assert there.optimizer == 0 and here.optimizer == pytest.approx(30 * elements(TEN_B) / (0.8 * 4.8e12))
+    assert there.compute - here.compute == pytest.approx((6 - 4) * elements(TEN_B) / (0.8 * 4.8e12), rel=0.03)
+    summed = [plan(f"{TEN_B} --gpu h200 --global-batch-size 20 {flags}").time for flags in ("", f"{OFFLOAD} 1")]
+    assert summed[0].optimizer == pytest.approx(34 * elements(TEN_B) / (0.8 * 4.8e12))
+    assert summed[0].compute == pytest.approx(summed[1].compute)  # 10 bytes an element in each of two backward passes
 
 
 # --- verdicts -------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Passes over memory that a compiler does not make one of: in Triton on GPUs, in torch's operators elsewhere."""
+"""Passes over memory that a compiler does not make one of: kernels for GPUs, and the same in torch's operators."""

@@ -15,10 +15,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 
-try:
-    from gptpar.kernels import triton_bias
-except ImportError:  # torch for CPUs comes without Triton
-    triton_bias = None  # type: ignore[assignment]
+from gptpar.kernels import gpu
 
 
 def gelu(x_NF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
@@ -42,10 +39,6 @@ def heads(
     return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
 
 
-def _in_triton(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype != torch.float64
-
-
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
@@ -55,8 +48,8 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         (x_NF,) = ctx.saved_tensors
-        if _in_triton(x_NF):
-            return triton_bias.gelu_backward(grad_NF.contiguous(), x_NF)
+        if gpu.takes(x_NF):
+            return gpu.bias.gelu_backward(grad_NF.contiguous(), x_NF)
         grad_x_NF = torch.ops.aten.gelu_backward(grad_NF, x_NF, approximate="tanh")
         return grad_x_NF, grad_x_NF.sum(0)
 
@@ -72,8 +65,8 @@ class _SplitHeads(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        if _in_triton(grad_q):
-            grad, grad_bias = triton_bias.merge_heads(grad_q, grad_k, grad_v)
+        if gpu.takes(grad_q):
+            grad, grad_bias = gpu.bias.merge_heads(grad_q, grad_k, grad_v)
         else:
             groups = grad_k.shape[1]
             parts = [grad_q.unflatten(1, (groups, -1)), grad_k[:, :, None], grad_v[:, :, None]]

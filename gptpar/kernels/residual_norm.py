@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 
-try:
-    from gptpar.kernels import triton_norm
-except ImportError:  # torch for CPUs comes without Triton
-    triton_norm = None  # type: ignore[assignment]
+from gptpar.kernels import gpu
 
 
 def residual_norm(
@@ -69,8 +66,8 @@ def backward(
     weight_D: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of what was normalised and, as one tensor, those of weight and bias and its sum over tokens."""
-    if sum_ND.is_cuda and sum_ND.dtype != torch.float64 and sum_ND.shape[1] <= triton_norm.WIDEST:
-        return triton_norm.norm_backward(grad_normed_ND, grad_sum_ND, sum_ND, mean_N1, rstd_N1, weight_D)
+    if gpu.takes(sum_ND) and sum_ND.shape[1] <= gpu.norm.WIDEST:
+        return gpu.norm.norm_backward(grad_normed_ND, grad_sum_ND, sum_ND, mean_N1, rstd_N1, weight_D)
     grad_ND, of_weight_D, of_bias_D = torch.ops.aten.native_layer_norm_backward(
         grad_normed_ND, sum_ND, weight_D.shape, mean_N1, rstd_N1, weight_D, weight_D, [True, True, True]
     )

@@ -34,7 +34,6 @@ class MasterAdamW:
         grad: the gradient sum of the device's elements of all units in a row.
         config: betas, epsilon and clipping.
         host: updates the other elements; ``None`` where there are none.
-        compiled: whether a GPU's kernel is compiled.
 
     Attributes:
         masters: unit -> the device's piece of the master weights.
@@ -50,8 +49,6 @@ class MasterAdamW:
         grad: torch.Tensor,
         config: OptimizerConfig,
         host: HostShare | None = None,
-        *,
-        compiled: bool = False,
     ):
         self.clip_grad, self.grad, self.host = config.clip_grad, grad, host
         self._units, self._infos, self._shard, self._runs = units, infos, shard, runs
@@ -63,7 +60,7 @@ class MasterAdamW:
         self._betas, self._eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = State(self.master, self.exp_avg, self.exp_avg_sq, grad, self._steps)
-        self._adam = FlatAdam(state, runs, compiled=compiled)
+        self._adam = FlatAdam(state, runs)
         self.attach({})
 
     def attach(self, live: Mapping[str, torch.Tensor]) -> None:

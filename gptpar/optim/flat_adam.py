@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from gptpar.kernels import gpu
 from gptpar.optim.buckets import Rates
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 from gptpar.optim.runs import DECAYS, Run, cut
 from gptpar.zero.units import ALIGNMENT
 
-MOST_COMPILED = 1 << 30
-"""Elements of one call of the compiled kernel: its indices fit 32 bits."""
 MOST_FUSED = 1 << 24
 """Elements of one call of torch's fused kernel, for which the gradient is copied to the masters' number format."""
 
+Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Stretch = tuple[int, int, torch.Tensor | None]
 """First element, the one behind the last, and their live parameters, unless the masters are those."""
 
@@ -44,38 +43,31 @@ class _Piece:
 
     Attributes:
         vectors: weights, both moments and gradient.
-        decays: [blocks, 1] which blocks of ``ALIGNMENT`` elements decay.
+        decays: [blocks] which blocks of ``ALIGNMENT`` elements decay.
         runs: the same as stretches, counted within the piece.
     """
 
-    vectors: tuple[torch.Tensor, ...]
+    vectors: Vectors
     live: torch.Tensor | None
     decays: torch.Tensor
     runs: tuple[Run, ...]
-
-    def blocks(self) -> tuple[torch.Tensor | None, ...]:
-        """[blocks, width] views; what is no whole number of blocks is one short one."""
-        shape = (len(self.decays), -1)
-        return (*(t.view(shape) for t in self.vectors), None if self.live is None else self.live.view(shape))
 
 
 class FlatAdam:
     """AdamW (Loshchilov and Hutter 2019).
 
-    On a GPU nothing waits for the device, whether a step is skipped or not. There one compiled kernel does everything,
-    or torch's fused one between two casts; on a CPU :class:`~gptpar.optim.cpu_adam.CpuAdam` does.
+    On a GPU nothing waits for the device, whether a step is skipped or not. There one kernel does everything, or in
+    fp64 torch's fused one between two casts; on a CPU :class:`~gptpar.optim.cpu_adam.CpuAdam` does.
 
     Args:
         runs: which elements decay.
-        compiled: whether a GPU's kernel is compiled.
     """
 
-    def __init__(self, state: State, runs: Sequence[Run], *, compiled: bool):
+    def __init__(self, state: State, runs: Sequence[Run]):
         self._state, self._runs = state, runs
-        self._kernel = CpuAdam(torch.get_num_threads()) if state.weights.device.type == "cpu" else None
-        self._update: Callable[..., None] | None = None
-        if compiled:
-            self._update = torch.compile(_update, dynamic=True, fullgraph=True)
+        on_cpu = state.weights.device.type == "cpu"
+        self._kernel = CpuAdam(torch.get_num_threads()) if on_cpu else None
+        self._in_triton = gpu.takes(state.weights)
         self._pieces: list[_Piece] = []
 
     def lay_out(self, stretches: Sequence[Stretch]) -> None:
@@ -84,21 +76,18 @@ class FlatAdam:
 
     def _piece(self, start: int, stop: int, live: torch.Tensor | None) -> _Piece:
         s, runs = self._state, tuple(cut(self._runs, start, stop))
-        decays = torch.zeros(max(1, (stop - start) // ALIGNMENT), dtype=torch.bool)
+        decays = torch.zeros(-(-(stop - start) // ALIGNMENT), dtype=torch.bool)
         for run in runs:
             if run.group == DECAYS:
                 decays[run.start // ALIGNMENT : -(-run.stop // ALIGNMENT)] = True
-        vectors = tuple(t[start:stop] for t in (s.weights, s.exp_avg, s.exp_avg_sq, s.grad))
-        return _Piece(vectors, live, decays.to(s.weights.device).view(-1, 1), runs)
+        vectors = s.weights[start:stop], s.exp_avg[start:stop], s.exp_avg_sq[start:stop], s.grad[start:stop]
+        return _Piece(vectors, live, decays.to(s.weights.device), runs)
 
     def _cut(self, start: int, stop: int, live: torch.Tensor | None) -> Iterator[Stretch]:
-        """Pieces of whole blocks, and what is left at the end."""
-        whole = stop - (stop - start) % ALIGNMENT
-        most = stop if self._kernel is not None else MOST_COMPILED if self._update is not None else MOST_FUSED
-        ends = [*range(start, whole, most), whole, stop]
-        for low, high in itertools.pairwise(ends):
-            if low < high:
-                yield low, high, None if live is None else live[low - start : high - start]
+        most = MOST_FUSED if self._kernel is None and not self._in_triton else stop
+        for low in range(start, stop, most):
+            high = min(low + most, stop)
+            yield low, high, None if live is None else live[low - start : high - start]
 
     @torch.no_grad()
     def step(self, rates: Rates, divisor: torch.Tensor, skipped: torch.Tensor) -> None:
@@ -112,10 +101,10 @@ class FlatAdam:
         self._state.steps.add_(skipped == 0)
         if self._kernel is not None:
             self._step_on_cpu(self._kernel, rates, divisor, skipped)
-        elif self._update is not None:
+        elif self._in_triton:
             numbers = self._numbers(rates, divisor, skipped)
             for piece in self._pieces:
-                self._update(*piece.blocks(), piece.decays, numbers)
+                gpu.adam.update(*piece.vectors, piece.live, piece.decays, ALIGNMENT, numbers)
         else:
             self._step_by_torch(rates, divisor, skipped)
 
@@ -161,27 +150,6 @@ class FlatAdam:
         fixed = (1 - rates.beta1, rates.beta2, 1 - rates.beta2, rates.eps, 1 - rates.lr * rates.weight_decay)
         filled = [torch.full_like(size, number) for number in fixed]  # a copy from the host would wait for the device
         return torch.stack([*filled, divisor.double(), size, root, skipped.double()]).to(self._state.weights.dtype)
-
-
-def _update(
-    weights: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    live: torch.Tensor | None,
-    decays: torch.Tensor,
-    numbers: torch.Tensor,
-) -> None:
-    """The same operations as in ``csrc/cpu_adam_loop.h``. [blocks, width] each; ``decays`` is [blocks, 1]."""
-    rest1, beta2, rest2, eps, decay, divisor, size, root, skipped = numbers.unbind()
-    g = grad.to(weights.dtype) / divisor
-    m = exp_avg + (g - exp_avg) * rest1
-    v = exp_avg_sq * beta2 + rest2 * g * g
-    w = weights * torch.where(decays, decay, 1.0) - size * (m / (v.sqrt() / root + eps))
-    for old, new in ((exp_avg, m), (exp_avg_sq, v), (weights, w)):
-        old.copy_(torch.where(skipped == 0, new, old))
-    if live is not None:
-        live.copy_(weights)
 
 
 def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:

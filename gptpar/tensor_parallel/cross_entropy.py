@@ -12,13 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gptpar.kernels import plain_loss
+from gptpar.kernels import gpu, plain_loss
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
-
-try:
-    from gptpar.kernels import triton_loss
-except ImportError:  # torch for CPUs comes without Triton
-    triton_loss = plain_loss  # type: ignore[misc]
 
 CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
 
@@ -40,7 +35,7 @@ def _chunk_loss(
 
     The gradient may take the memory of the logits.
     """
-    kernels = triton_loss if logits_NV.is_cuda and logits_NV.dtype != torch.float64 else plain_loss
+    kernels = gpu.loss if gpu.takes(logits_NV) else plain_loss
     if axis.size == 1 and scale is not None:
         return kernels.loss_and_grad(logits_NV, labels_N, weights_N, scale)
     maximum_N, sum_N, label_N = kernels.share_statistics(logits_NV, labels_N)

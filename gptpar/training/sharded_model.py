@@ -110,7 +110,6 @@ class ShardedModel:
             self.gradients.shard,
             config.optimizer,
             self.host,
-            compiled=config.precision.compile and device.type == "cuda",
         )
         on_host = config.offload.cpu_parameters
         everything_here = self.division.offloaded == 0 and not on_host

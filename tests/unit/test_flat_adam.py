@@ -30,8 +30,11 @@ class Case:
     live: torch.Tensor
 
 
-def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, compiled: bool = False) -> Case:
-    """The first two stretches' live parameters lie together, the third has none, the fourth's are elsewhere."""
+def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, by_torch: bool = False) -> Case:
+    """By torch's kernel, or by what the device has.
+
+    The first two stretches' live parameters lie together, the third has none, the fourth's are elsewhere.
+    """
     length, dtype = ENDS[-1], getattr(torch, wide)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(length, generator=generator, dtype=torch.float64).to(dtype).to(device)
@@ -39,7 +42,9 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, c
     grads = torch.zeros(length, dtype=getattr(torch, grad), device=device)
     steps = torch.zeros((), dtype=torch.float64, device=device)
     state = State(weights, *moments, grads, steps)
-    adam = FlatAdam(state, RUNS, compiled=compiled)
+    adam = FlatAdam(state, RUNS)
+    if by_torch:
+        adam._kernel, adam._in_triton = None, False
     live = torch.zeros(length + 8, dtype=torch.bfloat16, device=device)
     pieces = [live[0:256], live[256:384], None, live[-100:]]
     adam.lay_out([(*ends, piece) for ends, piece in zip(zip(ENDS, ENDS[1:], strict=False), pieces, strict=True)])
@@ -90,25 +95,18 @@ def follows_torch(case: Case, tolerance: float) -> None:
 GRADS = ["float32", "bfloat16", "float16"]
 
 
-@pytest.mark.parametrize("way", ["kernel", "without a compiler", "fused", "blocks"])
+@pytest.mark.parametrize("way", ["kernel", "without a compiler", "fused"])
 @pytest.mark.parametrize("grad", GRADS)
 def test_it_is_torchs_adamw(way: str, grad: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_adam, "MOST_COMPILED", 192)
     monkeypatch.setattr(flat_adam, "MOST_FUSED", 192)
     if way != "kernel":
         monkeypatch.setattr("gptpar.optim.cpu_adam._library", lambda: None)
-    if way in ("fused", "blocks"):  # a GPU's, here
-        monkeypatch.setattr(flat_adam, "CpuAdam", lambda threads: None)
-        monkeypatch.setattr(torch, "compile", lambda update, **_: update)
-    follows_torch(make(grad=grad, compiled=way == "blocks"), 1e-5)
+    follows_torch(make(grad=grad, by_torch=way == "fused"), 1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_double_precision_is_kept(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    follows_torch(make(grad="float64", wide="float64"), 1e-13)
-    monkeypatch.setattr(flat_adam, "CpuAdam", lambda threads: None)
-    monkeypatch.setattr(torch, "compile", lambda update, **_: update)
-    follows_torch(make(grad="float64", wide="float64", compiled=compiled), 1e-13)
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_double_precision_is_kept(by_torch: bool) -> None:
+    follows_torch(make(grad="float64", wide="float64", by_torch=by_torch), 1e-13)
 
 
 def test_neighbours_are_updated_together() -> None:

@@ -232,8 +232,10 @@ def _loss_buffers(job: Job, part: StagePart) -> float:
     logits = -(-job.tokens // pieces) * rows * size
     hidden = job.tokens * shape.hidden_size * size
     gradient = rows * shape.hidden_size
-    # From the second piece on, the logits' gradient and the weight's of the piece before are there still.
-    work = 2 * logits if pieces == 1 else 3 * logits + gradient * (wide + size)
+    in_place = job.device_type == "cuda" and size <= 4  # the logits' gradient takes their memory
+    work = max((1 if in_place else 2) * logits, logits + gradient * size)
+    if pieces > 1:
+        work += gradient * wide
     inputs = (2 if job.token_shares == 1 else 2 / job.token_shares + 1) * hidden
     return inputs + hidden + work + _gathered(job, part.units, loss=True)
 

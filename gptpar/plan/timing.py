@@ -20,10 +20,10 @@ from gptpar.tensor_parallel.cross_entropy import num_chunks
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
 # Elements of width h that pointwise kernels of a block move for each token, read or written: the norms with their
-# residual sums and biases, and the same in the backward.
-NORM_PASSES_FORWARD, NORM_PASSES_BACKWARD = 10, 16
+# residual sums; in the backward their gradients and the stream's, the three of the heads, and a bias' sum.
+NORM_PASSES_FORWARD, NORM_PASSES_BACKWARD = 10, 15
 # Elements of the MLP's inner width: read and write in the activation; gradient, input and output in its backward.
-ACTIVATION_PASSES_FORWARD, ACTIVATION_PASSES_BACKWARD = 2, 4
+ACTIVATION_PASSES_FORWARD, ACTIVATION_PASSES_BACKWARD = 2, 3
 LOGIT_PASSES = 5
 """Elements of the logits moved: written, read twice, gradient written, and read by the products."""
 KERNELS_FORWARD, KERNELS_BACKWARD = 9, 22

@@ -18,7 +18,7 @@ ROWS = [
     ["errors"],
     ["activity"],
     ["native", "command", "launch", "tensor_parts", "host", "pinned"],
-    ["topology", "layer_spec"],
+    ["topology", "layer_spec", "kernels"],
     ["config", "init"],
     ["tensor_parallel", "recompute"],
     ["model"],

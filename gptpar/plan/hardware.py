@@ -1,7 +1,7 @@
 """What GPUs and their connections do in practice: one table of presets, one of constants. Pure.
 
-The constants are fitted to the lines of ``benchmarks/*.jsonl`` (H200, bf16, compiled blocks) once for all layouts, and
-are taken to be the same shares of other GPUs' data sheets.
+The constants are fitted to lines of ``benchmarks/*.jsonl`` (one H100, four H200, bf16, compiled blocks) once for all
+layouts, and are taken to be the same shares of other GPUs' data sheets.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GPUS: dict[str, Gpu] = {
 class Sustained:
     """What is reached of the data sheet's figures, and what things cost that it does not list.
 
-    ``attention_*`` and ``memory`` were set beforehand, the other figures of time fitted. ``fragmentation`` is what the
+    ``fragmentation`` is what the
     lines with reserved and allocated memory show; ``outside`` and ``host_process`` are assumptions. ``host_*`` and
     ``bus`` were measured by themselves, in steps of 0.35B to 15B parameters beside an H100 and an H200 (one process on
     16 cores of a Xeon); in other machines they are other figures, not other shares.
@@ -82,19 +82,19 @@ class Sustained:
         host_process: bytes of host memory of a process before it keeps anything.
     """
 
-    products: float = 0.74
-    attention_forward: float = 0.50
-    attention_backward: float = 0.42
-    memory: float = 0.80
-    on_chip: float = 3.883e-3
-    link: float = 0.80
-    overlapped: float = 0.65
-    kernel: float = 4.7e-6
-    transfer: float = 40e-6
-    stage_transfer: float = 0.8e-3
-    host_block: float = 1.45e-3
+    products: float = 0.73
+    attention_forward: float = 0.37
+    attention_backward: float = 0.40
+    memory: float = 0.90
+    on_chip: float = 9.6e-3
+    link: float = 0.70
+    overlapped: float = 0.73
+    kernel: float = 2.5e-6
+    transfer: float = 45e-6
+    stage_transfer: float = 1.6e-3
+    host_block: float = 1.49e-3
     host_collective: float = 0.16e-3
-    scheduling: float = 0.035
+    scheduling: float = 0.04
     fragmentation: float = 0.04
     outside: float = 1.5 * GIB
     host_rate: float = 145e9

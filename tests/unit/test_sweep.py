@@ -220,7 +220,7 @@ def test_plan_chooses_the_most_promising() -> None:
     chosen = combinations(parsed, 4)
     kept, left = most_promising(chosen, predict(parsed, chosen, 4), 2)
     assert [one.layout.describe() for one, _ in kept][0] == "dp4 x tp1 x pp1" and len(left) == 4
-    assert kept[0][1].time.total == pytest.approx(0.2703, abs=1e-4)
+    assert kept[0][1].time.total == pytest.approx(0.2580, abs=1e-4)
     assert all(one.refusal.startswith("plan expects ") for one in left)
     text = table([Row(kept[0][0], Outcome(result(242_833.7, 39.41)), kept[0][1])], left)
     assert text.splitlines()[1].split()[-4:] == ["plan", "ms", "plan", "GiB"]

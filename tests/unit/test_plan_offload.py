@@ -192,10 +192,10 @@ def test_first_layers_are_waited_for_even_where_all_else_is_speculated() -> None
 def test_a_device_without_the_optimizer_has_less_to_do() -> None:
     """No update; but the norm is read in the backward pass. Without sums, the device's gradients are only copied."""
     here, there = plan(f"{TEN_B} --gpu h200").time, plan(f"{TEN_B} --gpu h200 {OFFLOAD} 1").time
-    assert there.optimizer == 0 and here.optimizer == pytest.approx(30 * elements(TEN_B) / (0.8 * 4.8e12))
-    assert there.compute - here.compute == pytest.approx((6 - 4) * elements(TEN_B) / (0.8 * 4.8e12), rel=0.03)
+    assert there.optimizer == 0 and here.optimizer == pytest.approx(30 * elements(TEN_B) / (SUSTAINED.memory * 4.8e12))
+    assert there.compute - here.compute == pytest.approx((6 - 4) * elements(TEN_B) / (SUSTAINED.memory * 4.8e12), rel=0.03)
     summed = [plan(f"{TEN_B} --gpu h200 --global-batch-size 20 {flags}").time for flags in ("", f"{OFFLOAD} 1")]
-    assert summed[0].optimizer == pytest.approx(34 * elements(TEN_B) / (0.8 * 4.8e12))
+    assert summed[0].optimizer == pytest.approx(34 * elements(TEN_B) / (SUSTAINED.memory * 4.8e12))
     assert summed[0].compute == pytest.approx(summed[1].compute)  # 10 bytes an element in each of two backward passes
 
 

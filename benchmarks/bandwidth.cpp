@@ -62,7 +62,7 @@ void bandwidth_pass(void* const* arrays, int64_t n, int32_t threads, int32_t isa
   if (isa == 2) pass = gptpar::avx512_pass;
 #endif
   const int64_t num_blocks = (n + gptpar::kBlock - 1) / gptpar::kBlock;
-  gptpar::ThreadPool::instance().run(num_blocks, threads, [&](int64_t block) {
+  gptpar::of_this_process<gptpar::ThreadPool>().run(num_blocks, threads, [&](int64_t block) {
     pass(a, block * gptpar::kBlock, std::min(n, (block + 1) * gptpar::kBlock));
   });
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gptpar import pages
 from gptpar.errors import GptparError
 
 
@@ -18,8 +19,7 @@ class PinnedMemory:
     """
 
     def __init__(self, num_bytes: int):
-        self.data = torch.empty(num_bytes, dtype=torch.uint8)
-        self.data.zero_()  # touched by all of torch's threads before one of them locks it
+        self.data = pages.zeros(num_bytes)
         if not num_bytes:
             return
         status = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), num_bytes, 0))

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+from gptpar import pages
 from gptpar.optim.runs import Run, cut
 from gptpar.optim.transfers import Arrival
 
 BUCKET_ELEMENTS = 1 << 24
-"""Elements updated, and sent to the device, at a time."""
+"""Elements updated, and sent to the device, at a time, at most."""
 
 
 NEAR = 4
@@ -101,9 +102,13 @@ class Bucket:
 
 
 def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:
-    """A piece's buckets, with state that is zero; with a folder, in files there."""
-    for start in range(0, piece.length, BUCKET_ELEMENTS):
-        stop = min(start + BUCKET_ELEMENTS, piece.length)
+    """A piece's buckets, with state that is zero; with a folder, in files there.
+
+    Equal ones: a small one would cost as much time at its begin and end as a large one.
+    """
+    size = -(-piece.length // -(-piece.length // BUCKET_ELEMENTS))
+    for start in range(0, piece.length, size):
+        stop = min(start + size, piece.length)
         runs = tuple(cut(piece.runs, start, stop))
         yield Bucket(piece.unit, start, stop, runs, new_buffers(stop - start, dtype, folder))
 
@@ -111,7 +116,7 @@ def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iter
 def new_buffers(length: int, dtype: torch.dtype, folder: Path | None = None) -> Buffers:
     """State that is zero; written to, so that the memory is really there."""
     if folder is None:
-        return Buffers(*(torch.empty(length, dtype=dtype).zero_() for _ in range(3)))
+        return Buffers(*(pages.zeros(length * dtype.itemsize).view(dtype) for _ in range(3)))
     return Buffers(*(_in_file(length, dtype, folder) for _ in range(3)))
 
 

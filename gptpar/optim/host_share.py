@@ -40,9 +40,10 @@ POLL_SECONDS = 2e-4
 SWITCH_SECONDS = 2e-4
 """How long a thread may keep Python to itself. By default that is 5 ms, for which the kernel's thread, back from a
 bucket, would wait while the training loop launches work."""
-LEAD_SECONDS = 5e-4
-"""How long before the end of an update the next one is chosen: later, and the kernel would wait for Python; sooner, and
-a gradient that the next forward pass needs earlier might arrive in between."""
+LEAD_SECONDS = 1.5e-3
+"""How long before the end of an update the next one is chosen: later, and the kernel would wait for Python, which has
+the training loop to serve as well; sooner, and a gradient that the next forward pass needs earlier might arrive in
+between."""
 
 CLOSE_SECONDS = 60.0
 DISTRUST_STEPS = 10

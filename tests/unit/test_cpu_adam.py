@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -439,3 +440,13 @@ def test_calls_from_several_threads_at_once_do_not_mix(library):
         for other in others:
             act(other)
     assert results == [True] * 20
+
+
+def test_the_benchmarks_bound_compiles_and_runs() -> None:
+    """It shares the kernel's headers."""
+    library = native.load("bandwidth", Path(__file__).parents[2] / "benchmarks")
+    state = [torch.full((100_000,), float(n)) for n in (1, 2, 3)]
+    grad, low = torch.zeros(100_000, dtype=torch.bfloat16), torch.zeros(100_000, dtype=torch.bfloat16)
+    addresses = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in (*state, *state, grad, low)))
+    library.bandwidth_pass(addresses, ctypes.c_int64(100_000), 2, 0)
+    assert low.count_nonzero() > 0

@@ -14,9 +14,10 @@ from gptpar.optim.transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, waiting
 from gptpar.plan.main import make_planner
+from gptpar.plan.planner import Plan
 from gptpar.topology import Layout, Topology
 from gptpar.training.banner import refuse_what_cannot_fit
-from tests.unit.test_plan import CALM, GIB, plan, widened
+from tests.unit.test_plan import CALM, GIB, plan
 from tests.unit.test_plan import SMALL as SHAPE
 
 SMALL = SHAPE + "--micro-batch-size 2 "
@@ -31,6 +32,7 @@ TEN_B = CALM + (
 
 M350 = "--preset 350M --seq-length 1024 --micro-batch-size 16 "
 ONE_B3 = "--preset 1.3B --seq-length 2048 --micro-batch-size 8 "
+TWO_B7 = "--num-layers 32 --hidden-size 2560 --num-attention-heads 20 --seq-length 2048 --micro-batch-size 4 "
 UNIFORM = " --recompute-method uniform --recompute-num-layers 1 "
 FOURTEEN_B = (
     "--num-layers 46 --hidden-size 5120 --num-attention-heads 40 --seq-length 1024 --micro-batch-size 4 "
@@ -41,24 +43,34 @@ CLIPPED = " --offload-speculation off"
 EAGER = " --cuda-graph off --host-memory 128 "
 # gpu, flags, milliseconds a step, GiB allocated at most; one GPU and 16 cores, medians of gptpar benchmark
 MEASURED = [
-    ("h100", M350, 85.6, 20.10),
-    ("h100", M350 + OFFLOAD + "1", 98.7, 16.13),
-    ("h100", M350 + OFFLOAD + "1" + CLIPPED, 139.7, 16.27),
-    ("h100", ONE_B3 + OFFLOAD + "1", 357.5, 33.41),
-    ("h100", ONE_B3 + OFFLOAD + "1" + CLIPPED, 479.2, 34.06),
-    ("h200", M350 + OFFLOAD + "1", 92.1, 16.13),
+    ("h100", "--preset 124M --micro-batch-size 32 ", 60.4, 12.87),
+    ("h100", M350, 81.3, 19.14),
+    ("h100", "--preset 350M --micro-batch-size 16 ", 170.2, 31.48),
+    ("h100", ONE_B3, 257.3, 45.67),
+    ("h100", TWO_B7, 267.5, 60.80),
+    ("h100", M350 + OFFLOAD + "0.3", 83.1, 17.97),
+    ("h100", M350 + OFFLOAD + "1" + CLIPPED, 137.5, 15.17),
+    ("h100", ONE_B3 + OFFLOAD + "1" + CLIPPED, 528.8, 30.94),
+    # Memory as it is now, time of a visit before the kernels of gptpar/kernels: the CPU is what takes it.
+    ("h100", M350 + OFFLOAD + "1", 97.8, 15.17),
+    ("h100", ONE_B3 + OFFLOAD + "1", 357.5, 30.94),
 ]
-# Measured when the device kept every gradient in fp32, also one that is no sum: to be measured again.
+# Measured when the device kept every gradient in fp32, also one that is no sum, and without those kernels.
 MEASURED_WITH_WIDE_GRADIENTS = [
-    ("h100", M350 + OFFLOAD + "0.3", 84.9, 19.39),
-    ("h100", ONE_B3, 272.7, 49.25),
     ("h100", TEN_B + UNIFORM + EAGER + OFFLOAD + "0.9", 2978, 54.17),
-    ("h200", M350, 82.0, 20.76),
     ("h200", "--preset 1.3B --seq-length 2048 --micro-batch-size 24 " + OFFLOAD + "0", 752.8, 100.60),
     # The CPU's 153 GB/s and the time are those of steps without speculation, though it was not switched off.
     ("h200", TEN_B + UNIFORM + OFFLOAD + "0.5" + CLIPPED, 2084, 118.43),
     ("h200", FOURTEEN_B + UNIFORM + EAGER + OFFLOAD + "0.638", 2355, 126.63),
 ]
+
+
+def widened(planned: Plan) -> float:
+    """Bytes that the first stage allocates at most when every gradient is kept in fp32, also one that is no sum."""
+    job, memory = planned.job, planned.memory[0]
+    device_elements = memory.optimizer / (3 * job.wide_size)
+    assert device_elements > 0 and job.gradient_size < job.wide_size
+    return memory.allocated + (job.wide_size - job.gradient_size) * device_elements
 
 
 @pytest.mark.parametrize(
@@ -193,7 +205,9 @@ def test_a_device_without_the_optimizer_has_less_to_do() -> None:
     """No update; but the norm is read in the backward pass. Without sums, the device's gradients are only copied."""
     here, there = plan(f"{TEN_B} --gpu h200").time, plan(f"{TEN_B} --gpu h200 {OFFLOAD} 1").time
     assert there.optimizer == 0 and here.optimizer == pytest.approx(30 * elements(TEN_B) / (SUSTAINED.memory * 4.8e12))
-    assert there.compute - here.compute == pytest.approx((6 - 4) * elements(TEN_B) / (SUSTAINED.memory * 4.8e12), rel=0.03)
+    assert there.compute - here.compute == pytest.approx(
+        (6 - 4) * elements(TEN_B) / (SUSTAINED.memory * 4.8e12), rel=0.03
+    )
     summed = [plan(f"{TEN_B} --gpu h200 --global-batch-size 20 {flags}").time for flags in ("", f"{OFFLOAD} 1")]
     assert summed[0].optimizer == pytest.approx(34 * elements(TEN_B) / (SUSTAINED.memory * 4.8e12))
     assert summed[0].compute == pytest.approx(summed[1].compute)  # 10 bytes an element in each of two backward passes

@@ -1,0 +1,28 @@
+"""Host memory in huge pages, where the system has them: streams through it cost fewer address translations.
+
+The CPU optimizer reads four and writes four streams at once; from pages of 4 KiB that is up to a fifth slower.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+HUGE_BYTES = 2 << 20
+
+
+def zeros(num_bytes: int) -> torch.Tensor:
+    """[num_bytes] of uint8 on a page of its own, of huge pages as far as it fills them; each page is touched.
+
+    Written by all of torch's threads, so that the memory lies near the processors that will use it.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    data = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
+    start = -data.data_ptr() % HUGE_BYTES
+    filled = num_bytes // HUGE_BYTES * HUGE_BYTES
+    if filled and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE, start, filled)
+    return data[start : start + num_bytes].zero_()

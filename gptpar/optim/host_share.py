@@ -345,7 +345,8 @@ class HostShare:
         self.num_redone += redone
         self._distrust = DISTRUST_STEPS if redone else max(0, self._distrust - 1)
         with self._changed:
-            self._order = None
+            if self._order is order:  # not the next one, announced since the last bucket was settled
+                self._order = None
             self._changed.notify_all()
 
     def _replace_grads(self) -> None:

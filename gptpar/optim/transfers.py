@@ -166,9 +166,8 @@ class GpuTransfers:
         slot_bytes = math.ceil(bucket_bytes / 4096) * 4096
         incoming, outgoing = ring_slots(num_buckets, slot_bytes)
         self._ring = PinnedMemory((incoming + outgoing) * slot_bytes)
-        slots = self._ring.data.split(slot_bytes)
-        self.free = list(slots[:incoming])
-        self._out = [(slot, torch.cuda.Event()) for slot in slots[incoming:]]
+        slots = [(slot, torch.cuda.Event()) for slot in self._ring.data.split(slot_bytes)]
+        self.free, self._out = slots[:incoming], slots[incoming:]
         self._turn = 0
         self.inward, self.overtaking, self._outward = (torch.cuda.Stream(device) for _ in range(3))
 
@@ -238,7 +237,7 @@ class _Coming:
         self._made, self._there = torch.cuda.Event(), torch.cuda.Event()
         self._made.record()
         self._is_made = False
-        self._slot: torch.Tensor | None = None
+        self._slot: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def made(self) -> bool:
         self._is_made = self._is_made or self._made.query()
@@ -253,12 +252,13 @@ class _Coming:
         self._slot = self._transfers.free.pop()
         with torch.cuda.stream(stream):
             stream.wait_event(self._made)
+            stream.wait_event(self._slot[1])  # one that was released unread may still be on its way there
             self._view().copy_(self._grad, non_blocking=True)
-            self._there.record()
+            self._there = stream.record_event()
 
     def _view(self) -> torch.Tensor:
         assert self._slot is not None
-        return self._slot[: self._grad.numel() * self._grad.element_size()].view(self._grad.dtype)
+        return self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
 
     def arrived(self) -> bool:
         return self._slot is not None and self._there.query()
@@ -270,5 +270,5 @@ class _Coming:
 
     def release(self) -> None:
         if self._slot is not None:
-            self._transfers.free.append(self._slot)
+            self._transfers.free.append((self._slot[0], self._there))
             self._slot = None

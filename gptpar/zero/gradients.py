@@ -144,9 +144,11 @@ class GradientSum:
         if unit.name not in self._sums:
             is_sum = self._axis.group is not None or not self._single
             dtype = self._dtype if is_sum else self._arriving_dtype
-            # What is taken ahead holds the last step's gradient until the host has fetched it: nothing is written yet.
+            # What is taken ahead holds the last step's gradient until the host has fetched it: only gaps are written.
             new = torch.empty if unit in self._ahead else torch.zeros
-            self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
+            total = self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
+            for start, stop in unit.gaps() if unit in self._ahead else ():
+                total[start:stop].zero_()
         return self._sums[unit.name]
 
     @torch.no_grad()

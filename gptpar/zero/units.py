@@ -80,6 +80,13 @@ class Unit:
         """Elements of one shard."""
         return self.length // self.shards
 
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of the elements that are padding."""
+        ends = [0, *(slot.stop for slot in self.slots.values())]
+        for end, start in zip(ends, [*(slot.start for slot in self.slots.values()), self.length], strict=True):
+            if end < start:
+                yield end, start
+
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's view of a buffer of the unit's length."""
         return {name: buffer[slot.start : slot.stop].view(slot.shape) for name, slot in self.slots.items()}

@@ -397,6 +397,29 @@ def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
     share.close()
 
 
+def test_a_step_that_is_announced_while_the_last_one_ends_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on when the last bucket is settled, and may come round before the thread has noted the end."""
+    share = make_share(CpuAdam(1))
+    share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
+    announced, land = threading.Event(), share._updates.land
+
+    def hold_up() -> None:
+        land()
+        if share._order is not None and all(bucket.settled for bucket in share._buckets):
+            assert announced.wait(10)
+
+    monkeypatch.setattr(share._updates, "land", hold_up)
+    for step in range(2):
+        for unit in ("second", "first"):
+            share.offer(unit, torch.ones(128))
+        share.step(torch.tensor(0.5), RATES, 1.0)
+        if step:
+            announced.set()
+        wait_until(lambda: all(bucket.settled for bucket in share._buckets))
+        assert [bucket.steps for bucket in share._buckets] == [step + 1, step + 1]
+    share.close()
+
+
 def test_runs_are_cut_and_counted_from_the_cut() -> None:
     runs = [Run(0, 10, 0, False, True), Run(10, 30, 1, True, False)]
     assert list(cut(runs, 5, 12)) == [Run(0, 5, 0, False, True), Run(5, 7, 1, True, False)]

@@ -262,6 +262,34 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         assert {name: view.unique().tolist() for name, view in total.shards.items()} == expected
 
 
+def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it cannot be zeroed, since the host may not have fetched the last step's gradient; gaps count, too."""
+    unit = Unit.of("unit", infos({"a": (3, 5), "b": (10, 10), "c": (64, 2)}), 1)
+    assert list(unit.gaps()) == [(15, 64), (164, 192)] and unit.length == 320
+    offered: list[torch.Tensor] = []
+    total = GradientSum(
+        [unit],
+        [["unit"]],
+        DataAxis(1, 0, None),
+        torch.float32,
+        torch.device("cpu"),
+        reduce_dtype=torch.float32,
+        done=lambda name: None,
+        on_device={"unit": 0},
+        to_host=lambda _, grad: offered.append(grad),
+        ahead=True,
+    )
+    parameters = {name: torch.nn.Parameter(torch.ones(slot.shape)) for name, slot in unit.slots.items()}
+    total.watch(parameters)
+    monkeypatch.setattr(gradients.torch, "empty", lambda n, **k: torch.full((n,), math.nan, **k))
+    total.begin(1)
+    total.begin_backward(0, last=True)
+    sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
+    total.end_backward()
+    total.finish()
+    assert offered[0].sum().item() == 15 + 100 + 128
+
+
 def step_once(trainer, poison: float = 0.0) -> list[float]:  # type: ignore[no-untyped-def]
     tokens = random_tokens(2, 16, 60)
     loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 0)

@@ -224,7 +224,7 @@ def test_plan_chooses_the_most_promising() -> None:
     assert all(one.refusal.startswith("plan expects ") for one in left)
     text = table([Row(kept[0][0], Outcome(result(242_833.7, 39.41)), kept[0][1])], left)
     assert text.splitlines()[1].split()[-4:] == ["plan", "ms", "plan", "GiB"]
-    assert text.splitlines()[2].split()[-2:] == ["270.3", "39.41"]
+    assert text.splitlines()[2].split()[-2:] == ["258.0", "38.26"]
 
 
 def test_what_does_not_fit_is_not_started() -> None:

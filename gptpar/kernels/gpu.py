@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 try:
     from gptpar.kernels.triton import adam, bias, loss, norm
-except ImportError:
+except ImportError as missing:
     adam = bias = loss = norm = None  # type: ignore[assignment]
+    if torch.version.cuda or torch.version.hip:
+        warnings.warn(f"Triton cannot be imported ({missing}): GPUs take torch's operators instead", stacklevel=2)
 
 
 def takes(tensor: torch.Tensor) -> bool:
-    """Whether the kernels are for such tensors: on a GPU and of at most 32 bits."""
-    return tensor.is_cuda and tensor.dtype != torch.float64
+    """Whether the kernels are there for such tensors: on a GPU and of at most 32 bits."""
+    return loss is not None and tensor.is_cuda and tensor.dtype != torch.float64
 
 
 __all__ = ["adam", "bias", "loss", "norm", "takes"]

@@ -80,6 +80,8 @@ class HostShare:
     Attributes:
         waited_s: time that :meth:`wait` has cost since the start.
         num_redone: steps in which speculation was wrong.
+        num_ahead: elements, over all steps, for which it was right: they were updated before the norm was known.
+        num_elements: that one step updates.
     """
 
     def __init__(
@@ -102,7 +104,8 @@ class HostShare:
         for bucket in self._buckets:
             self._of_unit[bucket.unit].append(bucket)
         self.make_room(speculated_elements)
-        self.waited_s, self.num_redone = 0.0, 0
+        self.waited_s, self.num_redone, self.num_ahead = 0.0, 0, 0
+        self.num_elements = sum(piece.length for piece in pieces)
         self._cores = cores
         self._order: _Order | None = None
         self._foreseen: Recipe | None = None
@@ -377,6 +380,7 @@ class HostShare:
             return tried is not None
         if right and bucket.beside is not None:
             bucket.now, bucket.beside = bucket.beside, bucket.now
+            self.num_ahead += bucket.stop - bucket.start
         elif tried is not None:
             self._updates.send(bucket)
         self._settled(bucket, updated=right)

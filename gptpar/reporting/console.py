@@ -56,6 +56,7 @@ def timing_line(record: IterationRecord) -> str:
         fields += [
             f"waited for the CPU optimizer: {record.cpu_optimizer.waited:.1f}",
             f"CPU optimizer busy: {record.cpu_optimizer.busy:.1f}",
+            f"updated before the norm was known: {record.cpu_optimizer.ahead:.0%}",
             f"steps redone: {record.cpu_optimizer.redone}",
         ]
     return "times (ms) | " + " | ".join(fields)

@@ -25,11 +25,13 @@ class CpuOptimizerTimes:
         waited: the training loop stood still for parameters that were not updated yet.
         busy: the CPU optimizer worked, beside the device or not.
         redone: steps that it took once more, because what it had begun early turned out wrong.
+        ahead: share of its elements that it had updated before the gradient's norm was known.
     """
 
     waited: float
     busy: float
     redone: int = 0
+    ahead: float = 0.0
 
 
 @dataclass(frozen=True)

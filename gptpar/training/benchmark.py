@@ -148,6 +148,7 @@ def _cpu_optimizer(config: Config, records: Sequence[IterationRecord]) -> dict[s
         "cpu_optimizer_ratio": config.offload.ratio,
         "cpu_optimizer_wait_ms": _rounded(statistics.median(t.waited for t in times)),
         "cpu_optimizer_busy_ms": _rounded(statistics.median(t.busy for t in times)),
+        "cpu_optimizer_ahead": _rounded(statistics.median(t.ahead for t in times)),
         "cpu_optimizer_redone_steps": sum(t.redone for t in times),
         "clipped_steps": sum(clip > 0 and (record.grad_norm or 0) > clip for record in records),
     }

@@ -165,5 +165,6 @@ class Reporter:
 
 
 def _averaged_times(times: Sequence[CpuOptimizerTimes]) -> CpuOptimizerTimes:
-    waited, busy = (sum(of) / len(times) for of in zip(*((t.waited, t.busy) for t in times), strict=True))
-    return CpuOptimizerTimes(waited, busy, sum(t.redone for t in times))
+    of_each = zip(*((t.waited, t.busy, t.ahead) for t in times), strict=True)
+    waited, busy, ahead = (sum(of) / len(times) for of in of_each)
+    return CpuOptimizerTimes(waited, busy, sum(t.redone for t in times), ahead)

@@ -58,7 +58,7 @@ class Run:
     started: float
     saved_at: int | None = None
     skipped_in_a_row: int = 0
-    cpu_optimizer_before: tuple[float, float, int] = (0.0, 0.0, 0)
+    cpu_optimizer_before: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
     evaluated_at: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -150,9 +150,10 @@ class Run:
         host = self.trainer.model.host
         if host is None:
             return None
-        waited, busy, redone = self.cpu_optimizer_before
-        self.cpu_optimizer_before = now = (host.waited_s, host.busy_s, host.num_redone)
-        return CpuOptimizerTimes((now[0] - waited) * 1e3, (now[1] - busy) * 1e3, now[2] - redone)
+        before = self.cpu_optimizer_before
+        self.cpu_optimizer_before = now = (host.waited_s, host.busy_s, host.num_redone, host.num_ahead)
+        waited, busy, redone, ahead = (after - earlier for earlier, after in zip(before, now, strict=True))
+        return CpuOptimizerTimes(waited * 1e3, busy * 1e3, int(redone), ahead / host.num_elements)
 
     def reads_at_once(self) -> bool:
         """Whether a step's numbers cannot wait for the next step.

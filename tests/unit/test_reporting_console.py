@@ -118,8 +118,8 @@ def test_durations(seconds, text):
 
 def test_times_of_an_iteration():
     assert timing_line(RECORD) == "times (ms) | iteration: 1234.6"
-    record = replace(RECORD, cpu_optimizer=CpuOptimizerTimes(waited=12.34, busy=567.89))
+    record = replace(RECORD, cpu_optimizer=CpuOptimizerTimes(waited=12.34, busy=567.89, ahead=0.5))
     assert timing_line(record) == (
         "times (ms) | iteration: 1234.6 | waited for the CPU optimizer: 12.3 | CPU optimizer busy: 567.9"
-        " | steps redone: 0"
+        " | updated before the norm was known: 50% | steps redone: 0"
     )

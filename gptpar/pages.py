@@ -1,6 +1,6 @@
 """Host memory in huge pages, where the system has them: streams through it cost fewer address translations.
 
-The CPU optimizer reads four and writes four streams at once; from pages of 4 KiB that is up to a fifth slower.
+The CPU optimizer reads four and writes four streams at once.
 """
 
 from __future__ import annotations

@@ -19,15 +19,14 @@ from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.optim.adamw import MasterAdamW
-from gptpar.optim.buckets import HostPiece
-from gptpar.optim.runs import cut, device_runs, divide, runs_of
+from gptpar.optim.runs import device_runs, divide, runs_of
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.stage import Fields, ParameterInfo, Stage, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology import Layout, Topology
 from gptpar.training.host_gradients import HostGradients, sum_together
-from gptpar.training.offload import make_host_share
+from gptpar.training.offload import host_pieces, make_host_share
 from gptpar.training.step_graph import HostCalls
 from gptpar.zero.gradients import GradientSum
 from gptpar.zero.live import LiveParameters
@@ -65,13 +64,7 @@ class ShardedModel:
         runs = {unit.name: list(counting(unit, data.shard)) for unit in self.units}
         on_device, device = self.division.on_device, topology.device
         self._runs = device_runs(self.units, on_device, runs)
-        host_runs = {
-            unit.name: tuple(cut(runs[unit.name], on_device[unit.name], unit.shard_length))
-            for unit in self.units
-            if on_device[unit.name] < unit.shard_length
-        }
-        lengths = {unit.name: unit.shard_length - on_device[unit.name] for unit in self.units}
-        pieces = [HostPiece(name, lengths[name], runs) for name, runs in host_runs.items()]
+        pieces = host_pieces(self.units, runs, on_device)
         self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide)
         self.host_calls = None if self.host is None else HostCalls(self.host)
         ahead = device.type == "cuda" and wants_graph(config, topology.layout.data)
@@ -117,7 +110,7 @@ class ShardedModel:
         shared = self.optimizer.master if masters_are_live else None
         self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host_calls, on_host)
         if self.host is not None:
-            self.host.attach({name: self.live.own(name)[on_device[name] :] for name in host_runs})
+            self.host.attach({p.unit: self.live.own(p.unit)[on_device[p.unit] :] for p in pieces})
         self._writes_live = not masters_are_live and not on_host
         if self._writes_live:
             self.optimizer.attach({unit.name: self.live.own(unit.name)[: on_device[unit.name]] for unit in self.units})

@@ -19,9 +19,11 @@ def _sum_and_draw(rank: int, scale: int) -> tuple[float, float, int]:
 
 
 def _fail_on_one(rank: int) -> None:
+    dist.barrier()  # on a busy machine one would leave before another has come
     if rank == 1:
         raise ValueError("rank one had enough")
     if rank == 2:
+        time.sleep(0.5)  # rank 1 may still be in the barrier
         os._exit(7)
     time.sleep(600)
 
@@ -31,7 +33,7 @@ def test_results_come_back_by_rank_with_equal_seeds():
 
 
 def test_every_rank_tells_what_happened_to_it(monkeypatch):
-    monkeypatch.setattr("tests.spawn.GRACE_S", 1.5)
+    monkeypatch.setattr("tests.spawn.GRACE_S", 3)
     with pytest.raises(AssertionError) as caught:
         spawn(_fail_on_one, 3)
     message = str(caught.value)

@@ -49,7 +49,7 @@ class _Gelu(torch.autograd.Function):
     def backward(ctx: Any, grad_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         (x_NF,) = ctx.saved_tensors
         if gpu.takes(x_NF):
-            return gpu.bias.gelu_backward(grad_NF.contiguous(), x_NF)
+            return gpu.bias.gelu_backward(grad_NF, x_NF)
         grad_x_NF = torch.ops.aten.gelu_backward(grad_NF, x_NF, approximate="tanh")
         return grad_x_NF, grad_x_NF.sum(0)
 

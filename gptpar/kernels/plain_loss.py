@@ -15,9 +15,7 @@ def loss_and_grad(
     wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     lse_N = torch.logsumexp(wide_NV, -1)
     loss = ((lse_N - wide_NV.gather(1, labels_N[:, None]).squeeze(1)) * weights_N).sum()
-    is_label_NV = torch.arange(wide_NV.shape[1], device=wide_NV.device) == labels_N[:, None]
-    grad_NV = ((wide_NV - lse_N[:, None]).exp() - is_label_NV.to(wide_NV.dtype)) * (weights_N * scale)[:, None]
-    return loss, grad_NV.to(logits_NV.dtype)
+    return loss, share_grad(logits_NV, labels_N, lse_N, weights_N, scale)
 
 
 def share_statistics(

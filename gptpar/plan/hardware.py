@@ -69,7 +69,8 @@ class Sustained:
             processors and memory bandwidth it takes.
         kernel: seconds lost at the start and the end of each kernel on the device.
         transfer: seconds until a collective or a send gets going beside kernels that fill the device.
-        stage_transfer: the same for a send to a neighbouring stage, for which both sides must be ready.
+        stage_transfer: the same for a send to a neighbouring stage, for which both sides must be ready. Set below what
+            fits best (2 ms): the pipelines were measured before the kernels, which takes some of the misfit.
         host_block: seconds in which the host launches a block's forward and backward one by one (without CUDA graph).
         host_collective: seconds in which it launches one collective.
         scheduling: share by which a pipeline is slower when its stages are launched one by one.

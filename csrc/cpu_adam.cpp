@@ -23,14 +23,14 @@
 
 extern "C" {
 
-// A stretch of elements. p, m, v and their outputs: n floats each, either the same places (in place) or apart. grad: n gradients of
-// type grad_type; low: n parameters of type low_type to be written, if that is not kNone. gptpar.optim.cpu_adam has the same struct.
+// Vectors and the numbers of a step. p, m, v and their outputs: floats, either the same places (in place) or apart.
+// grad: gradients of type grad_type; low: parameters of type low_type to be written, if that is not kNone.
+// gptpar.optim.cpu_adam has the same struct.
 struct GptparAdamStep {
   const float *p, *m, *v;
   float *p_out, *m_out, *v_out;
   const void* grad;
   void* low;
-  int64_t n;
   int32_t grad_type, low_type;
   int32_t multiply;  // whether gradients are multiplied by scale instead of divided by it
   float scale;
@@ -41,11 +41,17 @@ struct GptparAdamStep {
   float decay;  // 1 - lr * weight_decay
 };
 
+// Elements [start, stop) of the vectors of steps[of]. gptpar.optim.cpu_adam has them as rows of an array.
+struct GptparStretch {
+  int64_t start, stop, of;
+};
+
 }  // extern "C"
 
 namespace gptpar {
 
 using Step = GptparAdamStep;
+using Stretch = GptparStretch;
 
 constexpr int64_t kBlock = 1 << 16;  // elements: 1.8 MB of memory traffic, so that handing one out costs nothing
 constexpr int kLine = 64;            // bytes of a cache line
@@ -77,9 +83,9 @@ inline int64_t elements_to_alignment(const Step& s, int64_t first, Streams* stre
 }
 
 // Non-temporal stores are ordered after others only by this.
-inline void fence([[maybe_unused]] Streams streams) {
+inline void fence() {
 #if defined(__x86_64__)
-  if (streams.state || streams.low) _mm_sfence();
+  _mm_sfence();
 #endif
 }
 
@@ -145,23 +151,47 @@ const Loops* loops_of(int32_t isa) {
 
 bool known(int32_t type) { return type >= kFloat && type <= kHalf; }
 
-// Elements that one thread takes at a time: of stretch `of`, those in [first, last).
-struct Block {
-  int32_t of;
-  int64_t first, last;
+// Stretches cut and gathered to blocks, of which a thread takes one at a time: none has more than kBlock elements, and
+// two neighbours together have, whether the stretches are one vector or thousands of rows.
+class Blocks {
+ public:
+  Blocks(const Stretch* stretches, int64_t count) {
+    int64_t room = 0;
+    for (const Stretch* s = stretches; s < stretches + count; ++s) {
+      for (int64_t first = s->start; first < s->stop; first += kBlock) {
+        const int64_t last = std::min(s->stop, first + kBlock);
+        if (last - first > room) {
+          begins_.push_back(pieces_.size());
+          room = kBlock;
+        }
+        room -= last - first;
+        pieces_.push_back({first, last, s->of});
+      }
+    }
+    begins_.push_back(pieces_.size());
+  }
+
+  int64_t count() const { return begins_.size() - 1; }
+  const Stretch* begin(int64_t block) const { return pieces_.data() + begins_[block]; }
+  const Stretch* end(int64_t block) const { return pieces_.data() + begins_[block + 1]; }
+
+ private:
+  std::vector<Stretch> pieces_;
+  std::vector<size_t> begins_;
 };
 
-// Sum over the blocks of stretches of some lengths, in their order, of what work(block) gives for each. All blocks are
-// handed out together: threads do not wait for each other between stretches.
-template <class Work, class Length>
-int32_t sum_blocks(int32_t count, const Length& length, int threads, double* total, const Work& work) try {
-  std::vector<Block> blocks;
-  for (int32_t of = 0; of < count; ++of) {
-    const int64_t n = length(of);
-    for (int64_t first = 0; first < n; first += kBlock) blocks.push_back({of, first, std::min(n, first + kBlock)});
-  }
-  std::vector<double> sums(blocks.size());
-  of_this_process<ThreadPool>().run(blocks.size(), threads, [&](int64_t i) { sums[i] = work(blocks[i]); });
+// Sum over the pieces of stretches, in their order, of what work(piece) gives for each. All blocks are handed out
+// together: threads do not wait for each other between stretches.
+template <class Work>
+int32_t sum_pieces(const Stretch* stretches, int64_t count, int threads, double* total, const Work& work) try {
+  const Blocks blocks(stretches, count);
+  std::vector<double> sums(blocks.count());
+  of_this_process<ThreadPool>().run(blocks.count(), threads, [&](int64_t i) {
+    double sum = 0;
+    for (const Stretch* piece = blocks.begin(i); piece < blocks.end(i); ++piece) sum += work(*piece);
+    fence();
+    sums[i] = sum;
+  });
   *total = 0;
   for (const double sum : sums) *total += sum;
   return 1;
@@ -179,35 +209,37 @@ const char* cpu_adam_isa(int32_t isa) {
   return loops ? loops->name : nullptr;
 }
 
-// One step of `count` stretches. squares: null, or where the sum of the gradients' squares goes (of what is in grad:
-// before scaling). Returns 1 if every gradient was finite, 0 if not (the arithmetic is done all the same), or a
-// negative Error.
-int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t count, int32_t threads, int32_t isa, double* squares) {
+// One step of `count` stretches, each by the numbers of one of `num_steps` steps. squares: null, or where the sum of the
+// gradients' squares goes (of what is in grad: before scaling). Returns 1 if every gradient was finite, 0 if not (the
+// arithmetic is done all the same), or a negative Error.
+int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
+                      int32_t threads, int32_t isa, double* squares) {
   const gptpar::Loops* loops = gptpar::loops_of(isa);
   if (!loops) return gptpar::kNoSuchSet;
-  for (const gptpar::Step* s = steps; s < steps + count; ++s) {
+  for (const gptpar::Step* s = steps; s < steps + num_steps; ++s) {
     const bool known_low = s->low_type == gptpar::kNone || gptpar::known(s->low_type);
     if (!gptpar::known(s->grad_type) || !known_low) return gptpar::kNoSuchType;
   }
   std::atomic<bool> finite{true};
   double ignored;
-  const auto length = [&](int32_t of) { return steps[of].n; };
-  const auto work = [&](const gptpar::Block& block) {
-    const gptpar::Step& s = steps[block.of];
-    // The square's pass leaves the block's gradients in the cache.
-    const double sum = squares ? loops->square[s.grad_type - 1](s.grad, block.first, block.last) : 0;
-    if (!loops->adam[s.grad_type - 1](s, block.first, block.last)) finite = false;
+  const auto work = [&](const gptpar::Stretch& piece) {
+    const gptpar::Step& s = steps[piece.of];
+    // The square's pass leaves the piece's gradients in the cache.
+    const double sum = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
+    if (!loops->adam[s.grad_type - 1](s, piece.start, piece.stop)) finite = false;
     return sum;
   };
-  const int32_t code = gptpar::sum_blocks(count, length, threads, squares ? squares : &ignored, work);
+  const int32_t code = gptpar::sum_pieces(stretches, count, threads, squares ? squares : &ignored, work);
   return code < 0 ? code : finite.load();
 }
 
 // Like cpu_adam_step, later: each order when those before it are done. Returns a ticket, or a negative Error.
-int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t count, int32_t threads, int32_t isa) try {
-  const std::vector<GptparAdamStep> kept(steps, steps + count);
+int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
+                       int32_t threads, int32_t isa) try {
+  const std::vector<GptparAdamStep> kept(steps, steps + num_steps);
+  const std::vector<GptparStretch> where(stretches, stretches + count);
   return gptpar::of_this_process<gptpar::JobQueue>().submit(
-      [=] { return cpu_adam_step(kept.data(), count, threads, isa, nullptr); });
+      [=] { return cpu_adam_step(kept.data(), num_steps, where.data(), count, threads, isa, nullptr); });
 } catch (const std::bad_alloc&) {
   return gptpar::kNoMemory;
 }
@@ -225,8 +257,9 @@ int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t 
   if (!loops) return gptpar::kNoSuchSet;
   if (!gptpar::known(grad_type)) return gptpar::kNoSuchType;
   const auto square = loops->square[grad_type - 1];
-  const auto work = [&](const gptpar::Block& block) { return square(grad, block.first, block.last); };
-  return gptpar::sum_blocks(1, [n](int32_t) { return n; }, threads, sum, work);
+  const GptparStretch whole{0, n, 0};
+  const auto work = [&](const gptpar::Stretch& piece) { return square(grad, piece.start, piece.stop); };
+  return gptpar::sum_pieces(&whole, 1, threads, sum, work);
 }
 
 }  // extern "C"

@@ -52,7 +52,6 @@ TARGET bool adam(const Step& s, int64_t first, int64_t last) {
   for (; i < head; ++i) advance<Scalar, Grad>(s, one, i, Streams{}, mark);
   for (; i + VECTOR::width <= last; i += VECTOR::width) advance<VECTOR, Grad>(s, many, i, streams, marks);
   for (; i < last; ++i) advance<Scalar, Grad>(s, one, i, Streams{}, mark);
-  fence(streams);
   return !Scalar::any(mark) && !VECTOR::any(marks);
 }
 

@@ -9,7 +9,9 @@ from gptpar.errors import GptparError
 
 
 class PinnedMemory:
-    """A stretch of page-locked memory of exactly the size asked for; torch's own allocator rounds to powers of two.
+    """A stretch of page-locked memory of the size asked for; torch's own allocator rounds to powers of two.
+
+    Its pages hold nothing else: none can be locked twice.
 
     Attributes:
         data: [num_bytes], uint8, zeros.

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from gptpar import pages
 from gptpar.optim.runs import Run, cut
-from gptpar.optim.transfers import Arrival
+from gptpar.optim.transfers import Arrival, Departure, Slot
 
 BUCKET_ELEMENTS = 1 << 24
 """Elements updated, and sent to the device, at a time, at most."""
 
+NOWHERE = np.empty((0, 2), dtype=np.int64)
 
 NEAR = 4
 """Buckets that are brought to the host ahead of the one at work, whatever else is there."""
@@ -78,8 +80,11 @@ class Bucket:
         now: the valid state.
         beside: room for a speculated state.
         live: the parameters' memory on the device.
+        way: one of its own for the parameters' values; default: one that it shares.
         grad: this step's gradient.
         again: the gradient that is to replace it, because its values were changed after they were offered.
+        slot: room of its own for that.
+        changed: the ranges (:mod:`~gptpar.optim.ranges`) in which they may have been; ``None``: anywhere.
         tried: what the state beside was computed with.
         steps: updates made so far.
         settled: whether the last announced step is done here.
@@ -93,12 +98,47 @@ class Bucket:
     now: Buffers
     beside: Buffers | None = None
     live: torch.Tensor | None = None
+    way: Departure | None = None
     grad: Arrival | None = None
     again: Arrival | None = None
+    slot: Slot | None = None
+    changed: np.ndarray | None = None
     tried: tuple[Recipe, Arrival] | None = None
     steps: int = 0
     settled: bool = True
     settle_device: Callable[[bool], None] | None = None
+
+    def take(self, grad: Arrival, changed: np.ndarray | None) -> None:
+        """Have a gradient, or a second one that differs from the first in these ranges."""
+        if self.grad is None:
+            self.grad = grad
+        else:
+            self.again, self.changed = grad, changed
+
+    def replace_grad(self) -> None:
+        """Go on with the second gradient, if there is one."""
+        if self.again is not None:
+            assert self.grad is not None
+            self.grad.release()
+            self.grad, self.again = self.again, None
+
+    @property
+    def speculable(self) -> bool:
+        """Whether the state beside can be computed, with a gradient that will hold at least nearly everywhere."""
+        lasting = self.again is None or self.changed is not None
+        return self.beside is not None and self.grad is not None and self.tried is None and lasting
+
+    def wrong(self, recipe: Recipe | None) -> np.ndarray | None:
+        """The ranges in which the state beside is not what a recipe makes of the gradient; ``None``: anywhere."""
+        if self.tried is None or self.tried[0] != recipe:
+            return None
+        return NOWHERE if self.tried[1] is self.grad else self.changed
+
+    def forget(self) -> None:
+        """The gradient and what was tried with it."""
+        if self.grad is not None:
+            self.grad.release()
+        self.grad = self.tried = self.changed = None
 
 
 def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:
@@ -111,6 +151,32 @@ def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iter
         stop = min(start + size, piece.length)
         runs = tuple(cut(piece.runs, start, stop))
         yield Bucket(piece.unit, start, stop, runs, new_buffers(stop - start, dtype, folder))
+
+
+def make_room(buckets: Sequence[Bucket], elements: int) -> None:
+    """Allow speculation for some elements: the last ones of the model, since gradients come in that order."""
+    for bucket in reversed(buckets):
+        elements -= bucket.stop - bucket.start
+        if elements < 0:
+            break
+        bucket.beside = new_buffers(bucket.stop - bucket.start, bucket.now.weights.dtype)
+
+
+def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """(unit, first element within its piece, values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``."""
+    for bucket in buckets:
+        if kind == "grad":
+            grad = bucket.again or bucket.grad
+            assert grad is not None
+            yield bucket.unit, bucket.start, grad.tensor()
+        else:
+            yield bucket.unit, bucket.start, getattr(bucket.now, kind)
+
+
+def bytes_of(buckets: Sequence[Bucket]) -> tuple[int, int]:
+    """Memory of masters and moments, and of what is beside them for speculation."""
+    sizes = [(b.stop - b.start) * 3 * b.now.weights.element_size() for b in buckets]
+    return sum(sizes), sum(size for size, b in zip(sizes, buckets, strict=True) if b.beside is not None)
 
 
 def new_buffers(length: int, dtype: torch.dtype, folder: Path | None = None) -> Buffers:
@@ -144,10 +210,13 @@ def bring(buckets: Sequence[Bucket]) -> None:
     """Start the transfers of what is needed first; where there is no room left, what is needed last makes room.
 
     Gradients arrive last layer first. If those that came early kept the room, the optimizer would work on them, and
-    leave for the end of the step what the next forward pass begins with.
+    leave for the end of the step what the next forward pass begins with. Only what is offered before its time comes
+    with the last layers, or before: it is at the other end.
     """
-    coming = (bucket.grad for bucket in reversed(buckets) if bucket.grad is not None)
-    made = list(takewhile(lambda grad: grad.made(), coming))[::-1]  # in this order: those behind are not yet, either
+    coming = [bucket.grad for bucket in buckets if bucket.grad is not None]
+    early = list(takewhile(lambda grad: grad.made(), coming))
+    in_order = takewhile(lambda grad: grad.made(), reversed(coming[len(early) :]))  # those before are not yet, either
+    made = early + list(in_order)[::-1]
     near, later = made[:NEAR], made[NEAR:]
     for grad in near:
         while not grad.begin(urgent=False) and later:

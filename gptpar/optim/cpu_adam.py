@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,28 +18,11 @@ from torch import Tensor
 from gptpar import native
 from gptpar.errors import NativeBuildError
 from gptpar.host import cores
+from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, problems_of_tensor
+from gptpar.optim.ranges import between
 
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
 _SQUARE_BLOCK = 1 << 16
-
-
-@dataclass(frozen=True)
-class AdamStep:
-    """The numbers of one step.
-
-    Attributes:
-        step: how many steps there will have been after this one, at least 1. Bias corrections follow from it, so a
-            resumed run goes on bit for bit.
-        divisor: what gradients are divided by: loss scale times clipping. Beyond fp32's range nothing is left of them.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-    divisor: float = 1.0
 
 
 class _CStep(ctypes.Structure):
@@ -48,7 +30,6 @@ class _CStep(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("p", "m", "v", "p_out", "m_out", "v_out", "grad", "low")),
-        ("n", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("grad_type", "low_type", "multiply")),
         *((name, ctypes.c_float) for name in ("scale", "rest1", "beta2", "rest2", "root", "eps", "step", "decay")),
     ]
@@ -64,8 +45,9 @@ def _library() -> ctypes.CDLL | None:
     i32, doubles = ctypes.c_int32, ctypes.POINTER(ctypes.c_double)
     library.cpu_adam_isa.argtypes = [i32]
     library.cpu_adam_isa.restype = ctypes.c_char_p
-    library.cpu_adam_step.argtypes = [ctypes.POINTER(_CStep), i32, i32, i32, doubles]
-    library.cpu_adam_order.argtypes = [ctypes.POINTER(_CStep), i32, i32, i32]
+    what_and_where: list[Any] = [ctypes.POINTER(_CStep), i32, ctypes.c_void_p, ctypes.c_int64]
+    library.cpu_adam_step.argtypes = [*what_and_where, i32, i32, doubles]
+    library.cpu_adam_order.argtypes = [*what_and_where, i32, i32]
     library.cpu_adam_order.restype = ctypes.c_int64
     library.cpu_adam_wait.argtypes = [ctypes.c_int64, doubles]
     library.cpu_adam_square.argtypes = [ctypes.c_void_p, ctypes.c_int64, i32, i32, i32, doubles]
@@ -136,6 +118,7 @@ class CpuAdam:
         *,
         into: tuple[Tensor, Tensor, Tensor] | None = None,
         low: Tensor | None = None,
+        only: np.ndarray | None = None,
     ) -> bool:
         """One step; returns whether every gradient was finite (before the division by ``divisor``).
 
@@ -151,15 +134,17 @@ class CpuAdam:
             into: where the new p, m and v go, while p, m and v stay as they are; default: in place.
             low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even. It may be ``grad`` itself,
                 or lie in the same place.
+            only: ranges (:mod:`~gptpar.optim.ranges`) to which it may keep, because elsewhere the outputs have their
+                new values already. Torch's kernels, which round ends of vectors otherwise, write them all once more.
 
         Raises:
             ValueError: naming every tensor and number that does not fit.
         """
-        _check(p, m, v, grad, stretches, into, low)
+        check_arguments(p, m, v, grad, stretches, into, low, only)
         if self._kernels is None or p.dtype == torch.float64:
             return _torch_steps((p, m, v), grad, stretches, into or (p, m, v), low)
-        calls = _calls((p, m, v, *(into or (p, m, v)), grad), low, stretches)
-        return bool(_checked(self._kernels.cpu_adam_step(calls, len(calls), self.threads, self._isa, None)))
+        call = _call((p, m, v, *(into or (p, m, v)), grad), low, stretches, only)
+        return bool(_checked(self._kernels.cpu_adam_step(*call, self.threads, self._isa, None)))
 
     def order(
         self,
@@ -171,17 +156,18 @@ class CpuAdam:
         *,
         into: tuple[Tensor, Tensor, Tensor] | None = None,
         low: Tensor | None = None,
+        only: np.ndarray | None = None,
     ) -> Ordered:
         """Begin :meth:`steps`, when those that were ordered before are done, and return at once.
 
         The next can be prepared meanwhile. Torch's kernels do their work when it is waited for.
         """
-        _check(p, m, v, grad, stretches, into, low)
+        check_arguments(p, m, v, grad, stretches, into, low, only)
         if self._kernels is None or p.dtype == torch.float64:
             return Ordered(functools.partial(_timed, _torch_steps, (p, m, v), grad, stretches, into or (p, m, v), low))
         tensors = (p, m, v, *(into or (p, m, v)), grad)
-        calls = _calls(tensors, low, stretches)
-        ticket = _checked(self._kernels.cpu_adam_order(calls, len(calls), self.threads, self._isa))
+        call = _call(tensors, low, stretches, only)
+        ticket = _checked(self._kernels.cpu_adam_order(*call, self.threads, self._isa))
         return Ordered(functools.partial(_wait_for, self._kernels, ticket, (*tensors, low)))
 
     def square(self, grad: Tensor) -> float:
@@ -193,7 +179,7 @@ class CpuAdam:
         Raises:
             ValueError: naming what does not fit.
         """
-        problems = _problems_of("grad", grad, grad.numel(), (*_TYPES, torch.float64))
+        problems = problems_of_tensor("grad", grad, grad.numel(), (*GRAD_TYPES, torch.float64))
         if problems:
             raise ValueError("; ".join(problems))
         if self._kernels is None or grad.dtype == torch.float64:
@@ -236,25 +222,29 @@ def _checked(code: int) -> int:
     return code
 
 
-def _calls(
-    tensors: Sequence[Tensor], low: Tensor | None, stretches: Sequence[tuple[int, int, AdamStep]]
-) -> ctypes.Array[_CStep]:
-    """The kernel's arguments; ``tensors`` are p, m, v, their outputs and the gradient."""
-    places = [(t.data_ptr(), t.element_size()) for t in (*tensors, *([] if low is None else [low]))]
+def _call(
+    tensors: Sequence[Tensor],
+    low: Tensor | None,
+    stretches: Sequence[tuple[int, int, AdamStep]],
+    only: np.ndarray | None = None,
+) -> tuple[ctypes.Array[_CStep], int, ctypes.c_void_p, int]:
+    """What the kernel does and where, as it is told; ``tensors`` are p, m, v, their outputs and the gradient."""
+    addresses = [t.data_ptr() for t in (*tensors, *([] if low is None else [low]))]
     types = _TYPES[tensors[-1].dtype], 0 if low is None else _TYPES[low.dtype]
-    calls = []
-    for start, stop, how in stretches:
-        addresses = [base + start * size for base, size in places]
-        calls.append(_call((*addresses, None)[:8], stop - start, types, how))
-    return (_CStep * len(calls))(*calls)
+    steps = [_c_step((*addresses, None)[:8], types, how) for *_, how in stretches]
+    ranges = np.array([[0, len(tensors[0])]]) if only is None else only
+    pieces = [between(ranges, start, stop) for start, stop, _ in stretches]
+    where = np.empty((sum(map(len, pieces)), 3), dtype=np.int64)  # GptparStretch
+    np.concatenate([*pieces, np.empty((0, 2), np.int64)], out=where[:, :2])
+    where[:, 2] = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
+    return (_CStep * len(steps))(*steps), len(steps), where.ctypes.data_as(ctypes.c_void_p), len(where)
 
 
-def _call(addresses: Sequence[int | None], length: int, types: tuple[int, int], how: AdamStep) -> _CStep:
+def _c_step(addresses: Sequence[int | None], types: tuple[int, int], how: AdamStep) -> _CStep:
     """Numbers are computed in double precision and rounded to fp32 once, by ctypes."""
     exact = math.frexp(how.divisor)[0] == 0.5 and 2.0**-100 < how.divisor < 2.0**100  # a power of 2: multiply instead
     return _CStep(
         *addresses,
-        n=length,
         grad_type=types[0],
         low_type=types[1],
         multiply=exact,
@@ -310,88 +300,3 @@ def _torch_step(
     if low is not None:
         low.copy_(into[0])
     return finite
-
-
-def _check(
-    p: Tensor,
-    m: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    stretches: Sequence[tuple[int, int, AdamStep]],
-    into: tuple[Tensor, Tensor, Tensor] | None,
-    low: Tensor | None,
-) -> None:
-    state = p.dtype if p.dtype == torch.float64 else torch.float32
-    low_types = (torch.bfloat16, torch.float16, state)
-    inputs = {"p": p, "m": m, "v": v}
-    outputs = {f"into[{i}]": t for i, t in enumerate(into)} if into else dict(inputs)
-    problems = []
-    for name, tensor in {**inputs, **outputs}.items():
-        problems += _problems_of(name, tensor, p.numel(), (state,))
-    problems += _problems_of("grad", grad, p.numel(), (state,) if state == torch.float64 else (*_TYPES,))
-    if low is not None:
-        problems += _problems_of("low", low, p.numel(), low_types)
-        outputs["low"] = low
-    if not problems:
-        problems += _overlaps({**inputs, "grad": grad}, outputs)
-    end = 0
-    for start, stop, _ in stretches:
-        if not end <= start <= stop <= p.numel():
-            problems.append(f"elements {start} to {stop} do not lie between {end} and {p.numel()}")
-        end = stop
-    for how in dict.fromkeys(how for *_, how in stretches):
-        problems += _problems_of_numbers(how)
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def _problems_of_numbers(how: AdamStep) -> list[str]:
-    problems = [
-        f"{name} is {value}, not in [0, 1)"
-        for name, value in (("beta1", how.beta1), ("beta2", how.beta2))
-        if not 0 <= value < 1
-    ]
-    if how.step < 1:
-        problems.append(f"step is {how.step} and not at least 1")
-    problems += [
-        f"{name} is {value}, not finite and at least 0"
-        for name, value in (("lr", how.lr), ("eps", how.eps), ("weight_decay", how.weight_decay))
-        if not 0 <= value < math.inf
-    ]
-    if not how.divisor >= 1e-37:
-        problems.append(f"divisor is {how.divisor}, not at least 1e-37, as fp32 needs it")
-    return problems
-
-
-def _problems_of(name: str, tensor: Tensor, length: int, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    problems = []
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
-        problems.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
-    if tensor.dim() != 1 or tensor.numel() != length:
-        problems.append(f"{name} has the shape {tuple(tensor.shape)}, not ({length},)")
-    if tensor.device.type != "cpu":
-        problems.append(f"{name} is on {tensor.device}, not on the CPU")
-    elif not tensor.is_contiguous():
-        problems.append(f"{name} is not contiguous: its strides are {tensor.stride()}")
-    return problems
-
-
-def _overlaps(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[str]:
-    """Outputs that share memory with another tensor: the order of reads and writes would decide what they hold.
-
-    An output may lie exactly where the state that it replaces does, and the low-precision parameters where the
-    gradient does: each element is read before it is written.
-    """
-    own = dict(zip(outputs, inputs, strict=False))  # new p, m, v and low -> p, m, v and grad
-    places = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for n, t in {**inputs, **outputs}.items()}
-    ordered = sorted(places.values())
-    if all(before[1] <= after[0] for before, after in itertools.pairwise(ordered)):
-        return []
-    problems = []
-    for name, (start, stop) in ((n, places[n]) for n in outputs):
-        for other, (first, last) in places.items():
-            same = other == name or (other == own[name] and (first, last) == (start, stop))
-            if not same and first < stop and start < last:
-                problems.append(f"{name} overlaps {other} by {min(stop, last) - max(start, first)} bytes")
-    return problems

@@ -6,7 +6,8 @@ which each layer waits for its own buckets only. Two ways to win time, with the 
 - After the backward pass the global gradient norm is known, and with it the factor of clipping: update in place.
 - Before that, where host memory holds a second set of buffers: assume that nothing will be clipped, and write the new
   values beside the old ones ("speculate"). If that turns out right, the two change places; else the step is computed
-  again from the old values, which nothing has touched.
+  again from the old values, which nothing has touched. Of a gradient that is offered before it is quite complete, only
+  the elements that changed are.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.profiler import record_function
 
@@ -28,12 +29,16 @@ from gptpar.optim.buckets import (
     HostPiece,
     Rates,
     Recipe,
+    bytes_of,
     cut_piece,
-    new_buffers,
+    make_room,
+    parts_of,
     shallowest_that_is_here,
 )
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.transfers import Later, Transfers
+from gptpar.optim.orders import Order
+from gptpar.optim.ranges import between
+from gptpar.optim.transfers import Transfers
 from gptpar.optim.updates import Updates
 
 POLL_SECONDS = 2e-4
@@ -48,20 +53,6 @@ between. Beside a loop that never rests the kernel waited 0.6 ms for each bucket
 CLOSE_SECONDS = 60.0
 DISTRUST_STEPS = 10
 """Steps without speculation after one in which it was wrong: clipping comes in spells."""
-
-
-@dataclass(frozen=True)
-class _Order:
-    """An announced step, of which the device may still be computing the ``norm``.
-
-    Attributes:
-        unclipped: what it does if that norm is small enough; ``None``: nothing, whatever the norm.
-        without: units that have no gradient and stay as they are.
-    """
-
-    norm: Later
-    unclipped: Recipe | None
-    without: frozenset[str]
 
 
 class HostShare:
@@ -107,8 +98,9 @@ class HostShare:
         self.waited_s, self.num_redone, self.num_ahead = 0.0, 0, 0
         self.num_elements = sum(piece.length for piece in pieces)
         self._cores = cores
-        self._order: _Order | None = None
+        self._order: Order | None = None
         self._foreseen: Recipe | None = None
+        self._will_change: dict[str, np.ndarray] = {}
         self._distrust = 0
         self._failure: BaseException | None = None
         self._closing = False
@@ -126,12 +118,8 @@ class HostShare:
             bucket.live = live[bucket.unit][bucket.start : bucket.stop]
 
     def make_room(self, elements: int) -> None:
-        """Allow speculation for some elements: the last ones of the model, since gradients come in that order."""
-        for bucket in reversed(self._buckets):
-            elements -= bucket.stop - bucket.start
-            if elements < 0:
-                break
-            bucket.beside = new_buffers(bucket.stop - bucket.start, bucket.now.weights.dtype)
+        """Allow speculation for some elements: the last ones of the model."""
+        make_room(self._buckets, elements)
 
     def foresee(self, rates: tuple[Rates, ...], loss_scale: float) -> None:
         """What the coming step will probably be, so that it may be begun during the backward pass."""
@@ -139,19 +127,37 @@ class HostShare:
             self._foreseen = Recipe(rates, loss_scale)
             self._changed.notify_all()
 
-    def offer(self, unit: str, grad: torch.Tensor) -> None:
+    def keep_values(self, unit: str) -> bool:
+        """Prepare a unit for gradients that are offered early; returns whether that is of use: where it has room."""
+        with_room = [bucket for bucket in self._of_unit[unit] if bucket.beside is not None]
+        for bucket in with_room:
+            assert bucket.live is not None
+            bucket.way, bucket.slot = self._transfers.keeping(bucket.live), self._transfers.set_aside()
+        return bool(with_room)
+
+    def foresee_changes(self, unit: str, changed: np.ndarray) -> None:
+        """In which ranges the coming step's gradient of a unit will change after it is offered early."""
+        self._will_change[unit] = changed
+
+    def offer(self, unit: str, grad: torch.Tensor, *, early: bool = False) -> None:
         """A unit's gradient is complete on the device; the memory must stay as it is until the next step.
 
         A second one before that replaces the first.
+
+        Args:
+            early: it is not complete yet and will be offered once more, then with changes only in the ranges that were
+                foreseen; the memory may be the same. Until then the step may be tried with it.
         """
         with self._changed:
+            changed = self._will_change.get(unit) if early else self._will_change.pop(unit, None)
             for bucket in self._of_unit[unit]:
                 assert bucket.settled, f"{unit} got a gradient before its last step was done"
-                coming = self._transfers.fetch(grad[bucket.start : bucket.stop])
-                if bucket.grad is None:
-                    bucket.grad = coming
-                else:  # the thread may be at work on the first one
-                    bucket.again = coming
+                if early and (changed is None or bucket.way is None or self._distrust):
+                    continue
+                slot = None if bucket.grad is None else bucket.slot
+                coming = self._transfers.fetch(grad[bucket.start : bucket.stop], slot)
+                mine = None if changed is None else between(changed, bucket.start, bucket.stop) - bucket.start
+                bucket.take(coming, mine)
             self._changed.notify_all()
 
     def step(
@@ -164,12 +170,12 @@ class HostShare:
             rates: by group.
             without: units that stay as they are. All others must have been offered a gradient.
         """
-        self._announce(_Order(self._transfers.later(norm), Recipe(rates, loss_scale), without))
+        self._announce(Order(self._transfers.later(norm), Recipe(rates, loss_scale), without))
 
     def cancel(self) -> None:
         """Forget the gradients offered for the coming step; parameters have the last step's values again."""
         not_finite = self._transfers.later(torch.tensor(float("nan")))
-        self._announce(_Order(not_finite, None, frozenset(self._of_unit)))
+        self._announce(Order(not_finite, None, frozenset(self._of_unit)))
         self.finish()
 
     def wait(self, unit: str, *, block: bool = False) -> None:
@@ -239,14 +245,9 @@ class HostShare:
             bucket.steps = count
 
     def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(unit, first element within its piece, values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``."""
+        """See :func:`parts_of <gptpar.optim.buckets.parts_of>`."""
         self.finish()
-        for bucket in self._buckets:
-            if kind == "grad":
-                assert bucket.grad is not None
-                yield bucket.unit, bucket.start, bucket.grad.tensor()
-            else:
-                yield bucket.unit, bucket.start, getattr(bucket.now, kind)
+        yield from parts_of(self._buckets, kind)
 
     def square_of_weights(self) -> float:
         """Sum of squares of the master weights that this process counts."""
@@ -261,15 +262,14 @@ class HostShare:
     @property
     def state_bytes(self) -> tuple[int, int]:
         """Memory of masters and moments, and of what is beside them for speculation."""
-        sizes = [(b.stop - b.start) * 3 * b.now.weights.element_size() for b in self._buckets]
-        return sum(sizes), sum(size for size, b in zip(sizes, self._buckets, strict=True) if b.beside is not None)
+        return bytes_of(self._buckets)
 
     @property
     def kernel(self) -> str:
         """What updates, in a few words."""
         return f"{self._updates.adam.isa}, {self._updates.adam.threads} thread(s)"
 
-    def _announce(self, order: _Order) -> None:
+    def _announce(self, order: Order) -> None:
         with self._changed:
             for bucket in self._buckets:
                 assert bucket.grad is not None or bucket.unit in order.without, f"{bucket.unit} has got no gradient"
@@ -309,9 +309,11 @@ class HostShare:
     def _next_work(self) -> Callable[[], None] | None:
         with self._changed:
             while True:
+                self._drop_what_came_too_late()
                 order = self._order
                 recipe = self._foreseen if order is None else order.unclipped
-                candidates = [] if recipe is None or self._distrust else list(self._speculable())
+                speculates = recipe is not None and not self._distrust
+                candidates = [bucket for bucket in self._buckets if speculates and bucket.speculable]
                 if order is not None and (not candidates or order.norm.known()):
                     return partial(self._take_step, order)
                 closing = self._closing and order is None
@@ -325,10 +327,11 @@ class HostShare:
                     return None
                 self._changed.wait(POLL_SECONDS if candidates else None)
 
-    def _speculable(self) -> Iterator[Bucket]:
+    def _drop_what_came_too_late(self) -> None:
+        """Early gradients with which nothing was tried until the complete ones were made."""
         for bucket in self._buckets:
-            if bucket.beside and bucket.grad and bucket.tried is None and bucket.again is None:
-                yield bucket
+            if bucket.tried is None and bucket.again is not None and bucket.changed is not None and bucket.again.made():
+                bucket.replace_grad()
 
     def _speculate(self, bucket: Bucket, recipe: Recipe) -> None:
         assert bucket.grad is not None
@@ -336,11 +339,12 @@ class HostShare:
         bucket.tried = recipe, bucket.grad
         time.sleep(max(0.0, self._updates.pace * (bucket.stop - bucket.start) - LEAD_SECONDS))
 
-    def _take_step(self, order: _Order) -> None:
-        recipe = self._decide(order)
+    def _take_step(self, order: Order) -> None:
+        recipe = order.decided(self._clip)
         redone = False
         self._updates.land()
-        self._replace_grads()
+        for bucket in self._buckets:
+            bucket.replace_grad()
         for number, bucket in enumerate(self._buckets):
             self._fetch_ahead(number, recipe)
             redone |= self._settle(bucket, None if bucket.unit in order.without else recipe)
@@ -352,44 +356,37 @@ class HostShare:
                 self._order = None
             self._changed.notify_all()
 
-    def _replace_grads(self) -> None:
-        for bucket in (bucket for bucket in self._buckets if bucket.again is not None):
-            assert bucket.grad is not None
-            bucket.grad.release()
-            bucket.grad, bucket.again = bucket.again, None
-
     def _fetch_ahead(self, number: int, recipe: Recipe | None) -> None:
         """Bring the gradients of this bucket and of the next one, where they will be needed."""
         for bucket in self._buckets[number : number + 2]:
-            if recipe is not None and bucket.grad is not None and bucket.tried != (recipe, bucket.grad):
-                bucket.grad.begin(urgent=True)
-
-    def _decide(self, order: _Order) -> Recipe | None:
-        """The step's recipe, with the same arithmetic as on the device; ``None``: a gradient is not finite."""
-        norm = order.norm.value()
-        if order.unclipped is None or not norm < float("inf"):
-            return None
-        clipping = max(1.0, (norm + 1e-6) / self._clip) if self._clip > 0 else 1.0
-        return replace(order.unclipped, divisor=order.unclipped.divisor * clipping)
+            if recipe is not None and bucket.grad is not None:
+                wrong = bucket.wrong(recipe)
+                if wrong is None or len(wrong):
+                    bucket.grad.begin(urgent=True)
 
     def _settle(self, bucket: Bucket, recipe: Recipe | None) -> bool:
         """Make the bucket's state that of the step, or begin to; returns whether a speculation was in vain."""
-        tried, right = bucket.tried, recipe is not None and bucket.tried == (recipe, bucket.grad)
-        if recipe is not None and not right:
+        tried, wrong = bucket.tried is not None, bucket.wrong(recipe)
+        if recipe is None:
+            if tried:
+                self._updates.send(bucket)
+            self._settled(bucket, updated=False)
+        elif wrong is None:
             self._updates.begin(bucket, recipe, None, partial(self._settled, bucket, updated=True))
-            return tried is not None
-        if right and bucket.beside is not None:
-            bucket.now, bucket.beside = bucket.beside, bucket.now
-            self.num_ahead += bucket.stop - bucket.start
-        elif tried is not None:
-            self._updates.send(bucket)
-        self._settled(bucket, updated=right)
-        return tried is not None and not right
+        elif len(wrong):
+            self._updates.begin(bucket, recipe, bucket.beside, partial(self._adopt, bucket), wrong)
+        else:
+            self._adopt(bucket)
+        return tried and wrong is None
+
+    def _adopt(self, bucket: Bucket) -> None:
+        assert bucket.beside is not None
+        bucket.now, bucket.beside = bucket.beside, bucket.now
+        self.num_ahead += bucket.stop - bucket.start
+        self._settled(bucket, updated=True)
 
     def _settled(self, bucket: Bucket, *, updated: bool) -> None:
-        if bucket.grad is not None:
-            bucket.grad.release()
-        bucket.grad = bucket.tried = None
+        bucket.forget()
         bucket.steps += updated
         with self._changed:
             bucket.settled = True

@@ -59,12 +59,15 @@ def _make_transfers(lengths: Sequence[int], device: torch.device, itemsize: int)
     return GpuTransfers(device, buckets, min(BUCKET_ELEMENTS, max(lengths)) * itemsize)
 
 
-def room_beside(elements: int, wide: torch.dtype, wish: str, *, asker: str, option: str, remedy: str) -> int:
+def room_beside(
+    elements: int, wide: torch.dtype, wish: str, kept: int = 0, *, asker: str, option: str, remedy: str
+) -> int:
     """For how many of the host's elements there is room for speculation.
 
     Args:
         wide: of master weights and moments.
         wish: ``off``, ``on`` or ``auto``: as much as fits.
+        kept: bytes of parameters' values that are kept for those that speculate.
         asker, option, remedy: words of the error: who needs the memory, how it asked for speculation, what helps.
 
     Raises:
@@ -74,7 +77,7 @@ def room_beside(elements: int, wide: torch.dtype, wish: str, *, asker: str, opti
     free = int(available_memory() * (1 - KEPT_FREE)) // processes
     state = 3 * wide.itemsize * elements
     room = free - state - RING_BYTES
-    needed = 2 * state if wish == "on" else state
+    needed = 2 * state + kept if wish == "on" else state
     if free and room < needed - state:
         what = f"masters and moments, twice for {option}" if wish == "on" else "masters and moments"
         raise GptparError(
@@ -84,7 +87,7 @@ def room_beside(elements: int, wide: torch.dtype, wish: str, *, asker: str, opti
         )
     if wish == "off":
         return 0
-    return elements if wish == "on" or not free else min(elements, room // (3 * wide.itemsize))
+    return elements if wish == "on" or not free else min(elements, max(0, room - kept) // (3 * wide.itemsize))
 
 
 def _gib(count: int) -> str:

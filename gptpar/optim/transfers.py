@@ -25,6 +25,10 @@ OUTGOING = 3
 """Slots for new parameters: one being filled, one to be filled next, one on its way."""
 
 
+Slot = tuple[torch.Tensor, torch.cuda.Event]
+"""Pinned memory, and an event after which it is no longer written to."""
+
+
 class Arrival(Protocol):
     """A gradient on its way to the host."""
 
@@ -63,7 +67,7 @@ class Departure(Protocol):
 
     @property
     def values(self) -> torch.Tensor:
-        """Host memory in which they can be written."""
+        """Host memory in which they can be written, from now on: what was sent from it before has left."""
 
     def send(self) -> Callable[[bool], None]:
         """Start the way of what was written.
@@ -79,11 +83,21 @@ class Transfers(Protocol):
     def enter_thread(self) -> None:
         """To be called once by the updating thread."""
 
-    def fetch(self, grad: torch.Tensor) -> Arrival:
-        """Begin to bring a finished gradient to the host, behind what the device was given so far."""
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+        """Begin to bring a finished gradient to the host, behind what the device was given so far.
+
+        Args:
+            slot: one that was set aside, of which the gradient before is not needed any more.
+        """
+
+    def set_aside(self) -> Slot | None:
+        """A slot for gradients that have to come as soon as they are made; ``None``: none is needed, or to spare."""
 
     def outgoing(self, target: torch.Tensor) -> Departure:
         """A way for the new values of ``target``; at most two may be open, that were not sent."""
+
+    def keeping(self, target: torch.Tensor) -> Departure:
+        """A way for ``target`` alone, to be used again and again: its memory keeps the values that were sent."""
 
     def later(self, number: torch.Tensor) -> Later:
         """A scalar of the device, to be read from another thread."""
@@ -97,10 +111,16 @@ class SameMemory:
 
     def enter_thread(self) -> None: ...
 
-    def fetch(self, grad: torch.Tensor) -> Arrival:
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
         return _Here(grad)
 
+    def set_aside(self) -> Slot | None:
+        return None
+
     def outgoing(self, target: torch.Tensor) -> Departure:
+        return _InPlace(target)
+
+    def keeping(self, target: torch.Tensor) -> Departure:
         return _InPlace(target)
 
     def later(self, number: torch.Tensor) -> Later:
@@ -165,50 +185,66 @@ class GpuTransfers:
         self._device = device
         slot_bytes = math.ceil(bucket_bytes / 4096) * 4096
         incoming, outgoing = ring_slots(num_buckets, slot_bytes)
-        self._ring = PinnedMemory((incoming + outgoing) * slot_bytes)
-        slots = [(slot, torch.cuda.Event()) for slot in self._ring.data.split(slot_bytes)]
+        self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
+        slots: list[Slot] = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
         self.free, self._out = slots[:incoming], slots[incoming:]
-        self._turn = 0
-        self.inward, self.overtaking, self._outward = (torch.cuda.Stream(device) for _ in range(3))
+        self._turn, self._shared = 0, incoming // 2
+        self.inward, self.overtaking, self._aside, self._outward = (torch.cuda.Stream(device) for _ in range(4))
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def fetch(self, grad: torch.Tensor) -> Arrival:
-        coming = _Coming(self, grad)
-        if len(self.free) > RESERVED:
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+        coming = _Coming(self, grad, slot)
+        if slot is not None:
+            coming.start(self._aside)
+        elif len(self.free) > RESERVED:
             coming.start(self.inward)
         return coming
+
+    def set_aside(self) -> Slot | None:
+        return self.free.pop() if len(self.free) > max(self._shared, RESERVED + 1) else None
 
     def outgoing(self, target: torch.Tensor) -> Departure:
         if target.device.type == "cpu":  # parameters that live in host memory, too
             return _InPlace(target)
         slot, left = self._out[self._turn]
         self._turn = (self._turn + 1) % len(self._out)
-        left.synchronize()
-        return _Going(slot[: target.numel() * target.element_size()].view(target.dtype), target, left, self._outward)
+        return _Going(slot[: target.nbytes].view(target.dtype), target, left, self._outward)
+
+    def keeping(self, target: torch.Tensor) -> Departure:
+        if target.device.type == "cpu":
+            return _InPlace(target)
+        self._pinned.append(PinnedMemory(target.nbytes))
+        return _Going(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._outward)
 
     def later(self, number: torch.Tensor) -> Later:
         return _ComingNumber(number)
 
     def close(self) -> None:
-        for stream in (self.inward, self.overtaking, self._outward):
+        for stream in (self.inward, self.overtaking, self._aside, self._outward):
             stream.synchronize()
         self.free, self._out = [], []
-        self._ring.close()
+        for memory in self._pinned:
+            memory.close()
 
 
 @dataclass(frozen=True)
 class _Going:
-    values: torch.Tensor
+    memory: torch.Tensor
     target: torch.Tensor
     left: torch.cuda.Event
     stream: torch.cuda.Stream
 
+    @property
+    def values(self) -> torch.Tensor:
+        self.left.synchronize()
+        return self.memory
+
     def send(self) -> Callable[[bool], None]:
         there = torch.cuda.Event()
         with torch.cuda.stream(self.stream):
-            self.target.copy_(self.values, non_blocking=True)
+            self.target.copy_(self.memory, non_blocking=True)
             self.left.record()
             there.record()
         return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
@@ -230,14 +266,14 @@ class _ComingNumber:
 
 
 class _Coming:
-    """A gradient that waits on the device until there is a slot for it."""
+    """A gradient that waits on the device until there is a slot for it, unless it has one of its own."""
 
-    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor):
+    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: Slot | None):
         self._transfers, self._grad = transfers, grad
         self._made, self._there = torch.cuda.Event(), torch.cuda.Event()
         self._made.record()
         self._is_made = False
-        self._slot: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._slot = self._own = own
 
     def made(self) -> bool:
         self._is_made = self._is_made or self._made.query()
@@ -249,7 +285,7 @@ class _Coming:
         return self._slot is not None
 
     def start(self, stream: torch.cuda.Stream) -> None:
-        self._slot = self._transfers.free.pop()
+        self._slot = self._own or self._transfers.free.pop()
         with torch.cuda.stream(stream):
             stream.wait_event(self._made)
             stream.wait_event(self._slot[1])  # one that was released unread may still be on its way there
@@ -269,6 +305,6 @@ class _Coming:
         return self._view()
 
     def release(self) -> None:
-        if self._slot is not None:
+        if self._slot is not None and self._own is None:
             self._transfers.free.append((self._slot[0], self._there))
             self._slot = None

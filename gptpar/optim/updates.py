@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from torch.profiler import record_function
 
 from gptpar.optim.buckets import Bucket, Buffers, Recipe
@@ -21,6 +22,7 @@ class _AtWork:
     departure: Departure
     ordered: Ordered
     landed: Callable[[], None]
+    only: np.ndarray | None
 
 
 class Updates:
@@ -45,41 +47,53 @@ class Updates:
         """Whether :meth:`land` has something to wait for."""
         return self._at_work is not None
 
-    def begin(self, bucket: Bucket, recipe: Recipe, into: Buffers | None, landed: Callable[[], None]) -> None:
+    def begin(
+        self,
+        bucket: Bucket,
+        recipe: Recipe,
+        into: Buffers | None,
+        landed: Callable[[], None],
+        only: np.ndarray | None = None,
+    ) -> None:
         """Order an update, and see to the one before while the kernel works on this one.
 
         Args:
             into: where the new state goes; default: in place of the old one.
             landed: called when it is done and its parameters are on their way.
+            only: ranges to which it keeps: elsewhere ``into`` and the bucket's own way have the new values.
         """
-        assert bucket.grad is not None and bucket.live is not None
-        grad, departure = bucket.grad.tensor(), self._transfers.outgoing(bucket.live)
+        assert bucket.grad is not None
+        grad, departure = bucket.grad.tensor(), self._way(bucket)
         how = [
             AdamStep(r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, bucket.steps + 1, recipe.divisor)
             for r in recipe.rates
         ]
         stretches = [(run.start, run.stop, how[run.group]) for run in bucket.runs]
         beside = None if into is None else into.all()
-        ordered = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values)
+        ordered = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values, only=only)
         self.land()
-        self._at_work = _AtWork(bucket, departure, ordered, landed)
+        self._at_work = _AtWork(bucket, departure, ordered, landed, only)
 
     def land(self) -> None:
         """Wait for the update at work, if there is one, and send its result."""
         work, self._at_work = self._at_work, None
         if work is None:
             return
-        with record_function(f"CPU Adam: {work.bucket.unit}"):
+        whole = work.only is None
+        with record_function(f"CPU Adam: {work.bucket.unit}" + ("" if whole else " (changed rows)")):
             _, seconds = work.ordered.wait()
         self.busy_s += seconds
-        if (length := work.bucket.stop - work.bucket.start) >= ENOUGH:
+        if whole and (length := work.bucket.stop - work.bucket.start) >= ENOUGH:
             self.pace = seconds / length
         work.bucket.settle_device = work.departure.send()
         work.landed()
 
     def send(self, bucket: Bucket) -> None:
         """Send the master weights as they are."""
-        assert bucket.live is not None
-        departure = self._transfers.outgoing(bucket.live)
+        departure = self._way(bucket)
         departure.values.copy_(bucket.now.weights)
         bucket.settle_device = departure.send()
+
+    def _way(self, bucket: Bucket) -> Departure:
+        assert bucket.live is not None
+        return bucket.way or self._transfers.outgoing(bucket.live)

@@ -3,14 +3,15 @@
 As :mod:`gptpar.optim.host_share` has it. At that moment the CPU has nothing to do, since the forward pass before has
 waited for all of its updates. Gradients come last layer first and travel one after the other. Where it may speculate,
 the CPU takes, of those that are here, what the next forward pass needs first; when the norm is known it updates the
-rest in the order of the forward pass, of which each layer waits for its own.
+rest in the order of the forward pass, of which each layer waits for its own. A tied embedding's gradient comes first,
+too, and when the backward pass is over the rows that were looked up are updated once more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gptpar.optim.buckets import BUCKET_ELEMENTS
 from gptpar.optim.placement import KEPT_FREE
@@ -29,11 +30,14 @@ class Layer:
     Attributes:
         forward, backward: seconds for a micro-batch.
         elements: those that the CPU updates.
+        again: how many of them change when their gradient is complete, which then comes at the beginning of the
+            backward pass, too; ``None``: it comes once.
     """
 
     forward: float
     backward: float
     elements: float = 0.0
+    again: float | None = None
 
     @property
     def buckets(self) -> int:
@@ -61,6 +65,10 @@ class HostSpeed:
         """Seconds of one of a layer's buckets."""
         return layer.elements / layer.buckets * seconds_an_element + self.pause
 
+    def again(self, layer: Layer) -> float:
+        """Seconds of what changes in one of its buckets after it was speculated."""
+        return 0.0 if layer.again is None else layer.again / layer.buckets * self.speculate + self.pause
+
 
 def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float, embedding: float) -> list[Layer]:
     """A stage's layers; the device keeps the first elements.
@@ -82,6 +90,9 @@ def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float
         kept = min(device, count)
         device -= kept
         layers.append(Layer(forward, backward, count - kept))
+    if job.early_elements:  # at most each token is another row
+        rows = min(job.tokens, job.shape.padded_vocab_size) / job.shape.padded_vocab_size
+        layers[0] = replace(layers[0], again=rows * job.early_elements)
     return layers
 
 
@@ -118,13 +129,15 @@ def waiting(layers: Sequence[Layer], speculated: float, update: float, speed: Ho
         update: seconds from the end of the backward pass to the next forward pass, in which the device updates its own
             elements; the CPU knows the gradient's norm before.
     """
-    came, end = _arrivals(layers, speed)
+    early, came, end = _arrivals(layers, speed)
     left = [layer.buckets for layer in layers]
-    free = _speculate(layers, came, left, speculated, end, speed)
+    free = _speculate(layers, early, left, speculated, end, speed)
     now, cpu, waited = end + update, max(end, free), 0.0
     for layer, when, buckets in zip(layers, came, left, strict=True):
-        if buckets:
-            cpu = max(cpu, when) + buckets * speed.bucket(layer, speed.update)
+        work = (layer.buckets - buckets) * speed.again(layer)
+        work += buckets * speed.bucket(layer, speed.update) if buckets else 0.0
+        if work:
+            cpu = max(cpu, when) + work
             ready = cpu + layer.elements / layer.buckets * speed.travel
             waited += max(0.0, ready - now)
             now = max(now, ready)
@@ -132,17 +145,26 @@ def waiting(layers: Sequence[Layer], speculated: float, update: float, speed: Ho
     return waited
 
 
-def _arrivals(layers: Sequence[Layer], speed: HostSpeed) -> tuple[list[float], float]:
-    """When each layer's first bucket is in host memory, and when the backward pass ends."""
+def _arrivals(layers: Sequence[Layer], speed: HostSpeed) -> tuple[list[float], list[float], float]:
+    """When each layer's first bucket is in host memory, early and complete, and when the backward pass ends."""
     now = link = 0.0
     came = [0.0] * len(layers)
+    early: dict[int, float] = {}
+
+    def travel(i: int) -> float:
+        nonlocal link
+        began = max(link, now)
+        link = began + layers[i].elements * speed.travel
+        return began + layers[i].elements / layers[i].buckets * speed.travel
+
+    for i, layer in enumerate(layers):
+        if layer.again is not None:
+            early[i] = travel(i)
     for i in reversed(range(len(layers))):
         now += layers[i].backward
         if layers[i].elements:
-            began = max(link, now)
-            came[i] = began + layers[i].elements / layers[i].buckets * speed.travel
-            link = began + layers[i].elements * speed.travel
-    return came, now
+            came[i] = travel(i)
+    return [early.get(i, when) for i, when in enumerate(came)], came, now
 
 
 def _speculate(
@@ -156,21 +178,21 @@ def _speculate(
             room -= layers[i].elements
         if room <= 0:
             break
-    coming = [i for i in range(len(layers)) if allowed[i]]  # the next to come is the last one
-    here: list[int] = []
+    coming = sorted((i for i in range(len(layers)) if allowed[i]), key=lambda i: -came[i])  # the next one last
+    here: set[int] = set()
     free = 0.0
     while coming or here:
         while coming and came[coming[-1]] <= free:
-            here.append(coming.pop())
+            here.add(coming.pop())
         begins = free if here else came[coming[-1]]
         if begins >= until:
             break
         free = begins
         if here:
-            shallowest = here[-1]
+            shallowest = min(here)
             free += speed.bucket(layers[shallowest], speed.speculate)
             left[shallowest] -= 1
             allowed[shallowest] -= 1
             if not allowed[shallowest]:
-                here.pop()
+                here.remove(shallowest)
     return free

@@ -104,6 +104,17 @@ class Job:
         return self.config.offload.ratio or 0.0
 
     @property
+    def early_elements(self) -> float:
+        """Elements whose gradient the host gets early; see :mod:`gptpar.training.early_rows`."""
+        offload = self.config.offload
+        used = offload.offload_speculation != "off" and not offload.optimizer_nvme_path
+        if not self.ratio or not used or not self.config.model.tied or self.layout.world_size > 1:
+            return 0.0
+        lengths = [unit.length for unit in self.units]
+        on_device = (1 - self.ratio) * sum(n * length for n, length in zip(self.stages[0].units, lengths, strict=True))
+        return max(0.0, lengths[0] - on_device)
+
+    @property
     def brings_parameters(self) -> bool:
         """Whether a layer's weights are on the device only while it needs them."""
         return self.zero_stage == 3 or self.config.offload.cpu_parameters

@@ -112,6 +112,8 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host += RING_BYTES if job.ratio else 0
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
+    else:
+        host += size * job.early_elements  # their weights' values are kept
     return parameters, gradients, device * 3 * wide * shard, host
 
 
@@ -121,7 +123,8 @@ def _moments(
     """(gradients that go to the host, activations, buffers) when their sum may be largest.
 
     Such a gradient stays on the device, with the weights' bytes, until the host has used it. The device keeps the first
-    layers: when all of the host's gradients are there, the activations of those layers are there still.
+    layers: when all of the host's gradients are there, the activations of those layers are there still. What is sent
+    early is there together with all activations.
 
     Args:
         activations: at most.
@@ -132,7 +135,7 @@ def _moments(
     most = max(_loss_buffers(job, part), backward, _end_buffers(job, part))
     remaining = of_one * _share_of_device(job, part)
     if not job.graph:
-        yield 0.0, activations, most
+        yield job.early_elements * job.element_size, activations, most
         yield leaving, remaining, max(backward, _end_buffers(job, part))
         return
     yield leaving, activations, most  # a recorded step has their memory all the time

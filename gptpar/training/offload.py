@@ -36,7 +36,12 @@ def host_pieces(
 
 
 def make_host_share(
-    config: Config, pieces: Sequence[HostPiece], device: torch.device, dtype: torch.dtype, wide: torch.dtype
+    config: Config,
+    pieces: Sequence[HostPiece],
+    device: torch.device,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    early: Unit | None = None,
 ) -> HostShare | None:
     """The host's share, or ``None`` where it has nothing to do.
 
@@ -44,11 +49,14 @@ def make_host_share(
         pieces: in forward order.
         dtype: of the live parameters.
         wide: of master weights and moments.
+        early: the unit whose gradient will be offered early.
 
     Raises:
         GptparError: the host's memory does not suffice; before anything is allocated.
     """
     elements = sum(piece.length for piece in pieces)
+    away = device.type == "cuda" and not config.offload.cpu_parameters
+    kept = sum(dtype.itemsize * piece.length for piece in pieces if away and early and piece.unit == early.name)
     if not elements:
         return None
     return build_host_share(
@@ -59,11 +67,11 @@ def make_host_share(
         clip_grad=config.optimizer.clip_grad,
         folder=None if config.offload.optimizer_nvme_path is None else Path(config.offload.optimizer_nvme_path),
         threads=config.offload.cpu_optimizer_threads,
-        speculated_elements=_speculated_elements(config, elements, wide),
+        speculated_elements=_speculated_elements(config, elements, wide, kept),
     )
 
 
-def _speculated_elements(config: Config, elements: int, wide: torch.dtype) -> int:
+def _speculated_elements(config: Config, elements: int, wide: torch.dtype, kept: int = 0) -> int:
     """For how many elements there is room beside; see ``--offload-speculation``."""
     if config.offload.optimizer_nvme_path is not None:
         _require_disk(Path(config.offload.optimizer_nvme_path), 3 * wide.itemsize * elements * place_on_machine()[1])
@@ -73,6 +81,7 @@ def _speculated_elements(config: Config, elements: int, wide: torch.dtype) -> in
         elements,
         wide,
         config.offload.offload_speculation,
+        kept,
         asker="--cpu-optimizer",
         option="--offload-speculation on",
         remedy=f"lower --cpu-optimizer-ratio {ratio}, use more processes with ZeRO, or a smaller model",

@@ -25,6 +25,7 @@ from gptpar.pipeline.stage import Fields, ParameterInfo, Stage, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology import Layout, Topology
+from gptpar.training.early_rows import EarlyRows, early_unit
 from gptpar.training.host_gradients import HostGradients, sum_together
 from gptpar.training.offload import host_pieces, make_host_share
 from gptpar.training.step_graph import HostCalls
@@ -65,7 +66,8 @@ class ShardedModel:
         on_device, device = self.division.on_device, topology.device
         self._runs = device_runs(self.units, on_device, runs)
         pieces = host_pieces(self.units, runs, on_device)
-        self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide)
+        early = early_unit(config, topology.layout, self.units, on_device)
+        self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide, early)
         self.host_calls = None if self.host is None else HostCalls(self.host)
         ahead = device.type == "cuda" and wants_graph(config, topology.layout.data)
         self._host_gradients = HostGradients(
@@ -92,6 +94,7 @@ class ShardedModel:
             on_device=on_device,
             arriving_dtype=dtype,
             to_host=self._host_gradients.take,
+            to_host_early=self._host_gradients.take_early,
             ahead=ahead,
         )
         self.optimizer = MasterAdamW(
@@ -119,6 +122,7 @@ class ShardedModel:
             stage.place(storage)
             stage.caller = self.live
         self.gradients.watch({k: v for stage in self.stages for k, v in stage.global_parameters().items()})
+        self._early = EarlyRows.of(early, on_device, self.host, self.stages, self.gradients)
 
     def publish(self) -> None:
         """Make the live parameters equal to the masters."""
@@ -147,6 +151,11 @@ class ShardedModel:
     def eval(self) -> None:
         """Dropout off."""
         self.pipeline.eval()
+
+    def foresee_tokens(self, tokens: torch.Tensor) -> None:
+        """A step begins: the tokens of its last micro-batch."""
+        if self._early is not None:
+            self._early.foresee(tokens)
 
     def begin_gradients(self, num_micro_batches: int) -> None:
         """A step begins."""

@@ -184,6 +184,7 @@ class Trainer:
         self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.layout.data))
         self._iteration = iteration
         self.activity.note(f"iteration {iteration + 1}, forward and backward")
+        self.model.foresee_tokens(batches[-1].tokens_BS)
         on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
         return (self._graph or self._forward_backward)(on_device)
 

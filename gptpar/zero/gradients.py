@@ -38,6 +38,7 @@ class GradientSum:
         arriving_dtype: of the gradients that autograd produces. What the host updates of a single micro-batch and a
             single process is never anything else.
         to_host: takes (unit, the others' complete sum); the memory stays as it is until the next step's backward.
+        to_host_early: takes (unit, a sum, what is to be added to it or ``None``) before that; see :meth:`take_early`.
         ahead: whether to take the memory of those sums at the beginning of a step, so that the step uses it for nothing
             else: a recording of the step would do so before the host has fetched them.
 
@@ -59,17 +60,18 @@ class GradientSum:
         on_device: Mapping[str, int] | None = None,
         arriving_dtype: torch.dtype | None = None,
         to_host: Callable[[Unit, torch.Tensor], None] | None = None,
+        to_host_early: Callable[[Unit, torch.Tensor, torch.Tensor | None], None] | None = None,
         ahead: bool = False,
     ):
         self._axis, self._dtype, self._reduce_dtype, self._done = axis, dtype, reduce_dtype, done
-        self._to_host, self._arriving_dtype = to_host, arriving_dtype or dtype
+        self._to_host, self._to_host_early, self._arriving_dtype = to_host, to_host_early, arriving_dtype or dtype
         self._units = {unit.name: unit for unit in units}
         self._chunks = [list(dict.fromkeys(names)) for names in chunks]
         self._unit_of = {name: unit for unit in units for name in unit.slots}
         lengths = [unit.shard_length if on_device is None else on_device[unit.name] for unit in units]
         self.shard = torch.zeros(sum(lengths), dtype=dtype, device=device)
         self.shards = dict(zip(self._units, self.shard.split(lengths), strict=True))
-        self._keeps_all, self._single = axis.zero_stage < 2, True
+        self._keeps_all, self._single, self._last = axis.zero_stage < 2, True, False
         here = [unit for unit, length in zip(units, lengths, strict=True) if length == unit.shard_length]
         self._streams = len(here) < len(units)
         self._ahead = [unit for unit in units if unit not in here] if ahead else []
@@ -106,6 +108,7 @@ class GradientSum:
 
     def begin_backward(self, chunk: int, *, last: bool) -> None:
         """A backward pass of a stage begins; ``last``: it is the step's last for that stage."""
+        self._last = last
         self._missing = {name: len(self._units[name].slots) for name in self._chunks[chunk]}
         if last or not self._keeps_all:
             self._waiting.extend((self._units[name], last) for name in reversed(self._chunks[chunk]))
@@ -116,6 +119,26 @@ class GradientSum:
             self._add(self._units[unit])
         while self._waiting:
             self._reduce(*self._waiting.popleft())
+
+    @torch.no_grad()
+    def take_early(self, name: str, grad: torch.Tensor) -> None:
+        """A parameter's gradient, to which the backward pass will still add something in some rows.
+
+        The parameter is all of a unit that the host updates, of a single process. In the step's last backward pass the
+        sum as it is now goes to the host. When it does so complete, the rows to which nothing was added are the same
+        bits, so that it may be written over memory on its way to the host (but the sign of a zero may differ where
+        several micro-batches are summed, which changes no update).
+        """
+        if not self._last:
+            return
+        assert self._axis.group is None and self._to_host_early is not None
+        unit = self._unit_of[name]
+        total, flat, low = self._sum_of(unit), grad.reshape(-1), self.shards[unit.name].numel()
+        if self._single:
+            torch.add(flat, 0.0, out=total)  # as autograd will add zeros: -0 becomes 0
+            self._to_host_early(unit, total[low:], None)
+        else:
+            self._to_host_early(unit, total[low:], flat[low:])
 
     def _take(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.optim import placement, transfers
+from gptpar.optim import buckets, placement, transfers
 from gptpar.optim.cpu_adam import CpuAdam, Ordered
+from gptpar.optim.host_share import HostShare
 from gptpar.optim.schedule import make_schedule
 from gptpar.topology import Layout, Topology
+from gptpar.training import sharded_model
 from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
@@ -96,6 +99,61 @@ def test_a_step_in_recorded_parts_is_bit_identical(
     in_parts = run(f"{words} --cuda-graph on", micro_batches=micro_batches)
     assert in_parts[0] == one_by_one[0]
     assert all(torch.equal(in_parts[1][name], values) for name, values in one_by_one[1].items())
+
+
+class Repairing(CpuAdam):
+    """Counts the updates of looked-up rows alone."""
+
+    repairs = 0
+
+    def order(self, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Ordered:
+        Repairing.repairs += only is not None
+        return super().order(*args, only=only, **kwargs)
+
+
+@pytest.mark.parametrize("graph", ["off", "on"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("ring_bytes", [1, transfers.RING_BYTES])
+@pytest.mark.parametrize("clip, ratio", [("1000", "1"), ("1000", "0.99"), ("1.75", "1")])
+def test_an_early_gradient_of_the_embedding_changes_no_bit(
+    clip: str, ratio: str, ring_bytes: int, micro_batches: int, graph: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other tokens in each step; the device is held up after the early gradient, so that the host is done with it."""
+    words = f"--bf16 --clip-grad {clip} {OFFLOAD} {ratio} --micro-batch-size {4 // micro_batches}"
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded_model, "early_unit", lambda *_: None)
+        plain = run(f"{words} --offload-speculation off --cuda-graph off", micro_batches=micro_batches)
+    offer = HostShare.offer
+
+    def held_up(share: HostShare, unit: str, grad: torch.Tensor, *, early: bool = False) -> None:
+        offer(share, unit, grad, early=early)
+        if early:
+            torch.cuda._sleep(50_000_000)  # some 30 ms
+
+    monkeypatch.setattr(HostShare, "offer", held_up)
+    monkeypatch.setattr(placement, "CpuAdam", Repairing)
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)  # cuts rows of 128
+    monkeypatch.setattr(placement, "BUCKET_ELEMENTS", 3333)
+    monkeypatch.setattr(transfers, "RING_BYTES", ring_bytes)  # 1: three slots, of which two are not for early ones
+    Repairing.repairs = 0
+    early = run(f"{words} --offload-speculation on --cuda-graph {graph}", micro_batches=micro_batches)
+    assert early[0] == plain[0]
+    assert all(torch.equal(early[1][name], values) for name, values in plain[1].items())
+    assert clip != "1000" or Repairing.repairs >= STEPS  # a bucket may have none of a step's rows
+
+
+def test_an_early_gradient_comes_before_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread updates the whole embedding first of all, and its rows when everything else is done."""
+    order: list[tuple[int, bool]] = []
+
+    class Noting(Slow):
+        def order(self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Ordered:
+            order.append((p.numel(), only is None))
+            return super().order(p, *args, only=only, **kwargs)
+
+    monkeypatch.setattr(placement, "CpuAdam", Noting)
+    run(f"--bf16 --clip-grad 1000 {OFFLOAD} 1 --offload-speculation on --cuda-graph off", steps=1)
+    assert order[0] == (64 * 128, True)
 
 
 @pytest.mark.parametrize("words", [f"{OFFLOAD} 0.7", f"{OFFLOAD} 1 --cpu-parameters"])

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from gptpar import native
 from gptpar.errors import NativeBuildError
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
+from gptpar.optim.ranges import ranges_of_rows
 
 HOW = AdamStep(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -243,8 +245,8 @@ def test_a_resumed_run_goes_on_bit_for_bit():
 def test_the_kernel_can_sum_squares_on_its_way(library):
     p, m, v, grad = make(200003, torch.bfloat16)
     how, total = replace(HOW, divisor=2.0), ctypes.c_double()
-    calls = cpu_adam._calls((p, m, v, p, m, v, grad), None, [(0, len(p), how)])
-    assert library.cpu_adam_step(calls, 1, 2, -1, ctypes.byref(total)) == 1
+    call = cpu_adam._call((p, m, v, p, m, v, grad), None, [(0, len(p), how)])
+    assert library.cpu_adam_step(*call, 2, -1, ctypes.byref(total)) == 1
     assert total.value == CpuAdam(1).square(grad)
 
 
@@ -263,6 +265,46 @@ def test_stretches_are_what_they_would_be_alone(dtype):
 def test_stretches_that_overlap_or_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="elements 5 to 11 do not lie between 6 and 10"):
         CpuAdam(1).steps(*make(10), [(0, 6, HOW), (5, 11, HOW)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_second_call_that_keeps_to_some_ranges_completes_the_first(dtype):
+    """With another gradient there, from the old state: thousands of rows, one of them longer than a thread's share."""
+    p, m, v, grad = make(200003, dtype, dtype)
+    hows = [replace(HOW, weight_decay=0.0), replace(HOW, lr=1e-2)]
+    stretches = list(zip((0, 100001), (100001, 200003), hows, strict=True))
+    rows = torch.randint(0, 28000, (3000,), generator=torch.Generator().manual_seed(0))
+    only = ranges_of_rows(torch.cat([rows, torch.arange(5000, 16000)]).numpy(), 28571, 7)
+    guess = grad.clone()
+    for start, stop in only.tolist():
+        guess[start:stop] = float("nan")
+    (*into, low), (*whole, wide) = ([torch.empty_like(p) for _ in range(4)] for _ in range(2))
+    assert CpuAdam(2).steps(p, m, v, grad, stretches, into=tuple(whole), low=wide)
+    assert not CpuAdam(2).steps(p, m, v, guess, stretches, into=tuple(into), low=low)
+    assert CpuAdam(2).order(p, m, v, grad, stretches, into=tuple(into), low=low, only=only).wait()[0]
+    assert all(torch.equal(one, other) for one, other in zip((*into, low), (*whole, wide), strict=True))
+
+
+def test_what_lies_outside_the_ranges_is_left_alone(library):
+    p, m, v, grad = make(5000)
+    old, only = [t.clone() for t in (p, m, v)], np.array([[0, 3], [64, 1000], [4999, 5000]])
+    _, new = run(CpuAdam(1), (p, m, v, grad))
+    CpuAdam(2).steps(p, m, v, grad, [(0, 5000, HOW)], only=only)
+    inside = torch.zeros(5000, dtype=torch.bool)
+    for start, stop in only.tolist():
+        inside[start:stop] = True
+    for found, before, after in zip((p, m, v), old, new, strict=True):
+        assert torch.equal(found, torch.where(inside, after, before))
+
+
+def test_ranges_that_are_none_are_refused():
+    for only, words in (
+        (np.array([[0, 4], [3, 5]]), "not in ascending order within 10 elements"),
+        (np.array([[0, 11]]), "not in ascending order within 10 elements"),
+        (np.array([0, 5]), "only is int64 .2,., not int64 .number of ranges, 2."),
+    ):
+        with pytest.raises(ValueError, match=words):
+            CpuAdam(1).steps(*make(10), [(0, 10, HOW)], only=only)
 
 
 def test_low_may_take_the_gradients_place():
@@ -365,6 +407,7 @@ def test_two_cores_are_left_to_others(monkeypatch, cores, threads):
 FORK = """
 import os, signal, torch
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
+from gptpar.optim.ranges import ranges_of_rows
 def step():
     p, m, v = torch.ones(300000), torch.zeros(300000), torch.zeros(300000)
     how = [(0, 300000, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1))]

@@ -502,3 +502,18 @@ def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -
     for bucket in share._buckets:
         bucket.grad = None
     share.close()
+
+
+def test_what_is_offered_early_takes_room_although_no_layer_is_computed_yet() -> None:
+    """Two early ones, then layers of which the last two are computed; then room for one, which the first one needs."""
+    share = make_share(Watched(), pieces=[HostPiece(str(n), 128, TWO_PIECES[0].runs) for n in range(6)])
+    for room, expected in ((4, [0, 1, 4, 5]), (1, [0])):
+        ring = [0] * room
+        grads = [Gradient(ring, made=n not in (2, 3)) for n in range(6)]
+        for bucket, grad in zip(share._buckets, grads, strict=True):
+            bucket.grad = cast(Any, grad)
+        bring(share._buckets)
+        assert [n for n, grad in enumerate(grads) if grad.has_room] == expected
+    for bucket in share._buckets:
+        bucket.grad = None
+    share.close()

@@ -1,0 +1,135 @@
+"""What AdamW's kernels on the CPU are given, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The numbers of one step.
+
+    Attributes:
+        step: how many steps there will have been after this one, at least 1. Bias corrections follow from it, so a
+            resumed run goes on bit for bit.
+        divisor: what gradients are divided by: loss scale times clipping. Beyond fp32's range nothing is left of them.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    divisor: float = 1.0
+
+
+def check_arguments(
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    stretches: Sequence[tuple[int, int, AdamStep]],
+    into: tuple[Tensor, Tensor, Tensor] | None,
+    low: Tensor | None,
+    only: np.ndarray | None,
+) -> None:
+    """See :meth:`CpuAdam.steps <gptpar.optim.cpu_adam.CpuAdam.steps>`.
+
+    Raises:
+        ValueError: naming every tensor and number that does not fit.
+    """
+    state = p.dtype if p.dtype == torch.float64 else torch.float32
+    low_types = (torch.bfloat16, torch.float16, state)
+    inputs = {"p": p, "m": m, "v": v}
+    outputs = {f"into[{i}]": t for i, t in enumerate(into)} if into else dict(inputs)
+    problems = []
+    for name, tensor in {**inputs, **outputs}.items():
+        problems += problems_of_tensor(name, tensor, p.numel(), (state,))
+    problems += problems_of_tensor("grad", grad, p.numel(), (state,) if state == torch.float64 else GRAD_TYPES)
+    if low is not None:
+        problems += problems_of_tensor("low", low, p.numel(), low_types)
+        outputs["low"] = low
+    if not problems:
+        problems += _overlaps({**inputs, "grad": grad}, outputs)
+    end = 0
+    for start, stop, _ in stretches:
+        if not end <= start <= stop <= p.numel():
+            problems.append(f"elements {start} to {stop} do not lie between {end} and {p.numel()}")
+        end = stop
+    problems += [] if only is None else _problems_of_ranges(only, p.numel())
+    for how in dict.fromkeys(how for *_, how in stretches):
+        problems += _problems_of_numbers(how)
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _problems_of_ranges(only: np.ndarray, length: int) -> list[str]:
+    if only.dtype != np.int64 or only.ndim != 2 or only.shape[1] != 2:
+        return [f"only is {only.dtype} {only.shape}, not int64 (number of ranges, 2)"]
+    flat = only.ravel()
+    if len(flat) and (flat[0] < 0 or flat[-1] > length or bool((flat[1:] < flat[:-1]).any())):
+        return [f"the ranges of only are not in ascending order within {length} elements"]
+    return []
+
+
+def _problems_of_numbers(how: AdamStep) -> list[str]:
+    problems = [
+        f"{name} is {value}, not in [0, 1)"
+        for name, value in (("beta1", how.beta1), ("beta2", how.beta2))
+        if not 0 <= value < 1
+    ]
+    if how.step < 1:
+        problems.append(f"step is {how.step} and not at least 1")
+    problems += [
+        f"{name} is {value}, not finite and at least 0"
+        for name, value in (("lr", how.lr), ("eps", how.eps), ("weight_decay", how.weight_decay))
+        if not 0 <= value < math.inf
+    ]
+    if not how.divisor >= 1e-37:
+        problems.append(f"divisor is {how.divisor}, not at least 1e-37, as fp32 needs it")
+    return problems
+
+
+def problems_of_tensor(name: str, tensor: Tensor, length: int, dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    """What speaks against a vector, each in a few words."""
+    problems = []
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
+        problems.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
+    if tensor.dim() != 1 or tensor.numel() != length:
+        problems.append(f"{name} has the shape {tuple(tensor.shape)}, not ({length},)")
+    if tensor.device.type != "cpu":
+        problems.append(f"{name} is on {tensor.device}, not on the CPU")
+    elif not tensor.is_contiguous():
+        problems.append(f"{name} is not contiguous: its strides are {tensor.stride()}")
+    return problems
+
+
+def _overlaps(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[str]:
+    """Outputs that share memory with another tensor: the order of reads and writes would decide what they hold.
+
+    An output may lie exactly where the state that it replaces does, and the low-precision parameters where the
+    gradient does: each element is read before it is written.
+    """
+    own = dict(zip(outputs, inputs, strict=False))  # new p, m, v and low -> p, m, v and grad
+    places = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for n, t in {**inputs, **outputs}.items()}
+    ordered = sorted(places.values())
+    if all(before[1] <= after[0] for before, after in itertools.pairwise(ordered)):
+        return []
+    problems = []
+    for name, (start, stop) in ((n, places[n]) for n in outputs):
+        for other, (first, last) in places.items():
+            same = other == name or (other == own[name] and (first, last) == (start, stop))
+            if not same and first < stop and start < last:
+                problems.append(f"{name} overlaps {other} by {min(stop, last) - max(start, first)} bytes")
+    return problems

@@ -37,6 +37,18 @@ class PinnedMemory:
             torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
 
 
+class _AsDeviceMemory:
+    def __init__(self, tensor: torch.Tensor):
+        place = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3}
+        self.__cuda_array_interface__ = place
+
+
+def as_device_memory(pinned: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in page-locked memory as one that kernels can write to; the memory must outlive it."""
+    seen: torch.Tensor = torch.as_tensor(_AsDeviceMemory(pinned), device="cuda")
+    return seen.view(pinned.dtype).view(pinned.shape)
+
+
 def host_tensors(lengths: dict[str, int], dtype: torch.dtype, *, pinned: bool) -> dict[str, torch.Tensor]:
     """Zeros in host memory, one vector for each name, all in one piece."""
     total = sum(lengths.values())

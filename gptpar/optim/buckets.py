@@ -206,6 +206,12 @@ def shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:
     return next((bucket for bucket in buckets if bucket.grad is not None and bucket.grad.arrived()), None)
 
 
+def one_is_on_its_way(buckets: Sequence[Bucket]) -> bool:
+    """Whether the next gradient will be here in a moment."""
+    made = next((bucket.grad for bucket in buckets if bucket.grad is not None and bucket.grad.made()), None)
+    return made is not None and made.begin(urgent=False)
+
+
 def bring(buckets: Sequence[Bucket]) -> None:
     """Start the transfers of what is needed first; where there is no room left, what is needed last makes room.
 

@@ -56,6 +56,7 @@ def _library() -> ctypes.CDLL | None:
     library.cpu_adam_order.argtypes = [*what_and_where, i32, i32]
     library.cpu_adam_order.restype = ctypes.c_int64
     library.cpu_adam_wait.argtypes = [ctypes.c_int64, doubles]
+    library.cpu_adam_wake.argtypes, library.cpu_adam_wake.restype = [i32], None
     library.cpu_adam_square.argtypes = [ctypes.c_void_p, ctypes.c_int64, i32, i32, i32, doubles]
     return library
 
@@ -175,6 +176,11 @@ class CpuAdam:
         call = _call(tensors, low, stretches, only)
         ticket = _checked(self._kernels.cpu_adam_order(*call, self.threads, self._isa))
         return Ordered(functools.partial(_wait_for, self._kernels, ticket, (*tensors, low)))
+
+    def wake(self) -> None:
+        """Wake the kernel's threads, because there will be work within a fraction of a millisecond."""
+        if self._kernels is not None:
+            self._kernels.cpu_adam_wake(self.threads)
 
     def square(self, grad: Tensor) -> float:
         """Sum of squares in double precision, the same for any number of threads.

@@ -32,6 +32,7 @@ from gptpar.optim.buckets import (
     bytes_of,
     cut_piece,
     make_room,
+    one_is_on_its_way,
     parts_of,
     shallowest_that_is_here,
 )
@@ -325,6 +326,8 @@ class HostShare:
                     return self._updates.land
                 if closing:
                     return None
+                if one_is_on_its_way(candidates):
+                    return self._updates.adam.wake
                 self._changed.wait(POLL_SECONDS if candidates else None)
 
     def _drop_what_came_too_late(self) -> None:

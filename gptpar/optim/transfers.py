@@ -6,6 +6,7 @@ the CPU itself, nothing travels.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +14,16 @@ from typing import Protocol
 
 import torch
 
-from gptpar.pinned import PinnedMemory
+from gptpar.pinned import PinnedMemory, as_device_memory
 
 RING_BYTES = 1 << 30
 """Pinned memory for what is travelling, whatever the model's size."""
 
 RESERVED = 2
 """Slots for gradients that only the updating thread may take: it would wait for ever if later ones held them all."""
+
+NUMBERS = 16
+"""Places for scalars that are on their way; one is read before the next but one comes."""
 
 OUTGOING = 3
 """Slots for new parameters: one being filled, one to be filled next, one on its way."""
@@ -185,7 +189,8 @@ class GpuTransfers:
         self._device = device
         slot_bytes = math.ceil(bucket_bytes / 4096) * 4096
         incoming, outgoing = ring_slots(num_buckets, slot_bytes)
-        self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
+        self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes), PinnedMemory(NUMBERS * 8)]
+        self._numbers = itertools.cycle(self._pinned[1].data.split(8))
         slots: list[Slot] = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
         self.free, self._out = slots[:incoming], slots[incoming:]
         self._turn, self._shared = 0, incoming // 2
@@ -219,7 +224,7 @@ class GpuTransfers:
         return _Going(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._outward)
 
     def later(self, number: torch.Tensor) -> Later:
-        return _ComingNumber(number)
+        return _ComingNumber(number.to(self._device), next(self._numbers))
 
     def close(self) -> None:
         for stream in (self.inward, self.overtaking, self._aside, self._outward):
@@ -251,9 +256,11 @@ class _Going:
 
 
 class _ComingNumber:
-    def __init__(self, number: torch.Tensor):
-        self._here = torch.empty(number.shape, dtype=number.dtype, pin_memory=True)
-        self._here.copy_(number, non_blocking=True)
+    """A number that a kernel writes into host memory: a copy would queue behind those of gradients."""
+
+    def __init__(self, number: torch.Tensor, memory: torch.Tensor):
+        self._here = memory[: number.nbytes].view(number.dtype)[0]
+        torch.mul(number, 1, out=as_device_memory(self._here))
         self._ready = torch.cuda.Event()
         self._ready.record()
 

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,17 @@ from gptpar.optim.buckets import NEAR, HostPiece, Rates, bring
 from gptpar.optim.cpu_adam import CpuAdam, Ordered
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import Run, cut, device_runs, divide, runs_of
-from gptpar.optim.transfers import OUTGOING, RESERVED, RING_BYTES, Later, SameMemory, Transfers, ring_slots
+from gptpar.optim.transfers import (
+    OUTGOING,
+    RESERVED,
+    RING_BYTES,
+    Arrival,
+    Later,
+    SameMemory,
+    Slot,
+    Transfers,
+    ring_slots,
+)
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts
 from gptpar.training import offload
@@ -373,6 +384,53 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
     share.finish()
     assert len(adam.lows) == 2 and share.num_redone == 0
     torch.testing.assert_close(live["second"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
+    share.close()
+
+
+def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
+    """And not before, however long the device computes it."""
+    made, here, woken = threading.Event(), threading.Event(), threading.Event()
+
+    @dataclass
+    class Travelling:
+        values: torch.Tensor
+
+        def made(self) -> bool:
+            return made.is_set()
+
+        def begin(self, *, urgent: bool) -> bool:
+            return True
+
+        def arrived(self) -> bool:
+            return here.is_set()
+
+        def tensor(self) -> torch.Tensor:
+            return self.values
+
+        def release(self) -> None: ...
+
+    class Way(SlowNorm):
+        def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+            return Travelling(grad)
+
+    class Sleepy(CpuAdam):
+        def wake(self) -> None:
+            woken.set()
+            super().wake()
+
+    transfers, live = Way(), torch.zeros(128)
+    share = make_share(Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers)
+    share.attach({"first": live})
+    share.foresee(RATES, 1.0)
+    share.offer("first", torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    assert not woken.wait(0.05)
+    made.set()
+    assert woken.wait(10)
+    here.set()
+    transfers.computed.set()
+    share.finish()
+    torch.testing.assert_close(live, torch.full((128,), -0.1), rtol=1e-5, atol=0)
     share.close()
 
 

@@ -84,8 +84,9 @@ class Bucket:
         grad: this step's gradient.
         again: the gradient that is to replace it, because its values were changed after they were offered.
         slot: room of its own for that.
-        changed: the ranges (:mod:`~gptpar.optim.ranges`) in which they may have been; ``None``: anywhere.
-        tried: what the state beside was computed with.
+        open: the ranges (:mod:`~gptpar.optim.ranges`) in which its values will be changed, if it was offered before it
+            was complete; else any of them may be.
+        tried: what the state beside was computed with, but for the open ranges.
         steps: updates made so far.
         settled: whether the last announced step is done here.
         settle_device: lets later work on the device wait for the new parameters, or waits itself if told to.
@@ -102,18 +103,22 @@ class Bucket:
     grad: Arrival | None = None
     again: Arrival | None = None
     slot: Slot | None = None
-    changed: np.ndarray | None = None
+    open: np.ndarray | None = None
     tried: tuple[Recipe, Arrival] | None = None
     steps: int = 0
     settled: bool = True
     settle_device: Callable[[bool], None] | None = None
 
-    def take(self, grad: Arrival, changed: np.ndarray | None) -> None:
-        """Have a gradient, or a second one that differs from the first in these ranges."""
+    def take_early(self, grad: Arrival, still_open: np.ndarray) -> None:
+        """Have a gradient that will be complete, but for these ranges."""
+        self.grad, self.open = grad, still_open
+
+    def take(self, grad: Arrival) -> None:
+        """Have a gradient, which replaces one that came before."""
         if self.grad is None:
             self.grad = grad
         else:
-            self.again, self.changed = grad, changed
+            self.again = grad
 
     def replace_grad(self) -> None:
         """Go on with the second gradient, if there is one."""
@@ -125,20 +130,20 @@ class Bucket:
     @property
     def speculable(self) -> bool:
         """Whether the state beside can be computed, with a gradient that will hold at least nearly everywhere."""
-        lasting = self.again is None or self.changed is not None
+        lasting = self.again is None or self.open is not None
         return self.beside is not None and self.grad is not None and self.tried is None and lasting
 
     def wrong(self, recipe: Recipe | None) -> np.ndarray | None:
         """The ranges in which the state beside is not what a recipe makes of the gradient; ``None``: anywhere."""
         if self.tried is None or self.tried[0] != recipe:
             return None
-        return NOWHERE if self.tried[1] is self.grad else self.changed
+        return NOWHERE if self.tried[1] is self.grad else self.open
 
     def forget(self) -> None:
         """The gradient and what was tried with it."""
         if self.grad is not None:
             self.grad.release()
-        self.grad = self.tried = self.changed = None
+        self.grad = self.tried = self.open = None
 
 
 def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:

@@ -142,7 +142,8 @@ class CpuAdam:
             low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even. It may be ``grad`` itself,
                 or lie in the same place.
             only: ranges (:mod:`~gptpar.optim.ranges`) to which it may keep, because elsewhere the outputs have their
-                new values already. Torch's kernels, which round ends of vectors otherwise, write them all once more.
+                new values already, or get them later. Torch's kernels, which round ends of vectors otherwise, write
+                them all each time.
 
         Raises:
             ValueError: naming every tensor and number that does not fit.

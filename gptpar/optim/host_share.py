@@ -6,8 +6,8 @@ which each layer waits for its own buckets only. Two ways to win time, with the 
 - After the backward pass the global gradient norm is known, and with it the factor of clipping: update in place.
 - Before that, where host memory holds a second set of buffers: assume that nothing will be clipped, and write the new
   values beside the old ones ("speculate"). If that turns out right, the two change places; else the step is computed
-  again from the old values, which nothing has touched. Of a gradient that is offered before it is quite complete, only
-  the elements that changed are.
+  again from the old values, which nothing has touched. Of a gradient that is offered before it is quite complete, the
+  elements that will change are left out until it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gptpar.optim.buckets import (
 )
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.orders import Order
-from gptpar.optim.ranges import between
+from gptpar.optim.ranges import between, outside
 from gptpar.optim.transfers import Transfers
 from gptpar.optim.updates import Updates
 
@@ -153,12 +153,12 @@ class HostShare:
             changed = self._will_change.get(unit) if early else self._will_change.pop(unit, None)
             for bucket in self._of_unit[unit]:
                 assert bucket.settled, f"{unit} got a gradient before its last step was done"
-                if early and (changed is None or bucket.way is None or self._distrust):
-                    continue
-                slot = None if bucket.grad is None else bucket.slot
-                coming = self._transfers.fetch(grad[bucket.start : bucket.stop], slot)
-                mine = None if changed is None else between(changed, bucket.start, bucket.stop) - bucket.start
-                bucket.take(coming, mine)
+                part = grad[bucket.start : bucket.stop]
+                if not early:
+                    bucket.take(self._transfers.fetch(part, None if bucket.grad is None else bucket.slot))
+                elif changed is not None and bucket.way is not None and not self._distrust:
+                    still_open = between(changed, bucket.start, bucket.stop) - bucket.start
+                    bucket.take_early(self._transfers.fetch(part), still_open)
             self._changed.notify_all()
 
     def step(
@@ -333,14 +333,16 @@ class HostShare:
     def _drop_what_came_too_late(self) -> None:
         """Early gradients with which nothing was tried until the complete ones were made."""
         for bucket in self._buckets:
-            if bucket.tried is None and bucket.again is not None and bucket.changed is not None and bucket.again.made():
+            if bucket.tried is None and bucket.again is not None and bucket.open is not None and bucket.again.made():
                 bucket.replace_grad()
+                bucket.open = None
 
     def _speculate(self, bucket: Bucket, recipe: Recipe) -> None:
         assert bucket.grad is not None
-        self._updates.begin(bucket, recipe, bucket.beside, bucket.grad.release)
+        only = None if bucket.open is None else outside(bucket.open, bucket.stop - bucket.start)
+        self._updates.begin(bucket, recipe, bucket.beside, bucket.grad.release, only)
         bucket.tried = recipe, bucket.grad
-        time.sleep(max(0.0, self._updates.pace * (bucket.stop - bucket.start) - LEAD_SECONDS))
+        time.sleep(max(0.0, self._updates.expected_s - LEAD_SECONDS))
 
     def _take_step(self, order: Order) -> None:
         recipe = order.decided(self._clip)

@@ -10,6 +10,7 @@ from torch.profiler import record_function
 
 from gptpar.optim.buckets import Bucket, Buffers, Recipe
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Ordered
+from gptpar.optim.ranges import num_elements
 from gptpar.optim.transfers import Departure, Transfers
 
 ENOUGH = 1 << 20
@@ -22,7 +23,7 @@ class _AtWork:
     departure: Departure
     ordered: Ordered
     landed: Callable[[], None]
-    only: np.ndarray | None
+    elements: int
 
 
 class Updates:
@@ -34,18 +35,22 @@ class Updates:
 
     Attributes:
         busy_s: time in which the kernel worked.
-        pace: seconds an element of the last update that was no small one.
     """
 
     def __init__(self, adam: CpuAdam, transfers: Transfers):
         self.adam, self._transfers = adam, transfers
-        self.busy_s, self.pace = 0.0, 0.0
+        self.busy_s, self._pace = 0.0, 0.0  # seconds; seconds an element of the last update that was no small one
         self._at_work: _AtWork | None = None
 
     @property
     def under_way(self) -> bool:
         """Whether :meth:`land` has something to wait for."""
         return self._at_work is not None
+
+    @property
+    def expected_s(self) -> float:
+        """How long the update at work will probably take."""
+        return 0.0 if self._at_work is None else self._pace * self._at_work.elements
 
     def begin(
         self,
@@ -60,7 +65,7 @@ class Updates:
         Args:
             into: where the new state goes; default: in place of the old one.
             landed: called when it is done and its parameters are on their way.
-            only: ranges to which it keeps: elsewhere ``into`` and the bucket's own way have the new values.
+            only: ranges to which it keeps, in ``into`` and in the bucket's own way.
         """
         assert bucket.grad is not None
         grad, departure = bucket.grad.tensor(), self._way(bucket)
@@ -72,19 +77,19 @@ class Updates:
         beside = None if into is None else into.all()
         ordered = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values, only=only)
         self.land()
-        self._at_work = _AtWork(bucket, departure, ordered, landed, only)
+        elements = bucket.stop - bucket.start if only is None else num_elements(only)
+        self._at_work = _AtWork(bucket, departure, ordered, landed, elements)
 
     def land(self) -> None:
         """Wait for the update at work, if there is one, and send its result."""
         work, self._at_work = self._at_work, None
         if work is None:
             return
-        whole = work.only is None
-        with record_function(f"CPU Adam: {work.bucket.unit}" + ("" if whole else " (changed rows)")):
+        with record_function(f"CPU Adam: {work.bucket.unit}"):
             _, seconds = work.ordered.wait()
         self.busy_s += seconds
-        if whole and (length := work.bucket.stop - work.bucket.start) >= ENOUGH:
-            self.pace = seconds / length
+        if work.elements >= ENOUGH:
+            self._pace = seconds / work.elements
         work.bucket.settle_device = work.departure.send()
         work.landed()
 

@@ -4,7 +4,7 @@ As :mod:`gptpar.optim.host_share` has it. At that moment the CPU has nothing to 
 waited for all of its updates. Gradients come last layer first and travel one after the other. Where it may speculate,
 the CPU takes, of those that are here, what the next forward pass needs first; when the norm is known it updates the
 rest in the order of the forward pass, of which each layer waits for its own. A tied embedding's gradient comes first,
-too, and when the backward pass is over the rows that were looked up are updated once more.
+too; the rows that were looked up are updated when the backward pass is over.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Layer:
     Attributes:
         forward, backward: seconds for a micro-batch.
         elements: those that the CPU updates.
-        again: how many of them change when their gradient is complete, which then comes at the beginning of the
-            backward pass, too; ``None``: it comes once.
+        late: how many of them wait for their gradient to be complete, while that of the others comes at the beginning
+            of the backward pass; ``None``: it comes once.
     """
 
     forward: float
     backward: float
     elements: float = 0.0
-    again: float | None = None
+    late: float | None = None
 
     @property
     def buckets(self) -> int:
@@ -65,9 +65,13 @@ class HostSpeed:
         """Seconds of one of a layer's buckets."""
         return layer.elements / layer.buckets * seconds_an_element + self.pause
 
-    def again(self, layer: Layer) -> float:
-        """Seconds of what changes in one of its buckets after it was speculated."""
-        return 0.0 if layer.again is None else layer.again / layer.buckets * self.speculate + self.pause
+    def ahead(self, layer: Layer) -> float:
+        """Seconds of one of its buckets that is speculated."""
+        return (layer.elements - (layer.late or 0.0)) / layer.buckets * self.speculate + self.pause
+
+    def rest(self, layer: Layer) -> float:
+        """Seconds of what is left of a bucket that was speculated."""
+        return 0.0 if layer.late is None else layer.late / layer.buckets * self.speculate + self.pause
 
 
 def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float, embedding: float) -> list[Layer]:
@@ -92,7 +96,7 @@ def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float
         layers.append(Layer(forward, backward, count - kept))
     if job.early_elements:  # at most each token is another row
         rows = min(job.tokens, job.shape.padded_vocab_size) / job.shape.padded_vocab_size
-        layers[0] = replace(layers[0], again=rows * job.early_elements)
+        layers[0] = replace(layers[0], late=rows * job.early_elements)
     return layers
 
 
@@ -134,7 +138,7 @@ def waiting(layers: Sequence[Layer], speculated: float, update: float, speed: Ho
     free = _speculate(layers, early, left, speculated, end, speed)
     now, cpu, waited = end + update, max(end, free), 0.0
     for layer, when, buckets in zip(layers, came, left, strict=True):
-        work = (layer.buckets - buckets) * speed.again(layer)
+        work = (layer.buckets - buckets) * speed.rest(layer)
         work += buckets * speed.bucket(layer, speed.update) if buckets else 0.0
         if work:
             cpu = max(cpu, when) + work
@@ -158,7 +162,7 @@ def _arrivals(layers: Sequence[Layer], speed: HostSpeed) -> tuple[list[float], l
         return began + layers[i].elements / layers[i].buckets * speed.travel
 
     for i, layer in enumerate(layers):
-        if layer.again is not None:
+        if layer.late is not None:
             early[i] = travel(i)
     for i in reversed(range(len(layers))):
         now += layers[i].backward
@@ -190,7 +194,7 @@ def _speculate(
         free = begins
         if here:
             shallowest = min(here)
-            free += speed.bucket(layers[shallowest], speed.speculate)
+            free += speed.ahead(layers[shallowest])
             left[shallowest] -= 1
             allowed[shallowest] -= 1
             if not allowed[shallowest]:

@@ -3,7 +3,7 @@
 As an output layer the embedding has its gradient when the backward pass begins, as a lookup when that ends; and the
 next forward pass begins with it. But a lookup has a gradient in the rows of its tokens only. So the CPU gets the output
 layer's, with what earlier micro-batches have added, at the beginning, works with it while the device is at the layers,
-and does those rows once more when they are complete.
+and leaves those rows for the end.
 """
 
 from __future__ import annotations

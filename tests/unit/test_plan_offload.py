@@ -172,8 +172,8 @@ def test_speculation_takes_what_is_needed_first_of_what_is_here() -> None:
 
 
 def test_what_comes_early_is_completed_when_the_backward_pass_is_over() -> None:
-    """The embedding is updated from 0.1 to 3.6, while the layer's gradient comes; a quarter of it then, 3 / 4 + 0.5."""
-    early = Layer(1.0, 0.0, BUCKET_ELEMENTS, again=BUCKET_ELEMENTS / 4)
+    """The embedding is updated from 0.1 to 2.85, while the layer's gradient comes; a quarter of it then, in 1.25."""
+    early = Layer(1.0, 0.0, BUCKET_ELEMENTS, late=BUCKET_ELEMENTS / 4)
     layers = [early, Layer(1.0, 10.0, BUCKET_ELEMENTS)]
     everything = 2 * BUCKET_ELEMENTS
     # Its complete gradient is behind the layer's, which is updated after it.
@@ -204,12 +204,12 @@ def test_room_for_speculation_is_what_the_machine_has_left() -> None:
 
 
 def test_first_layers_are_waited_for_even_where_all_else_is_speculated() -> None:
-    """The first block's gradient is the last to come, with all of the embedding's rows once more: 102,400 tokens."""
+    """The first block's gradient is the last to come, and with it all of the embedding's rows: 102,400 tokens."""
     flags = f"{TEN_B.replace('--micro-batch-size 10', '--micro-batch-size 100')} --gpu h200 {OFFLOAD} "
     lengths = [(50304 + 1024) * 4096, 12 * 4096**2 + 13 * 4096]
     assert [-(-length // BUCKET_ELEMENTS) for length in lengths] == [13, 13]
-    again, once = 28 * 50304 * 4096 / SUSTAINED.host_rate_aside, 28 * lengths[1] / SUSTAINED.host_rate
-    updates = again + once + 26 * SUSTAINED.host_pause
+    rows, once = 28 * 50304 * 4096 / SUSTAINED.host_rate_aside, 28 * lengths[1] / SUSTAINED.host_rate
+    updates = rows + once + 26 * SUSTAINED.host_pause
     travel = 2 * lengths[1] / SUSTAINED.bus  # the embedding's gradient behind the block's
     assert plan(flags + "1").time.cpu_optimizer == pytest.approx(updates + travel, rel=0.03)
     assert plan(flags + "0.9").time.cpu_optimizer == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gptpar.optim.ranges import between, num_elements, ranges_of_rows
+from gptpar.optim.ranges import between, num_elements, outside, ranges_of_rows
 
 
 def elements(ranges: np.ndarray) -> list[int]:
@@ -25,6 +25,7 @@ def test_ranges_are_those_of_a_plain_loop(num_rows: int, count: int) -> None:
         length = num_rows * width
         for low, high in ((0, length), (0, 0), *np.sort(random.integers(0, length + 1, (20, 2))).tolist()):
             assert elements(between(found, low, high)) == [element for element in wanted if low <= element < high]
+        assert elements(outside(found, length)) == sorted(set(range(length)) - set(wanted))
 
 
 def test_neighbouring_rows_are_one_range() -> None:

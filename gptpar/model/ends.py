@@ -80,9 +80,13 @@ def output_and_loss(
         weights_N = loss_mask_BS.flatten().to(wide)
         weights_N = weights_N / weights_N.sum().clamp(min=1)
     scale = torch.ones((), dtype=wide, device=x_ND.device) if scale is None else scale
+    # The function cannot see torch.no_grad(), and would form the weight's gradient in an evaluation too.
+    weight_VD = vocabulary.weight if torch.is_grad_enabled() else vocabulary.weight.detach()
     axis, vocab_size = vocabulary.axis, vocabulary.splits["weight"].full
     hidden_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_ND, axis)
-    return LinearCrossEntropy.apply(hidden_ND, vocabulary.output_weight(), labels_N, weights_N, scale, axis, vocab_size)
+    return LinearCrossEntropy.apply(
+        hidden_ND, weight_VD, labels_N, weights_N, scale, axis, vocab_size, vocabulary.on_output_grad
+    )
 
 
 class OutputLayer(VocabParallelEmbedding):

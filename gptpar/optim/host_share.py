@@ -340,7 +340,8 @@ class HostShare:
     def _speculate(self, bucket: Bucket, recipe: Recipe) -> None:
         assert bucket.grad is not None
         only = None if bucket.open is None else outside(bucket.open, bucket.stop - bucket.start)
-        self._updates.begin(bucket, recipe, bucket.beside, bucket.grad.release, only)
+        # The loop may still compute with parameters whose gradient is not complete.
+        self._updates.begin(bucket, recipe, bucket.beside, bucket.grad.release, only, sends=bucket.open is None)
         bucket.tried = recipe, bucket.grad
         time.sleep(max(0.0, self._updates.expected_s - LEAD_SECONDS))
 
@@ -381,6 +382,9 @@ class HostShare:
         elif len(wrong):
             self._updates.begin(bucket, recipe, bucket.beside, partial(self._adopt, bucket), wrong)
         else:
+            if bucket.open is not None:
+                assert bucket.way is not None
+                bucket.settle_device = bucket.way.send()
             self._adopt(bucket)
         return tried and wrong is None
 

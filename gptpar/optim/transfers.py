@@ -101,7 +101,7 @@ class Transfers(Protocol):
         """A way for the new values of ``target``; at most two may be open, that were not sent."""
 
     def keeping(self, target: torch.Tensor) -> Departure:
-        """A way for ``target`` alone, to be used again and again: its memory keeps the values that were sent."""
+        """A way for ``target`` alone, to be used again and again: its memory keeps values until they are sent."""
 
     def later(self, number: torch.Tensor) -> Later:
         """A scalar of the device, to be read from another thread."""
@@ -125,7 +125,7 @@ class SameMemory:
         return _InPlace(target)
 
     def keeping(self, target: torch.Tensor) -> Departure:
-        return _InPlace(target)
+        return _Beside(torch.empty_like(target), target)
 
     def later(self, number: torch.Tensor) -> Later:
         return _Number(number)
@@ -138,6 +138,16 @@ class _InPlace:
     values: torch.Tensor
 
     def send(self) -> Callable[[bool], None]:
+        return lambda block: None
+
+
+@dataclass(frozen=True)
+class _Beside:
+    values: torch.Tensor
+    target: torch.Tensor
+
+    def send(self) -> Callable[[bool], None]:
+        self.target.copy_(self.values)
         return lambda block: None
 
 
@@ -219,7 +229,7 @@ class GpuTransfers:
 
     def keeping(self, target: torch.Tensor) -> Departure:
         if target.device.type == "cpu":
-            return _InPlace(target)
+            return _Beside(torch.empty_like(target), target)
         self._pinned.append(PinnedMemory(target.nbytes))
         return _Going(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._outward)
 

@@ -24,6 +24,7 @@ class _AtWork:
     ordered: Ordered
     landed: Callable[[], None]
     elements: int
+    sends: bool
 
 
 class Updates:
@@ -59,6 +60,8 @@ class Updates:
         into: Buffers | None,
         landed: Callable[[], None],
         only: np.ndarray | None = None,
+        *,
+        sends: bool = True,
     ) -> None:
         """Order an update, and see to the one before while the kernel works on this one.
 
@@ -66,6 +69,7 @@ class Updates:
             into: where the new state goes; default: in place of the old one.
             landed: called when it is done and its parameters are on their way.
             only: ranges to which it keeps, in ``into`` and in the bucket's own way.
+            sends: else the parameters wait in that way.
         """
         assert bucket.grad is not None
         grad, departure = bucket.grad.tensor(), self._way(bucket)
@@ -78,7 +82,7 @@ class Updates:
         ordered = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values, only=only)
         self.land()
         elements = bucket.stop - bucket.start if only is None else num_elements(only)
-        self._at_work = _AtWork(bucket, departure, ordered, landed, elements)
+        self._at_work = _AtWork(bucket, departure, ordered, landed, elements, sends)
 
     def land(self) -> None:
         """Wait for the update at work, if there is one, and send its result."""
@@ -90,7 +94,8 @@ class Updates:
         self.busy_s += seconds
         if work.elements >= ENOUGH:
             self._pace = seconds / work.elements
-        work.bucket.settle_device = work.departure.send()
+        if work.sends:
+            work.bucket.settle_device = work.departure.send()
         work.landed()
 
     def send(self, bucket: Bucket) -> None:

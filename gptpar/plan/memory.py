@@ -110,10 +110,9 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host = 3.0 * wide * job.ratio * shard * (2 if offload.offload_speculation == "on" else 1)
     host = 0.0 if offload.optimizer_nvme_path else host
     host += RING_BYTES if job.ratio else 0
+    host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
-    else:
-        host += size * job.early_elements  # their weights' values are kept
     return parameters, gradients, device * 3 * wide * shard, host
 
 

@@ -7,6 +7,7 @@ rank has the logits of its own pieces, and three numbers for each token travel: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,12 +72,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         scale: torch.Tensor,
         axis: TensorAxis = ALONE,
         vocab_size: int | None = None,
+        on_weight_grad: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Returns the scalar loss (fp32 or wider).
 
         Args:
             axis: the ranks that share the vocabulary.
             vocab_size: the whole vocabulary, needed where it is shared.
+            on_weight_grad: is called with the weight's gradient as soon as it is formed.
         """
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad)
@@ -98,16 +101,19 @@ class LinearCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             if grad_hidden_ND is None or grad_NV is None:
                 continue
-            torch.mm(grad_NV, weight_VD, out=grad_hidden_ND[part])
             contribution_VD = grad_NV.t() @ hidden_ND[part]
             if grad_weight_VD is None:
                 grad_weight_VD = contribution_VD if step >= num_tokens else contribution_VD.to(wide)
             else:
                 grad_weight_VD += contribution_VD
+            if start + step >= num_tokens:
+                grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+                if on_weight_grad is not None:
+                    on_weight_grad(grad_weight_VD)
+            torch.mm(grad_NV, weight_VD, out=grad_hidden_ND[part])
             del grad_NV, contribution_VD  # before the next logits
         if needs_grad:
-            assert grad_weight_VD is not None
-            ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), scale)
+            ctx.save_for_backward(grad_hidden_ND, grad_weight_VD, scale)
         return loss
 
     @staticmethod
@@ -118,5 +124,5 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden_ND * ratio.to(grad_hidden_ND.dtype),
             grad_weight_VD * ratio.to(grad_weight_VD.dtype),
-            *[None] * 5,
+            *[None] * 6,
         )

@@ -125,7 +125,8 @@ class VocabParallelEmbedding(nn.Module):
         axis: this process's place on the tensor axis.
 
     Attributes:
-        on_output_grad: is called with the weight's gradient as an output layer, before the lookup's is added to it.
+        on_output_grad: is called with the weight's gradient as an output layer, before the backward pass begins, which
+            adds the lookup's to it.
     """
 
     on_output_grad: Callable[[torch.Tensor], None] | None = None
@@ -145,17 +146,6 @@ class VocabParallelEmbedding(nn.Module):
         self.splits = {"weight": axis.split(0, num_embeddings)}
         self.init: dict[str, Init] = {"weight": Normal(std)}
         self.weight = nn.Parameter(torch.empty(stop - start, width))
-
-    def output_weight(self) -> torch.Tensor:
-        """The weight for an output layer to multiply with."""
-        # A function of its own, such as the loss, cannot see torch.no_grad() and would form gradients all the same.
-        if not torch.is_grad_enabled():
-            return self.weight.detach()
-        if self.on_output_grad is None:
-            return self.weight
-        weight_VD = self.weight.view_as(self.weight)  # has a gradient of its own
-        weight_VD.register_hook(self.on_output_grad)
-        return weight_VD
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Returns x_ND: all tokens, or under sequence parallelism this rank's."""

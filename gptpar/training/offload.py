@@ -55,8 +55,7 @@ def make_host_share(
         GptparError: the host's memory does not suffice; before anything is allocated.
     """
     elements = sum(piece.length for piece in pieces)
-    away = device.type == "cuda" and not config.offload.cpu_parameters
-    kept = sum(dtype.itemsize * piece.length for piece in pieces if away and early and piece.unit == early.name)
+    kept = sum(dtype.itemsize * piece.length for piece in pieces if early and piece.unit == early.name)
     if not elements:
         return None
     return build_host_share(

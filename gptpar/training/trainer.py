@@ -98,6 +98,7 @@ class _StepObserver:
     def before_forward(self, micro_batch: int, chunk: int) -> None:
         topology, seed = self.trainer.topology, self.trainer.config.data.seed
         self._note(micro_batch, "forward")
+        self.trainer.model.gradients.begin_forward(last=self._is_last(micro_batch))
         if not self.trainer.config.model.has_dropout:
             return
         place = micro_batch * topology.layout.data + topology.data_rank
@@ -110,11 +111,13 @@ class _StepObserver:
 
     def before_backward(self, micro_batch: int, chunk: int) -> None:
         self._note(micro_batch, "backward")
-        last = micro_batch == self.num_micro_batches - 1
-        self.trainer.model.gradients.begin_backward(chunk, last=last)
+        self.trainer.model.gradients.begin_backward(chunk, last=self._is_last(micro_batch))
 
     def after_backward(self, micro_batch: int, chunk: int) -> None:
         self.trainer.model.gradients.end_backward()
+
+    def _is_last(self, micro_batch: int) -> bool:
+        return micro_batch == self.num_micro_batches - 1
 
     def _note(self, micro_batch: int, what: str) -> None:
         self.trainer.activity.note(f"iteration {self.iteration + 1}, micro-batch {micro_batch + 1}, {what}")

@@ -106,9 +106,12 @@ class GradientSum:
             for total in self._totals.values():
                 total.zero_()
 
+    def begin_forward(self, *, last: bool) -> None:
+        """A forward pass of a stage begins; ``last``: it is the step's last for that stage."""
+        self._last = last
+
     def begin_backward(self, chunk: int, *, last: bool) -> None:
         """A backward pass of a stage begins; ``last``: it is the step's last for that stage."""
-        self._last = last
         self._missing = {name: len(self._units[name].slots) for name in self._chunks[chunk]}
         if last or not self._keeps_all:
             self._waiting.extend((self._units[name], last) for name in reversed(self._chunks[chunk]))
@@ -122,12 +125,12 @@ class GradientSum:
 
     @torch.no_grad()
     def take_early(self, name: str, grad: torch.Tensor) -> None:
-        """A parameter's gradient, to which the backward pass will still add something in some rows.
+        """A parameter's gradient, to which the backward pass will add something in some rows.
 
-        The parameter is all of a unit that the host updates, of a single process. In the step's last backward pass the
-        sum as it is now goes to the host. When it does so complete, the rows to which nothing was added are the same
-        bits, so that it may be written over memory on its way to the host (but the sign of a zero may differ where
-        several micro-batches are summed, which changes no update).
+        The parameter is all of a unit that the host updates, of a single process without a pipeline. With the step's
+        last forward pass the sum as it is now goes to the host. When it does so complete, the rows to which nothing was
+        added are the same bits, so that it may be written over memory on its way to the host (but the sign of a zero
+        may differ where several micro-batches are summed, which changes no update).
         """
         if not self._last:
             return

@@ -202,6 +202,14 @@ def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:
         os.unlink(name)
 
 
+def drop_what_came_too_late(buckets: Sequence[Bucket]) -> None:
+    """Early gradients with which nothing was tried until the complete ones were made."""
+    for bucket in buckets:
+        if bucket.tried is None and bucket.again is not None and bucket.open is not None and bucket.again.made():
+            bucket.replace_grad()
+            bucket.open = None
+
+
 def shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:
     """The one that the next forward pass needs first, of those whose gradient has arrived.
 

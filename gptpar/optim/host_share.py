@@ -31,6 +31,7 @@ from gptpar.optim.buckets import (
     Recipe,
     bytes_of,
     cut_piece,
+    drop_what_came_too_late,
     make_room,
     one_is_on_its_way,
     parts_of,
@@ -310,7 +311,7 @@ class HostShare:
     def _next_work(self) -> Callable[[], None] | None:
         with self._changed:
             while True:
-                self._drop_what_came_too_late()
+                drop_what_came_too_late(self._buckets)
                 order = self._order
                 recipe = self._foreseen if order is None else order.unclipped
                 speculates = recipe is not None and not self._distrust
@@ -329,13 +330,6 @@ class HostShare:
                 if one_is_on_its_way(candidates):
                     return self._updates.adam.wake
                 self._changed.wait(POLL_SECONDS if candidates else None)
-
-    def _drop_what_came_too_late(self) -> None:
-        """Early gradients with which nothing was tried until the complete ones were made."""
-        for bucket in self._buckets:
-            if bucket.tried is None and bucket.again is not None and bucket.open is not None and bucket.again.made():
-                bucket.replace_grad()
-                bucket.open = None
 
     def _speculate(self, bucket: Bucket, recipe: Recipe) -> None:
         assert bucket.grad is not None

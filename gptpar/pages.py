@@ -10,6 +10,7 @@ import mmap
 import torch
 
 HUGE_BYTES = 2 << 20
+LINE_BYTES = 64  # of the caches
 
 
 def zeros(num_bytes: int) -> torch.Tensor:

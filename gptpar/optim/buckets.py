@@ -16,8 +16,9 @@ from gptpar import pages
 from gptpar.optim.runs import Run, cut
 from gptpar.optim.transfers import Arrival, Departure, Slot
 
-BUCKET_ELEMENTS = 1 << 24
-"""Elements updated, and sent to the device, at a time, at most."""
+BUCKET_ELEMENTS = 1 << 23
+"""Elements updated, and sent to the device, at a time, at most. After the backward pass the one at work delays what the
+next forward pass waits for: small ones do so less, but have to take longer than Python needs between two."""
 
 NOWHERE = np.empty((0, 2), dtype=np.int64)
 
@@ -187,7 +188,9 @@ def bytes_of(buckets: Sequence[Bucket]) -> tuple[int, int]:
 def new_buffers(length: int, dtype: torch.dtype, folder: Path | None = None) -> Buffers:
     """State that is zero; written to, so that the memory is really there."""
     if folder is None:
-        return Buffers(*(pages.zeros(length * dtype.itemsize).view(dtype) for _ in range(3)))
+        stride = -(-length * dtype.itemsize // pages.LINE_BYTES) * pages.LINE_BYTES
+        thirds = pages.zeros(3 * stride).split(stride)  # one mapping: a process may have only so many
+        return Buffers(*(third[: length * dtype.itemsize].view(dtype) for third in thirds))
     return Buffers(*(_in_file(length, dtype, folder) for _ in range(3)))
 
 

@@ -244,10 +244,11 @@ int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const Gpt
   return gptpar::kNoMemory;
 }
 
-// Waits until what was ordered is done; returns what cpu_adam_step does, and how long it took. Once for each ticket.
-int32_t cpu_adam_wait(int64_t ticket, double* seconds) {
+// Waits until what was ordered is done; returns what cpu_adam_step does, and when it began and ended. Once for each ticket.
+int32_t cpu_adam_wait(int64_t ticket, double* begin, double* end) {
   const gptpar::Done done = gptpar::of_this_process<gptpar::JobQueue>().wait(ticket);
-  *seconds = done.seconds;
+  *begin = done.begin;
+  *end = done.end;
   return done.code;
 }
 

@@ -19,7 +19,7 @@ namespace gptpar {
 
 struct Done {
   int32_t code;
-  double seconds;
+  double begin, end;  // seconds of the clock that only goes forward
 };
 
 class JobQueue {
@@ -42,7 +42,7 @@ class JobQueue {
     return ticket;
   }
 
-  // What the work has returned, and how long it took. Each ticket is good for one call.
+  // What the work has returned, and when it was done. Each ticket is good for one call.
   Done wait(int64_t ticket) {
     std::unique_lock<std::mutex> lock(mutex_);
     finished_.wait(lock, [&] { return done_.count(ticket) > 0; });
@@ -52,10 +52,14 @@ class JobQueue {
   }
 
  private:
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
   static Done timed(const Work& work) {
-    const auto begin = std::chrono::steady_clock::now();
+    const double begin = now();
     const int32_t code = work();
-    return {code, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count()};
+    return {code, begin, now()};
   }
 
   bool start() try {

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gptpar.command import Parser, run
 from gptpar.errors import GptparError
-from gptpar.training.breakdown import COMMUNICATION, TRANSFERS, Span, covered, kind_of
+from gptpar.training.breakdown import COMMUNICATION, HOST_UPDATE, TRANSFERS, Span, covered, kind_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,9 +87,9 @@ def lane_of(event: dict[str, Any]) -> str | None:
         if kind == TRANSFERS:
             return TO_HOST if "DtoH" in name else TO_DEVICE
         return NCCL if kind == COMMUNICATION else GPU
-    if category == "user_annotation":
-        return ADAM if name.startswith(ADAM_EVENT) else WAITS if name == WAIT_EVENT else None
-    return None
+    if category == HOST_UPDATE:
+        return ADAM
+    return WAITS if category == "user_annotation" and name == WAIT_EVENT else None
 
 
 def load(path: Path) -> Timeline:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ def _library() -> ctypes.CDLL | None:
     library.cpu_adam_step.argtypes = [*what_and_where, i32, i32, doubles]
     library.cpu_adam_order.argtypes = [*what_and_where, i32, i32]
     library.cpu_adam_order.restype = ctypes.c_int64
-    library.cpu_adam_wait.argtypes = [ctypes.c_int64, doubles]
+    library.cpu_adam_wait.argtypes = [ctypes.c_int64, doubles, doubles]
     library.cpu_adam_wake.argtypes, library.cpu_adam_wake.restype = [i32], None
     library.cpu_adam_square.argtypes = [ctypes.c_void_p, ctypes.c_int64, i32, i32, i32, doubles]
     return library
@@ -208,23 +208,35 @@ class CpuAdam:
         return total.value
 
 
+class Done(NamedTuple):
+    """A step that was made.
+
+    Attributes:
+        finite: whether every gradient was.
+        begin, end: when, as :func:`time.monotonic` has it.
+    """
+
+    finite: bool
+    begin: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Ordered:
-    """Work under way; ``wait``, called once, returns at its end: (every gradient was finite, seconds it took)."""
+    """Work under way; ``wait``, called once, returns at its end."""
 
-    wait: Callable[[], tuple[bool, float]]
-
-
-def _wait_for(library: ctypes.CDLL, ticket: int, _in_use: tuple[Tensor | None, ...]) -> tuple[bool, float]:
-    seconds = ctypes.c_double()
-    finite = bool(_checked(library.cpu_adam_wait(ticket, ctypes.byref(seconds))))
-    return finite, seconds.value
+    wait: Callable[[], Done]
 
 
-def _timed(work: Callable[..., bool], *arguments: Any) -> tuple[bool, float]:
-    started = time.perf_counter()
-    finite = work(*arguments)
-    return finite, time.perf_counter() - started
+def _wait_for(library: ctypes.CDLL, ticket: int, _in_use: tuple[Tensor | None, ...]) -> Done:
+    begin, end = ctypes.c_double(), ctypes.c_double()
+    finite = bool(_checked(library.cpu_adam_wait(ticket, ctypes.byref(begin), ctypes.byref(end))))
+    return Done(finite, begin.value, end.value)
+
+
+def _timed(work: Callable[..., bool], *arguments: Any) -> Done:
+    begin = time.monotonic()
+    return Done(work(*arguments), begin, time.monotonic())
 
 
 def _checked(code: int) -> int:

@@ -71,6 +71,7 @@ class HostShare:
         speculated_elements: see :meth:`make_room`.
 
     Attributes:
+        updates: how long they take, and which were the latest.
         waited_s: time that :meth:`wait` has cost since the start.
         num_redone: steps in which speculation was wrong.
         num_ahead: elements, over all steps, for which it was right: they were updated before the norm was known.
@@ -89,7 +90,7 @@ class HostShare:
         cores: Sequence[int] | None = None,
         speculated_elements: int = 0,
     ):
-        self._clip, self._transfers, self._updates = clip_grad, transfers, Updates(adam, transfers)
+        self._clip, self._transfers, self.updates = clip_grad, transfers, Updates(adam, transfers)
         self._buckets: list[Bucket] = []
         for piece in pieces:
             self._buckets += cut_piece(piece, dtype, folder)
@@ -202,7 +203,7 @@ class HostShare:
         """Send all master weights to the device, after they were changed from outside."""
         self.finish()
         for bucket in self._buckets:
-            self._updates.send(bucket)
+            self.updates.send(bucket)
         self.finish()
 
     def close(self) -> None:
@@ -218,11 +219,6 @@ class HostShare:
             sys.setswitchinterval(self._switch_before)
             if not self._thread.is_alive():
                 self._transfers.close()
-
-    @property
-    def busy_s(self) -> float:
-        """Time in which elements were updated, since the start."""
-        return self._updates.busy_s
 
     @property
     def steps_taken(self) -> int:
@@ -255,7 +251,7 @@ class HostShare:
         """Sum of squares of the master weights that this process counts."""
         self.finish()
         return sum(
-            self._updates.adam.square(bucket.now.weights[run.start : run.stop])
+            self.updates.adam.square(bucket.now.weights[run.start : run.stop])
             for bucket in self._buckets
             for run in bucket.runs
             if run.counted
@@ -269,7 +265,7 @@ class HostShare:
     @property
     def kernel(self) -> str:
         """What updates, in a few words."""
-        return f"{self._updates.adam.isa}, {self._updates.adam.threads} thread(s)"
+        return f"{self.updates.adam.isa}, {self.updates.adam.threads} thread(s)"
 
     def _announce(self, order: Order) -> None:
         with self._changed:
@@ -323,32 +319,32 @@ class HostShare:
                 if bucket is not None:
                     assert recipe is not None
                     return partial(self._speculate, bucket, recipe)
-                if self._updates.under_way:
-                    return self._updates.land
+                if self.updates.under_way:
+                    return self.updates.land
                 if closing:
                     return None
                 if one_is_on_its_way(candidates):
-                    return self._updates.adam.wake
+                    return self.updates.adam.wake
                 self._changed.wait(POLL_SECONDS if candidates else None)
 
     def _speculate(self, bucket: Bucket, recipe: Recipe) -> None:
         assert bucket.grad is not None
         only = None if bucket.open is None else outside(bucket.open, bucket.stop - bucket.start)
         # The loop may still compute with parameters whose gradient is not complete.
-        self._updates.begin(bucket, recipe, bucket.beside, bucket.grad.release, only, sends=bucket.open is None)
+        self.updates.begin(bucket, recipe, bucket.beside, bucket.grad.release, only, sends=bucket.open is None)
         bucket.tried = recipe, bucket.grad
-        time.sleep(max(0.0, self._updates.expected_s - LEAD_SECONDS))
+        time.sleep(max(0.0, self.updates.expected_s - LEAD_SECONDS))
 
     def _take_step(self, order: Order) -> None:
         recipe = order.decided(self._clip)
         redone = False
-        self._updates.land()
+        self.updates.land()
         for bucket in self._buckets:
             bucket.replace_grad()
         for number, bucket in enumerate(self._buckets):
             self._fetch_ahead(number, recipe)
             redone |= self._settle(bucket, None if bucket.unit in order.without else recipe)
-        self._updates.land()
+        self.updates.land()
         self.num_redone += redone
         self._distrust = DISTRUST_STEPS if redone else max(0, self._distrust - 1)
         with self._changed:
@@ -369,12 +365,12 @@ class HostShare:
         tried, wrong = bucket.tried is not None, bucket.wrong(recipe)
         if recipe is None:
             if tried:
-                self._updates.send(bucket)
+                self.updates.send(bucket)
             self._settled(bucket, updated=False)
         elif wrong is None:
-            self._updates.begin(bucket, recipe, None, partial(self._settled, bucket, updated=True))
+            self.updates.begin(bucket, recipe, None, partial(self._settled, bucket, updated=True))
         elif len(wrong):
-            self._updates.begin(bucket, recipe, bucket.beside, partial(self._adopt, bucket), wrong)
+            self.updates.begin(bucket, recipe, bucket.beside, partial(self._adopt, bucket), wrong)
         else:
             if bucket.open is not None:
                 assert bucket.way is not None

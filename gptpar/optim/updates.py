@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from torch.profiler import record_function
 
 from gptpar.optim.buckets import Bucket, Buffers, Recipe
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Ordered
@@ -15,6 +15,9 @@ from gptpar.optim.transfers import Departure, Transfers
 
 ENOUGH = 1 << 20
 """Elements whose update takes longer than to begin and end it."""
+
+REMEMBERED = 1 << 14
+"""Updates of which the times are kept: several steps of the largest models."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,13 @@ class Updates:
 
     Attributes:
         busy_s: time in which the kernel worked.
+        latest: unit, begin and end (:func:`time.monotonic`) of the latest updates.
     """
 
     def __init__(self, adam: CpuAdam, transfers: Transfers):
         self.adam, self._transfers = adam, transfers
         self.busy_s, self._pace = 0.0, 0.0  # seconds; seconds an element of the last update that was no small one
+        self.latest: deque[tuple[str, float, float]] = deque(maxlen=REMEMBERED)
         self._at_work: _AtWork | None = None
 
     @property
@@ -89,11 +94,11 @@ class Updates:
         work, self._at_work = self._at_work, None
         if work is None:
             return
-        with record_function(f"CPU Adam: {work.bucket.unit}"):
-            _, seconds = work.ordered.wait()
-        self.busy_s += seconds
+        done = work.ordered.wait()
+        self.latest.append((work.bucket.unit, done.begin, done.end))
+        self.busy_s += done.end - done.begin
         if work.elements >= ENOUGH:
-            self._pace = seconds / work.elements
+            self._pace = (done.end - done.begin) / work.elements
         if work.sends:
             work.bucket.settle_device = work.departure.send()
         work.landed()

@@ -98,9 +98,9 @@ class Sustained:
     scheduling: float = 0.04
     fragmentation: float = 0.04
     outside: float = 1.5 * GIB
-    host_rate: float = 145e9
+    host_rate: float = 150e9
     host_rate_aside: float = 135e9
-    host_pause: float = 0.3e-3
+    host_pause: float = 0.1e-3
     bus: float = 48e9
     host_process: float = 3.0 * GIB
 

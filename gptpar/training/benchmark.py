@@ -187,7 +187,9 @@ def measure(parsed: ParsedFlags, argv: list[str]) -> int:
 def _show(tracer: Tracer, parsed: ParsedFlags, run: Run) -> None:
     topology, path = run.trainer.topology, parsed.rest.trace
     if path is not None:
-        tracer.save(path if topology.is_main else path.with_name(f"{path.name}.rank{topology.rank}"))
+        host = run.trainer.model.host
+        updates = () if host is None else tuple(host.updates.latest)
+        tracer.save(path if topology.is_main else path.with_name(f"{path.name}.rank{topology.rank}"), updates)
     if parsed.rest.breakdown:
         ranks: list[Any] = [tracer.breakdown()] * topology.layout.world_size
         if len(ranks) > 1:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,9 @@ KINDS = {
     "compiled pointwise": r"triton",
 }
 OTHER = "other kernels"
+HOST_UPDATE = "cpu_optimizer"
+"""Category of the CPU optimizer's updates in a trace."""
+HOST_LANE = 1 << 22  # no thread of the system has this number
 
 Span = tuple[float, float]
 
@@ -113,9 +119,16 @@ class Tracer:
         """The device has finished."""
         self._profile.stop()
 
-    def save(self, path: Path) -> None:
-        """Write a trace for Perfetto or chrome://tracing."""
+    def save(self, path: Path, host_updates: Sequence[tuple[str, float, float]] = ()) -> None:
+        """Write a trace for Perfetto or chrome://tracing.
+
+        Args:
+            host_updates: of the CPU optimizer, whose threads the profiler does not see: unit, begin and end
+                (:func:`time.monotonic`).
+        """
         self._profile.export_chrome_trace(str(path))
+        if host_updates:
+            path.write_text(json.dumps(with_host_updates(json.loads(path.read_text()), host_updates)))
 
     def breakdown(self) -> Breakdown:
         """Sum up the device's work."""
@@ -126,6 +139,24 @@ class Tracer:
             if event.device_type == DeviceType.CUDA and not event.is_user_annotation
         ]
         return break_down(kernels, TRACED_STEPS)
+
+
+def with_host_updates(trace: dict[str, Any], updates: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
+    """A trace with a lane of its own for the CPU optimizer's updates of that time."""
+    shift = time.time() - time.monotonic() - trace["baseTimeNanoseconds"] / 1e9
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    first, last = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
+    lane = {"pid": os.getpid(), "tid": HOST_LANE}
+    spans = [
+        {
+            "ph": "X", "cat": HOST_UPDATE, "name": f"CPU Adam: {unit}", **lane,
+            "ts": 1e6 * (begin + shift), "dur": 1e6 * (end - begin),
+        }
+        for unit, begin, end in updates
+    ]  # fmt: skip
+    inside = [span for span in spans if first <= span["ts"] and span["ts"] + span["dur"] <= last]
+    name = {"ph": "M", "name": "thread_name", "ts": first, **lane, "args": {"name": "CPU Adam"}}
+    return {**trace, "traceEvents": [*trace["traceEvents"], name, *inside]}
 
 
 def table(ranks: Sequence[Breakdown]) -> str:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -445,9 +446,12 @@ def test_orders_are_done_one_after_the_other(dtype):
     expected, stretches = [t.clone() for t in tensors], [[(0, 300001, replace(HOW, step=n + 1))] for n in range(5)]
     for how in stretches:
         CpuAdam(2).steps(*expected, how)
+    before = time.monotonic()
     orders = [CpuAdam(2).order(*tensors, how) for how in stretches]
     done = [order.wait() for order in (orders if dtype == torch.float64 else reversed(orders))]
-    assert all(finite and seconds > 0 for finite, seconds in done)
+    assert all(finite and before <= begin < end <= time.monotonic() for finite, begin, end in done)
+    in_order = done if dtype == torch.float64 else done[::-1]
+    assert all(one.end <= other.begin for one, other in itertools.pairwise(in_order))
     assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
 
 

@@ -459,14 +459,14 @@ def test_a_step_that_is_announced_while_the_last_one_ends_is_taken(monkeypatch: 
     """The loop goes on when the last bucket is settled, and may come round before the thread has noted the end."""
     share = make_share(CpuAdam(1))
     share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
-    announced, land = threading.Event(), share._updates.land
+    announced, land = threading.Event(), share.updates.land
 
     def hold_up() -> None:
         land()
         if share._order is not None and all(bucket.settled for bucket in share._buckets):
             assert announced.wait(10)
 
-    monkeypatch.setattr(share._updates, "land", hold_up)
+    monkeypatch.setattr(share.updates, "land", hold_up)
     for step in range(2):
         for unit in ("second", "first"):
             share.offer(unit, torch.ones(128))

@@ -48,12 +48,11 @@ MEASURED = [
     ("h100", "--preset 350M --micro-batch-size 16 ", 170.2, 31.48),
     ("h100", ONE_B3, 257.3, 45.67),
     ("h100", TWO_B7, 267.5, 60.80),
-    ("h100", M350 + OFFLOAD + "0.3", 83.1, 17.97),
-    ("h100", M350 + OFFLOAD + "1" + CLIPPED, 137.5, 15.17),
-    ("h100", ONE_B3 + OFFLOAD + "1" + CLIPPED, 528.8, 30.94),
-    # Memory as it is now, time of a visit before the kernels of gptpar/kernels: the CPU is what takes it.
-    ("h100", M350 + OFFLOAD + "1", 97.8, 15.17),
-    ("h100", ONE_B3 + OFFLOAD + "1", 357.5, 30.94),
+    ("h100", M350 + OFFLOAD + "0.3", 83.9, 17.97),
+    ("h100", M350 + OFFLOAD + "1" + CLIPPED, 132.2, 15.17),
+    ("h100", ONE_B3 + OFFLOAD + "1" + CLIPPED, 408.5, 30.94),
+    ("h100", M350 + OFFLOAD + "1", 89.8, 15.17),
+    ("h100", ONE_B3 + OFFLOAD + "1", 292.1, 30.94),
 ]
 # Measured when the device kept every gradient in fp32, also one that is no sum, and without those kernels.
 MEASURED_WITH_WIDE_GRADIENTS = [

@@ -16,7 +16,7 @@ from torch import nn
 from gptpar import TwinFlowAdamW
 from gptpar.errors import GptparError
 from gptpar.optim import placement
-from gptpar.optim.cpu_adam import CpuAdam, Ordered
+from gptpar.optim.cpu_adam import CpuAdam, Done, Ordered
 from gptpar.optim.local_parts import LocalPart
 
 RATIOS = [0.0, 0.3, 0.731, 1.0]
@@ -221,7 +221,7 @@ class Watched(CpuAdam):
     def order(self, *args: Any, **kwargs: Any) -> Ordered:
         ordered = super().order(*args, **kwargs)
 
-        def wait() -> tuple[bool, float]:
+        def wait() -> Done:
             assert self.leave.acquire(timeout=10)
             return ordered.wait()
 
@@ -233,7 +233,7 @@ def test_each_layer_waits_for_its_own_parameters_only(closing: Any) -> None:
     optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
     adam = Watched()
     assert optimizer._host is not None
-    optimizer._host._updates.adam = adam
+    optimizer._host.updates.adam = adam
     optimizer.attach(model)
     before = copy.deepcopy(model)
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -318,7 +318,7 @@ def test_the_forward_inside_last_backward_overlaps_too(closing: Any) -> None:
     optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
     adam = Watched()
     assert optimizer._host is not None
-    optimizer._host._updates.adam = adam
+    optimizer._host.updates.adam = adam
     optimizer.attach(model)
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()

@@ -199,8 +199,9 @@ class GpuTransfers:
         self._device = device
         slot_bytes = math.ceil(bucket_bytes / 4096) * 4096
         incoming, outgoing = ring_slots(num_buckets, slot_bytes)
-        self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes), PinnedMemory(NUMBERS * 8)]
-        self._numbers = itertools.cycle(self._pinned[1].data.split(8))
+        self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
+        # Not registered but allocated: that has the same address on every device.
+        self._numbers = itertools.cycle(torch.zeros(NUMBERS * 8, dtype=torch.uint8, pin_memory=True).split(8))
         slots: list[Slot] = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
         self.free, self._out = slots[:incoming], slots[incoming:]
         self._turn, self._shared = 0, incoming // 2

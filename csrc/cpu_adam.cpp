@@ -41,7 +41,7 @@ struct GptparAdamStep {
   float decay;  // 1 - lr * weight_decay
 };
 
-// Elements [start, stop) of the vectors of steps[of]. gptpar.optim.cpu_adam has them as rows of an array.
+// Elements [start, stop) of the vectors of steps[of]. gptpar.optim.cpu_adam has the same struct.
 struct GptparStretch {
   int64_t start, stop, of;
 };
@@ -244,7 +244,7 @@ int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const Gpt
   return gptpar::kNoMemory;
 }
 
-// Waits until what was ordered is done; returns what cpu_adam_step does, and when it began and ended. Once for each ticket.
+// Waits until what was ordered is done; returns what cpu_adam_step does, and when it began and ended. Once a ticket.
 int32_t cpu_adam_wait(int64_t ticket, double* begin, double* end) {
   const gptpar::Done done = gptpar::of_this_process<gptpar::JobQueue>().wait(ticket);
   *begin = done.begin;

@@ -71,4 +71,5 @@ else
 fi
 gptpar plot "$RUN" --output "$RUN/loss.png" "${reference[@]}"
 echo "TensorBoard:  $PYTHON -m tensorboard.main --logdir $RUN/tensorboard"
-echo "Go on with:   bash examples/pretrain_gpt_350M.sh    Generate with: $PYTHON -m gptpar generate --load $RUN --prompt '...'"
+echo "Generate:     $PYTHON -m gptpar generate --load $RUN --prompt '...'"
+echo "To go on, run the same command again."

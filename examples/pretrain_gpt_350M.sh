@@ -72,4 +72,3 @@ fi
 gptpar plot "$RUN" --output "$RUN/loss.png" "${reference[@]}"
 echo "TensorBoard:  $PYTHON -m tensorboard.main --logdir $RUN/tensorboard"
 echo "Generate:     $PYTHON -m gptpar generate --load $RUN --prompt '...'"
-echo "To go on, run the same command again."

@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/cpu_adam.py [--sizes 10 100] [--threads 1 2] [--largest] [--json FILE]
 
 All contenders take bf16 gradients and leave fp32 states and bf16 parameters. They run in turns, each round in
-another order, so that what else the machine does hits all of them, and twice, of which the second counts: after a pause
-cores are slow for a while. Medians and minima are over rounds.
+another order, so that what else the machine does hits all of them, and twice, of which the second counts: the first
+follows a pause. Medians and minima are over rounds.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def measure(n: int, threads: int, rounds: int) -> list[dict[str, object]]:
             run = contenders[name]
             assert run is not None
             time.sleep(PAUSE_S)
-            run(number)  # untimed: the cores wake up, as they are in training
+            run(number)  # untimed, so that the pause does not count
             start = time.perf_counter()
             run(number)
             if number > 1:

@@ -23,7 +23,7 @@ RESERVED = 2
 """Slots for gradients that only the updating thread may take: it would wait for ever if later ones held them all."""
 
 NUMBERS = 16
-"""Places for scalars that are on their way; one is read before the next but one comes."""
+"""Places for scalars that are on their way, used in turn; two at most are."""
 
 OUTGOING = 3
 """Slots for new parameters: one being filled, one to be filled next, one on its way."""

@@ -1,9 +1,9 @@
 """The tied embedding's gradient goes to the CPU optimizer before it is complete.
 
-As an output layer the embedding has its gradient when the backward pass begins, as a lookup when that ends; and the
+As an output layer the embedding has its gradient before the backward pass begins, as a lookup when that ends; and the
 next forward pass begins with it. But a lookup has a gradient in the rows of its tokens only. So the CPU gets the output
-layer's, with what earlier micro-batches have added, at the beginning, works with it while the device is at the layers,
-and leaves those rows for the end.
+layer's, with what earlier micro-batches have added, with the loss, works with it while the device is at the layers, and
+leaves those rows for the end.
 """
 
 from __future__ import annotations

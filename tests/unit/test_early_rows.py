@@ -23,7 +23,7 @@ from gptpar.optim.transfers import Arrival, SameMemory, Slot
 from gptpar.training import offload, sharded_model
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
-from tests.unit.test_offload import RATES, SlowNorm, wait_until
+from tests.unit.test_host_share import RATES, SlowNorm, wait_until
 
 STEPS = 8
 ROWS, WIDTH = 64, 32

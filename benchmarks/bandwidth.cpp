@@ -25,14 +25,19 @@ constexpr int64_t kBlock = 1 << 16;
 #define GPTPAR_PASS(name, V, target)                                                   \
   target void name(const Arrays& a, int64_t first, int64_t last) {                     \
     const bool stream = a.in[0] != a.out[0];                                           \
-    for (int64_t i = first; i + V::width <= last; i += V::width) {                     \
-      if (!stream) prefetch<V>(a.in[0] + i, a.in[1] + i, a.in[2] + i, a.grad + i);     \
-      const auto g = V::load(a.grad + i);                                              \
-      const auto p = V::add(V::load(a.in[0] + i), g);                                  \
-      V::store(a.out[1] + i, V::add(V::load(a.in[1] + i), g), stream);                 \
-      V::store(a.out[2] + i, V::add(V::load(a.in[2] + i), g), stream);                 \
-      V::store(a.out[0] + i, p, stream);                                               \
-      V::store(a.low + i, p, true);                                                    \
+    for (int64_t i = first; i + kRun <= last; i += kRun) {                             \
+      const int64_t ahead = i + kAhead;                                                \
+      prefetch(a.in[0] + ahead, a.in[1] + ahead, a.in[2] + ahead, a.grad + ahead);     \
+      V::Floats fresh[kRun / V::width];                                                \
+      for (int j = 0, at = 0; at < kRun; ++j, at += V::width) {                        \
+        const auto g = V::load(a.grad + i + at);                                       \
+        fresh[j] = V::add(V::load(a.in[0] + i + at), g);                               \
+        V::store(a.out[1] + i + at, V::add(V::load(a.in[1] + i + at), g), stream);     \
+        V::store(a.out[2] + i + at, V::add(V::load(a.in[2] + i + at), g), stream);     \
+        V::store(a.out[0] + i + at, fresh[j], stream);                                 \
+      }                                                                                \
+      for (int j = 0, at = 0; at < kRun; ++j, at += V::width)                          \
+        V::store(a.low + i + at, fresh[j], true);                                      \
     }                                                                                  \
   }
 

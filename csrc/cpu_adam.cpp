@@ -32,13 +32,10 @@ struct GptparAdamStep {
   const void* grad;
   void* low;
   int32_t grad_type, low_type;
-  int32_t multiply;  // whether gradients are multiplied by scale instead of divided by it
-  float scale;
+  float scale;                // of the gradients
   float rest1, beta2, rest2;  // 1 - beta1, beta2, 1 - beta2
-  float root;                 // sqrt(1 - beta2^step)
-  float eps;
-  float step;   // lr / (1 - beta1^step)
-  float decay;  // 1 - lr * weight_decay
+  float eps, step;            // with the corrections of both moments' bias
+  float decay;                // 1 - lr * weight_decay
 };
 
 // Elements [start, stop) of the vectors of steps[of]. gptpar.optim.cpu_adam has the same struct.
@@ -54,7 +51,6 @@ using Step = GptparAdamStep;
 using Stretch = GptparStretch;
 
 constexpr int64_t kBlock = 1 << 16;  // elements: 1.8 MB of memory traffic, so that handing one out costs nothing
-constexpr int kLine = 64;            // bytes of a cache line
 
 // Which outputs bypass the caches. Only whole lines that are not read are worth it.
 struct Streams {
@@ -115,7 +111,7 @@ enum Error : int32_t { kNoSuchSet = -1, kNoSuchType = -2, kNoMemory = -3 };
 // The loops of one instruction set, by type of gradient (minus 1).
 struct Loops {
   const char* name;
-  bool (*adam[3])(const Step&, int64_t, int64_t);
+  bool (*adam[3])(const Step&, int64_t, int64_t, int64_t);
   double (*square[3])(const void*, int64_t, int64_t);
 };
 
@@ -180,15 +176,17 @@ class Blocks {
   std::vector<size_t> begins_;
 };
 
-// Sum over the pieces of stretches, in their order, of what work(piece) gives for each. All blocks are handed out
-// together: threads do not wait for each other between stretches.
+// Sum over the pieces of stretches, in their order, of what work(piece, next) gives for each; `next` is where the
+// thread's next piece starts. All blocks are handed out together: threads do not wait for each other between stretches.
 template <class Work>
 int32_t sum_pieces(const Stretch* stretches, int64_t count, int threads, double* total, const Work& work) try {
   const Blocks blocks(stretches, count);
   std::vector<double> sums(blocks.count());
   of_this_process<ThreadPool>().run(blocks.count(), threads, [&](int64_t i) {
     double sum = 0;
-    for (const Stretch* piece = blocks.begin(i); piece < blocks.end(i); ++piece) sum += work(*piece);
+    const Stretch* const end = blocks.end(i);
+    for (const Stretch* piece = blocks.begin(i); piece < end; ++piece)
+      sum += work(*piece, piece + 1 < end ? piece[1].start : piece->stop);
     fence();
     sums[i] = sum;
   });
@@ -222,11 +220,11 @@ int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const Gptp
   }
   std::atomic<bool> finite{true};
   double ignored;
-  const auto work = [&](const gptpar::Stretch& piece) {
+  const auto work = [&](const gptpar::Stretch& piece, int64_t next) {
     const gptpar::Step& s = steps[piece.of];
     // The square's pass leaves the piece's gradients in the cache.
     const double sum = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
-    if (!loops->adam[s.grad_type - 1](s, piece.start, piece.stop)) finite = false;
+    if (!loops->adam[s.grad_type - 1](s, piece.start, piece.stop, next)) finite = false;
     return sum;
   };
   const int32_t code = gptpar::sum_pieces(stretches, count, threads, squares ? squares : &ignored, work);
@@ -264,7 +262,7 @@ int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t 
   if (!gptpar::known(grad_type)) return gptpar::kNoSuchType;
   const auto square = loops->square[grad_type - 1];
   const GptparStretch whole{0, n, 0};
-  const auto work = [&](const gptpar::Stretch& piece) { return square(grad, piece.start, piece.stop); };
+  const auto work = [&](const gptpar::Stretch& piece, int64_t) { return square(grad, piece.start, piece.stop); };
   return gptpar::sum_pieces(&whole, 1, threads, sum, work);
 }
 

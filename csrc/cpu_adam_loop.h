@@ -7,41 +7,56 @@ namespace VARIANT {
 // A call's numbers, spread over vectors.
 template <class V>
 struct Spread {
-  typename V::Floats scale, rest1, beta2, rest2, root, eps, step, decay;
+  typename V::Floats scale, rest1, beta2, rest2, eps, step, decay;
 };
 
 template <class V>
 TARGET GPTPAR_INLINE Spread<V> spread(const Step& s) {
   return {V::all(s.scale), V::all(s.rest1), V::all(s.beta2), V::all(s.rest2),
-          V::all(s.root),  V::all(s.eps),   V::all(-s.step), V::all(s.decay)};
+          V::all(s.eps),   V::all(-s.step), V::all(s.decay)};
 }
 
-// Elements [i, i + V::width). Every operation rounds once and in this order, whatever the width.
+// State of elements [i, i + V::width); returns their new parameters. Every operation rounds once and in this order,
+// whatever the width.
 template <class V, class Grad>
-TARGET GPTPAR_INLINE void advance(const Step& s, const Spread<V>& k, int64_t i, Streams streams,
-                                  typename V::Marks& marks) {
-  const Grad* grad = static_cast<const Grad*>(s.grad) + i;
-  if (!streams.state) prefetch<V>(s.p + i, s.m + i, s.v + i, grad);  // out of place it costs 2 % instead
-  auto g = V::load(grad);
+TARGET GPTPAR_INLINE typename V::Floats advance(const Step& s, const Spread<V>& k, int64_t i, bool stream,
+                                                typename V::Marks& marks) {
+  auto g = V::load(static_cast<const Grad*>(s.grad) + i);
   marks = V::mark(marks, V::sub(g, g));  // +0, whose bits are all clear, unless g is infinite or NaN
-  g = s.multiply ? V::mul(g, k.scale) : V::div(g, k.scale);
+  g = V::mul(g, k.scale);
   const auto m = V::load(s.m + i);
   const auto m_new = V::fma(k.rest1, V::sub(g, m), m);
   const auto v_new = V::fma(V::mul(k.rest2, g), g, V::mul(k.beta2, V::load(s.v + i)));
-  const auto denominator = V::add(V::div(V::root(v_new), k.root), k.eps);
+  const auto denominator = V::add(V::root(v_new), k.eps);
   const auto p_new = V::fma(k.step, V::div(m_new, denominator), V::mul(k.decay, V::load(s.p + i)));
-  V::store(s.m_out + i, m_new, streams.state);
-  V::store(s.v_out + i, v_new, streams.state);
-  V::store(s.p_out + i, p_new, streams.state);
-  switch (s.low_type) {  // the same way for every element, so the processor foresees it
-    case kFloat: return V::store(static_cast<float*>(s.low) + i, p_new, streams.low);
-    case kBfloat: return V::store(static_cast<Bfloat*>(s.low) + i, p_new, streams.low);
-    case kHalf: return V::store(static_cast<Half*>(s.low) + i, p_new, streams.low);
+  V::store(s.m_out + i, m_new, stream);
+  V::store(s.v_out + i, v_new, stream);
+  V::store(s.p_out + i, p_new, stream);
+  return p_new;
+}
+
+// `count` vectors from element i on. Their 16-bit outputs are stored together: half a line that bypasses the caches and
+// waits for its other half is in the way of the other outputs' lines.
+template <class V, class Grad, int count>
+TARGET GPTPAR_INLINE void advance_run(const Step& s, const Spread<V>& k, int64_t i, Streams streams,
+                                      typename V::Marks& marks) {
+  typename V::Floats fresh[count];
+#pragma GCC unroll 4
+  for (int j = 0; j < count; ++j) fresh[j] = advance<V, Grad>(s, k, i + j * V::width, streams.state, marks);
+#pragma GCC unroll 4
+  for (int j = 0; j < count; ++j) {
+    const int64_t at = i + j * V::width;
+    switch (s.low_type) {  // the same way for every element, so the processor foresees it
+      case kFloat: V::store(static_cast<float*>(s.low) + at, fresh[j], streams.low); break;
+      case kBfloat: V::store(static_cast<Bfloat*>(s.low) + at, fresh[j], streams.low); break;
+      case kHalf: V::store(static_cast<Half*>(s.low) + at, fresh[j], streams.low); break;
+    }
   }
 }
 
+// Elements [first, last); those after them that the same thread comes to begin at `next`.
 template <class Grad>
-TARGET bool adam(const Step& s, int64_t first, int64_t last) {
+TARGET bool adam(const Step& s, int64_t first, int64_t last, int64_t next) {
   Streams streams;
   int64_t i = first;
   const int64_t head = std::min(last, first + elements_to_alignment(s, first, &streams));
@@ -49,9 +64,13 @@ TARGET bool adam(const Step& s, int64_t first, int64_t last) {
   const auto many = spread<VECTOR>(s);
   auto mark = Scalar::no_marks();
   auto marks = VECTOR::no_marks();
-  for (; i < head; ++i) advance<Scalar, Grad>(s, one, i, Streams{}, mark);
-  for (; i + VECTOR::width <= last; i += VECTOR::width) advance<VECTOR, Grad>(s, many, i, streams, marks);
-  for (; i < last; ++i) advance<Scalar, Grad>(s, one, i, Streams{}, mark);
+  for (; i < head; ++i) advance_run<Scalar, Grad, 1>(s, one, i, Streams{}, mark);
+  for (; i + kRun <= last; i += kRun) {
+    const int64_t ahead = i + kAhead + (i + kAhead < last ? 0 : next - last);
+    prefetch(s.p + ahead, s.m + ahead, s.v + ahead, static_cast<const Grad*>(s.grad) + ahead);
+    advance_run<VECTOR, Grad, kRun / VECTOR::width>(s, many, i, streams, marks);
+  }
+  for (; i < last; ++i) advance_run<Scalar, Grad, 1>(s, one, i, Streams{}, mark);
   return !Scalar::any(mark) && !VECTOR::any(marks);
 }
 

@@ -43,12 +43,18 @@ struct GptparStretch {
   int64_t start, stop, of;
 };
 
+// Elements [start, stop), in the order of a [number, 2] array.
+struct GptparRange {
+  int64_t start, stop;
+};
+
 }  // extern "C"
 
 namespace gptpar {
 
 using Step = GptparAdamStep;
 using Stretch = GptparStretch;
+using Range = GptparRange;
 
 constexpr int64_t kBlock = 1 << 16;  // elements: 1.8 MB of memory traffic, so that handing one out costs nothing
 
@@ -106,7 +112,7 @@ inline void fence() {
 
 namespace gptpar {
 
-enum Error : int32_t { kNoSuchSet = -1, kNoSuchType = -2, kNoMemory = -3 };
+enum Error : int32_t { kNoSuchSet = -1, kNoSuchType = -2, kNoMemory = -3, kNotAscending = -4, kNotYet = -5 };
 
 // The loops of one instruction set, by type of gradient (minus 1).
 struct Loops {
@@ -146,6 +152,30 @@ const Loops* loops_of(int32_t isa) {
 }
 
 bool known(int32_t type) { return type >= kFloat && type <= kHalf; }
+
+// What of the stretches lies in the ranges; all of them if there are no ranges (null).
+std::vector<Stretch> within(const Stretch* stretches, int64_t count, const Range* ranges, int64_t num_ranges) {
+  if (!ranges) return {stretches, stretches + count};
+  std::vector<Stretch> parts;
+  parts.reserve(count + num_ranges);
+  const Range* range = ranges;
+  const Range* const end = ranges + num_ranges;
+  for (const Stretch* s = stretches; s < stretches + count; ++s) {
+    while (range < end && range->stop <= s->start) ++range;
+    for (const Range* r = range; r < end && r->start < s->stop; ++r)
+      parts.push_back({std::max(s->start, r->start), std::min(s->stop, r->stop), s->of});
+  }
+  return parts;
+}
+
+bool ascending(const Range* ranges, int64_t count) {
+  int64_t end = 0;
+  for (const Range* r = ranges; r < ranges + count; ++r) {
+    if (r->start < end || r->stop < r->start) return false;
+    end = r->stop;
+  }
+  return true;
+}
 
 // Stretches cut and gathered to blocks, of which a thread takes one at a time: none has more than kBlock elements, and
 // two neighbours together have, whether the stretches are one vector or thousands of rows.
@@ -197,6 +227,31 @@ int32_t sum_pieces(const Stretch* stretches, int64_t count, int threads, double*
   return kNoMemory;
 }
 
+// A negative Error if a step cannot be taken with these, else 0.
+int32_t error_in(const Step* steps, int32_t num_steps, const Range* ranges, int64_t num_ranges, int32_t isa) {
+  if (!loops_of(isa)) return kNoSuchSet;
+  for (const Step* s = steps; s < steps + num_steps; ++s) {
+    if (!known(s->grad_type) || !(s->low_type == kNone || known(s->low_type))) return kNoSuchType;
+  }
+  return ranges && !ascending(ranges, num_ranges) ? kNotAscending : 0;
+}
+
+// See cpu_adam_step.
+int32_t take(const Step* steps, const std::vector<Stretch>& pieces, int threads, int32_t isa, double* squares) {
+  const Loops* loops = loops_of(isa);
+  std::atomic<bool> finite{true};
+  double ignored;
+  const auto work = [&](const Stretch& piece, int64_t next) {
+    const Step& s = steps[piece.of];
+    // The square's pass leaves the piece's gradients in the cache.
+    const double sum = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
+    if (!loops->adam[s.grad_type - 1](s, piece.start, piece.stop, next)) finite = false;
+    return sum;
+  };
+  const int32_t code = sum_pieces(pieces.data(), pieces.size(), threads, squares ? squares : &ignored, work);
+  return code < 0 ? code : finite.load();
+}
+
 }  // namespace gptpar
 
 extern "C" {
@@ -207,44 +262,40 @@ const char* cpu_adam_isa(int32_t isa) {
   return loops ? loops->name : nullptr;
 }
 
-// One step of `count` stretches, each by the numbers of one of `num_steps` steps. squares: null, or where the sum of the
-// gradients' squares goes (of what is in grad: before scaling). Returns 1 if every gradient was finite, 0 if not (the
-// arithmetic is done all the same), or a negative Error.
+// One step of `count` stretches, each by the numbers of one of `num_steps` steps; with ranges (null: none), which ascend,
+// of what lies in them. squares: null, or where the sum of the gradients' squares goes (of what is in grad: before
+// scaling). Returns 1 if every gradient was finite, 0 if not (the arithmetic is done all the same), or a negative Error.
 int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
-                      int32_t threads, int32_t isa, double* squares) {
-  const gptpar::Loops* loops = gptpar::loops_of(isa);
-  if (!loops) return gptpar::kNoSuchSet;
-  for (const gptpar::Step* s = steps; s < steps + num_steps; ++s) {
-    const bool known_low = s->low_type == gptpar::kNone || gptpar::known(s->low_type);
-    if (!gptpar::known(s->grad_type) || !known_low) return gptpar::kNoSuchType;
-  }
-  std::atomic<bool> finite{true};
-  double ignored;
-  const auto work = [&](const gptpar::Stretch& piece, int64_t next) {
-    const gptpar::Step& s = steps[piece.of];
-    // The square's pass leaves the piece's gradients in the cache.
-    const double sum = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
-    if (!loops->adam[s.grad_type - 1](s, piece.start, piece.stop, next)) finite = false;
-    return sum;
-  };
-  const int32_t code = gptpar::sum_pieces(stretches, count, threads, squares ? squares : &ignored, work);
-  return code < 0 ? code : finite.load();
-}
-
-// Like cpu_adam_step, later: each order when those before it are done. Returns a ticket, or a negative Error.
-int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
-                       int32_t threads, int32_t isa) try {
-  const std::vector<GptparAdamStep> kept(steps, steps + num_steps);
-  const std::vector<GptparStretch> where(stretches, stretches + count);
-  return gptpar::of_this_process<gptpar::JobQueue>().submit(
-      [=] { return cpu_adam_step(kept.data(), num_steps, where.data(), count, threads, isa, nullptr); });
+                      const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
+                      double* squares) try {
+  if (const int32_t error = gptpar::error_in(steps, num_steps, ranges, num_ranges, isa)) return error;
+  return gptpar::take(steps, gptpar::within(stretches, count, ranges, num_ranges), threads, isa, squares);
 } catch (const std::bad_alloc&) {
   return gptpar::kNoMemory;
 }
 
-// Waits until what was ordered is done; returns what cpu_adam_step does, and when it began and ended. Once a ticket.
-int32_t cpu_adam_wait(int64_t ticket, double* begin, double* end) {
-  const gptpar::Done done = gptpar::of_this_process<gptpar::JobQueue>().wait(ticket);
+// Like cpu_adam_step, later: each order when those before it are done. Returns a ticket, or a negative Error; `elements`
+// becomes the number of those that it works on.
+int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
+                       const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
+                       int64_t* elements) try {
+  if (const int32_t error = gptpar::error_in(steps, num_steps, ranges, num_ranges, isa)) return error;
+  const std::vector<GptparAdamStep> kept(steps, steps + num_steps);
+  const auto pieces = gptpar::within(stretches, count, ranges, num_ranges);
+  *elements = 0;
+  for (const GptparStretch& piece : pieces) *elements += piece.stop - piece.start;
+  return gptpar::of_this_process<gptpar::JobQueue>().submit(
+      [=] { return gptpar::take(kept.data(), pieces, threads, isa, nullptr); });
+} catch (const std::bad_alloc&) {
+  return gptpar::kNoMemory;
+}
+
+// Returns what cpu_adam_step does, once what was ordered is done, and when that began and ended; once a ticket. Without
+// `block`, kNotYet as long as it is not.
+int32_t cpu_adam_wait(int64_t ticket, int32_t block, double* begin, double* end) {
+  gptpar::JobQueue& queue = gptpar::of_this_process<gptpar::JobQueue>();
+  if (!block && !queue.is_done(ticket)) return gptpar::kNotYet;
+  const gptpar::Done done = queue.wait(ticket);
   *begin = done.begin;
   *end = done.end;
   return done.code;

@@ -42,6 +42,11 @@ class JobQueue {
     return ticket;
   }
 
+  bool is_done(int64_t ticket) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return done_.count(ticket) > 0;
+  }
+
   // What the work has returned, and when it was done. Each ticket is good for one call.
   Done wait(int64_t ticket) {
     std::unique_lock<std::mutex> lock(mutex_);

@@ -74,11 +74,11 @@ def check_arguments(
 
 
 def _problems_of_ranges(only: np.ndarray, length: int) -> list[str]:
-    if only.dtype != np.int64 or only.ndim != 2 or only.shape[1] != 2:
-        return [f"only is {only.dtype} {only.shape}, not int64 (number of ranges, 2)"]
-    flat = only.ravel()
-    if len(flat) and (flat[0] < 0 or flat[-1] > length or bool((flat[1:] < flat[:-1]).any())):
-        return [f"the ranges of only are not in ascending order within {length} elements"]
+    """Whether they ascend, the kernel looks: numpy would let other threads have Python meanwhile."""
+    if only.dtype != np.int64 or only.ndim != 2 or only.shape[1] != 2 or not only.flags.c_contiguous:
+        return [f"only is {only.dtype} {only.shape}, not int64 (number of ranges, 2) in one piece"]
+    if len(only) and (only[0, 0] < 0 or only[-1, 1] > length):
+        return [f"the ranges of only, {only[0, 0]} to {only[-1, 1]}, do not lie within {length} elements"]
     return []
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gptpar import pages
+from gptpar.optim.ranges import outside
 from gptpar.optim.runs import Run, cut
 from gptpar.optim.transfers import Arrival, Departure, Slot
 
@@ -85,8 +86,8 @@ class Bucket:
         grad: this step's gradient.
         again: the gradient that is to replace it, because its values were changed after they were offered.
         slot: room of its own for that.
-        open: the ranges (:mod:`~gptpar.optim.ranges`) in which its values will be changed, if it was offered before it
-            was complete; else any of them may be.
+        open, closed: the ranges (:mod:`~gptpar.optim.ranges`) in which its values will be changed, if it was offered
+            before it was complete, and the others; else any of them may be.
         tried: what the state beside was computed with, but for the open ranges.
         steps: updates made so far.
         settled: whether the last announced step is done here.
@@ -105,6 +106,7 @@ class Bucket:
     again: Arrival | None = None
     slot: Slot | None = None
     open: np.ndarray | None = None
+    closed: np.ndarray | None = None
     tried: tuple[Recipe, Arrival] | None = None
     steps: int = 0
     settled: bool = True
@@ -112,7 +114,7 @@ class Bucket:
 
     def take_early(self, grad: Arrival, still_open: np.ndarray) -> None:
         """Have a gradient that will be complete, but for these ranges."""
-        self.grad, self.open = grad, still_open
+        self.grad, self.open, self.closed = grad, still_open, outside(still_open, self.stop - self.start)
 
     def take(self, grad: Arrival) -> None:
         """Have a gradient, which replaces one that came before."""
@@ -144,7 +146,7 @@ class Bucket:
         """The gradient and what was tried with it."""
         if self.grad is not None:
             self.grad.release()
-        self.grad = self.tried = self.open = None
+        self.grad = self.tried = self.open = self.closed = None
 
 
 def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:
@@ -210,7 +212,7 @@ def drop_what_came_too_late(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         if bucket.tried is None and bucket.again is not None and bucket.open is not None and bucket.again.made():
             bucket.replace_grad()
-            bucket.open = None
+            bucket.open = bucket.closed = None
 
 
 def shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:

@@ -19,9 +19,9 @@ from gptpar import native
 from gptpar.errors import NativeBuildError
 from gptpar.host import cores
 from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, problems_of_tensor
-from gptpar.optim.ranges import between
 
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
+_NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam.cpp
 _SQUARE_BLOCK = 1 << 16
 
 
@@ -41,24 +41,44 @@ class _CStep(ctypes.Structure):
     ]
 
 
+class _CRange(ctypes.Structure):
+    """GptparRange: a row of ranges (:mod:`~gptpar.optim.ranges`)."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("start", "stop")]
+
+
+class _Kernels(NamedTuple):
+    """The same library twice.
+
+    Attributes:
+        lasting: calls let other threads have Python meanwhile.
+        brief: calls keep it. To get it back takes longer than they do, while the training loop is busy.
+    """
+
+    lasting: ctypes.CDLL
+    brief: ctypes.PyDLL
+
+
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> _Kernels | None:
     try:
-        library = native.load("cpu_adam")
+        lasting = native.load("cpu_adam")
     except NativeBuildError as error:
         warnings.warn(f"the CPU optimizer uses torch's kernels, several times slower: {error}", stacklevel=3)
         return None
-    i32, doubles = ctypes.c_int32, ctypes.POINTER(ctypes.c_double)
-    library.cpu_adam_isa.argtypes = [i32]
-    library.cpu_adam_isa.restype = ctypes.c_char_p
-    what_and_where: list[Any] = [ctypes.POINTER(_CStep), i32, ctypes.POINTER(_CStretch), ctypes.c_int64]
-    library.cpu_adam_step.argtypes = [*what_and_where, i32, i32, doubles]
-    library.cpu_adam_order.argtypes = [*what_and_where, i32, i32]
-    library.cpu_adam_order.restype = ctypes.c_int64
-    library.cpu_adam_wait.argtypes = [ctypes.c_int64, doubles, doubles]
-    library.cpu_adam_wake.argtypes, library.cpu_adam_wake.restype = [i32], None
-    library.cpu_adam_square.argtypes = [ctypes.c_void_p, ctypes.c_int64, i32, i32, i32, doubles]
-    return library
+    kernels = _Kernels(lasting, ctypes.PyDLL(lasting._name, handle=lasting._handle))
+    i32, i64, doubles = ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(ctypes.c_double)
+    what: list[Any] = [ctypes.POINTER(_CStep), i32, ctypes.POINTER(_CStretch), i64, ctypes.POINTER(_CRange), i64]
+    lasting.cpu_adam_isa.argtypes = [i32]
+    lasting.cpu_adam_isa.restype = ctypes.c_char_p
+    lasting.cpu_adam_step.argtypes = [*what, i32, i32, doubles]
+    lasting.cpu_adam_wake.argtypes, lasting.cpu_adam_wake.restype = [i32], None
+    lasting.cpu_adam_square.argtypes = [ctypes.c_void_p, i64, i32, i32, i32, doubles]
+    kernels.brief.cpu_adam_order.argtypes = [*what, i32, i32, ctypes.POINTER(i64)]
+    kernels.brief.cpu_adam_order.restype = i64
+    for library in kernels:
+        library.cpu_adam_wait.argtypes = [i64, i32, doubles, doubles]
+    return kernels
 
 
 CORES_LEFT_FREE = 2
@@ -99,7 +119,7 @@ class CpuAdam:
     @property
     def isa(self) -> str:
         """The instruction set in use: ``scalar``, ``avx2`` or ``avx512``; ``torch`` without the compiled kernel."""
-        return self._kernels.cpu_adam_isa(self._isa).decode() if self._kernels else "torch"
+        return self._kernels.lasting.cpu_adam_isa(self._isa).decode() if self._kernels else "torch"
 
     def step(
         self,
@@ -141,9 +161,9 @@ class CpuAdam:
             into: where the new p, m and v go, while p, m and v stay as they are; default: in place.
             low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even. It may be ``grad`` itself,
                 or lie in the same place.
-            only: ranges (:mod:`~gptpar.optim.ranges`) to which it may keep, because elsewhere the outputs have their
-                new values already, or get them later. Torch's kernels, which round ends of vectors otherwise, write
-                them all each time.
+            only: ranges (:mod:`~gptpar.optim.ranges`, in one piece) to which it may keep, because elsewhere the
+                outputs have their new values already, or get them later. Torch's kernels, which round ends of vectors
+                otherwise, write them all each time.
 
         Raises:
             ValueError: naming every tensor and number that does not fit.
@@ -152,7 +172,7 @@ class CpuAdam:
         if self._kernels is None or p.dtype == torch.float64:
             return _torch_steps((p, m, v), grad, stretches, into or (p, m, v), low)
         call = _call((p, m, v, *(into or (p, m, v)), grad), low, stretches, only)
-        return bool(_checked(self._kernels.cpu_adam_step(*call, self.threads, self._isa, None)))
+        return bool(_checked(self._kernels.lasting.cpu_adam_step(*call, self.threads, self._isa, None)))
 
     def order(
         self,
@@ -172,16 +192,18 @@ class CpuAdam:
         """
         check_arguments(p, m, v, grad, stretches, into, low, only)
         if self._kernels is None or p.dtype == torch.float64:
-            return Ordered(functools.partial(_timed, _torch_steps, (p, m, v), grad, stretches, into or (p, m, v), low))
-        tensors = (p, m, v, *(into or (p, m, v)), grad)
+            elements = sum(stop - start for start, stop, _ in stretches)
+            work = functools.partial(_torch_steps, (p, m, v), grad, stretches, into or (p, m, v), low)
+            return Ordered(elements, functools.partial(_timed, work))
+        tensors, number = (p, m, v, *(into or (p, m, v)), grad), ctypes.c_int64()
         call = _call(tensors, low, stretches, only)
-        ticket = _checked(self._kernels.cpu_adam_order(*call, self.threads, self._isa))
-        return Ordered(functools.partial(_wait_for, self._kernels, ticket, (*tensors, low)))
+        ticket = _checked(self._kernels.brief.cpu_adam_order(*call, self.threads, self._isa, ctypes.byref(number)))
+        return Ordered(number.value, functools.partial(_wait_for, self._kernels, ticket, (*tensors, low, only)))
 
     def wake(self) -> None:
         """Wake the kernel's threads, because there will be work within a fraction of a millisecond."""
         if self._kernels is not None:
-            self._kernels.cpu_adam_wake(self.threads)
+            self._kernels.lasting.cpu_adam_wake(self.threads)
 
     def square(self, grad: Tensor) -> float:
         """Sum of squares in double precision, the same for any number of threads.
@@ -201,7 +223,7 @@ class CpuAdam:
         total = ctypes.c_double()
         kind = _TYPES[grad.dtype]
         _checked(
-            self._kernels.cpu_adam_square(
+            self._kernels.lasting.cpu_adam_square(
                 grad.data_ptr(), len(grad), kind, self.threads, self._isa, ctypes.byref(total)
             )
         )
@@ -223,25 +245,36 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True)
 class Ordered:
-    """Work under way; ``wait``, called once, returns at its end."""
+    """Work under way.
 
+    Attributes:
+        elements: how many it updates.
+        wait: returns at its end; called once.
+    """
+
+    elements: int
     wait: Callable[[], Done]
 
 
-def _wait_for(library: ctypes.CDLL, ticket: int, _in_use: tuple[Tensor | None, ...]) -> Done:
+def _wait_for(kernels: _Kernels, ticket: int, _in_use: tuple[object, ...]) -> Done:
     begin, end = ctypes.c_double(), ctypes.c_double()
-    finite = bool(_checked(library.cpu_adam_wait(ticket, ctypes.byref(begin), ctypes.byref(end))))
-    return Done(finite, begin.value, end.value)
+    times = ctypes.byref(begin), ctypes.byref(end)
+    code = kernels.brief.cpu_adam_wait(ticket, False, *times)
+    if code == _NOT_YET:
+        code = kernels.lasting.cpu_adam_wait(ticket, True, *times)
+    return Done(bool(_checked(code)), begin.value, end.value)
 
 
-def _timed(work: Callable[..., bool], *arguments: Any) -> Done:
+def _timed(work: Callable[[], bool]) -> Done:
     begin = time.monotonic()
-    return Done(work(*arguments), begin, time.monotonic())
+    return Done(work(), begin, time.monotonic())
 
 
 def _checked(code: int) -> int:
-    if code == -3:
+    if code == _NO_MEMORY:
         raise MemoryError("the CPU optimizer could not allocate its sums")
+    if code == _NOT_ASCENDING:
+        raise ValueError("the ranges of only are not in ascending order")
     if code < 0:
         raise ValueError(f"the CPU optimizer's kernel refused its arguments (code {code})")
     return code
@@ -252,19 +285,15 @@ def _call(
     low: Tensor | None,
     stretches: Sequence[tuple[int, int, AdamStep]],
     only: np.ndarray | None = None,
-) -> tuple[ctypes.Array[_CStep], int, Any, int]:
+) -> tuple[ctypes.Array[_CStep], int, ctypes.Array[_CStretch], int, Any, int]:
     """What the kernel does and where, as it is told; ``tensors`` are p, m, v, their outputs and the gradient."""
     addresses = [t.data_ptr() for t in (*tensors, *([] if low is None else [low]))]
     types = _TYPES[tensors[-1].dtype], 0 if low is None else _TYPES[low.dtype]
     steps = [_c_step((*addresses, None)[:8], types, how) for *_, how in stretches]
-    if only is None:  # without numpy, which takes a tenth of a millisecond where its code is not in the caches
-        whole = [_CStretch(start, stop, i) for i, (start, stop, _) in enumerate(stretches)]
-        return (_CStep * len(steps))(*steps), len(steps), (_CStretch * len(whole))(*whole), len(whole)
-    pieces = [between(only, start, stop) for start, stop, _ in stretches]
-    where = np.empty((sum(map(len, pieces)), 3), dtype=np.int64)
-    np.concatenate([*pieces, np.empty((0, 2), np.int64)], out=where[:, :2])
-    where[:, 2] = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
-    return (_CStep * len(steps))(*steps), len(steps), where.ctypes.data_as(ctypes.POINTER(_CStretch)), len(where)
+    where = [_CStretch(start, stop, i) for i, (start, stop, _) in enumerate(stretches)]
+    ranges = None if only is None else only.ctypes.data_as(ctypes.POINTER(_CRange))
+    num_ranges = 0 if only is None else len(only)
+    return (_CStep * len(steps))(*steps), len(steps), (_CStretch * len(where))(*where), len(where), ranges, num_ranges
 
 
 def _c_step(addresses: Sequence[int | None], types: tuple[int, int], how: AdamStep) -> _CStep:

@@ -39,12 +39,12 @@ from gptpar.optim.buckets import (
 )
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.orders import Order
-from gptpar.optim.ranges import between, outside
+from gptpar.optim.ranges import between
 from gptpar.optim.transfers import Transfers
 from gptpar.optim.updates import Updates
 
 POLL_SECONDS = 2e-4
-SWITCH_SECONDS = 2e-4
+SWITCH_SECONDS = 5e-5
 """How long a thread may keep Python to itself. By default that is 5 ms, for which the kernel's thread, back from a
 bucket, would wait while the training loop launches work."""
 LEAD_SECONDS = 1.5e-3
@@ -329,11 +329,11 @@ class HostShare:
 
     def _speculate(self, bucket: Bucket, recipe: Recipe) -> None:
         assert bucket.grad is not None
-        only = None if bucket.open is None else outside(bucket.open, bucket.stop - bucket.start)
         # The loop may still compute with parameters whose gradient is not complete.
-        self.updates.begin(bucket, recipe, bucket.beside, bucket.grad.release, only, sends=bucket.open is None)
+        self.updates.begin(bucket, recipe, bucket.beside, bucket.grad.release, bucket.closed, sends=bucket.open is None)
         bucket.tried = recipe, bucket.grad
-        time.sleep(max(0.0, self.updates.expected_s - LEAD_SECONDS))
+        if (to_spare := self.updates.expected_s - LEAD_SECONDS) > 0:
+            time.sleep(to_spare)
 
     def _take_step(self, order: Order) -> None:
         recipe = order.decided(self._clip)

@@ -26,8 +26,3 @@ def outside(ranges: np.ndarray, length: int) -> np.ndarray:
     """What of [0, length) lies in none of the ranges."""
     gaps = np.concatenate([[0], ranges.ravel(), [length]]).reshape(-1, 2)
     return gaps[gaps[:, 0] < gaps[:, 1]]
-
-
-def num_elements(ranges: np.ndarray) -> int:
-    """How many elements lie in ranges."""
-    return int((ranges[:, 1] - ranges[:, 0]).sum())

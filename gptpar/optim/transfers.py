@@ -254,7 +254,8 @@ class _Going:
 
     @property
     def values(self) -> torch.Tensor:
-        self.left.synchronize()
+        if not self.left.query():  # which does not let other threads have Python
+            self.left.synchronize()
         return self.memory
 
     def send(self) -> Callable[[bool], None]:
@@ -292,6 +293,7 @@ class _Coming:
         self._made.record()
         self._is_made = False
         self._slot = self._own = own
+        self._here: torch.Tensor | None = None
 
     def made(self) -> bool:
         self._is_made = self._is_made or self._made.query()
@@ -307,20 +309,19 @@ class _Coming:
         with torch.cuda.stream(stream):
             stream.wait_event(self._made)
             stream.wait_event(self._slot[1])  # one that was released unread may still be on its way there
-            self._view().copy_(self._grad, non_blocking=True)
+            self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
+            self._here.copy_(self._grad, non_blocking=True)
             self._there = stream.record_event()
-
-    def _view(self) -> torch.Tensor:
-        assert self._slot is not None
-        return self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
 
     def arrived(self) -> bool:
         return self._slot is not None and self._there.query()
 
     def tensor(self) -> torch.Tensor:
         self.begin(urgent=True)
-        self._there.synchronize()
-        return self._view()
+        if not self._there.query():
+            self._there.synchronize()
+        assert self._here is not None
+        return self._here
 
     def release(self) -> None:
         if self._slot is not None and self._own is None:

@@ -10,7 +10,6 @@ import numpy as np
 
 from gptpar.optim.buckets import Bucket, Buffers, Recipe
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Ordered
-from gptpar.optim.ranges import num_elements
 from gptpar.optim.transfers import Departure, Transfers
 
 ENOUGH = 1 << 20
@@ -26,7 +25,6 @@ class _AtWork:
     departure: Departure
     ordered: Ordered
     landed: Callable[[], None]
-    elements: int
     sends: bool
 
 
@@ -56,7 +54,7 @@ class Updates:
     @property
     def expected_s(self) -> float:
         """How long the update at work will probably take."""
-        return 0.0 if self._at_work is None else self._pace * self._at_work.elements
+        return 0.0 if self._at_work is None else self._pace * self._at_work.ordered.elements
 
     def begin(
         self,
@@ -86,8 +84,7 @@ class Updates:
         beside = None if into is None else into.all()
         ordered = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values, only=only)
         self.land()
-        elements = bucket.stop - bucket.start if only is None else num_elements(only)
-        self._at_work = _AtWork(bucket, departure, ordered, landed, elements, sends)
+        self._at_work = _AtWork(bucket, departure, ordered, landed, sends)
 
     def land(self) -> None:
         """Wait for the update at work, if there is one, and send its result."""
@@ -97,8 +94,8 @@ class Updates:
         done = work.ordered.wait()
         self.latest.append((work.bucket.unit, done.begin, done.end))
         self.busy_s += done.end - done.begin
-        if work.elements >= ENOUGH:
-            self._pace = (done.end - done.begin) / work.elements
+        if work.ordered.elements >= ENOUGH:
+            self._pace = (done.end - done.begin) / work.ordered.elements
         if work.sends:
             work.bucket.settle_device = work.departure.send()
         work.landed()

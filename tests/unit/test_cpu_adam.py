@@ -40,7 +40,7 @@ def library():
 
 @pytest.fixture(scope="module")
 def isas(library) -> list[int]:
-    return [isa for isa in (0, 1, 2) if library.cpu_adam_isa(isa)]
+    return [isa for isa in (0, 1, 2) if library.lasting.cpu_adam_isa(isa)]
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_the_kernel_can_sum_squares_on_its_way(library):
     p, m, v, grad = make(200003, torch.bfloat16)
     how, total = replace(HOW, divisor=2.0), ctypes.c_double()
     call = cpu_adam._call((p, m, v, p, m, v, grad), None, [(0, len(p), how)])
-    assert library.cpu_adam_step(*call, 2, -1, ctypes.byref(total)) == 1
+    assert library.lasting.cpu_adam_step(*call, 2, -1, ctypes.byref(total)) == 1
     assert total.value == CpuAdam(1).square(grad)
 
 
@@ -298,14 +298,18 @@ def test_what_lies_outside_the_ranges_is_left_alone(library):
         assert torch.equal(found, torch.where(inside, after, before))
 
 
-def test_ranges_that_are_none_are_refused():
+def test_ranges_that_are_none_are_refused(library):
     for only, words in (
-        (np.array([[0, 4], [3, 5]]), "not in ascending order within 10 elements"),
-        (np.array([[0, 11]]), "not in ascending order within 10 elements"),
-        (np.array([0, 5]), "only is int64 .2,., not int64 .number of ranges, 2."),
+        (np.array([[0, 4], [3, 5]]), "the ranges of only are not in ascending order"),
+        (np.array([[4, 3]]), "the ranges of only are not in ascending order"),
+        (np.array([[0, 11]]), "the ranges of only, 0 to 11, do not lie within 10 elements"),
+        (np.array([[-1, 3]]), "the ranges of only, -1 to 3, do not lie within 10 elements"),
+        (np.array([0, 5]), "only is int64 .2,., not int64 .number of ranges, 2. in one piece"),
+        (np.array([[0, 1, 0], [2, 3, 0]])[:, :2], "only is int64 .2, 2., not int64 .number of ranges, 2. in one piece"),
     ):
-        with pytest.raises(ValueError, match=words):
-            CpuAdam(1).steps(*make(10), [(0, 10, HOW)], only=only)
+        for call in (CpuAdam(1).steps, CpuAdam(1).order):
+            with pytest.raises(ValueError, match=words):
+                call(*make(10), [(0, 10, HOW)], only=only)
 
 
 def test_low_may_take_the_gradients_place():
@@ -393,8 +397,8 @@ def test_other_refusals():
 
 
 def test_an_instruction_set_that_is_not_there_is_refused(library):
-    assert library.cpu_adam_isa(3) is None
-    assert library.cpu_adam_isa(0) == b"scalar"
+    assert library.lasting.cpu_adam_isa(3) is None
+    assert library.lasting.cpu_adam_isa(0) == b"scalar"
     with pytest.raises(ValueError, match=r"refused its arguments \(code -1\)"):
         with_isa(3).step(*make(5), HOW)
 

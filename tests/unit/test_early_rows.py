@@ -17,7 +17,6 @@ from gptpar.optim import buckets, host_share, placement
 from gptpar.optim.buckets import HostPiece, Rates
 from gptpar.optim.cpu_adam import CpuAdam, Ordered
 from gptpar.optim.host_share import HostShare
-from gptpar.optim.ranges import num_elements
 from gptpar.optim.runs import Run
 from gptpar.optim.transfers import Arrival, SameMemory, Slot
 from gptpar.training import offload, sharded_model
@@ -54,7 +53,7 @@ class Counting(CpuAdam):
 
     def order(self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Ordered:
         assert self.gate is None or self.gate.acquire(timeout=10)
-        seen, count = self.seen, p.numel() if only is None else num_elements(only)
+        seen, count = self.seen, p.numel() if only is None else int((only[:, 1] - only[:, 0]).sum())
         completes = only is not None and p.data_ptr() in seen.half_done
         (seen.completed if completes else seen.elements).append(count)
         if only is None or completes:

@@ -225,7 +225,7 @@ class Watched(CpuAdam):
             assert self.leave.acquire(timeout=10)
             return ordered.wait()
 
-        return Ordered(wait)
+        return Ordered(ordered.elements, wait)
 
 
 def test_each_layer_waits_for_its_own_parameters_only(closing: Any) -> None:

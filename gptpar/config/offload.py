@@ -36,7 +36,9 @@ class OffloadConfig:
         choices=("auto", "off", "on"),
     )
     cpu_optimizer_threads: int | None = flag(
-        None, "threads of each process's CPU optimizer (default: its share of the cores, less two)", least=1
+        None,
+        "threads of each process's CPU optimizer (default: its share of the cores, less two or a fifth of them)",
+        least=1,
     )
 
     @property

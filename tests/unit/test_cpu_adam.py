@@ -403,8 +403,8 @@ def test_an_instruction_set_that_is_not_there_is_refused(library):
         with_isa(3).step(*make(5), HOW)
 
 
-@pytest.mark.parametrize("cores, threads", [(1, 1), (2, 1), (3, 1), (16, 14)])
-def test_two_cores_are_left_to_others(monkeypatch, cores, threads):
+@pytest.mark.parametrize("cores, threads", [(1, 1), (2, 1), (3, 1), (8, 6), (14, 12), (16, 13), (52, 42)])
+def test_some_cores_are_left_to_others(monkeypatch, cores, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert cpu_adam.default_threads() == CpuAdam().threads == threads
 

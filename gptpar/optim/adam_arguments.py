@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,29 +47,29 @@ def check_arguments(
     Raises:
         ValueError: naming every tensor and number that does not fit.
     """
-    state = p.dtype if p.dtype == torch.float64 else torch.float32
-    low_types = (torch.bfloat16, torch.float16, state)
-    inputs = {"p": p, "m": m, "v": v}
-    outputs = {f"into[{i}]": t for i, t in enumerate(into)} if into else dict(inputs)
-    problems = []
-    for name, tensor in {**inputs, **outputs}.items():
-        problems += problems_of_tensor(name, tensor, p.numel(), (state,))
-    problems += problems_of_tensor("grad", grad, p.numel(), (state,) if state == torch.float64 else GRAD_TYPES)
+    length, state = p.numel(), (p.dtype if p.dtype == torch.float64 else torch.float32,)
+    grads, lows = (state if p.dtype == torch.float64 else GRAD_TYPES), (torch.bfloat16, torch.float16, *state)
+    given: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [("p", p, state), ("m", m, state), ("v", v, state)]
+    if into is not None:
+        given += [("into[0]", into[0], state), ("into[1]", into[1], state), ("into[2]", into[2], state)]
+    given.append(("grad", grad, grads))
     if low is not None:
-        problems += problems_of_tensor("low", low, p.numel(), low_types)
-        outputs["low"] = low
+        given.append(("low", low, lows))
+    problems = []
+    for name, tensor, dtypes in given:
+        problems += problems_of_tensor(name, tensor, length, dtypes)
     if not problems:
-        problems += _overlaps({**inputs, "grad": grad}, outputs)
+        problems += _overlaps({name: tensor for name, tensor, _ in given})
     end = 0
-    for start, stop, _ in stretches:
-        if not end <= start <= stop <= p.numel():
-            problems.append(f"elements {start} to {stop} do not lie between {end} and {p.numel()}")
+    for start, stop, how in stretches:
+        if not end <= start <= stop <= length:
+            problems.append(f"elements {start} to {stop} do not lie between {end} and {length}")
         end = stop
-    problems += [] if only is None else _problems_of_ranges(only, p.numel())
-    for how in dict.fromkeys(how for *_, how in stretches):
         problems += _problems_of_numbers(how)
+    if only is not None:
+        problems += _problems_of_ranges(only, length)
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError("; ".join(dict.fromkeys(problems)))
 
 
 def _problems_of_ranges(only: np.ndarray, length: int) -> list[str]:
@@ -83,18 +82,17 @@ def _problems_of_ranges(only: np.ndarray, length: int) -> list[str]:
 
 
 def _problems_of_numbers(how: AdamStep) -> list[str]:
-    problems = [
-        f"{name} is {value}, not in [0, 1)"
-        for name, value in (("beta1", how.beta1), ("beta2", how.beta2))
-        if not 0 <= value < 1
-    ]
+    problems = []
+    if not 0 <= how.beta1 < 1:
+        problems.append(f"beta1 is {how.beta1}, not in [0, 1)")
+    if not 0 <= how.beta2 < 1:
+        problems.append(f"beta2 is {how.beta2}, not in [0, 1)")
     if how.step < 1:
         problems.append(f"step is {how.step} and not at least 1")
-    problems += [
-        f"{name} is {value}, not finite and at least 0"
-        for name, value in (("lr", how.lr), ("eps", how.eps), ("weight_decay", how.weight_decay))
-        if not 0 <= value < math.inf
-    ]
+    if not (0 <= how.lr < math.inf and 0 <= how.eps < math.inf and 0 <= how.weight_decay < math.inf):
+        numbers = {"lr": how.lr, "eps": how.eps, "weight_decay": how.weight_decay}
+        wrong = (name for name, value in numbers.items() if not 0 <= value < math.inf)
+        problems += [f"{name} is {numbers[name]}, not finite and at least 0" for name in wrong]
     if not how.divisor >= 1e-37:
         problems.append(f"divisor is {how.divisor}, not at least 1e-37, as fp32 needs it")
     return problems
@@ -108,26 +106,35 @@ def problems_of_tensor(name: str, tensor: Tensor, length: int, dtypes: tuple[tor
         problems.append(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not {wanted}")
     if tensor.dim() != 1 or tensor.numel() != length:
         problems.append(f"{name} has the shape {tuple(tensor.shape)}, not ({length},)")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         problems.append(f"{name} is on {tensor.device}, not on the CPU")
     elif not tensor.is_contiguous():
         problems.append(f"{name} is not contiguous: its strides are {tensor.stride()}")
     return problems
 
 
-def _overlaps(inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> list[str]:
+def _overlaps(given: Mapping[str, Tensor]) -> list[str]:
     """Outputs that share memory with another tensor: the order of reads and writes would decide what they hold.
 
     An output may lie exactly where the state that it replaces does, and the low-precision parameters where the
     gradient does: each element is read before it is written.
     """
-    own = dict(zip(outputs, inputs, strict=False))  # new p, m, v and low -> p, m, v and grad
-    places = {n: (t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for n, t in {**inputs, **outputs}.items()}
-    ordered = sorted(places.values())
-    if all(before[1] <= after[0] for before, after in itertools.pairwise(ordered)):
-        return []
+    places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in given.values()]
+    end = 0
+    for start, stop in sorted(places):
+        if start < end:
+            return _overlaps_by_name(dict(zip(given, places, strict=True)))
+        end = stop
+    return []
+
+
+def _overlaps_by_name(places: Mapping[str, tuple[int, int]]) -> list[str]:
+    inputs = ("p", "m", "v", "grad")
+    outputs = ("into[0]", "into[1]", "into[2]", "low") if "into[0]" in places else ("p", "m", "v", "low")
+    own = dict(zip(outputs, inputs, strict=True))
     problems = []
-    for name, (start, stop) in ((n, places[n]) for n in outputs):
+    for name in (name for name in outputs if name in places):
+        start, stop = places[name]
         for other, (first, last) in places.items():
             same = other == name or (other == own[name] and (first, last) == (start, stop))
             if not same and first < stop and start < last:

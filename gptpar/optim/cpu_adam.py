@@ -23,6 +23,7 @@ from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, p
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
 _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam.cpp
 _SQUARE_BLOCK = 1 << 16
+_LARGEST = 2.0**128  # what fp32 does not reach
 
 
 class _CStretch(ctypes.Structure):
@@ -85,8 +86,8 @@ CORES_LEFT_FREE = 2
 """For the threads that launch the device's work and order updates: with one, the CPU optimizer held them up."""
 
 SHARE_LEFT_FREE = 5
-"""Of so many cores one is left free, if that is more. Of 16, 14 threads took 1 to 4 % less time for the updates than 13,
-but the steps were no shorter, and on a busy host longer; with 15 they took a quarter longer."""
+"""Of so many cores one is left free, if that is more. Of 16, 14 threads took up to 4 % less time than 13 for the
+updates, but the steps were no shorter, and on a busy host longer; with 15 both took a quarter longer."""
 
 
 def default_threads(mine: Sequence[int] | None = None) -> int:
@@ -292,34 +293,25 @@ def _call(
     only: np.ndarray | None = None,
 ) -> tuple[ctypes.Array[_CStep], int, ctypes.Array[_CStretch], int, Any, int]:
     """What the kernel does and where, as it is told; ``tensors`` are p, m, v, their outputs and the gradient."""
-    addresses = [t.data_ptr() for t in (*tensors, *([] if low is None else [low]))]
+    addresses = [t.data_ptr() for t in tensors]
+    addresses.append(0 if low is None else low.data_ptr())
     types = _TYPES[tensors[-1].dtype], 0 if low is None else _TYPES[low.dtype]
-    steps = [_c_step((*addresses, None)[:8], types, how) for *_, how in stretches]
-    where = [_CStretch(start, stop, i) for i, (start, stop, _) in enumerate(stretches)]
-    ranges = None if only is None else only.ctypes.data_as(ctypes.POINTER(_CRange))
-    num_ranges = 0 if only is None else len(only)
+    steps: list[Any] = [(*addresses, *types, *_numbers(how)) for *_, how in stretches]
+    where: list[Any] = [(start, stop, i) for i, (start, stop, _) in enumerate(stretches)]
+    ranges, num_ranges = (None, 0) if only is None else (only.ctypes.data_as(ctypes.POINTER(_CRange)), len(only))
     return (_CStep * len(steps))(*steps), len(steps), (_CStretch * len(where))(*where), len(where), ranges, num_ranges
 
 
-def _c_step(addresses: Sequence[int | None], types: tuple[int, int], how: AdamStep) -> _CStep:
-    """Numbers are computed in double precision and rounded to fp32 once, by ctypes.
+def _numbers(how: AdamStep) -> tuple[float, ...]:
+    """Those of a _CStep, computed in double precision, which ctypes rounds to fp32 once.
 
     The root of the second moment's bias correction, r, is taken out of the denominator: m / (sqrt(v) / r + eps) is
     r * m / (sqrt(v) + r * eps), which is a division less for each element.
     """
     root = math.sqrt(1 - how.beta2**how.step)
-    return _CStep(
-        *addresses,
-        grad_type=types[0],
-        low_type=types[1],
-        scale=1 / ctypes.c_float(how.divisor).value,
-        rest1=1 - how.beta1,
-        beta2=how.beta2,
-        rest2=1 - how.beta2,
-        eps=how.eps * root,
-        step=how.lr * root / (1 - how.beta1**how.step),
-        decay=1 - how.lr * how.weight_decay,
-    )
+    step = how.lr * root / (1 - how.beta1**how.step)
+    scale = 1 / how.divisor if how.divisor < _LARGEST else 0.0
+    return scale, 1 - how.beta1, how.beta2, 1 - how.beta2, how.eps * root, step, 1 - how.lr * how.weight_decay
 
 
 def _torch_steps(

@@ -112,6 +112,10 @@ class Bucket:
     settled: bool = True
     settle_device: Callable[[bool], None] | None = None
 
+    def awaits(self, formed: int) -> bool:
+        """Whether an early gradient is of use here, of which so many elements of the piece are formed, and new."""
+        return self.way is not None and self.grad is None and self.stop <= formed
+
     def take_early(self, grad: Arrival, still_open: np.ndarray) -> None:
         """Have a gradient that will be complete, but for these ranges."""
         self.grad, self.open, self.closed = grad, still_open, outside(still_open, self.stop - self.start)

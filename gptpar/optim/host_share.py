@@ -142,23 +142,24 @@ class HostShare:
         """In which ranges the coming step's gradient of a unit will change after it is offered early."""
         self._will_change[unit] = changed
 
-    def offer(self, unit: str, grad: torch.Tensor, *, early: bool = False) -> None:
+    def offer(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         """A unit's gradient is complete on the device; the memory must stay as it is until the next step.
 
         A second one before that replaces the first.
 
         Args:
-            early: it is not complete yet and will be offered once more, then with changes only in the ranges that were
-                foreseen; the memory may be the same. Until then the step may be tried with it.
+            formed: it is not complete yet: so many elements are formed, and may have to be changed in the ranges that
+                were foreseen. More of it may be offered, and it will be when it is complete; the memory may be the
+                same. Until then the step may be tried with it.
         """
         with self._changed:
-            changed = self._will_change.get(unit) if early else self._will_change.pop(unit, None)
+            changed = self._will_change.pop(unit, None) if formed is None else self._will_change.get(unit)
             for bucket in self._of_unit[unit]:
                 assert bucket.settled, f"{unit} got a gradient before its last step was done"
                 part = grad[bucket.start : bucket.stop]
-                if not early:
+                if formed is None:
                     bucket.take(self._transfers.fetch(part, None if bucket.grad is None else bucket.slot))
-                elif changed is not None and bucket.way is not None and not self._distrust:
+                elif changed is not None and bucket.awaits(formed) and not self._distrust:
                     still_open = between(changed, bucket.start, bucket.stop) - bucket.start
                     bucket.take_early(self._transfers.fetch(part), still_open)
             self._changed.notify_all()

@@ -18,11 +18,39 @@ from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 
 CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
 
+ROW_PIECES, LEAST_ROWS, ROW_TILE = 4, 1 << 13, 128
+"""The weight's gradient is formed in so many pieces of rows, unless they would be too small to keep a GPU busy: who
+takes it early can begin with the first. Always, so that the bits do not depend on whether somebody does."""
+
 
 def num_chunks(num_tokens: int, vocab_size: int, element_size: int, device_type: str) -> int:
     """In how many pieces tokens are handled, so that one piece's logits stay within ``CHUNK_BYTES``."""
     tokens_a_chunk = max(1, CHUNK_BYTES[device_type] // (vocab_size * element_size))
     return -(-num_tokens // tokens_a_chunk)
+
+
+def row_pieces(num_rows: int) -> list[slice]:
+    """The rows, cut for the weight's gradient."""
+    count = min(ROW_PIECES, max(1, num_rows // LEAST_ROWS))
+    size = -(-num_rows // (count * ROW_TILE)) * ROW_TILE
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+def _weight_grad(
+    grad_NV: torch.Tensor,
+    hidden_ND: torch.Tensor,
+    others_VD: torch.Tensor | None,
+    on_rows: Callable[[torch.Tensor, slice], None] | None,
+) -> torch.Tensor:
+    """The last chunk's gradient in the weight, with the sum of the other chunks', which is used up."""
+    grad_VD = hidden_ND.new_empty(grad_NV.shape[1], hidden_ND.shape[1])
+    for rows in row_pieces(len(grad_VD)):
+        torch.mm(grad_NV[:, rows].t(), hidden_ND, out=grad_VD[rows])
+        if others_VD is not None:
+            grad_VD[rows] = others_VD[rows].add_(grad_VD[rows])
+        if on_rows is not None:
+            on_rows(grad_VD, rows)
+    return grad_VD
 
 
 def _chunk_loss(
@@ -72,14 +100,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         scale: torch.Tensor,
         axis: TensorAxis = ALONE,
         vocab_size: int | None = None,
-        on_weight_grad: Callable[[torch.Tensor], None] | None = None,
+        on_weight_grad: Callable[[torch.Tensor, slice], None] | None = None,
     ) -> torch.Tensor:
         """Returns the scalar loss (fp32 or wider).
 
         Args:
             axis: the ranks that share the vocabulary.
             vocab_size: the whole vocabulary, needed where it is shared.
-            on_weight_grad: is called with the weight's gradient as soon as it is formed.
+            on_weight_grad: is called with the weight's gradient and some of its rows, as soon as these are formed; in
+                ascending order, until it is complete.
         """
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad)
@@ -90,6 +119,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         own_labels_N = labels_N - split.start if axis.size > 1 else labels_N
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
+        sum_VD: torch.Tensor | None = None
         grad_weight_VD: torch.Tensor | None = None
         for start in range(0, num_tokens, step):
             part = slice(start, start + step)
@@ -101,17 +131,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             if grad_hidden_ND is None or grad_NV is None:
                 continue
-            contribution_VD = grad_NV.t() @ hidden_ND[part]
-            if grad_weight_VD is None:
-                grad_weight_VD = contribution_VD if step >= num_tokens else contribution_VD.to(wide)
+            if start + step < num_tokens:
+                contribution_VD = grad_NV.t() @ hidden_ND[part]
+                sum_VD = contribution_VD.to(wide) if sum_VD is None else sum_VD.add_(contribution_VD)
+                del contribution_VD
             else:
-                grad_weight_VD += contribution_VD
-            if start + step >= num_tokens:
-                grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-                if on_weight_grad is not None:
-                    on_weight_grad(grad_weight_VD)
+                grad_weight_VD = _weight_grad(grad_NV, hidden_ND[part], sum_VD, on_weight_grad)
             torch.mm(grad_NV, weight_VD, out=grad_hidden_ND[part])
-            del grad_NV, contribution_VD  # before the next logits
+            del grad_NV  # before the next logits
         if needs_grad:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_VD, scale)
         return loss

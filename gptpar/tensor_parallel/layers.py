@@ -125,11 +125,12 @@ class VocabParallelEmbedding(nn.Module):
         axis: this process's place on the tensor axis.
 
     Attributes:
-        on_output_grad: is called with the weight's gradient as an output layer, before the backward pass begins, which
-            adds the lookup's to it.
+        on_output_grad: is called with the weight's gradient as an output layer, some rows at a time, before the
+            backward pass begins, which adds the lookup's to it; see
+            :class:`~gptpar.tensor_parallel.cross_entropy.LinearCrossEntropy`.
     """
 
-    on_output_grad: Callable[[torch.Tensor], None] | None = None
+    on_output_grad: Callable[[torch.Tensor, slice], None] | None = None
 
     def __init__(
         self,

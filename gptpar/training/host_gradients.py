@@ -75,18 +75,20 @@ class HostGradients:
             self._send(unit, grad)
 
     @torch.no_grad()
-    def take_early(self, unit: Unit, grad: torch.Tensor, addend: torch.Tensor | None) -> None:
+    def take_early(self, unit: Unit, grad: torch.Tensor, part: slice, addend: torch.Tensor | None) -> None:
         """Nearly what :meth:`take` will get: it differs in the rows that the host has been told of.
 
         Args:
-            addend: what is to be added to it; ``grad`` itself, a sum that is not complete, stays as it is.
+            part: what is formed of it, after the parts before.
+            addend: what is to be added to that; ``grad`` itself, a sum that is not complete, stays as it is.
         """
         if addend is not None:
             if unit.name not in self._narrow:
                 self._narrow[unit.name] = torch.empty_like(grad, dtype=self._travels)
-            grad = torch.add(grad, addend, out=self._narrow[unit.name])
+            torch.add(grad[part], addend, out=self._narrow[unit.name][part])
+            grad = self._narrow[unit.name]
         if self._host is not None:
-            self._host.offer(unit.name, grad, early=True)
+            self._host.offer(unit.name, grad, formed=part.stop)
 
     def end(self) -> None:
         """The step's gradients are complete."""

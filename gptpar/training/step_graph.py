@@ -31,7 +31,7 @@ class Host(Protocol):
 
     def wait(self, unit: str) -> None: ...
 
-    def offer(self, unit: str, grad: torch.Tensor, *, early: bool = False) -> None: ...
+    def offer(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -47,9 +47,9 @@ class HostCalls:
         """Return when a unit's parameters are updated, or will be before what follows on the device."""
         self._do(partial(self._host.wait, unit))
 
-    def offer(self, unit: str, grad: torch.Tensor, *, early: bool = False) -> None:
-        """A unit's gradient is complete; ``early``: but for what the host has been told of."""
-        self._do(partial(self._host.offer, unit, grad, early=early))
+    def offer(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+        """A unit's gradient is complete; ``formed``: so many elements are, but for what the host has been told of."""
+        self._do(partial(self._host.offer, unit, grad, formed=formed))
 
     def finish(self) -> None:
         """Return when everything is updated, and no gradient of an earlier step is needed any more."""

@@ -38,7 +38,8 @@ class GradientSum:
         arriving_dtype: of the gradients that autograd produces. What the host updates of a single micro-batch and a
             single process is never anything else.
         to_host: takes (unit, the others' complete sum); the memory stays as it is until the next step's backward.
-        to_host_early: takes (unit, a sum, what is to be added to it or ``None``) before that; see :meth:`take_early`.
+        to_host_early: takes (unit, a sum, a part of it, what is to be added to that or ``None``) before that; see
+            :meth:`take_early`.
         ahead: whether to take the memory of those sums at the beginning of a step, so that the step uses it for nothing
             else: a recording of the step would do so before the host has fetched them.
 
@@ -60,7 +61,7 @@ class GradientSum:
         on_device: Mapping[str, int] | None = None,
         arriving_dtype: torch.dtype | None = None,
         to_host: Callable[[Unit, torch.Tensor], None] | None = None,
-        to_host_early: Callable[[Unit, torch.Tensor, torch.Tensor | None], None] | None = None,
+        to_host_early: Callable[[Unit, torch.Tensor, slice, torch.Tensor | None], None] | None = None,
         ahead: bool = False,
     ):
         self._axis, self._dtype, self._reduce_dtype, self._done = axis, dtype, reduce_dtype, done
@@ -124,24 +125,29 @@ class GradientSum:
             self._reduce(*self._waiting.popleft())
 
     @torch.no_grad()
-    def take_early(self, name: str, grad: torch.Tensor) -> None:
-        """A parameter's gradient, to which the backward pass will add something in some rows.
+    def take_early(self, name: str, grad: torch.Tensor, rows: slice) -> None:
+        """Some rows of a parameter's gradient, to which the backward pass will add something in some of them.
 
         The parameter is all of a unit that the host updates, of a single process without a pipeline. With the step's
         last forward pass the sum as it is now goes to the host. When it does so complete, the rows to which nothing was
         added are the same bits, so that it may be written over memory on its way to the host (but the sign of a zero
         may differ where several micro-batches are summed, which changes no update).
+
+        Args:
+            rows: those after the ones of the call before.
         """
         if not self._last:
             return
         assert self._axis.group is None and self._to_host_early is not None
-        unit = self._unit_of[name]
+        unit, width = self._unit_of[name], grad.shape[1]
         total, flat, low = self._sum_of(unit), grad.reshape(-1), self.shards[unit.name].numel()
+        first, last = rows.start * width, rows.stop * width
+        part = slice(max(low, first) - low, max(low, last) - low)
         if self._single:
-            torch.add(flat, 0.0, out=total)  # as autograd will add zeros: -0 becomes 0
-            self._to_host_early(unit, total[low:], None)
+            torch.add(flat[first:last], 0.0, out=total[first:last])  # as autograd will add zeros: -0 becomes 0
+            self._to_host_early(unit, total[low:], part, None)
         else:
-            self._to_host_early(unit, total[low:], flat[low:])
+            self._to_host_early(unit, total[low:], part, flat[low:][part])
 
     def _take(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None

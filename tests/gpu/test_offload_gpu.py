@@ -14,6 +14,7 @@ from gptpar.optim import buckets, placement, transfers
 from gptpar.optim.cpu_adam import CpuAdam, Ordered
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.schedule import make_schedule
+from gptpar.tensor_parallel import cross_entropy
 from gptpar.topology import Layout, Topology
 from gptpar.training import sharded_model
 from gptpar.training.auto_ratio import with_ratio
@@ -118,17 +119,19 @@ class InParts(CpuAdam):
 def test_an_early_gradient_of_the_embedding_changes_no_bit(
     clip: str, ratio: str, ring_bytes: int, micro_batches: int, graph: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other tokens in each step; the device is held up after the early gradient, so that the host is done with it."""
+    """Other tokens in each step; the device is held up after each piece of it, so that the host is done with that."""
+    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 10)
+    monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     words = f"--bf16 --clip-grad {clip} {OFFLOAD} {ratio} --micro-batch-size {4 // micro_batches}"
     with monkeypatch.context() as patch:
         patch.setattr(sharded_model, "early_unit", lambda *_: None)
         plain = run(f"{words} --offload-speculation off --cuda-graph off", micro_batches=micro_batches)
     offer = HostShare.offer
 
-    def held_up(share: HostShare, unit: str, grad: torch.Tensor, *, early: bool = False) -> None:
-        offer(share, unit, grad, early=early)
-        if early:
-            torch.cuda._sleep(50_000_000)  # some 30 ms
+    def held_up(share: HostShare, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+        offer(share, unit, grad, formed=formed)
+        if formed is not None:
+            torch.cuda._sleep(25_000_000)  # some 15 ms
 
     monkeypatch.setattr(HostShare, "offer", held_up)
     monkeypatch.setattr(placement, "CpuAdam", InParts)

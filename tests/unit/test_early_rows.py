@@ -19,6 +19,7 @@ from gptpar.optim.cpu_adam import CpuAdam, Ordered
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import Run
 from gptpar.optim.transfers import Arrival, SameMemory, Slot
+from gptpar.tensor_parallel import cross_entropy
 from gptpar.training import offload, sharded_model
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
@@ -77,10 +78,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
     offer, threads = HostShare.offer, torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny, and threads that look for work would hold up the updating one
 
-    def patient(share: HostShare, unit: str, grad: torch.Tensor, *, early: bool = False) -> None:
-        offer(share, unit, grad, early=early)
-        if early and not share._distrust:
-            mine = [bucket for bucket in share._of_unit[unit] if bucket.way is not None]
+    def patient(share: HostShare, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+        offer(share, unit, grad, formed=formed)
+        if formed is not None and not share._distrust:
+            mine = [bucket for bucket in share._of_unit[unit] if bucket.way is not None and bucket.stop <= formed]
             wait_until(lambda: all(bucket.tried for bucket in mine))
             assert all(bucket.tried for bucket in mine)
 
@@ -131,13 +132,21 @@ def assert_same(one: Seen, other: Seen) -> None:
         assert torch.equal(values, other.state[name]), name
 
 
-@pytest.mark.parametrize("bucket_elements", [1 << 24, 333])
+def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output layer's gradient is formed 16 rows at a time."""
+    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 10)
+    monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
+
+
+@pytest.mark.parametrize("bucket_elements, pieces", [(1 << 24, False), (333, False), (333, True)])
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("clip", [NEVER, SOMETIMES, ALWAYS])
 def test_no_bit_is_changed(
-    run: Callable[..., Seen], clip: str, count: int, bucket_elements: int, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Seen], clip: str, count: int, bucket_elements: int, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buckets of 333 elements cut rows of 32."""
+    """Buckets of 333 elements cut rows of 32, and do not end with pieces of 16 rows."""
+    if pieces:
+        in_pieces_of_rows(monkeypatch)
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", bucket_elements)
     words = f"--bf16 {clip} {OFFLOAD} 1 --offload-speculation"
     plain, early = run(f"{words} off", False, count), run(f"{words} on", True, count)
@@ -158,8 +167,11 @@ def test_no_bit_is_changed_in_other_precisions(run: Callable[..., Seen], dtype: 
 
 @pytest.mark.parametrize("ratio", [0.97, 0.985])
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_embedding_that_is_partly_on_the_device(run: Callable[..., Seen], ratio: float, count: int) -> None:
-    """Rows are cut where the host's part begins."""
+def test_an_embedding_that_is_partly_on_the_device(
+    run: Callable[..., Seen], ratio: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are cut where the host's part begins, which may lie behind the first piece of them."""
+    in_pieces_of_rows(monkeypatch)
 
     def look(trainer: Trainer) -> None:
         kept = trainer.model.division.on_device["embedding"]
@@ -232,11 +244,11 @@ def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeyp
     words = f"--bf16 {NEVER} {OFFLOAD} 1 --offload-speculation"
     plain, offer = run(f"{words} off", False, count), HostShare.offer
 
-    def held_up(share: HostShare, unit: str, grad: torch.Tensor, *, early: bool = False) -> None:
-        if early:
+    def held_up(share: HostShare, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+        if formed is not None:
             monkeypatch.setattr(Counting, "gate", threading.Semaphore(1))
-        offer(share, unit, grad, early=early)
-        if early:
+        offer(share, unit, grad, formed=formed)
+        if formed is not None:
             wait_until(lambda: any(bucket.tried for bucket in share._of_unit[unit]))
         elif unit == "embedding":
             assert Counting.gate is not None
@@ -328,7 +340,7 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     final[32:64] = -1.0
     share.foresee(RATES, 1.0)
     share.foresee_changes("embedding", np.array([[32, 64]]))
-    share.offer("embedding", torch.ones(256), early=True)
+    share.offer("embedding", torch.ones(256), formed=256)
     share.offer("layer", torch.ones(128))
     share.offer("embedding", final)
     share.step(torch.tensor(0.5), RATES, 1.0)
@@ -367,7 +379,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
         share.foresee((Rates(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
         if told:
             share.foresee_changes("embedding", np.array([[0, 8]]))
-        share.offer("embedding", torch.ones(128), early=True)
+        share.offer("embedding", torch.ones(128), formed=128)
         assert (bucket.grad is not None) == (step == 1)
         if step == 1:
             wait_until(lambda: bucket.tried is not None)

@@ -12,6 +12,7 @@ from gptpar.model.flops import num_parameters
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import cross_entropy
+from gptpar.tensor_parallel.axis import ALONE
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, num_chunks
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
 
@@ -40,9 +41,14 @@ def build(flags: str, dtype: torch.dtype = torch.float64) -> Stage:
     return stage
 
 
+@pytest.mark.parametrize("least_rows", [cross_entropy.LEAST_ROWS, 10])
 @pytest.mark.parametrize("chunks", [1, 3, 10])
-def test_linear_cross_entropy_equals_logits_then_loss(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_cross_entropy_equals_logits_then_loss(
+    chunks: int, least_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     n, v, d = 20, 50, 8
+    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", least_rows)
+    monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", v * 8 * (n // chunks))
     assert num_chunks(n, v, 8, "cpu") >= chunks
     hidden = torch.randn(n, d, dtype=torch.float64, requires_grad=True)
@@ -56,6 +62,34 @@ def test_linear_cross_entropy_equals_logits_then_loss(chunks: int, monkeypatch: 
         got = torch.autograd.grad(loss * 3.0, (hidden, weight))
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_rows_of_the_weights_gradient_are_told_when_they_are_formed(
+    chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 50 * 4 * (20 // chunks))
+    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 20)
+    monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
+    told: list[tuple[slice, torch.Tensor]] = []
+
+    def tell(grad: torch.Tensor, rows: slice) -> None:
+        told.append((rows, grad[rows].clone()))
+        grad[rows.stop :].fill_(float("nan"))  # not formed yet
+
+    hidden, weight = torch.randn(20, 8), torch.randn(50, 8, requires_grad=True)
+    labels, weights = torch.randint(0, 50, (20,)), torch.rand(20)
+    loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, torch.ones(()), ALONE, None, tell)
+    (grad,) = torch.autograd.grad(loss, weight)
+    assert [rows for rows, _ in told] == [slice(0, 32), slice(32, 50)]
+    assert torch.equal(torch.cat([part for _, part in told]), grad)
+
+
+@pytest.mark.parametrize("num_rows, sizes", [(1, [1]), (16383, [16383]), (50304, [12672, 12672, 12672, 12288])])
+def test_pieces_of_rows(num_rows: int, sizes: list[int]) -> None:
+    pieces = cross_entropy.row_pieces(num_rows)
+    assert [piece.stop - piece.start for piece in pieces] == sizes
+    assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
 
 
 def test_a_mask_of_zeros_gives_zero_and_no_nan() -> None:

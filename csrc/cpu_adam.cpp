@@ -301,10 +301,8 @@ int32_t cpu_adam_wait(int64_t ticket, int32_t block, double* begin, double* end)
   return done.code;
 }
 
-// Returns when the threads that slept are awake; for a moment they wait for a step without going to sleep again.
-void cpu_adam_wake(int32_t threads) {
-  gptpar::of_this_process<gptpar::ThreadPool>().run(threads, threads, [](int64_t) {});
-}
+// Has threads that sleep look for a step, which will come in a moment.
+void cpu_adam_wake() { gptpar::of_this_process<gptpar::ThreadPool>().rouse(); }
 
 // Sum of the squares of n gradients of type grad_type, in double precision. Returns 1 or a negative Error.
 int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t threads, int32_t isa, double* sum) {

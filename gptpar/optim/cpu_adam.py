@@ -73,7 +73,7 @@ def _library() -> _Kernels | None:
     lasting.cpu_adam_isa.argtypes = [i32]
     lasting.cpu_adam_isa.restype = ctypes.c_char_p
     lasting.cpu_adam_step.argtypes = [*what, i32, i32, doubles]
-    lasting.cpu_adam_wake.argtypes, lasting.cpu_adam_wake.restype = [i32], None
+    lasting.cpu_adam_wake.argtypes, lasting.cpu_adam_wake.restype = [], None
     lasting.cpu_adam_square.argtypes = [ctypes.c_void_p, i64, i32, i32, i32, doubles]
     kernels.brief.cpu_adam_order.argtypes = [*what, i32, i32, ctypes.POINTER(i64)]
     kernels.brief.cpu_adam_order.restype = i64
@@ -207,9 +207,9 @@ class CpuAdam:
         return Ordered(number.value, functools.partial(_wait_for, self._kernels, ticket, (*tensors, low, only)))
 
     def wake(self) -> None:
-        """Wake the kernel's threads, because there will be work within a fraction of a millisecond."""
+        """Begin to wake the kernel's threads, because there will be work within a fraction of a millisecond."""
         if self._kernels is not None:
-            self._kernels.lasting.cpu_adam_wake(self.threads)
+            self._kernels.lasting.cpu_adam_wake()
 
     def square(self, grad: Tensor) -> float:
         """Sum of squares in double precision, the same for any number of threads.

@@ -1,9 +1,9 @@
 // What memory allows a CPU optimizer step: the streams, blocks, threads and stores of csrc/cpu_adam.cpp without its
 // square root and divisions. Plain C ABI, loaded with ctypes.
 
-#include <algorithm>
 #include <cstdint>
 
+#include "../csrc/blocks.h"
 #include "../csrc/cpu_adam_scalar.h"
 #include "../csrc/thread_pool.h"
 
@@ -19,8 +19,6 @@ struct Arrays {
   const Bfloat* grad;
   Bfloat* low;
 };
-
-constexpr int64_t kBlock = 1 << 16;
 
 #define GPTPAR_PASS(name, V, target)                                                   \
   target void name(const Arrays& a, int64_t first, int64_t last) {                     \
@@ -66,9 +64,10 @@ void bandwidth_pass(void* const* arrays, int64_t n, int32_t threads, int32_t isa
   if (isa == 1) pass = gptpar::avx2_pass;
   if (isa == 2) pass = gptpar::avx512_pass;
 #endif
-  const int64_t num_blocks = (n + gptpar::kBlock - 1) / gptpar::kBlock;
-  gptpar::of_this_process<gptpar::ThreadPool>().run(num_blocks, threads, [&](int64_t block) {
-    pass(a, block * gptpar::kBlock, std::min(n, (block + 1) * gptpar::kBlock));
+  const GptparStretch whole{0, n, 0};
+  const gptpar::Blocks blocks(&whole, 1, threads);
+  gptpar::of_this_process<gptpar::ThreadPool>().run(blocks.count(), threads, [&](int64_t block) {
+    pass(a, blocks.begin(block)->start, blocks.begin(block)->stop);
   });
 }
 

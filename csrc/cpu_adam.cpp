@@ -11,6 +11,7 @@
 #include <new>
 #include <vector>
 
+#include "blocks.h"
 #include "cpu_adam_scalar.h"
 #include "job_queue.h"
 #include "thread_pool.h"
@@ -38,11 +39,6 @@ struct GptparAdamStep {
   float decay;                // 1 - lr * weight_decay
 };
 
-// Elements [start, stop) of the vectors of steps[of]. gptpar.optim.cpu_adam has the same struct.
-struct GptparStretch {
-  int64_t start, stop, of;
-};
-
 // Elements [start, stop), in the order of a [number, 2] array.
 struct GptparRange {
   int64_t start, stop;
@@ -53,10 +49,7 @@ struct GptparRange {
 namespace gptpar {
 
 using Step = GptparAdamStep;
-using Stretch = GptparStretch;
 using Range = GptparRange;
-
-constexpr int64_t kBlock = 1 << 16;  // elements: 1.8 MB of memory traffic, so that handing one out costs nothing
 
 // Which outputs bypass the caches. Only whole lines that are not read are worth it.
 struct Streams {
@@ -177,40 +170,10 @@ bool ascending(const Range* ranges, int64_t count) {
   return true;
 }
 
-// Stretches cut and gathered to blocks, of which a thread takes one at a time: none has more than kBlock elements, and
-// two neighbours together have, whether the stretches are one vector or thousands of rows.
-class Blocks {
- public:
-  Blocks(const Stretch* stretches, int64_t count) {
-    int64_t room = 0;
-    for (const Stretch* s = stretches; s < stretches + count; ++s) {
-      for (int64_t first = s->start; first < s->stop; first += kBlock) {
-        const int64_t last = std::min(s->stop, first + kBlock);
-        if (last - first > room) {
-          begins_.push_back(pieces_.size());
-          room = kBlock;
-        }
-        room -= last - first;
-        pieces_.push_back({first, last, s->of});
-      }
-    }
-    begins_.push_back(pieces_.size());
-  }
-
-  int64_t count() const { return begins_.size() - 1; }
-  const Stretch* begin(int64_t block) const { return pieces_.data() + begins_[block]; }
-  const Stretch* end(int64_t block) const { return pieces_.data() + begins_[block + 1]; }
-
- private:
-  std::vector<Stretch> pieces_;
-  std::vector<size_t> begins_;
-};
-
-// Sum over the pieces of stretches, in their order, of what work(piece, next) gives for each; `next` is where the
-// thread's next piece starts. All blocks are handed out together: threads do not wait for each other between stretches.
+// Sum over the pieces of blocks, in their order, of what work(piece, next) gives for each; `next` is where the thread's
+// next piece starts. All blocks are handed out together: threads do not wait for each other between stretches.
 template <class Work>
-int32_t sum_pieces(const Stretch* stretches, int64_t count, int threads, double* total, const Work& work) try {
-  const Blocks blocks(stretches, count);
+double sum_pieces(const Blocks& blocks, int threads, const Work& work) {
   std::vector<double> sums(blocks.count());
   of_this_process<ThreadPool>().run(blocks.count(), threads, [&](int64_t i) {
     double sum = 0;
@@ -220,11 +183,9 @@ int32_t sum_pieces(const Stretch* stretches, int64_t count, int threads, double*
     fence();
     sums[i] = sum;
   });
-  *total = 0;
-  for (const double sum : sums) *total += sum;
-  return 1;
-} catch (const std::bad_alloc&) {
-  return kNoMemory;
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  return total;
 }
 
 // A negative Error if a step cannot be taken with these, else 0.
@@ -236,20 +197,22 @@ int32_t error_in(const Step* steps, int32_t num_steps, const Range* ranges, int6
   return ranges && !ascending(ranges, num_ranges) ? kNotAscending : 0;
 }
 
-// See cpu_adam_step.
-int32_t take(const Step* steps, const std::vector<Stretch>& pieces, int threads, int32_t isa, double* squares) {
+// See cpu_adam_step. The sum of squares depends on the blocks; what each element becomes does not.
+int32_t take(const Step* steps, const std::vector<Stretch>& stretches, int threads, int32_t isa, double* squares) try {
   const Loops* loops = loops_of(isa);
   std::atomic<bool> finite{true};
-  double ignored;
-  const auto work = [&](const Stretch& piece, int64_t next) {
+  const Blocks blocks(stretches.data(), stretches.size(), squares ? 0 : threads);
+  const double sum = sum_pieces(blocks, threads, [&](const Stretch& piece, int64_t next) {
     const Step& s = steps[piece.of];
     // The square's pass leaves the piece's gradients in the cache.
-    const double sum = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
+    const double part = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
     if (!loops->adam[s.grad_type - 1](s, piece.start, piece.stop, next)) finite = false;
-    return sum;
-  };
-  const int32_t code = sum_pieces(pieces.data(), pieces.size(), threads, squares ? squares : &ignored, work);
-  return code < 0 ? code : finite.load();
+    return part;
+  });
+  if (squares) *squares = sum;
+  return finite.load();
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
 }
 
 }  // namespace gptpar
@@ -262,9 +225,10 @@ const char* cpu_adam_isa(int32_t isa) {
   return loops ? loops->name : nullptr;
 }
 
-// One step of `count` stretches, each by the numbers of one of `num_steps` steps; with ranges (null: none), which ascend,
-// of what lies in them. squares: null, or where the sum of the gradients' squares goes (of what is in grad: before
-// scaling). Returns 1 if every gradient was finite, 0 if not (the arithmetic is done all the same), or a negative Error.
+// One step of `count` stretches, each by the numbers of one of `num_steps` steps; with ranges (null: none), which
+// ascend, of what lies in them. squares: null, or where the sum of the gradients' squares goes (of what is in grad:
+// before scaling). Returns 1 if every gradient was finite, 0 if not (the arithmetic is done all the same), or a negative
+// Error.
 int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
                       const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
                       double* squares) try {
@@ -274,8 +238,8 @@ int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const Gptp
   return gptpar::kNoMemory;
 }
 
-// Like cpu_adam_step, later: each order when those before it are done. Returns a ticket, or a negative Error; `elements`
-// becomes the number of those that it works on.
+// Like cpu_adam_step, later: each order when those before it are done. Returns a ticket, or a negative Error;
+// `elements` becomes the number of those that it works on.
 int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
                        const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
                        int64_t* elements) try {
@@ -305,14 +269,18 @@ int32_t cpu_adam_wait(int64_t ticket, int32_t block, double* begin, double* end)
 void cpu_adam_wake() { gptpar::of_this_process<gptpar::ThreadPool>().rouse(); }
 
 // Sum of the squares of n gradients of type grad_type, in double precision. Returns 1 or a negative Error.
-int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t threads, int32_t isa, double* sum) {
+int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t threads, int32_t isa, double* sum) try {
   const gptpar::Loops* loops = gptpar::loops_of(isa);
   if (!loops) return gptpar::kNoSuchSet;
   if (!gptpar::known(grad_type)) return gptpar::kNoSuchType;
   const auto square = loops->square[grad_type - 1];
   const GptparStretch whole{0, n, 0};
-  const auto work = [&](const gptpar::Stretch& piece, int64_t) { return square(grad, piece.start, piece.stop); };
-  return gptpar::sum_pieces(&whole, 1, threads, sum, work);
+  *sum = gptpar::sum_pieces(gptpar::Blocks(&whole, 1, 0), threads, [&](const gptpar::Stretch& piece, int64_t) {
+    return square(grad, piece.start, piece.stop);
+  });
+  return 1;
+} catch (const std::bad_alloc&) {
+  return gptpar::kNoMemory;
 }
 
 }  // extern "C"

@@ -70,9 +70,14 @@ def load(name: str, source_dir: Path | None = None) -> ctypes.CDLL:
 
 
 def library_name(source: Path, *builder: str) -> str:
-    """``<name>-<key>.so``; the key covers the source, headers beside it, flags, machine and ``builder``."""
+    """``<name>-<key>.so``; the key covers the source, headers beside it and ours, flags, machine and ``builder``.
+
+    A library of an older header must not be found: the loader shares objects of inline functions between libraries, so
+    that the one would work with what the other has laid out.
+    """
+    headers = {file.name: file for folder in (*SOURCE_DIRS, source.parent) for file in folder.glob("*.h")}
     digest = hashlib.sha256()
-    for file in [source, *sorted(source.parent.glob("*.h"))]:
+    for file in [source, *(headers[name] for name in sorted(headers))]:
         digest.update(file.read_bytes())
     for part in [*FLAGS, sys.platform, platform.machine(), *builder]:
         digest.update(b"\0" + part.encode())

@@ -66,6 +66,18 @@ def test_a_changed_source_or_header_is_built_anew(csrc, tmp_path, changed):
 
 
 @needs_compiler
+def test_a_changed_header_of_ours_is_built_anew_elsewhere_too(csrc, tmp_path, monkeypatch):
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    monkeypatch.setattr(native, "SOURCE_DIRS", (ours, tmp_path / "none"))
+    for text in ("#define OURS 1", "#define OURS 2"):
+        (ours / "ours.h").write_text(text)
+        (csrc / "tiny.cpp").write_text('#include "../ours/ours.h"\nextern "C" int ours() { return OURS; }')
+        native.load.cache_clear()
+        assert native.load("tiny", csrc).ours() == int(text[-1])
+
+
+@needs_compiler
 def test_a_truncated_library_is_made_again(csrc, tmp_path):
     target = native.cache_dir() / native.library_name(csrc / "tiny.cpp", native._identity(native.find_compiler()))
     target.write_bytes(b"\x7fELF cut short")

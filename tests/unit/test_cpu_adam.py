@@ -282,7 +282,7 @@ def test_a_second_call_that_keeps_to_some_ranges_completes_the_first(dtype):
     (*into, low), (*whole, wide) = ([torch.empty_like(p) for _ in range(4)] for _ in range(2))
     assert CpuAdam(2).steps(p, m, v, grad, stretches, into=tuple(whole), low=wide)
     assert not CpuAdam(2).steps(p, m, v, guess, stretches, into=tuple(into), low=low)
-    assert CpuAdam(2).order(p, m, v, grad, stretches, into=tuple(into), low=low, only=only).wait()[0]
+    assert CpuAdam(13).order(p, m, v, grad, stretches, into=tuple(into), low=low, only=only).wait()[0]
     assert all(torch.equal(one, other) for one, other in zip((*into, low), (*whole, wide), strict=True))
 
 
@@ -457,6 +457,25 @@ def test_orders_are_done_one_after_the_other(dtype):
     in_order = done if dtype == torch.float64 else done[::-1]
     assert all(one.end <= other.begin for one, other in itertools.pairwise(in_order))
     assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
+
+
+def test_threads_may_be_woken_at_any_time(library):
+    """Asleep, while they look for work, and while another thread's step runs."""
+    tensors, adam, stop = make(LONG, torch.bfloat16), CpuAdam(3), threading.Event()
+    expected = run(adam, tensors)[1]
+
+    def wake() -> None:
+        while not stop.wait(0.0005):
+            adam.wake()
+
+    waking = threading.Thread(target=wake)
+    waking.start()
+    for pause in (0.0, 0.0003, 0.005) * 5:
+        time.sleep(pause)
+        adam.wake()
+        assert same(run(adam, tensors)[1], expected)
+    stop.set()
+    waking.join()
 
 
 def test_python_goes_on_while_a_step_runs(library):

@@ -19,15 +19,15 @@ namespace gptpar {
 
 using Stretch = GptparStretch;
 
-constexpr int64_t kBlock = 1 << 16;                               // elements, where blocks are alike
-constexpr int64_t kLargestBlock = 1 << 18, kSmallestBlock = 1 << 14;  // where they are not
+// Elements of a block: where blocks are alike, and where they are not.
+constexpr int64_t kBlock = 1 << 16, kLargestBlock = 1 << 18, kSmallestBlock = 1 << 14;
 
 // Stretches, which may be one vector or thousands of rows, cut and gathered.
 class Blocks {
  public:
-  // threads: how many there are to share the work. Large blocks cost less, and small ones at the end let threads finish
-  // together, so that each has a share of what is left (guided self-scheduling: Polychronopoulos and Kuck 1987). 0: all
-  // blocks but the last have kBlock elements, whoever works on them.
+  // threads: how many share the work. Each block is a part of what is left (guided self-scheduling: Polychronopoulos and
+  // Kuck 1987): large ones cost less, and small ones at the end let threads finish together. 0: all blocks but the last
+  // have kBlock elements, whoever works on them.
   Blocks(const Stretch* stretches, int64_t count, int threads) {
     int64_t left = 0, room = 0;
     for (const Stretch* s = stretches; s < stretches + count; ++s) left += s->stop - s->start;

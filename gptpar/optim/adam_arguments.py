@@ -83,16 +83,14 @@ def _problems_of_ranges(only: np.ndarray, length: int) -> list[str]:
 
 def _problems_of_numbers(how: AdamStep) -> list[str]:
     problems = []
-    if not 0 <= how.beta1 < 1:
-        problems.append(f"beta1 is {how.beta1}, not in [0, 1)")
-    if not 0 <= how.beta2 < 1:
-        problems.append(f"beta2 is {how.beta2}, not in [0, 1)")
+    for name, value in (("beta1", how.beta1), ("beta2", how.beta2)):
+        if not 0 <= value < 1:
+            problems.append(f"{name} is {value}, not in [0, 1)")
     if how.step < 1:
         problems.append(f"step is {how.step} and not at least 1")
-    if not (0 <= how.lr < math.inf and 0 <= how.eps < math.inf and 0 <= how.weight_decay < math.inf):
-        numbers = {"lr": how.lr, "eps": how.eps, "weight_decay": how.weight_decay}
-        wrong = (name for name, value in numbers.items() if not 0 <= value < math.inf)
-        problems += [f"{name} is {numbers[name]}, not finite and at least 0" for name in wrong]
+    for name, value in (("lr", how.lr), ("eps", how.eps), ("weight_decay", how.weight_decay)):
+        if not 0 <= value < math.inf:
+            problems.append(f"{name} is {value}, not finite and at least 0")
     if not how.divisor >= 1e-37:
         problems.append(f"divisor is {how.divisor}, not at least 1e-37, as fp32 needs it")
     return problems

@@ -73,6 +73,17 @@ class Buffers:
         return self.weights, self.exp_avg, self.exp_avg_sq
 
 
+@dataclass(frozen=True)
+class Cut:
+    """The ranges (:mod:`~gptpar.optim.ranges`) of an early gradient in which values will be changed, and the others.
+
+    Both are made when it is offered: numpy would make the updating thread wait for Python.
+    """
+
+    open: np.ndarray
+    closed: np.ndarray
+
+
 @dataclass
 class Bucket:
     """A range of a piece.
@@ -86,8 +97,7 @@ class Bucket:
         grad: this step's gradient.
         again: the gradient that is to replace it, because its values were changed after they were offered.
         slot: room of its own for that.
-        open, closed: the ranges (:mod:`~gptpar.optim.ranges`) in which its values will be changed, if it was offered
-            before it was complete, and the others; else any of them may be.
+        cut: where its values will be changed, if it was offered before it was complete; else any of them may be.
         tried: what the state beside was computed with, but for the open ranges.
         steps: updates made so far.
         settled: whether the last announced step is done here.
@@ -105,8 +115,7 @@ class Bucket:
     grad: Arrival | None = None
     again: Arrival | None = None
     slot: Slot | None = None
-    open: np.ndarray | None = None
-    closed: np.ndarray | None = None
+    cut: Cut | None = None
     tried: tuple[Recipe, Arrival] | None = None
     steps: int = 0
     settled: bool = True
@@ -118,7 +127,7 @@ class Bucket:
 
     def take_early(self, grad: Arrival, still_open: np.ndarray) -> None:
         """Have a gradient that will be complete, but for these ranges."""
-        self.grad, self.open, self.closed = grad, still_open, outside(still_open, self.stop - self.start)
+        self.grad, self.cut = grad, Cut(still_open, outside(still_open, self.stop - self.start))
 
     def take(self, grad: Arrival) -> None:
         """Have a gradient, which replaces one that came before."""
@@ -137,20 +146,22 @@ class Bucket:
     @property
     def speculable(self) -> bool:
         """Whether the state beside can be computed, with a gradient that will hold at least nearly everywhere."""
-        lasting = self.again is None or self.open is not None
+        lasting = self.again is None or self.cut is not None
         return self.beside is not None and self.grad is not None and self.tried is None and lasting
 
     def wrong(self, recipe: Recipe | None) -> np.ndarray | None:
         """The ranges in which the state beside is not what a recipe makes of the gradient; ``None``: anywhere."""
         if self.tried is None or self.tried[0] != recipe:
             return None
-        return NOWHERE if self.tried[1] is self.grad else self.open
+        if self.tried[1] is self.grad:
+            return NOWHERE
+        return None if self.cut is None else self.cut.open
 
     def forget(self) -> None:
         """The gradient and what was tried with it."""
         if self.grad is not None:
             self.grad.release()
-        self.grad = self.tried = self.open = self.closed = None
+        self.grad = self.tried = self.cut = None
 
 
 def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:
@@ -214,9 +225,9 @@ def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:
 def drop_what_came_too_late(buckets: Sequence[Bucket]) -> None:
     """Early gradients with which nothing was tried until the complete ones were made."""
     for bucket in buckets:
-        if bucket.tried is None and bucket.again is not None and bucket.open is not None and bucket.again.made():
+        if bucket.tried is None and bucket.again is not None and bucket.cut is not None and bucket.again.made():
             bucket.replace_grad()
-            bucket.open = bucket.closed = None
+            bucket.cut = None
 
 
 def shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:

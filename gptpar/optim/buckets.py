@@ -186,12 +186,15 @@ def make_room(buckets: Sequence[Bucket], elements: int) -> None:
 
 
 def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """(unit, first element within its piece, values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``."""
+    """(unit, first element within its piece, values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``.
+
+    Gradients, which may have come in 16 bits, are given in the masters' dtype.
+    """
     for bucket in buckets:
         if kind == "grad":
             grad = bucket.again or bucket.grad
             assert grad is not None
-            yield bucket.unit, bucket.start, grad.tensor()
+            yield bucket.unit, bucket.start, grad.tensor().to(bucket.now.weights.dtype)
         else:
             yield bucket.unit, bucket.start, getattr(bucket.now, kind)
 

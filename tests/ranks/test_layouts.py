@@ -106,6 +106,22 @@ def test_layout_equals_one_process(outcomes: list[tuple[Outcome, Outcome]], numb
     assert difference(zip(found.weights, wanted.weights, strict=True)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("variant", ["CPU optimizer 0.6", "all on the CPU"])
+def test_in_bf16_the_host_s_gradients_are_the_device_s_rounded_once(variant: str) -> None:
+    """They travel in 16 bits; a parameter that is cut between the two has its gradient in one piece all the same."""
+    words, found = [*SMALL.split(), "--bf16"], []
+    for flags in ((), tuple(VARIANTS[variant])):
+        run = CaseRun(case_config(words, Case("alone", Layout(), flags), 1), Topology(Layout(), 0, torch.device("cpu")))
+        run.train(0, 1)
+        run.trainer.close()
+        found.append(run.outcome.gradients[0])
+    on_device, on_both = found
+    assert on_device.keys() == on_both.keys()
+    for name, gradient in on_device.items():
+        assert on_both[name].dtype == gradient.dtype == torch.float32
+        assert (on_both[name] - gradient).abs().le(2.0**-8 * gradient.abs()).all(), name
+
+
 def test_the_cases_are_a_cover() -> None:
     """All six ways to cut four processes, and every ZeRO stage that shards."""
     assert len({this.layout for this in CASES}) == 6 == sum(4 % (t * p) == 0 for t in (1, 2, 4) for p in (1, 2, 4))

@@ -89,7 +89,9 @@ class GradientSum:
         self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._missing: dict[str, int] = {}
         self._waiting: deque[tuple[Unit, bool]] = deque()
-        self._pending: deque[tuple[Any, torch.Tensor, Callable[[], None]]] = deque()
+        self._pending: deque[tuple[Callable[[], None], tuple[torch.Tensor, ...]]] = deque()
+        to_streams = self._streams and axis.group is not None and device.type == "cuda"
+        self._aside = torch.cuda.Stream(device) if to_streams else None
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take these parameters' gradients, by global name; their ``.grad`` is always empty afterwards."""
@@ -193,10 +195,10 @@ class GradientSum:
         if self._axis.shards > 1:
             into = torch.empty(unit.shard_length, dtype=sent.dtype, device=sent.device)
             work = reduce_scatter_single(into, sent, group=self._axis.group, async_op=True)
-            self._pending.append((work, sent, lambda: self._settle(unit, into, last)))
+            self._pending.append((self._settled_after(work, unit, into, last), (sent, into)))
         elif self._axis.group is not None:
             work = dist.all_reduce(sent, group=self._axis.group, async_op=True)
-            self._pending.append((work, sent, lambda: self._settle(unit, sent, last)))
+            self._pending.append((self._settled_after(work, unit, sent, last), (sent,)))
         else:
             self._settle(unit, sent, last)
         if not self._keeps_all:
@@ -207,6 +209,24 @@ class GradientSum:
             while len(self._pending) > MOST_IN_FLIGHT:
                 self._complete_one()
         self._done(unit.name)
+
+    def _settled_after(self, work: Any, unit: Unit, part: torch.Tensor, last: bool) -> Callable[[], None]:
+        """Take what a reduction brings when it is there, at the latest when the result is called.
+
+        What the host waits for is not queued behind the layers of which the backward pass is already launched.
+        """
+        if self._aside is None:
+
+            def settle() -> None:
+                work.wait()
+                self._settle(unit, part, last)
+
+            return settle
+        with torch.cuda.stream(self._aside):
+            work.wait()
+            self._settle(unit, part, last)
+            settled = self._aside.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(settled)
 
     def _settle(self, unit: Unit, part: torch.Tensor, last: bool) -> None:
         """Take what the reduction has brought: the whole sum's shard, or under ZeRO-2 and 3 that of one micro-batch."""
@@ -230,9 +250,8 @@ class GradientSum:
         return self._totals[unit.name]
 
     def _complete_one(self) -> None:
-        work, _, then = self._pending.popleft()  # what is sent must live until it has arrived
-        work.wait()
-        then()
+        complete, _ = self._pending.popleft()  # what is sent must live until it has arrived
+        complete()
 
     @torch.no_grad()
     def finish(self) -> None:

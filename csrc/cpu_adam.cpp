@@ -238,16 +238,12 @@ int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const Gptp
   return gptpar::kNoMemory;
 }
 
-// Like cpu_adam_step, later: each order when those before it are done. Returns a ticket, or a negative Error;
-// `elements` becomes the number of those that it works on.
+// Like cpu_adam_step, later: each order when those before it are done. Returns a ticket, or a negative Error.
 int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
-                       const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
-                       int64_t* elements) try {
+                       const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa) try {
   if (const int32_t error = gptpar::error_in(steps, num_steps, ranges, num_ranges, isa)) return error;
   const std::vector<GptparAdamStep> kept(steps, steps + num_steps);
   const auto pieces = gptpar::within(stretches, count, ranges, num_ranges);
-  *elements = 0;
-  for (const GptparStretch& piece : pieces) *elements += piece.stop - piece.start;
   return gptpar::of_this_process<gptpar::JobQueue>().submit(
       [=] { return gptpar::take(kept.data(), pieces, threads, isa, nullptr); });
 } catch (const std::bad_alloc&) {

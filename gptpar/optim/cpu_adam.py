@@ -8,7 +8,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +74,7 @@ def _library() -> _Kernels | None:
     lasting.cpu_adam_step.argtypes = [*what, i32, i32, doubles]
     lasting.cpu_adam_wake.argtypes, lasting.cpu_adam_wake.restype = [], None
     lasting.cpu_adam_square.argtypes = [ctypes.c_void_p, i64, i32, i32, i32, doubles]
-    kernels.brief.cpu_adam_order.argtypes = [*what, i32, i32, ctypes.POINTER(i64)]
+    kernels.brief.cpu_adam_order.argtypes = [*what, i32, i32]
     kernels.brief.cpu_adam_order.restype = i64
     for library in kernels:
         library.cpu_adam_wait.argtypes = [i64, i32, doubles, doubles]
@@ -191,20 +190,20 @@ class CpuAdam:
         into: tuple[Tensor, Tensor, Tensor] | None = None,
         low: Tensor | None = None,
         only: np.ndarray | None = None,
-    ) -> Ordered:
+    ) -> Callable[[], Done]:
         """Begin :meth:`steps`, when those that were ordered before are done, and return at once.
 
-        The next can be prepared meanwhile. Torch's kernels do their work when it is waited for.
+        What it returns waits for their end, and is to be called once. The next can be prepared meanwhile. Torch's
+        kernels do their work when it is waited for.
         """
         check_arguments(p, m, v, grad, stretches, into, low, only)
         if self._kernels is None or p.dtype == torch.float64:
-            elements = sum(stop - start for start, stop, _ in stretches)
             work = functools.partial(_torch_steps, (p, m, v), grad, stretches, into or (p, m, v), low)
-            return Ordered(elements, functools.partial(_timed, work))
-        tensors, number = (p, m, v, *(into or (p, m, v)), grad), ctypes.c_int64()
+            return functools.partial(_timed, work)
+        tensors = (p, m, v, *(into or (p, m, v)), grad)
         call = _call(tensors, low, stretches, only)
-        ticket = _checked(self._kernels.brief.cpu_adam_order(*call, self.threads, self._isa, ctypes.byref(number)))
-        return Ordered(number.value, functools.partial(_wait_for, self._kernels, ticket, (*tensors, low, only)))
+        ticket = _checked(self._kernels.brief.cpu_adam_order(*call, self.threads, self._isa))
+        return functools.partial(_wait_for, self._kernels, ticket, (*tensors, low, only))
 
     def wake(self) -> None:
         """Begin to wake the kernel's threads, because there will be work within a fraction of a millisecond."""
@@ -247,19 +246,6 @@ class Done(NamedTuple):
     finite: bool
     begin: float
     end: float
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """Work under way.
-
-    Attributes:
-        elements: how many it updates.
-        wait: returns at its end; called once.
-    """
-
-    elements: int
-    wait: Callable[[], Done]
 
 
 def _wait_for(kernels: _Kernels, ticket: int, _in_use: tuple[object, ...]) -> Done:

@@ -47,11 +47,6 @@ POLL_SECONDS = 2e-4
 SWITCH_SECONDS = 5e-5
 """How long a thread may keep Python to itself. By default that is 5 ms, for which the kernel's thread, back from a
 bucket, would wait while the training loop launches work."""
-LEAD_SECONDS = 1.5e-3
-"""How long before the end of an update the next one is chosen: later, and the kernel would wait for Python, which has
-the training loop to serve as well; sooner, and a gradient that the next forward pass needs earlier might arrive in
-between. Beside a loop that never rests, and let others in every 0.2 ms, the kernel waited 0.6 ms for each bucket with
-0.5 ms, and 0.06 ms with this."""
 
 CLOSE_SECONDS = 60.0
 DISTRUST_STEPS = 10
@@ -335,8 +330,6 @@ class HostShare:
         only = None if bucket.cut is None else bucket.cut.closed
         self.updates.begin(bucket, recipe, bucket.beside, bucket.grad.release, only, sends=bucket.cut is None)
         bucket.tried = recipe, bucket.grad
-        if (to_spare := self.updates.expected_s - LEAD_SECONDS) > 0:
-            time.sleep(to_spare)
 
     def _take_step(self, order: Order) -> None:
         recipe = order.decided(self._clip)

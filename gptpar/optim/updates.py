@@ -9,11 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gptpar.optim.buckets import Bucket, Buffers, Recipe
-from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Ordered
+from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Done
 from gptpar.optim.transfers import Departure, Transfers
-
-ENOUGH = 1 << 20
-"""Elements whose update takes longer than to begin and end it."""
 
 REMEMBERED = 1 << 14
 """Updates of which the times are kept: several steps of the largest models."""
@@ -23,7 +20,7 @@ REMEMBERED = 1 << 14
 class _AtWork:
     bucket: Bucket
     departure: Departure
-    ordered: Ordered
+    wait: Callable[[], Done]
     landed: Callable[[], None]
     sends: bool
 
@@ -42,7 +39,7 @@ class Updates:
 
     def __init__(self, adam: CpuAdam, transfers: Transfers):
         self.adam, self._transfers = adam, transfers
-        self.busy_s, self._pace = 0.0, 0.0  # seconds; seconds an element of the last update that was no small one
+        self.busy_s = 0.0
         self.latest: deque[tuple[str, float, float]] = deque(maxlen=REMEMBERED)
         self._at_work: _AtWork | None = None
 
@@ -50,11 +47,6 @@ class Updates:
     def under_way(self) -> bool:
         """Whether :meth:`land` has something to wait for."""
         return self._at_work is not None
-
-    @property
-    def expected_s(self) -> float:
-        """How long the update at work will probably take."""
-        return 0.0 if self._at_work is None else self._pace * self._at_work.ordered.elements
 
     def begin(
         self,
@@ -82,20 +74,18 @@ class Updates:
         ]
         stretches = [(run.start, run.stop, how[run.group]) for run in bucket.runs]
         beside = None if into is None else into.all()
-        ordered = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values, only=only)
+        wait = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values, only=only)
         self.land()
-        self._at_work = _AtWork(bucket, departure, ordered, landed, sends)
+        self._at_work = _AtWork(bucket, departure, wait, landed, sends)
 
     def land(self) -> None:
         """Wait for the update at work, if there is one, and send its result."""
         work, self._at_work = self._at_work, None
         if work is None:
             return
-        done = work.ordered.wait()
+        done = work.wait()
         self.latest.append((work.bucket.unit, done.begin, done.end))
         self.busy_s += done.end - done.begin
-        if work.ordered.elements >= ENOUGH:
-            self._pace = (done.end - done.begin) / work.ordered.elements
         if work.sends:
             work.bucket.settle_device = work.departure.send()
         work.landed()

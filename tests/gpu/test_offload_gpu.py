@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from gptpar.data.loader import MicroBatch
 from gptpar.optim import buckets, placement, transfers
-from gptpar.optim.cpu_adam import CpuAdam, Ordered
+from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.schedule import make_schedule
 from gptpar.tensor_parallel import cross_entropy
@@ -83,7 +84,7 @@ def test_speculation_changes_no_bit() -> None:
 class Slow(CpuAdam):
     """Leaves the device time to write where it should not."""
 
-    def order(self, *args: Any, **kwargs: Any) -> Ordered:
+    def order(self, *args: Any, **kwargs: Any) -> Callable[[], Done]:
         time.sleep(0.01)
         return super().order(*args, **kwargs)
 
@@ -107,7 +108,7 @@ class InParts(CpuAdam):
 
     parts = 0
 
-    def order(self, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Ordered:
+    def order(self, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Callable[[], Done]:
         InParts.parts += only is not None
         return super().order(*args, only=only, **kwargs)
 
@@ -150,7 +151,9 @@ def test_an_early_gradient_comes_before_the_layers(monkeypatch: pytest.MonkeyPat
     order: list[tuple[int, bool]] = []
 
     class Noting(Slow):
-        def order(self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Ordered:
+        def order(
+            self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any
+        ) -> Callable[[], Done]:
             order.append((p.numel(), only is None))
             return super().order(p, *args, only=only, **kwargs)
 

@@ -276,7 +276,7 @@ def test_a_second_call_that_keeps_to_some_ranges_completes_the_first(dtype):
     (*into, low), (*whole, wide) = ([torch.empty_like(p) for _ in range(4)] for _ in range(2))
     assert CpuAdam(2).steps(p, m, v, grad, stretches, into=tuple(whole), low=wide)
     assert not CpuAdam(2).steps(p, m, v, guess, stretches, into=tuple(into), low=low)
-    assert CpuAdam(13).order(p, m, v, grad, stretches, into=tuple(into), low=low, only=only).wait()[0]
+    assert CpuAdam(13).order(p, m, v, grad, stretches, into=tuple(into), low=low, only=only)()[0]
     assert all(torch.equal(one, other) for one, other in zip((*into, low), (*whole, wide), strict=True))
 
 

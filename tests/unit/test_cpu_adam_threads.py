@@ -40,7 +40,7 @@ from gptpar.optim.ranges import ranges_of_rows
 def step():
     p, m, v = torch.ones(300000), torch.zeros(300000), torch.zeros(300000)
     how = [(0, 300000, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1))]
-    CpuAdam(3).order(p, m, v, torch.arange(300000.0), how).wait()
+    CpuAdam(3).order(p, m, v, torch.arange(300000.0), how)()
     return p
 before = step()
 child = os.fork()
@@ -67,7 +67,7 @@ def test_orders_are_done_one_after_the_other(dtype):
         CpuAdam(2).steps(*expected, how)
     before = time.monotonic()
     orders = [CpuAdam(2).order(*tensors, how) for how in stretches]
-    done = [order.wait() for order in (orders if dtype == torch.float64 else reversed(orders))]
+    done = [wait() for wait in (orders if dtype == torch.float64 else reversed(orders))]
     assert all(finite and before <= begin < end <= time.monotonic() for finite, begin, end in done)
     in_order = done if dtype == torch.float64 else done[::-1]
     assert all(one.end <= other.begin for one, other in itertools.pairwise(in_order))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from gptpar.data.loader import MicroBatch
 from gptpar.optim import buckets, host_share, placement
 from gptpar.optim.buckets import HostPiece, Rates
-from gptpar.optim.cpu_adam import CpuAdam, Ordered
+from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import Run
 from gptpar.optim.transfers import Arrival, SameMemory, Slot
@@ -52,7 +52,7 @@ class Counting(CpuAdam):
     seen = Seen()
     gate: threading.Semaphore | None = None
 
-    def order(self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Ordered:
+    def order(self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Callable[[], Done]:
         assert self.gate is None or self.gate.acquire(timeout=10)
         seen, count = self.seen, p.numel() if only is None else int((only[:, 1] - only[:, 0]).sum())
         completes = only is not None and p.data_ptr() in seen.half_done

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gptpar.optim.buckets import NEAR, HostPiece, Rates, bring
-from gptpar.optim.cpu_adam import CpuAdam, Ordered
+from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import Run
 from gptpar.optim.transfers import (
@@ -67,7 +67,7 @@ class Watched(CpuAdam):
         self.leave.set()
         self.begun = threading.Event()
 
-    def order(self, *args: Any, low: torch.Tensor | None = None, **kwargs: Any) -> Ordered:
+    def order(self, *args: Any, low: torch.Tensor | None = None, **kwargs: Any) -> Callable[[], Done]:
         self.begun.set()
         assert self.leave.wait(10)
         assert low is not None
@@ -206,7 +206,7 @@ def test_room_for_some_is_given_to_the_deepest() -> None:
 
 def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
     class Broken(CpuAdam):
-        def order(self, *args: object, **kwargs: object) -> Ordered:
+        def order(self, *args: object, **kwargs: object) -> Callable[[], Done]:
             raise ZeroDivisionError("out of order")
 
     share = make_share(Broken(1))

@@ -16,7 +16,7 @@ from torch import nn
 from gptpar import TwinFlowAdamW
 from gptpar.errors import GptparError
 from gptpar.optim import placement
-from gptpar.optim.cpu_adam import CpuAdam, Done, Ordered
+from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.local_parts import LocalPart
 
 RATIOS = [0.0, 0.3, 0.731, 1.0]
@@ -218,14 +218,14 @@ class Watched(CpuAdam):
         super().__init__(1)
         self.leave = threading.Semaphore(0)
 
-    def order(self, *args: Any, **kwargs: Any) -> Ordered:
-        ordered = super().order(*args, **kwargs)
+    def order(self, *args: Any, **kwargs: Any) -> Callable[[], Done]:
+        done = super().order(*args, **kwargs)
 
         def wait() -> Done:
             assert self.leave.acquire(timeout=10)
-            return ordered.wait()
+            return done()
 
-        return Ordered(ordered.elements, wait)
+        return wait
 
 
 def test_each_layer_waits_for_its_own_parameters_only(closing: Any) -> None:

@@ -53,7 +53,8 @@ class Sustained:
     ``fragmentation`` is what the
     lines with reserved and allocated memory show; ``outside`` and ``host_process`` are assumptions. ``host_*`` and
     ``bus`` were measured by themselves, in steps of 0.35B to 15B parameters beside an H100 and an H200 (one process on
-    16 cores of a Xeon); in other machines they are other figures, not other shares.
+    16 cores of a Xeon), ``host_rate_together`` with two and four processes of 16 cores each; in other machines they are
+    other figures, not other shares.
 
     Attributes:
         products: share of the dense peak in large matrix products; smaller ones lose to their memory traffic and
@@ -78,6 +79,8 @@ class Sustained:
         outside: bytes on the device beside the allocator: context, kernels, NCCL's buffers.
         host_rate: bytes/s of host memory that each process's CPU optimizer reaches amid a step, in place.
         host_rate_aside: the same where it writes the new state beside the old one, during the backward pass.
+        host_rate_together: bytes/s that all CPU optimizers of a machine reach in place; where that is less than
+            ``host_rate`` for each, they are slower by the same share beside the old state.
         host_pause: seconds between two buckets of the CPU optimizer.
         bus: bytes/s in one direction between a GPU and its host (PCIe 5 x16).
         host_process: bytes of host memory of a process before it keeps anything.
@@ -100,6 +103,7 @@ class Sustained:
     outside: float = 1.5 * GIB
     host_rate: float = 150e9
     host_rate_aside: float = 135e9
+    host_rate_together: float = 220e9
     host_pause: float = 0.1e-3
     bus: float = 48e9
     host_process: float = 3.0 * GIB

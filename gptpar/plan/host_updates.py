@@ -110,18 +110,22 @@ def speculated_elements(job: Job, cluster: Cluster, elements: float) -> float:
         return 0.0
     if offload.offload_speculation == "on" or cluster.host_memory is None:
         return elements
-    processes = min(cluster.gpus_per_node, job.layout.world_size)
-    free = (1 - KEPT_FREE) * (cluster.host_memory / processes - cluster.sustained.host_process)
+    free = (1 - KEPT_FREE) * (cluster.host_memory / _processes(job, cluster) - cluster.sustained.host_process)
     state = 3 * job.wide_size
     return min(elements, max(0.0, free - state * elements - RING_BYTES) / state)
 
 
 def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
-    """As the cluster's figures say."""
+    """As the cluster's figures say; a machine's processes share the bandwidth of its memory."""
     s = cluster.sustained
-    return HostSpeed(
-        UPDATE_BYTES / s.host_rate, UPDATE_BYTES / s.host_rate_aside, s.host_pause, job.element_size / s.bus
-    )
+    slower = max(1.0, _processes(job, cluster) * s.host_rate / s.host_rate_together)
+    update, speculate = (slower * UPDATE_BYTES / rate for rate in (s.host_rate, s.host_rate_aside))
+    return HostSpeed(update, speculate, s.host_pause, job.element_size / s.bus)
+
+
+def _processes(job: Job, cluster: Cluster) -> int:
+    """Those of one machine."""
+    return min(cluster.gpus_per_node, job.layout.world_size)
 
 
 def waiting(layers: Sequence[Layer], speculated: float, update: float, speed: HostSpeed) -> float:

@@ -12,7 +12,7 @@ from gptpar.errors import GptparError
 from gptpar.optim.buckets import BUCKET_ELEMENTS
 from gptpar.optim.transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED
-from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, waiting
+from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, speed_of, waiting
 from gptpar.plan.main import make_planner
 from gptpar.plan.planner import Plan
 from gptpar.topology import Layout, Topology
@@ -212,6 +212,15 @@ def test_first_layers_are_waited_for_even_where_all_else_is_speculated() -> None
     travel = 2 * lengths[1] / SUSTAINED.bus  # the embedding's gradient behind the block's
     assert plan(flags + "1").time.cpu_optimizer == pytest.approx(updates + travel, rel=0.03)
     assert plan(flags + "0.9").time.cpu_optimizer == 0
+
+
+@pytest.mark.parametrize(("world", "slower"), [(1, 1.0), (2, 2 * 150 / 220), (4, 4 * 150 / 220), (16, 8 * 150 / 220)])
+def test_processes_share_the_bandwidth_of_their_machine(world: int, slower: float) -> None:
+    """Of 16, each machine has 8."""
+    planned = plan(f"{SMALL} --gpu h200 --world-size {world} --global-batch-size 32 {OFFLOAD} 1")
+    speed = speed_of(planned.job, planned.cluster)
+    assert speed.update == pytest.approx(slower * 28 / SUSTAINED.host_rate)
+    assert speed.speculate == pytest.approx(slower * 28 / SUSTAINED.host_rate_aside)
 
 
 def test_a_device_without_the_optimizer_has_less_to_do() -> None:

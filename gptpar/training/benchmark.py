@@ -159,7 +159,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def measure(parsed: ParsedFlags, argv: list[str]) -> int:
-    """Time the steps; the main process prints the line last.
+    """Time the steps; the main process prints the line last, or says that there is none where a signal ended the run.
 
     Args:
         argv: the command line that was parsed, for the workers.
@@ -177,6 +177,11 @@ def measure(parsed: ParsedFlags, argv: list[str]) -> int:
     with open_run(config, derived, parsed.without_effect, more_sinks=[times]) as run:
         tracer = Tracer(timed.stop) if _traces(parsed) else None
         run.train(each_step=tracer)
+        taken, wanted = run.progress.iteration, config.batch.train_iters or 0
+        if taken < wanted:  # in all processes alike
+            run.say(f" > ended after {taken} of {wanted} steps: there is no result")
+            # As pretrain: torchrun takes anything but 0 for a crash.
+            return 0 if worker else 128 + run.request.signal if run.request.signal else 1
         if tracer is not None:
             _show(tracer, parsed, run)
         if run.trainer.topology.is_main:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -216,6 +217,32 @@ def test_generate_continues_a_prompt(tmp_path: Path) -> None:
     first, second = gptpar(flags, "generate"), gptpar(flags, "generate")
     assert first == second and first.startswith("abc")
     assert "there is no checkpoint in" in gptpar(f"--load {tmp_path}/none", "generate", expect=1)
+
+
+@pytest.mark.parametrize(
+    ("number", "workers", "more"), [(signal.SIGTERM, 1, "--trace"), (signal.SIGINT, 2, "--breakdown")]
+)
+def test_an_interrupted_benchmark_says_that_there_is_no_result(
+    tmp_path: Path, number: signal.Signals, workers: int, more: str
+) -> None:
+    flags = TINY.replace("--train-iters 20 ", "") + f" --steps 100000 --nproc-per-node {workers} {more}"
+    flags += f" {tmp_path}/trace.json" if more == "--trace" else ""
+    process = subprocess.Popen(
+        command(flags, "benchmark"),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "iteration        1/" in line:
+            break
+    os.killpg(process.pid, number)
+    rest = process.stdout.read()
+    assert process.wait(timeout=60) == 128 + number
+    assert re.search(r"> ended after \d+ of 10\d+ steps: there is no result", rest) and "Traceback" not in rest
 
 
 def test_benchmark_prints_one_json_line() -> None:

@@ -123,7 +123,7 @@ struct Loops {
 #if defined(__x86_64__)
 const Loops kLoops[] = {GPTPAR_LOOPS(scalar), GPTPAR_LOOPS(avx2), GPTPAR_LOOPS(avx512)};
 
-int best_set() {
+int ask_processor() {
   unsigned a, b, c = 0, d;
   const bool half = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
   if (!half || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
@@ -134,8 +134,14 @@ int best_set() {
 #else
 const Loops kLoops[] = {GPTPAR_LOOPS(scalar)};
 
-int best_set() { return 0; }
+int ask_processor() { return 0; }
 #endif
+
+// Asked once: in a virtual machine each question is the host's to answer, which takes longer than to prepare a step.
+int best_set() {
+  static const int best = ask_processor();
+  return best;
+}
 
 // isa: -1 the best that there is, 0 scalar, 1 AVX2, 2 AVX-512. Null if the processor lacks it.
 const Loops* loops_of(int32_t isa) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import struct
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,27 +25,9 @@ _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam
 _SQUARE_BLOCK = 1 << 16
 _LARGEST = 2.0**128  # what fp32 does not reach
 
-
-class _CStretch(ctypes.Structure):
-    """GptparStretch."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in ("start", "stop", "of")]
-
-
-class _CStep(ctypes.Structure):
-    """GptparAdamStep in csrc/cpu_adam.cpp, field by field."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("p", "m", "v", "p_out", "m_out", "v_out", "grad", "low")),
-        *((name, ctypes.c_int32) for name in ("grad_type", "low_type")),
-        *((name, ctypes.c_float) for name in ("scale", "rest1", "beta2", "rest2", "eps", "step", "decay")),
-    ]
-
-
-class _CRange(ctypes.Structure):
-    """GptparRange: a row of ranges (:mod:`~gptpar.optim.ranges`)."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in ("start", "stop")]
+# Packed: ctypes' structures take twice as long, which shows where a call's code is not in the caches.
+_STEP = struct.Struct("8P2i7f4x")  # GptparAdamStep in csrc/cpu_adam.cpp, field by field
+_STRETCH = struct.Struct("3q")  # GptparStretch in csrc/blocks.h
 
 
 class _Kernels(NamedTuple):
@@ -68,7 +51,7 @@ def _library() -> _Kernels | None:
         return None
     kernels = _Kernels(lasting, ctypes.PyDLL(lasting._name, handle=lasting._handle))
     i32, i64, doubles = ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(ctypes.c_double)
-    what: list[Any] = [ctypes.POINTER(_CStep), i32, ctypes.POINTER(_CStretch), i64, ctypes.POINTER(_CRange), i64]
+    what: list[Any] = [ctypes.c_char_p, i32, ctypes.c_char_p, i64, ctypes.c_void_p, i64]
     lasting.cpu_adam_isa.argtypes = [i32]
     lasting.cpu_adam_isa.restype = ctypes.c_char_p
     lasting.cpu_adam_step.argtypes = [*what, i32, i32, doubles]
@@ -277,19 +260,19 @@ def _call(
     low: Tensor | None,
     stretches: Sequence[tuple[int, int, AdamStep]],
     only: np.ndarray | None = None,
-) -> tuple[ctypes.Array[_CStep], int, ctypes.Array[_CStretch], int, Any, int]:
+) -> tuple[bytes, int, bytes, int, int | None, int]:
     """What the kernel does and where, as it is told; ``tensors`` are p, m, v, their outputs and the gradient."""
     addresses = [t.data_ptr() for t in tensors]
     addresses.append(0 if low is None else low.data_ptr())
     types = _TYPES[tensors[-1].dtype], 0 if low is None else _TYPES[low.dtype]
-    steps: list[Any] = [(*addresses, *types, *_numbers(how)) for *_, how in stretches]
-    where: list[Any] = [(start, stop, i) for i, (start, stop, _) in enumerate(stretches)]
-    ranges, num_ranges = (None, 0) if only is None else (only.ctypes.data_as(ctypes.POINTER(_CRange)), len(only))
-    return (_CStep * len(steps))(*steps), len(steps), (_CStretch * len(where))(*where), len(where), ranges, num_ranges
+    steps = b"".join(_STEP.pack(*addresses, *types, *_numbers(how)) for *_, how in stretches)
+    where = b"".join(_STRETCH.pack(start, stop, i) for i, (start, stop, _) in enumerate(stretches))
+    ranges, num_ranges = (None, 0) if only is None else (only.ctypes.data, len(only))
+    return steps, len(stretches), where, len(stretches), ranges, num_ranges
 
 
 def _numbers(how: AdamStep) -> tuple[float, ...]:
-    """Those of a _CStep, computed in double precision, which ctypes rounds to fp32 once.
+    """Those of a GptparAdamStep, computed in double precision and rounded to fp32 once.
 
     The root of the second moment's bias correction, r, is taken out of the denominator: m / (sqrt(v) / r + eps) is
     r * m / (sqrt(v) + r * eps), which is a division less for each element.

@@ -26,7 +26,7 @@ extern "C" {
 
 // Vectors and the numbers of a step. p, m, v and their outputs: floats, either the same places (in place) or apart.
 // grad: gradients of type grad_type; low: parameters of type low_type to be written, if that is not kNone.
-// gptpar.optim.cpu_adam has the same struct.
+// gptpar.optim.cpu_adam packs the same struct.
 struct GptparAdamStep {
   const float *p, *m, *v;
   float *p_out, *m_out, *v_out;
@@ -38,6 +38,8 @@ struct GptparAdamStep {
   float eps, step;            // with the corrections of both moments' bias
   float decay;                // 1 - lr * weight_decay
 };
+
+static_assert(sizeof(GptparAdamStep) == 104 && sizeof(GptparStretch) == 24, "gptpar.optim.cpu_adam packs these");
 
 // Elements [start, stop), in the order of a [number, 2] array.
 struct GptparRange {

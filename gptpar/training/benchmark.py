@@ -180,8 +180,9 @@ def measure(parsed: ParsedFlags, argv: list[str]) -> int:
         taken, wanted = run.progress.iteration, config.batch.train_iters or 0
         if taken < wanted:  # in all processes alike
             run.say(f" > ended after {taken} of {wanted} steps: there is no result")
-            # As pretrain: torchrun takes anything but 0 for a crash.
-            return 0 if worker else 128 + run.request.signal if run.request.signal else 1
+            if worker:  # torchrun takes anything but 0 for a crash
+                return 0
+            return 1 if run.request.signal is None else 128 + run.request.signal
         if tracer is not None:
             _show(tracer, parsed, run)
         if run.trainer.topology.is_main:

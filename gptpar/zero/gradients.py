@@ -250,7 +250,7 @@ class GradientSum:
         return self._totals[unit.name]
 
     def _complete_one(self) -> None:
-        complete, _ = self._pending.popleft()  # what is sent must live until it has arrived
+        complete, _in_use = self._pending.popleft()  # until then other streams read or write these
         complete()
 
     @torch.no_grad()

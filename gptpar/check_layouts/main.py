@@ -39,7 +39,8 @@ TOLERANCES = {"fp64": 1e-10, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 def main(argv: list[str]) -> int:
     """Check, or start the workers that do."""
     number_format = [] if {"--bf16", "--fp16", "--fp32", "--fp64"} & set(argv) else ["--fp64"]
-    words = [*SMALL.split(), *number_format, *(word for word in argv if word != "--fp32")]
+    scale = ["--initial-loss-scale", "1024"] if "--fp16" in argv else []  # the usual first ones overflow for many steps
+    words = [*SMALL.split(), *number_format, *scale, *(word for word in argv if word != "--fp32")]
     parsed = parse_flags(words, prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags)
     count = parsed.rest.nproc or workers_wanted(None)
     if parsed.problems:

@@ -251,3 +251,11 @@ def test_benchmark_prints_one_json_line() -> None:
     assert line["steps"] == 4 and line["params"] == 28032
     assert line["tokens_per_s"] == pytest.approx(32 / line["ms_per_step"] * 1e3, rel=1e-3)
     assert {"model", "mfu", "mfu_causal", "peak_mem_gib", "loss", "layout", "tokens_per_s_per_gpu"} <= line.keys()
+
+
+@pytest.mark.parametrize("number_format", ["bf16", "fp16"])
+def test_layouts_are_compared_in_16_bits_too(number_format: str) -> None:
+    """The CPU optimizer's gradients have travelled in 16 bits; fp16's first loss scale would overflow in each step."""
+    found = gptpar(f"--{number_format} --no-compile --nproc 2 --only ZeRO-3,", "check-layouts")
+    row = re.search(r"0\.0e\+00 +(\S+) +(\S+) +(\S+) +(\S+)  dp2 x tp1 x pp1, ZeRO-3, all on the CPU\n", found)
+    assert row is not None and all(0 < float(number) < 2e-2 for number in row.groups()), found

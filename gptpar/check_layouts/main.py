@@ -32,8 +32,8 @@ SMALL = (
     "--global-batch-size 8 --train-iters 20 --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --mock-data --eval-iters 0 "
     "--attention-dropout 0 --hidden-dropout 0"
 )
-TOLERANCES = {"fp64": 1e-10, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
-"""Largest relative difference: in fp64 and fp32 of any element, in 16 bits of all elements together (L2)."""
+TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+"""Largest relative difference: in fp64 of any element, in the others of all elements together (L2)."""
 
 
 def main(argv: list[str]) -> int:
@@ -147,7 +147,7 @@ class _Worst:
 
     def __init__(self, number_format: str, speaks: bool):
         self.tolerance, self._speaks = TOLERANCES[number_format], speaks
-        self._measure = difference if number_format in ("fp64", "fp32") else overall_difference
+        self._measure = difference if number_format == "fp64" else overall_difference
         self.num_failed = self._num_cases = 0
         self._largest = 0.0
         if speaks:
@@ -216,7 +216,8 @@ def difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
 def overall_difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
     """L2 norm of the difference of all elements together, relative to the norm of what is wanted.
 
-    For 16-bit formats, in which single elements are noise: AdamW turns a gradient of pure round-off into a whole step.
+    For all formats but fp64: in them single elements are noise, since AdamW turns a gradient of pure round-off into a
+    whole step.
     """
     worst = 0.0
     for found, wanted in pairs:

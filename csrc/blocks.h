@@ -8,7 +8,7 @@
 
 extern "C" {
 
-// Elements [start, stop) of the vectors of steps[of]. gptpar.optim.cpu_adam has the same struct.
+// Elements [start, stop) of the vectors of steps[of]. gptpar.optim.cpu_adam packs the same struct.
 struct GptparStretch {
   int64_t start, stop, of;
 };

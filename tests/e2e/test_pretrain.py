@@ -31,6 +31,18 @@ def gptpar(flags: str, verb: str = "pretrain", expect: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def stepping(words: list[str], taken: int) -> subprocess.Popen[str]:
+    """A run in a process group of its own after so many steps; what it prints from then on is in its ``stdout``."""
+    process = subprocess.Popen(
+        words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if f"iteration {taken:8d}/" in line:
+            break
+    return process
+
+
 def losses(run: Path) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
@@ -76,13 +88,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
     """One process and SIGTERM; two workers and a terminal's Ctrl-C, which reaches every process of the group."""
     flags = f"--train-iters 100000 --lr-decay-style constant --save {tmp_path} --load {tmp_path} --log-interval 1"
     flags += f" --nproc-per-node {workers}"
-    process = subprocess.Popen(
-        command(flags), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = stepping(command(flags), taken=5)
     assert process.stdout is not None
-    for line in process.stdout:
-        if "iteration        5/" in line:
-            break
     os.killpg(process.pid, number)
     rest = process.stdout.read()
     assert process.wait(timeout=60) == 128 + number and f"stopped by {number.name}" in rest
@@ -96,13 +103,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
 def test_a_signal_to_one_of_two_workers_stops_both(tmp_path: Path) -> None:
     """Neither may go on alone into the final evaluation, where it would wait for the other until the time-out."""
     flags = f"--train-iters 100000 --lr-decay-style constant --save {tmp_path} --log-interval 1 --eval-iters 2"
-    process = subprocess.Popen(
-        command(f"{flags} --nproc-per-node 2"), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    )
+    process = stepping(command(f"{flags} --nproc-per-node 2"), taken=5)
     assert process.stdout is not None
-    for line in process.stdout:
-        if "iteration        5/" in line:
-            break
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     workers = [int(c) for c in children if b"pretrain" in Path(f"/proc/{c}/cmdline").read_bytes()]
     assert len(workers) == 2
@@ -227,18 +229,8 @@ def test_an_interrupted_benchmark_says_that_there_is_no_result(
 ) -> None:
     flags = TINY.replace("--train-iters 20 ", "") + f" --steps 100000 --nproc-per-node {workers} {more}"
     flags += f" {tmp_path}/trace.json" if more == "--trace" else ""
-    process = subprocess.Popen(
-        command(flags, "benchmark"),
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = stepping(command(flags, "benchmark"), taken=1)
     assert process.stdout is not None
-    for line in process.stdout:
-        if "iteration        1/" in line:
-            break
     os.killpg(process.pid, number)
     rest = process.stdout.read()
     assert process.wait(timeout=60) == 128 + number

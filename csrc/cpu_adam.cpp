@@ -2,8 +2,8 @@
 // Plain C ABI, loaded with ctypes.
 //
 // All instruction sets give the same bits, for any number of threads and any cutting of a vector into calls: the
-// operations are the same, in the same order, each rounded once. Fused multiply-adds are written out and the compiler
-// may form no others (-ffp-contract=off). Only which NaN comes of several NaNs is left open.
+// operations are those of gptpar.optim.adam_update, in the same order, each rounded once to nearest, denormals included.
+// The compiler may not fuse a product with a sum (-ffp-contract=off). Which NaN comes of several NaNs is left open.
 
 #include <algorithm>
 #include <atomic>
@@ -13,6 +13,7 @@
 
 #include "blocks.h"
 #include "cpu_adam_scalar.h"
+#include "ieee_mode.h"
 #include "job_queue.h"
 #include "thread_pool.h"
 
@@ -35,7 +36,7 @@ struct GptparAdamStep {
   int32_t grad_type, low_type;
   float scale;                // of the gradients
   float rest1, beta2, rest2;  // 1 - beta1, beta2, 1 - beta2
-  float eps, step;            // with the corrections of both moments' bias
+  float floor, size;          // epsilon and learning rate, corrected for the moments' bias
   float decay;                // 1 - lr * weight_decay
 };
 
@@ -184,6 +185,7 @@ template <class Work>
 double sum_pieces(const Blocks& blocks, int threads, const Work& work) {
   std::vector<double> sums(blocks.count());
   of_this_process<ThreadPool>().run(blocks.count(), threads, [&](int64_t i) {
+    const IeeeMode mode;  // the pool's threads inherit the mode of whichever thread started them
     double sum = 0;
     const Stretch* const end = blocks.end(i);
     for (const Stretch* piece = blocks.begin(i); piece < end; ++piece)

@@ -7,17 +7,17 @@ namespace VARIANT {
 // A call's numbers, spread over vectors.
 template <class V>
 struct Spread {
-  typename V::Floats scale, rest1, beta2, rest2, eps, step, decay;
+  typename V::Floats scale, rest1, beta2, rest2, floor, size, decay;
 };
 
 template <class V>
 TARGET GPTPAR_INLINE Spread<V> spread(const Step& s) {
   return {V::all(s.scale), V::all(s.rest1), V::all(s.beta2), V::all(s.rest2),
-          V::all(s.eps),   V::all(-s.step), V::all(s.decay)};
+          V::all(s.floor), V::all(s.size),  V::all(s.decay)};
 }
 
-// State of elements [i, i + V::width); returns their new parameters. Every operation rounds once and in this order,
-// whatever the width.
+// State of elements [i, i + V::width); returns their new parameters. Operations E1 to E4 of gptpar.optim.adam_update:
+// every product, sum, quotient and root is rounded by itself and in this order, whatever the width.
 template <class V, class Grad>
 TARGET GPTPAR_INLINE typename V::Floats advance(const Step& s, const Spread<V>& k, int64_t i, bool stream,
                                                 typename V::Marks& marks) {
@@ -25,10 +25,10 @@ TARGET GPTPAR_INLINE typename V::Floats advance(const Step& s, const Spread<V>& 
   marks = V::mark(marks, V::sub(g, g));  // +0, whose bits are all clear, unless g is infinite or NaN
   g = V::mul(g, k.scale);
   const auto m = V::load(s.m + i);
-  const auto m_new = V::fma(k.rest1, V::sub(g, m), m);
-  const auto v_new = V::fma(V::mul(k.rest2, g), g, V::mul(k.beta2, V::load(s.v + i)));
-  const auto denominator = V::add(V::root(v_new), k.eps);
-  const auto p_new = V::fma(k.step, V::div(m_new, denominator), V::mul(k.decay, V::load(s.p + i)));
+  const auto m_new = V::add(m, V::mul(k.rest1, V::sub(g, m)));
+  const auto v_new = V::add(V::mul(k.beta2, V::load(s.v + i)), V::mul(V::mul(k.rest2, g), g));
+  const auto change = V::mul(k.size, V::div(m_new, V::add(V::root(v_new), k.floor)));
+  const auto p_new = V::sub(V::mul(k.decay, V::load(s.p + i)), change);
   V::store(s.m_out + i, m_new, stream);
   V::store(s.v_out + i, v_new, stream);
   V::store(s.p_out + i, p_new, stream);

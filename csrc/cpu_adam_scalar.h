@@ -98,7 +98,6 @@ struct Scalar {
   static GPTPAR_INLINE Floats mul(Floats a, Floats b) { return a * b; }
   static GPTPAR_INLINE Floats div(Floats a, Floats b) { return a / b; }
   static GPTPAR_INLINE Floats root(Floats a) { return std::sqrt(a); }
-  static GPTPAR_INLINE Floats fma(Floats a, Floats b, Floats c) { return std::fma(a, b, c); }
   static GPTPAR_INLINE Marks no_marks() { return 0; }
   static GPTPAR_INLINE Marks mark(Marks marks, Floats x) { return marks | bits_of(x); }
   static GPTPAR_INLINE bool any(Marks marks) { return marks != 0; }

@@ -53,7 +53,6 @@ struct Avx2 {
   GPTPAR_OP Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   GPTPAR_OP Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
   GPTPAR_OP Floats root(Floats a) { return _mm256_sqrt_ps(a); }
-  GPTPAR_OP Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
   GPTPAR_OP Marks no_marks() { return _mm256_setzero_si256(); }
   GPTPAR_OP Marks mark(Marks marks, Floats x) { return _mm256_or_si256(marks, _mm256_castps_si256(x)); }
   GPTPAR_OP bool any(Marks marks) { return !_mm256_testz_si256(marks, marks); }
@@ -113,7 +112,6 @@ struct Avx512 {
   GPTPAR_OP Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   GPTPAR_OP Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
   GPTPAR_OP Floats root(Floats a) { return _mm512_sqrt_ps(a); }
-  GPTPAR_OP Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
   GPTPAR_OP Marks no_marks() { return _mm512_setzero_si512(); }
   GPTPAR_OP Marks mark(Marks marks, Floats x) { return _mm512_or_si512(marks, _mm512_castps_si512(x)); }
   GPTPAR_OP bool any(Marks marks) { return _mm512_test_epi32_mask(marks, marks) != 0; }

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptpar.optim.adam_update import Hyperparameters, StepNumbers, step_numbers
+
 GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The numbers of one step.
+    """One group's hyperparameters in one step.
 
     Attributes:
         step: how many steps there will have been after this one, at least 1. Bias corrections follow from it, so a
@@ -30,6 +32,11 @@ class AdamStep:
     weight_decay: float
     step: int
     divisor: float = 1.0
+
+    def numbers(self) -> StepNumbers:
+        """What the elements are updated with."""
+        how = Hyperparameters(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
+        return step_numbers(how, self.step, self.divisor)
 
 
 def check_arguments(

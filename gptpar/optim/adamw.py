@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from gptpar.config import OptimizerConfig
-from gptpar.optim.buckets import Rates
+from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.flat_adam import FlatAdam, State
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import DECAYS, Division, Run, counted
@@ -20,7 +20,7 @@ ROW = 64
 
 
 class MasterAdamW:
-    """AdamW (Loshchilov and Hutter 2019) over this process's shard of the master weights.
+    """AdamW (:mod:`gptpar.optim.adam_update`) over this process's shard of the master weights.
 
     The device's elements are updated in one pass (:class:`~gptpar.optim.flat_adam.FlatAdam`): clipping, loss scale, the
     skipping of non-finite gradients and the rounding to live parameters happen inside it. The others are the host's.
@@ -107,18 +107,16 @@ class MasterAdamW:
         rates = self._rates(lr, weight_decay)
         if self.host is not None:  # first: it learns the norm before the device has updated its own elements
             self.host.step(norm, rates, loss_scale)
-        skipped = (~norm.isfinite()).float()
-        self._adam.step(rates[DECAYS], divisor_of(norm, loss_scale, self.clip_grad), skipped)
-        return skipped
+        return self._adam.step(rates[DECAYS], norm, loss_scale, self.clip_grad)
 
     def foresee(self, lr: float, weight_decay: float, loss_scale: float) -> None:
         """What :meth:`step` will probably be called with: the host may begin during the backward pass."""
         if self.host is not None:
             self.host.foresee(self._rates(lr, weight_decay), loss_scale)
 
-    def _rates(self, lr: float, weight_decay: float) -> tuple[Rates, Rates]:
+    def _rates(self, lr: float, weight_decay: float) -> tuple[Hyperparameters, Hyperparameters]:
         """By group."""
-        decays, decays_not = (Rates(lr, *self._betas, self._eps, decay) for decay in (weight_decay, 0.0))
+        decays, decays_not = (Hyperparameters(lr, *self._betas, self._eps, decay) for decay in (weight_decay, 0.0))
         return decays, decays_not
 
     def state_tensors(self) -> dict[str, dict[str, TensorParts]]:
@@ -166,12 +164,6 @@ class MasterAdamW:
         self._steps.fill_(count)
         if self.host is not None:
             self.host.steps_taken = count
-
-
-def divisor_of(norm: torch.Tensor, loss_scale: float, max_norm: float) -> torch.Tensor:
-    """What gradients are divided by, so that their norm without the loss scale is at most ``max_norm`` (0: any)."""
-    divisor = torch.full_like(norm, loss_scale)
-    return divisor * ((norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else divisor
 
 
 def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

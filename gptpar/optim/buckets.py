@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from gptpar import pages
+from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.ranges import outside
 from gptpar.optim.runs import Run, cut
 from gptpar.optim.transfers import Arrival, Departure, Slot
@@ -28,21 +29,10 @@ NEAR = 4
 
 
 @dataclass(frozen=True)
-class Rates:
-    """One group's numbers in one step; see :class:`~gptpar.optim.cpu_adam.AdamStep`."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-
-@dataclass(frozen=True)
 class Recipe:
     """What one step does to each element: the rates by group, and what gradients are divided by."""
 
-    rates: tuple[Rates, ...]
+    rates: tuple[Hyperparameters, ...]
     divisor: float
 
 

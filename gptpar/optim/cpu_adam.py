@@ -1,10 +1,9 @@
-"""AdamW on the CPU in one pass over memory (csrc/cpu_adam.cpp), or through torch where there is no compiler."""
+"""AdamW on the CPU in one pass over memory (csrc/cpu_adam.cpp), or by torch where there is no compiler."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import struct
 import time
 import warnings
@@ -19,11 +18,11 @@ from gptpar import native
 from gptpar.errors import NativeBuildError
 from gptpar.host import cores
 from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, problems_of_tensor
+from gptpar.optim.adam_update import update
 
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
 _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam.cpp
 _SQUARE_BLOCK = 1 << 16
-_LARGEST = 2.0**128  # what fp32 does not reach
 
 # Packed: ctypes' structures take twice as long, which shows where a call's code is not in the caches.
 _STEP = struct.Struct("8P2i7f4x")  # GptparAdamStep in csrc/cpu_adam.cpp, field by field
@@ -47,7 +46,7 @@ def _library() -> _Kernels | None:
     try:
         lasting = native.load("cpu_adam")
     except NativeBuildError as error:
-        warnings.warn(f"the CPU optimizer uses torch's kernels, several times slower: {error}", stacklevel=3)
+        warnings.warn(f"the CPU optimizer uses torch's operators, several times slower: {error}", stacklevel=3)
         return None
     kernels = _Kernels(lasting, ctypes.PyDLL(lasting._name, handle=lasting._handle))
     i32, i64, doubles = ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(ctypes.c_double)
@@ -79,11 +78,11 @@ def default_threads(mine: Sequence[int] | None = None) -> int:
 
 
 class CpuAdam:
-    """AdamW (Loshchilov and Hutter 2019) over flat CPU tensors.
+    """AdamW over flat CPU tensors, as :mod:`gptpar.optim.adam_update` defines it.
 
-    The compiled kernel gives the same bits for every instruction set, number of threads and cutting of a vector into
-    calls (which NaN comes out of several is left open). It releases the GIL, and does not record what it does for
-    autograd.
+    The bits are the same for every instruction set, number of threads and cutting of a vector into calls, and without
+    the compiled kernel (which NaN comes out of several is left open). It releases the GIL, and does not record what it
+    does for autograd.
 
     Args:
         threads: threads for each call; default: default_threads().
@@ -141,8 +140,8 @@ class CpuAdam:
         of that element. Who wants to skip such steps passes ``into`` and drops it, or calls ``square`` first.
 
         Args:
-            p, m, v: [n] contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's own
-                kernels are used.
+            p, m, v: [n] contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's operators
+                are used.
             grad: [n] fp32, bf16 or fp16; fp64 with fp64 parameters.
             stretches: (first element, the one behind the last, numbers of the step for those), one after the other;
                 elements between them stay as they are.
@@ -150,8 +149,7 @@ class CpuAdam:
             low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even. It may be ``grad`` itself,
                 or lie in the same place.
             only: ranges (:mod:`~gptpar.optim.ranges`, in one piece) to which it may keep, because elsewhere the
-                outputs have their new values already, or get them later. Torch's kernels, which round ends of vectors
-                otherwise, write them all each time.
+                outputs have their new values already, or get them later. Torch's operators write them all each time.
 
         Raises:
             ValueError: naming every tensor and number that does not fit.
@@ -177,7 +175,7 @@ class CpuAdam:
         """Begin :meth:`steps`, when those that were ordered before are done, and return at once.
 
         What it returns waits for their end, and is to be called once. The next can be prepared meanwhile. Torch's
-        kernels do their work when it is waited for.
+        operators do their work when it is waited for.
         """
         check_arguments(p, m, v, grad, stretches, into, low, only)
         if self._kernels is None or p.dtype == torch.float64:
@@ -265,22 +263,10 @@ def _call(
     addresses = [t.data_ptr() for t in tensors]
     addresses.append(0 if low is None else low.data_ptr())
     types = _TYPES[tensors[-1].dtype], 0 if low is None else _TYPES[low.dtype]
-    steps = b"".join(_STEP.pack(*addresses, *types, *_numbers(how)) for *_, how in stretches)
+    steps = b"".join(_STEP.pack(*addresses, *types, *how.numbers()) for *_, how in stretches)
     where = b"".join(_STRETCH.pack(start, stop, i) for i, (start, stop, _) in enumerate(stretches))
     ranges, num_ranges = (None, 0) if only is None else (only.ctypes.data, len(only))
     return steps, len(stretches), where, len(stretches), ranges, num_ranges
-
-
-def _numbers(how: AdamStep) -> tuple[float, ...]:
-    """Those of a GptparAdamStep, computed in double precision and rounded to fp32 once.
-
-    The root of the second moment's bias correction, r, is taken out of the denominator: m / (sqrt(v) / r + eps) is
-    r * m / (sqrt(v) + r * eps), which is a division less for each element.
-    """
-    root = math.sqrt(1 - how.beta2**how.step)
-    step = how.lr * root / (1 - how.beta1**how.step)
-    scale = 1 / how.divisor if how.divisor < _LARGEST else 0.0
-    return scale, 1 - how.beta1, how.beta2, 1 - how.beta2, how.eps * root, step, 1 - how.lr * how.weight_decay
 
 
 def _torch_steps(
@@ -293,34 +279,6 @@ def _torch_steps(
     finite = True
     for start, stop, how in stretches:
         old, new = ([t[start:stop] for t in of] for of in (state, into))
-        finite &= _torch_step(old, grad[start:stop], how, new, None if low is None else low[start:stop])
-    return finite
-
-
-@torch.no_grad()
-def _torch_step(
-    state: Sequence[Tensor], grad: Tensor, how: AdamStep, into: Sequence[Tensor], low: Tensor | None
-) -> bool:
-    for old, new in zip(state, into, strict=True):
-        new.copy_(old)
-    finite = bool(grad.isfinite().all())
-    # Divided here, not by the fused kernel: that one would write the quotient back into the caller's gradient.
-    grad = grad.to(into[0].dtype) / torch.tensor(how.divisor, dtype=into[0].dtype)
-    torch._fused_adamw_(
-        [into[0]],
-        [grad],
-        [into[1]],
-        [into[2]],
-        [],
-        [torch.tensor(float(how.step))],
-        lr=how.lr,
-        beta1=how.beta1,
-        beta2=how.beta2,
-        weight_decay=how.weight_decay,
-        eps=how.eps,
-        amsgrad=False,
-        maximize=False,
-    )
-    if low is not None:
-        low.copy_(into[0])
+        finite &= bool(grad[start:stop].isfinite().all())
+        update(old, grad[start:stop], how.numbers(), into=new, low=None if low is None else low[start:stop])
     return finite

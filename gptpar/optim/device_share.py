@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from gptpar.optim.adamw import divisor_of
-from gptpar.optim.buckets import Rates
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.device_adam import DeviceAdam, Piece, make_device_adam
+from gptpar.optim.runs import DECAYS, Run
+
+
+@dataclass
+class _Together:
+    """Units of one parameter group that have taken the same steps.
+
+    Attributes:
+        steps: how many (fp64 scalar on the device).
+    """
+
+    group: int
+    steps: torch.Tensor
+    adam: DeviceAdam
+    units: list[str] = field(default_factory=list)
 
 
 class DeviceShare:
-    """AdamW by torch's fused kernel; clipping, the loss scale and skipping happen inside, without waiting for it.
+    """AdamW as :mod:`gptpar.optim.adam_update` defines it; nothing waits for the device.
 
     Args:
         live: unit -> [n] the parameters' memory, all in one number format or its 16-bit relatives. 16-bit ones get
@@ -24,23 +41,19 @@ class DeviceShare:
 
     def __init__(self, live: Mapping[str, torch.Tensor], groups: Mapping[str, int]):
         self.masters = {
-            unit: values.to(torch.promote_types(values.dtype, torch.float32)) for unit, values in live.items()
+            unit: values.detach().to(torch.promote_types(values.dtype, torch.float32)) for unit, values in live.items()
         }
-        self._leaves = {unit: master.detach().requires_grad_() for unit, master in self.masters.items()}
-        self._rounded = [(values, self.masters[unit]) for unit, values in live.items() if values.dtype.itemsize == 2]
-        self._inner: torch.optim.AdamW | None = None
-        if live:
-            members = {n: [leaf for unit, leaf in self._leaves.items() if groups[unit] == n] for n in groups.values()}
-            self._inner = torch.optim.AdamW([{"params": m, "group": n} for n, m in members.items() if m], fused=True)
-            for leaf in self._leaves.values():
-                step = torch.zeros((), dtype=torch.float32, device=leaf.device)
-                moments = {name: torch.zeros_like(leaf, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-                self._inner.state[leaf] = {"step": step, **moments}
+        self._live = {unit: values for unit, values in live.items() if values.dtype.itemsize == 2}
+        self._moments = {unit: (torch.zeros_like(p), torch.zeros_like(p)) for unit, p in self.masters.items()}
+        self._groups = dict(groups)
+        self._together: list[_Together] = []
+        self._take_steps(dict.fromkeys(live, 0))
 
+    @torch.no_grad()
     def step(
         self,
         norm: torch.Tensor,
-        rates: Sequence[Rates],
+        hyperparameters: Sequence[Hyperparameters],
         loss_scale: float,
         max_norm: float,
         grads: Mapping[str, torch.Tensor],
@@ -49,46 +62,55 @@ class DeviceShare:
 
         Args:
             norm: the whole gradient's, without the loss scale (fp64 scalar on the device).
-            rates: by group.
-            max_norm: see :func:`~gptpar.optim.adamw.divisor_of`.
-            grads: unit -> [n]; units without one stay as they are. fp32 ones are divided in place.
+            hyperparameters: by group.
+            max_norm: the gradient is clipped to this norm (0: never).
+            grads: unit -> [n]; units without one stay as they are.
         """
-        if self._inner is None:
-            return
-        finite, divisor = norm.isfinite(), divisor_of(norm, loss_scale, max_norm)
-        for group in self._inner.param_groups:
-            its = rates[group["group"]]
-            group.update(lr=its.lr, betas=(its.beta1, its.beta2), eps=its.eps, weight_decay=its.weight_decay)
-        for unit, leaf in self._leaves.items():
-            grad = grads.get(unit)
-            if grad is not None and leaf.dtype == torch.float64:  # the fused kernel divides by an fp32 number
-                leaf.grad = grad / divisor.where(finite, 1.0)
-            else:
-                leaf.grad = None if grad is None else grad.to(leaf.dtype)
-        wide = any(leaf.dtype == torch.float64 for leaf in self._leaves.values())
-        self._inner.grad_scale = torch.ones_like(divisor).float() if wide else divisor.float()  # type: ignore[attr-defined]
-        self._inner.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        self._inner.step()
-        self.publish()
-        self._inner.zero_grad()
+        self._separate(grads)
+        for together in self._together:
+            if together.units[0] not in grads:
+                continue
+            how = hyperparameters[together.group]
+            step = together.adam.begin_step(how, norm, loss_scale, max_norm, together.steps)
+            for unit in together.units:
+                step.update(self._piece(unit, grads[unit]))
 
-    def publish(self) -> None:
-        """Round masters to parameters."""
-        if self._rounded:
-            torch._foreach_copy_([values for values, _ in self._rounded], [master for _, master in self._rounded])
+    def _piece(self, unit: str, grad: torch.Tensor) -> Piece:
+        vectors = self.masters[unit], *self._moments[unit], grad
+        return Piece(vectors, self._live.get(unit), (Run(0, len(grad), DECAYS, False, True),))
+
+    def _separate(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """Count apart, from now on, what takes a step and what does not."""
+        for together in list(self._together):
+            staying = [unit for unit in together.units if unit not in grads]
+            if staying and len(staying) < len(together.units):
+                together.units = [unit for unit in together.units if unit in grads]
+                self._together.append(self._new_together(together.group, together.steps.clone(), staying))
+
+    def _new_together(self, group: int, steps: torch.Tensor, units: list[str]) -> _Together:
+        return _Together(group, steps, make_device_adam(self.masters[units[0]]), units)
+
+    def _take_steps(self, steps: Mapping[str, int]) -> None:
+        """Go on as if each unit had taken so many steps."""
+        alike: dict[tuple[int, int], list[str]] = defaultdict(list)
+        for unit, count in steps.items():
+            alike[self._groups[unit], count].append(unit)
+        self._together = []
+        for (group, count), units in alike.items():
+            counter = torch.full((), float(count), dtype=torch.float64, device=self.masters[units[0]].device)
+            self._together.append(self._new_together(group, counter, units))
 
     def values(self, unit: str, kind: str) -> torch.Tensor:
         """[n] live ``weights``, ``exp_avg`` or ``exp_avg_sq``; of a unit that is not here, none."""
-        if unit not in self.masters or self._inner is None:
+        if unit not in self.masters:
             return torch.empty(0)
-        return self.masters[unit] if kind == "weights" else self._inner.state[self._leaves[unit]][kind]
+        return self.masters[unit] if kind == "weights" else self._moments[unit][kind == "exp_avg_sq"]
 
-    def steps_of(self, unit: str) -> int:
-        """A unit's updates so far; waits for the device."""
-        assert self._inner is not None
-        return int(self._inner.state[self._leaves[unit]]["step"].item())
+    @property
+    def steps_taken(self) -> dict[str, int]:
+        """Each unit's updates so far; waits for the device."""
+        return {unit: int(together.steps.item()) for together in self._together for unit in together.units}
 
-    def set_steps(self, unit: str, count: int) -> None:
-        """Go on as if there had been so many."""
-        if self._inner is not None and unit in self._leaves:
-            self._inner.state[self._leaves[unit]]["step"].fill_(count)
+    @steps_taken.setter
+    def steps_taken(self, steps: Mapping[str, int]) -> None:
+        self._take_steps({unit: steps[unit] for unit in self.masters})

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
+from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.buckets import (
     Bucket,
     HostPiece,
-    Rates,
     Recipe,
     bytes_of,
     cut_piece,
@@ -120,7 +120,7 @@ class HostShare:
         """Allow speculation for some elements: the last ones of the model."""
         make_room(self._buckets, elements)
 
-    def foresee(self, rates: tuple[Rates, ...], loss_scale: float) -> None:
+    def foresee(self, rates: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """What the coming step will probably be, so that it may be begun during the backward pass."""
         with self._changed:
             self._foreseen = Recipe(rates, loss_scale)
@@ -161,7 +161,11 @@ class HostShare:
             self._changed.notify_all()
 
     def step(
-        self, norm: torch.Tensor, rates: tuple[Rates, ...], loss_scale: float, without: frozenset[str] = frozenset()
+        self,
+        norm: torch.Tensor,
+        rates: tuple[Hyperparameters, ...],
+        loss_scale: float,
+        without: frozenset[str] = frozenset(),
     ) -> None:
         """Announce a step; the thread takes it.
 

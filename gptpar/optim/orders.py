@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gptpar.optim.adam_update import clipped_divisor
 from gptpar.optim.buckets import Recipe
 from gptpar.optim.transfers import Later
 
@@ -22,7 +23,7 @@ class Order:
     without: frozenset[str]
 
     def decided(self, clip_grad: float) -> Recipe | None:
-        """The step's recipe, with the same arithmetic as on the device; ``None``: a gradient is not finite.
+        """The step's recipe; ``None``: a gradient is not finite.
 
         Args:
             clip_grad: clipping by the global norm (0: never).
@@ -30,5 +31,4 @@ class Order:
         norm = self.norm.value()
         if self.unclipped is None or not norm < float("inf"):
             return None
-        clipping = max(1.0, (norm + 1e-6) / clip_grad) if clip_grad > 0 else 1.0
-        return replace(self.unclipped, divisor=self.unclipped.divisor * clipping)
+        return replace(self.unclipped, divisor=clipped_divisor(norm, self.unclipped.divisor, clip_grad))

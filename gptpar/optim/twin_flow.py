@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
+from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.adamw import square_of
-from gptpar.optim.buckets import HostPiece, Rates
+from gptpar.optim.buckets import HostPiece
 from gptpar.optim.device_share import DeviceShare
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.local_parts import (
@@ -38,15 +39,16 @@ from gptpar.optim.saved_state import follow_parameters, gather_state, place_stat
 class TwinFlowAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with exactly ``offload_ratio`` of the elements updated by the CPU.
 
-    The first elements, in the order of the parameters, are the device's: torch's fused kernel updates them. Masters
-    and moments of the others are in host memory. 16-bit parameters get fp32 masters on both sides. Of parameters that
-    are divided over processes (FSDP2, tensor or pipeline parallelism) each process updates what it holds.
+    The first elements, in the order of the parameters, are the device's. Masters and moments of the others are in host
+    memory. Where an element is updated changes no bit of it (:mod:`gptpar.optim.adam_update`). 16-bit parameters get
+    fp32 masters on both sides. Of parameters that are divided over processes (FSDP2, tensor or pipeline parallelism)
+    each process updates what it holds.
 
     :meth:`step` returns when everything is done, unless the module was :meth:`attached <attach>`. A step in which the
-    gradient is not finite changes nothing. Parameters without gradient are passed over, as torch does. ``.grad`` may
-    have been divided, by clipping or a loss scale, when a step is over. Learning rate, weight decay, betas and epsilon
-    are those of the groups at each step, and ``torch.amp.GradScaler`` may call it. Parameters may be changed from
-    outside by torch's in-place operations (not through ``.data``); that is noticed before the next step.
+    gradient is not finite changes nothing. Parameters without gradient are passed over, as torch does. ``.grad`` stays
+    as it is: clipping and a loss scale do not divide it. Learning rate, weight decay, betas and epsilon are those of
+    the groups at each step, and ``torch.amp.GradScaler`` may call it. Parameters may be changed from outside by torch's
+    in-place operations (not through ``.data``); that is noticed before the next step.
 
     Args:
         params: as of ``torch.optim.AdamW``, all on one device; contiguous fp32, bf16 or fp16, or all fp64.
@@ -187,11 +189,9 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         square = square_of(grads, self.skipped.device)
         return (square if self._norm_fn is None else self._norm_fn(square)).sqrt()
 
-    def _rates(self) -> tuple[Rates, ...]:
-        return tuple(
-            Rates(*(float(number) for number in (g["lr"], g["betas"][0], g["betas"][1], g["eps"], g["weight_decay"])))
-            for g in self.param_groups
-        )
+    def _rates(self) -> tuple[Hyperparameters, ...]:
+        groups = ((g["lr"], *g["betas"], g["eps"], g["weight_decay"]) for g in self.param_groups)
+        return tuple(Hyperparameters(*map(float, numbers)) for numbers in groups)
 
     def _offer(self, part: LocalPart, grad: torch.Tensor | None, *, again: bool = False) -> None:
         """Give the host its part of a gradient, unless it has it and nobody has changed it since."""
@@ -325,7 +325,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     def _steps(self) -> dict[str, int]:
         """Updates of each parameter; of one without elements here, as many as any has had."""
-        known = {unit: self._device.steps_of(unit) for unit in self._device.masters}
+        known = self._device.steps_taken
         if self._host is not None:
             known |= {unit: self._host.steps_of(unit) for unit in self._on_host}
         return {part.unit: known.get(part.unit, max(known.values(), default=0)) for part in self._parts}
@@ -365,11 +365,11 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         of_unit = {part.unit: state for part, state in zip(self._parts, states, strict=True)}
         place_state(of_unit, self._state)
-        for part in self._parts:
-            steps = int(of_unit[part.unit].get("step", 0))
-            self._device.set_steps(part.unit, steps)
-            if self._host is not None and part.offloaded:
-                self._host.set_steps(part.unit, steps)
+        steps = {unit: int(state.get("step", 0)) for unit, state in of_unit.items()}
+        self._device.steps_taken = steps
+        if self._host is not None:
+            for unit in self._on_host:
+                self._host.set_steps(unit, steps[unit])
         self._versions = [version_of(part.parameter) for part in self._parts]
         self._say_it_has_state()
 

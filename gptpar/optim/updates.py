@@ -68,10 +68,7 @@ class Updates:
         """
         assert bucket.grad is not None
         grad, departure = bucket.grad.tensor(), self._way(bucket)
-        how = [
-            AdamStep(r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, bucket.steps + 1, recipe.divisor)
-            for r in recipe.rates
-        ]
+        how = [AdamStep(*rates, bucket.steps + 1, recipe.divisor) for rates in recipe.rates]
         stretches = [(run.start, run.stop, how[run.group]) for run in bucket.runs]
         beside = None if into is None else into.all()
         wait = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values, only=only)

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from gptpar.data.loader import MicroBatch
 from gptpar.optim import buckets, host_share, placement
-from gptpar.optim.buckets import HostPiece, Rates
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.buckets import HostPiece
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import Run
@@ -376,7 +377,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     share.keep_values("embedding")
     (bucket,) = share._buckets
     for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
-        share.foresee((Rates(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
+        share.foresee((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
         if told:
             share.foresee_changes("embedding", np.array([[0, 8]]))
         share.offer("embedding", torch.ones(128), formed=128)

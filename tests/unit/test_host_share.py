@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gptpar.optim.buckets import NEAR, HostPiece, Rates, bring
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.buckets import NEAR, HostPiece, bring
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import Run
@@ -28,7 +29,7 @@ from gptpar.optim.transfers import (
 )
 
 RUN = Run(0, 128, 0, False, True)
-RATES = (Rates(0.1, 0.9, 0.999, 1e-8, 0.0),)
+RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 TWO_PIECES = (HostPiece("first", 128, (RUN,)), HostPiece("second", 128, (RUN,)))
 
 
@@ -140,7 +141,8 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
     share.offer("second", torch.ones(128))
     share.offer("first", torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
-    share.foresee((Rates(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0),), 1.0)  # of the step after it
+    of_the_step_after_it = Hyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
+    share.foresee((of_the_step_after_it,), 1.0)
     adam.leave.set()
     wait_until(lambda: len(adam.lows) == 2)
     assert set(adam.lows) == {values.data_ptr() for values in live.values()}

@@ -1,6 +1,6 @@
-"""The update of :class:`~gptpar.optim.flat_adam.FlatAdam` on a GPU, which reads and writes each element once.
+"""AdamW on a GPU as :mod:`gptpar.optim.adam_update` defines it (N1 to N6, E1 to E4), in one pass over memory.
 
-The same operations as in ``csrc/cpu_adam_loop.h``.
+Triton fuses products with sums, divides approximately and has libdevice flush denormals, unless it is told otherwise.
 """
 
 from __future__ import annotations
@@ -12,25 +12,81 @@ import triton.language as tl
 ELEMENTS, NUM_WARPS = 2048, 8
 """Of a program."""
 
+NUM_NUMBERS = 8
+"""scale, rest1, beta2, rest2, floor, size, decay; and one that is not 0 where nothing changes."""
+
+IEEE = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+"""Options of a launch: every operation is rounded by itself, denormals are kept."""
+
+
+@triton.jit
+def _power(base, exponent, BITS: tl.constexpr):
+    result = tl.full((), 1.0, tl.float64)
+    for _ in tl.static_range(BITS):
+        result = tl.where(exponent % 2 == 1, result * base, result)
+        base = base * base
+        exponent = exponent // 2
+    return result
+
+
+@triton.jit
+def _numbers(given, norm, steps, out, BITS: tl.constexpr):
+    lr, beta1, beta2 = tl.load(given), tl.load(given + 1), tl.load(given + 2)
+    eps, weight_decay = tl.load(given + 3), tl.load(given + 4)
+    loss_scale, max_norm, clip_eps = tl.load(given + 5), tl.load(given + 6), tl.load(given + 7)
+    n = tl.load(norm)
+    one = tl.full((), 1.0, tl.float64)
+    finite = n - n == 0.0
+    count = tl.load(steps) + tl.where(finite, one, 0.0)
+    tl.store(steps, count)
+    step = tl.maximum(count, one).to(tl.int64)
+    clips = max_norm > 0.0
+    excess = (n + clip_eps) / tl.where(clips, max_norm, one)
+    divisor = loss_scale * tl.where(clips & (excess > one), excess, one)
+    root = tl.sqrt(one - _power(beta2, step, BITS))
+    size = lr * root / (one - _power(beta1, step, BITS))
+    tl.store(out, (one / divisor).to(tl.float32))
+    tl.store(out + 1, (one - beta1).to(tl.float32))
+    tl.store(out + 2, beta2.to(tl.float32))
+    tl.store(out + 3, (one - beta2).to(tl.float32))
+    tl.store(out + 4, (eps * root).to(tl.float32))
+    tl.store(out + 5, size.to(tl.float32))
+    tl.store(out + 6, (one - lr * weight_decay).to(tl.float32))
+    tl.store(out + 7, tl.where(finite, 0.0, 1.0))
+
+
+def step_numbers(
+    given: torch.Tensor, norm: torch.Tensor, steps: torch.Tensor, out: torch.Tensor, max_step_bits: int
+) -> None:
+    """Count a step and write its numbers.
+
+    Args:
+        given: [8] fp64: lr, beta1, beta2, eps, weight decay, loss scale, largest norm (0: any) and what is added to the
+            norm.
+        norm: of the gradient, without the loss scale (fp64 scalar); if it is not finite, the step does not count.
+        steps: steps so far (fp64 scalar).
+        out: [NUM_NUMBERS] fp32.
+    """
+    _numbers[(1,)](given, norm, steps, out, BITS=max_step_bits, num_warps=1, **IEEE)
+
 
 @triton.jit
 def _update(
     weights, exp_avg, exp_avg_sq, grad, live, decays, numbers, length,
-    BLOCK: tl.constexpr, WRITES_LIVE: tl.constexpr, ELEMENTS: tl.constexpr,
+    BLOCK: tl.constexpr, WRITES_LIVE: tl.constexpr, SOME_DECAY: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < length
-    rest1, beta2, rest2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
-    eps, decay, divisor = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
-    size, root, skipped = tl.load(numbers + 6), tl.load(numbers + 7), tl.load(numbers + 8)
+    scale, rest1, beta2, rest2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3)
+    floor, size, decay, skipped = tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 7)
     if skipped == 0.0:
-        g = tl.div_rn(tl.load(grad + at, mask=inside).to(tl.float32), divisor)
+        g = tl.load(grad + at, mask=inside).to(tl.float32) * scale
         old_m, old_v = tl.load(exp_avg + at, mask=inside), tl.load(exp_avg_sq + at, mask=inside)
-        m = old_m + (g - old_m) * rest1
-        v = old_v * beta2 + rest2 * g * g
-        kept = tl.where(tl.load(decays + at // BLOCK, mask=inside, other=0), decay, 1.0)
-        w = tl.load(weights + at, mask=inside) * kept
-        w -= size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+        m = old_m + rest1 * (g - old_m)
+        v = beta2 * old_v + (rest2 * g) * g
+        if SOME_DECAY:
+            decay = tl.where(tl.load(decays + at // BLOCK, mask=inside, other=0), decay, 1.0)
+        w = decay * tl.load(weights + at, mask=inside) - size * tl.div_rn(m, tl.sqrt_rn(v) + floor)
         tl.store(weights + at, w, mask=inside)
         tl.store(exp_avg + at, m, mask=inside)
         tl.store(exp_avg_sq + at, v, mask=inside)
@@ -44,20 +100,21 @@ def update(
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
     live: torch.Tensor | None,
-    decays: torch.Tensor,
+    decays: torch.Tensor | None,
     block: int,
     numbers: torch.Tensor,
 ) -> None:
     """[n] vectors, fp32 but for the gradient and the live parameters.
 
     Args:
-        decays: [blocks] which blocks decay.
+        decays: [blocks] which blocks decay; ``None``: all.
         block: elements of one.
-        numbers: [9] in fp32: 1 - beta1, beta2, 1 - beta2, epsilon, 1 - learning rate x weight decay, the gradient's
-            divisor, the step's size, the root of the second moment's correction, and not 0 where nothing changes.
+        numbers: as :func:`step_numbers` writes them.
     """
     length = len(weights)
     _update[(triton.cdiv(length, ELEMENTS),)](
-        weights, exp_avg, exp_avg_sq, grad, weights if live is None else live, decays, numbers, length,
-        BLOCK=block, WRITES_LIVE=live is not None, ELEMENTS=ELEMENTS, num_warps=NUM_WARPS,
+        weights, exp_avg, exp_avg_sq, grad, weights if live is None else live,
+        weights if decays is None else decays, numbers, length,
+        BLOCK=block, WRITES_LIVE=live is not None, SOME_DECAY=decays is not None, ELEMENTS=ELEMENTS,
+        num_warps=NUM_WARPS, **IEEE,
     )  # fmt: skip

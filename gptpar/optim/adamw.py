@@ -10,13 +10,12 @@ import torch
 from gptpar.config import OptimizerConfig
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.flat_adam import FlatAdam, State
+from gptpar.optim.grad_norm import square_of
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.runs import DECAYS, Division, Run, counted
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts, parts_of_flat
 from gptpar.zero.units import Unit
-
-ROW = 64
 
 
 class MasterAdamW:
@@ -73,10 +72,6 @@ class MasterAdamW:
     def bytes_an_element(self) -> int:
         """Of the device's memory: master, both moments and gradient."""
         return 3 * self.master.element_size() + self.grad.element_size()
-
-    def square_of_grad(self) -> torch.Tensor:
-        """Sum of squares (fp64) of the device's gradient elements that this process counts."""
-        return square_of([self.grad[start:stop] for start, stop in counted(self._runs)], self.grad.device)
 
     def square_of_weights(self) -> torch.Tensor:
         """Sum of squares (fp64) of the master weights that this process counts, the host's too."""
@@ -164,31 +159,3 @@ class MasterAdamW:
         self._steps.fill_(count)
         if self.host is not None:
             self.host.steps_taken = count
-
-
-def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares (fp64) of some vectors' elements, 16-bit ones summed in fp32."""
-    return square_of_norms(norms_of(pieces), device)
-
-
-def norms_of(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Vectors of norms (fp32 or wider) of stretches of some vectors, for :func:`square_of_norms`."""
-    if not pieces:
-        return []
-    wide = torch.promote_types(pieces[0].dtype, torch.float32)
-    if pieces[0].is_cuda:
-        return [norm[None] for norm in torch._foreach_norm(list(pieces), 2, dtype=wide)]
-    # Summed by rows first: over a long fp32 vector torch's CPU kernel drifts (6 % at 350M elements).
-    norms: list[torch.Tensor] = []
-    for piece in pieces:
-        whole = piece.numel() // ROW * ROW
-        norms.append(torch.linalg.vector_norm(piece[:whole].view(-1, ROW), dim=1, dtype=wide))
-        norms.append(torch.linalg.vector_norm(piece[whole:], dtype=wide)[None])
-    return norms
-
-
-def square_of_norms(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of the squares (fp64) of what some vectors hold."""
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.linalg.vector_norm(torch.cat(list(norms)), dtype=torch.float64).square()

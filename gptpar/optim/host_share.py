@@ -13,7 +13,6 @@ which each layer waits for its own buckets only. Two ways to win time, with the 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +39,7 @@ from gptpar.optim.buckets import (
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.orders import Order
 from gptpar.optim.ranges import between
+from gptpar.optim.switch_interval import SWITCH_INTERVAL
 from gptpar.optim.transfers import Transfers
 from gptpar.optim.updates import Updates
 
@@ -104,8 +104,7 @@ class HostShare:
         self._failure: BaseException | None = None
         self._closing = False
         self._changed = threading.Condition()
-        self._switch_before = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch_before, SWITCH_SECONDS))
+        SWITCH_INTERVAL.shorten(SWITCH_SECONDS)
         self._thread = threading.Thread(target=self._run, name="gptpar-cpu-adam", daemon=True)
         self._thread.start()
 
@@ -217,7 +216,7 @@ class HostShare:
             self._changed.notify_all()
         self._thread.join(CLOSE_SECONDS)
         if not closed:
-            sys.setswitchinterval(self._switch_before)
+            SWITCH_INTERVAL.restore(SWITCH_SECONDS)
             if not self._thread.is_alive():
                 self._transfers.close()
 

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
 from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.adamw import square_of
 from gptpar.optim.buckets import HostPiece
 from gptpar.optim.device_share import DeviceShare
+from gptpar.optim.grad_norm import square_of
 from gptpar.optim.host_share import HostShare
 from gptpar.optim.local_parts import (
     LocalPart,
@@ -168,7 +168,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         self._loss_scale = 1.0 if scale is None else float(scale)
         found = {part.unit: part.gradient() for part in self._parts}
         grads = {unit: grad.reshape(-1) for unit, grad in found.items() if grad is not None}
-        norm = self._norm(list(grads.values())) / self._loss_scale
+        norm = self._norm(list(grads.values()))
         if found_inf is not None:
             norm = norm.where(found_inf.to(norm.device) == 0, float("inf"))
         self.skipped = (~norm.isfinite()).float()
@@ -187,11 +187,12 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         square = square_of(grads, self.skipped.device)
-        return (square if self._norm_fn is None else self._norm_fn(square)).sqrt()
+        norm = (square if self._norm_fn is None else self._norm_fn(square)).sqrt()
+        return norm / torch.full_like(norm, self._loss_scale)  # a number would be inverted and multiplied on GPUs
 
     def _rates(self) -> tuple[Hyperparameters, ...]:
-        groups = ((g["lr"], *g["betas"], g["eps"], g["weight_decay"]) for g in self.param_groups)
-        return tuple(Hyperparameters(*map(float, numbers)) for numbers in groups)
+        numbers = ((g["lr"], *g["betas"], g["eps"], g["weight_decay"]) for g in self.param_groups)
+        return tuple(Hyperparameters(*map(float, group)) for group in numbers)
 
     def _offer(self, part: LocalPart, grad: torch.Tensor | None, *, again: bool = False) -> None:
         """Give the host its part of a gradient, unless it has it and nobody has changed it since."""
@@ -367,9 +368,8 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         place_state(of_unit, self._state)
         steps = {unit: int(state.get("step", 0)) for unit, state in of_unit.items()}
         self._device.steps_taken = steps
-        if self._host is not None:
-            for unit in self._on_host:
-                self._host.set_steps(unit, steps[unit])
+        for unit in self._on_host:
+            self._host.set_steps(unit, steps[unit])  # type: ignore[union-attr]
         self._versions = [version_of(part.parameter) for part in self._parts]
         self._say_it_has_state()
 

@@ -19,8 +19,9 @@ from gptpar.optim.transfers import RING_BYTES
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart
 
-UPDATE_BYTES = 28
-"""Of host memory that an update moves for each element: three fp32 numbers in and out, 16-bit gradient and weight."""
+UPDATE_BYTES = 26
+"""Of host memory that an update moves for each element, beside its gradient: three fp32 numbers in and out, a 16-bit
+weight."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,14 @@ class HostSpeed:
         update: seconds for an element, in place.
         speculate: the same beside the old state.
         pause: seconds between two buckets.
-        travel: seconds for an element to or from the device.
+        fetch, send: seconds for an element of the gradient from the device, and of the parameters to it.
     """
 
     update: float
     speculate: float
     pause: float
-    travel: float
+    fetch: float
+    send: float
 
     def bucket(self, layer: Layer, seconds_an_element: float) -> float:
         """Seconds of one of a layer's buckets."""
@@ -119,8 +121,9 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
     """As the cluster's figures say; a machine's processes share the bandwidth of its memory."""
     s = cluster.sustained
     slower = max(1.0, _processes(job, cluster) * s.host_rate / s.host_rate_together)
-    update, speculate = (slower * UPDATE_BYTES / rate for rate in (s.host_rate, s.host_rate_aside))
-    return HostSpeed(update, speculate, s.host_pause, job.element_size / s.bus)
+    moved = UPDATE_BYTES + job.offloaded_gradient_size
+    update, speculate = (slower * moved / rate for rate in (s.host_rate, s.host_rate_aside))
+    return HostSpeed(update, speculate, s.host_pause, job.offloaded_gradient_size / s.bus, job.element_size / s.bus)
 
 
 def _processes(job: Job, cluster: Cluster) -> int:
@@ -146,7 +149,7 @@ def waiting(layers: Sequence[Layer], speculated: float, update: float, speed: Ho
         work += buckets * speed.bucket(layer, speed.update) if buckets else 0.0
         if work:
             cpu = max(cpu, when) + work
-            ready = cpu + layer.elements / layer.buckets * speed.travel
+            ready = cpu + layer.elements / layer.buckets * speed.send
             waited += max(0.0, ready - now)
             now = max(now, ready)
         now += layer.forward
@@ -162,8 +165,8 @@ def _arrivals(layers: Sequence[Layer], speed: HostSpeed) -> tuple[list[float], l
     def travel(i: int) -> float:
         nonlocal link
         began = max(link, now)
-        link = began + layers[i].elements * speed.travel
-        return began + layers[i].elements / layers[i].buckets * speed.travel
+        link = began + layers[i].elements * speed.fetch
+        return began + layers[i].elements / layers[i].buckets * speed.fetch
 
     for i, layer in enumerate(layers):
         if layer.late is not None:

@@ -140,6 +140,11 @@ class Job:
         return self.wide_size if adds_gradients(self.config, self.layout.world_size) else self.element_size
 
     @property
+    def offloaded_gradient_size(self) -> int:
+        """Bytes of an element of a gradient on its way to the CPU: sums travel as wide as they are."""
+        return self.element_size if self.num_micro_batches * self.layout.data == 1 else self.wide_size
+
+    @property
     def masters_are_live(self) -> bool:
         """Whether forward and backward passes use the masters themselves."""
         everything_here = not self.ratio and not self.config.offload.cpu_parameters

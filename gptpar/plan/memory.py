@@ -121,20 +121,21 @@ def _moments(
 ) -> Iterator[tuple[float, float, float]]:
     """(gradients that go to the host, activations, buffers) when their sum may be largest.
 
-    Such a gradient stays on the device, with the weights' bytes, until the host has used it. The device keeps the first
-    layers: when all of the host's gradients are there, the activations of those layers are there still. What is sent
-    early is there together with all activations.
+    Such a gradient stays on the device until the host has used it; a sum over micro-batches does so where it was
+    summed. The device keeps the first layers: when all of the host's gradients are there, the activations of those
+    layers are there still. What is sent early is there together with all activations.
 
     Args:
         activations: at most.
         of_one: of a micro-batch.
     """
-    leaving = job.ratio * job.element_size * _elements(job, part)[1]
+    size = job.offloaded_gradient_size
+    leaving = job.ratio * size * _elements(job, part)[1] if job.num_micro_batches == 1 else job.early_elements * size
     backward = _backward_buffers(job, part, blocks)
     most = max(_loss_buffers(job, part), backward, _end_buffers(job, part))
     remaining = of_one * _share_of_device(job, part)
     if not job.graph:
-        yield job.early_elements * job.element_size, activations, most
+        yield job.early_elements * size, activations, most
         yield leaving, remaining, max(backward, _end_buffers(job, part))
         return
     yield leaving, activations, most  # a recorded step has their memory all the time

@@ -7,122 +7,123 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from gptpar.optim.adamw import norms_of, square_of_norms
 from gptpar.optim.buckets import HostPiece
-from gptpar.optim.runs import counted
+from gptpar.optim.grad_norm import GradientNorm
+from gptpar.optim.runs import Run, counted
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.training.step_graph import HostCalls
 from gptpar.zero.units import Unit
 
 
 class HostGradients:
-    """Completes, measures and sends what the host updates of each unit's gradient, as soon as it is there.
+    """Completes, measures and divides the gradient of units that have elements on the host, as soon as it is there.
+
+    Everything that sums is done with a unit's whole shard before it is cut: neither the norm nor the gradient depends
+    on where the cut is. Sums travel as they are; a gradient that comes once, in 16 bits, does so, too.
 
     Args:
         host: the receiver; ``None``: what comes is dropped.
         pieces: the host's elements by unit.
-        low: unit -> how many elements of its shard come before these.
+        norm: is told of each unit's gradient.
         shard: which shard of each unit is this process's.
         late: units whose gradient is complete only at the end of the step, because another stage adds to it.
-        dtype: of the parameters.
+        wide: dtype of sums.
+        runs: unit -> the ranges of its whole shard.
         counts_zeros: whether zeros are counted.
-        ahead: see :class:`~gptpar.zero.gradients.GradientSum`.
+        early: the unit whose gradient is offered early, if there is one.
 
     Attributes:
-        square: sum of squares of the elements that this process counts (fp64, on the device), after :meth:`end`.
-        zeros: how many of them are zero (fp64, on the device).
+        zeros: how many of the host's elements that this process counts are zero (fp64, on the device).
     """
 
     def __init__(
         self,
         host: HostCalls | None,
         pieces: Sequence[HostPiece],
-        low: Mapping[str, int],
+        norm: GradientNorm,
         shard: int,
         tensor: TensorAxis,
         late: Collection[str],
-        dtype: torch.dtype,
+        wide: torch.dtype,
         device: torch.device,
         *,
+        runs: Mapping[str, Sequence[Run]],
         counts_zeros: bool,
-        ahead: bool = False,
+        early: Unit | None = None,
     ):
-        self._host, self._low, self._shard, self._tensor = host, low, shard, tensor
+        self._host, self._shard, self._tensor, self._norm = host, shard, tensor, norm
         self._pieces = {piece.unit: piece for piece in pieces}
-        self._late, self._dtype, self._travels, self._counts_zeros = late, dtype, dtype, counts_zeros
-        self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
-        self._counted = {piece.unit: counted(piece.runs) for piece in pieces}
-        self._norms: list[torch.Tensor] = []
-        self._ahead, self._narrow = ahead, dict[str, torch.Tensor]()
-        self.square, self.zeros = torch.zeros(2, dtype=torch.float64, device=device)
+        self._runs, self._late, self._wide, self._counts_zeros = runs, late, wide, counts_zeros
+        self._held_back: dict[str, tuple[Unit, torch.Tensor, torch.Tensor]] = {}
+        self._early = None if early is None else self._pieces[early.name]
+        self._early_sum = torch.empty(0)
+        self.zeros = torch.zeros((), dtype=torch.float64, device=device)
 
-    def begin(self, num_addends: int) -> None:
-        """A step begins, whose gradient is the sum of so many."""
-        self._norms.clear()
+    def begin(self, num_micro_batches: int) -> None:
+        """A step begins."""
         self.zeros.zero_()
-        summed = torch.bfloat16 if self._dtype == torch.float16 else self._dtype  # sums would not fit fp16's range
-        self._travels = self._dtype if num_addends == 1 else summed
-        if self._ahead and num_addends > 1:
-            device = self.square.device
-            for name, piece in self._pieces.items():
-                self._narrow[name] = torch.empty(piece.length, dtype=self._travels, device=device)
+        if self._early is not None and num_micro_batches > 1:
+            # Taken with the step, not when it is needed: a recorded step must use this memory for nothing else.
+            self._early_sum = torch.empty(self._early.length, dtype=self._wide, device=self.zeros.device)
 
-    def take(self, unit: Unit, grad: torch.Tensor) -> None:
-        """The host's part of a unit's gradient, summed over micro-batches and data-parallel processes."""
+    def take(self, unit: Unit, grad: torch.Tensor, on_device: torch.Tensor) -> None:
+        """A unit's gradient, summed over micro-batches and data-parallel processes.
+
+        Args:
+            grad: its whole shard.
+            on_device: where the first elements go, which the device updates.
+        """
         if unit.name in self._late:
-            self._held_back[unit.name] = (unit, grad)
+            self._held_back[unit.name] = (unit, grad, on_device)
         else:
-            self._send(unit, grad)
+            self._divide(unit, grad, on_device)
 
     @torch.no_grad()
     def take_early(self, unit: Unit, grad: torch.Tensor, part: slice, addend: torch.Tensor | None) -> None:
-        """Nearly what :meth:`take` will get: it differs in the rows that the host has been told of.
+        """Nearly what :meth:`take` will get for the host: it differs in the rows that the host has been told of.
 
         Args:
             part: what is formed of it, after the parts before.
             addend: what is to be added to that; ``grad`` itself, a sum that is not complete, stays as it is.
         """
         if addend is not None:
-            if unit.name not in self._narrow:
-                self._narrow[unit.name] = torch.empty_like(grad, dtype=self._travels)
-            torch.add(grad[part], addend, out=self._narrow[unit.name][part])
-            grad = self._narrow[unit.name]
+            torch.add(grad[part], addend, out=self._early_sum[part])
+            grad = self._early_sum
         if self._host is not None:
             self._host.offer(unit.name, grad, formed=part.stop)
 
-    def end(self) -> None:
-        """The step's gradients are complete."""
-        self.square.copy_(square_of_norms(self._norms, self.square.device))
+    def finish(self, unit: str, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Sum a late unit's gradient over the stages that share it.
 
-    def finish(self, unit: str, device_part: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Sum a late unit's gradient over the stages that share it, the device's part of it too.
-
-        Both in one: the stages may divide it differently between device and host.
+        Args:
+            shard: the gradient, if the device updates all of it; the stages may divide it differently.
         """
         held = self._held_back.pop(unit, None)
-        sum_together([device_part] if held is None else [device_part, held[1]], group)
+        sum_together([shard if held is None else held[1]], group)
         if held is not None:
-            self._send(*held)
+            self._divide(*held)
 
     @torch.no_grad()
-    def _send(self, unit: Unit, grad: torch.Tensor) -> None:
-        if self._host is None:
-            return
-        runs = self._pieces[unit.name].runs
+    def _divide(self, unit: Unit, grad: torch.Tensor, on_device: torch.Tensor) -> None:
         if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
-            sum_together([grad[run.start : run.stop] for run in runs if run.replicated], self._tensor.group)
-        self._norms += norms_of([grad[start:stop] for start, stop in self._counted[unit.name]])
+            replicated = [grad[run.start : run.stop] for run in self._runs[unit.name] if run.replicated]
+            sum_together(replicated, self._tensor.group)
+        self._norm.measure({unit.name: grad})
+        low = on_device.numel()
+        on_device.copy_(grad[:low])
         if self._counts_zeros:
-            low = self._low[unit.name]
-            for first, last in self._counted[unit.name]:
-                for *_, start, stop in unit.held_between(self._shard, low + first, low + last):
-                    self.zeros += (grad[start - low : stop - low] == 0).sum()
-        narrow = self._narrow.pop(unit.name, None)
-        self._host.offer(unit.name, grad.to(self._travels) if narrow is None else narrow.copy_(grad))
+            self._count_zeros(unit, grad, low)
+        if self._host is not None:
+            self._host.offer(unit.name, grad[low:])
+
+    def _count_zeros(self, unit: Unit, grad: torch.Tensor, low: int) -> None:
+        for first, last in counted(self._pieces[unit.name].runs):
+            for *_, start, stop in unit.held_between(self._shard, low + first, low + last):
+                self.zeros += (grad[start:stop] == 0).sum()
 
 
 def sum_together(pieces: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum each piece over a group, in one message; processes may have cut the same elements differently."""
+    """Sum each piece over a group, in one message."""
     if sum(piece.numel() for piece in pieces):
         flat = torch.cat(pieces)
         dist.all_reduce(flat, group=group)

@@ -42,6 +42,8 @@ def make_host_share(
     dtype: torch.dtype,
     wide: torch.dtype,
     early: Unit | None = None,
+    *,
+    sums: bool = True,
 ) -> HostShare | None:
     """The host's share, or ``None`` where it has nothing to do.
 
@@ -50,6 +52,7 @@ def make_host_share(
         dtype: of the live parameters.
         wide: of master weights and moments.
         early: the unit whose gradient will be offered early.
+        sums: whether gradients are sums, which travel in the masters' dtype.
 
     Raises:
         GptparError: the host's memory does not suffice; before anything is allocated.
@@ -61,7 +64,7 @@ def make_host_share(
     return build_host_share(
         pieces,
         device,
-        dtype.itemsize,
+        (wide if sums else dtype).itemsize,
         wide,
         clip_grad=config.optimizer.clip_grad,
         folder=None if config.offload.optimizer_nvme_path is None else Path(config.offload.optimizer_nvme_path),

@@ -19,7 +19,8 @@ from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.optim.adamw import MasterAdamW
-from gptpar.optim.runs import device_runs, divide, runs_of
+from gptpar.optim.grad_norm import GradientNorm
+from gptpar.optim.runs import counted, device_runs, divide, runs_of
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.stage import Fields, ParameterInfo, Stage, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
@@ -62,32 +63,34 @@ class ShardedModel:
         self._tensor, self._data = tensor, data
         self.division = divide(self.units, data.shard, config.offload.ratio or 0.0)
         counting = partial(runs_of, first_tensor_rank=tensor.rank == 0, copies=self.pipeline.copies)
-        runs = {unit.name: list(counting(unit, data.shard)) for unit in self.units}
+        self._runs = runs = {unit.name: list(counting(unit, data.shard)) for unit in self.units}
         on_device, device = self.division.on_device, topology.device
-        self._runs = device_runs(self.units, on_device, runs)
         pieces = host_pieces(self.units, runs, on_device)
+        sums = adds_gradients(config, topology.layout.world_size)
         early = early_unit(config, topology.layout, self.units, on_device)
-        self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide, early)
+        self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide, early, sums=sums)
         self.host_calls = None if self.host is None else HostCalls(self.host)
         ahead = device.type == "cuda" and wants_graph(config, topology.layout.data)
+        self._norm = GradientNorm({unit: counted(its) for unit, its in runs.items()})
         self._host_gradients = HostGradients(
             self.host_calls,
             pieces,
-            on_device,
+            self._norm,
             data.shard,
             tensor,
             self.pipeline.tied_groups,
-            dtype,
+            wide,
             device,
+            runs=runs,
             counts_zeros=config.logging.log_num_zeros_in_grad,
-            ahead=ahead,
+            early=early,
         )
         reduce_dtype = torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide
         self.gradients = GradientSum(
             self.units,
             chunks,
             data,
-            wide if adds_gradients(config, topology.layout.world_size) else dtype,
+            wide if sums else dtype,
             device,
             reduce_dtype=reduce_dtype,
             done=partial(_done, self),
@@ -101,7 +104,7 @@ class ShardedModel:
             self.units,
             self.infos,
             self.division,
-            self._runs,
+            device_runs(self.units, on_device, runs),
             data.shard,
             self.gradients.shard,
             config.optimizer,
@@ -160,27 +163,35 @@ class ShardedModel:
     def begin_gradients(self, num_micro_batches: int) -> None:
         """A step begins."""
         assert num_micro_batches == 1 or self.optimizer.grad.dtype == self.optimizer.master.dtype  # sums are wide
+        self._norm.begin()
         self.gradients.begin(num_micro_batches)
-        self._host_gradients.begin(num_micro_batches * self._data.size)
+        self._host_gradients.begin(num_micro_batches)
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Wait for the sums over the data axis; add what copies of a parameter elsewhere have seen."""
         self.gradients.finish()
         if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
-            shard = self.gradients.shard
-            sum_together([shard[run.start : run.stop] for run in self._runs if run.replicated], self._tensor.group)
+            shards = [(shard, run) for unit, shard in self._undivided.items() for run in self._runs[unit]]
+            replicated = [shard[run.start : run.stop] for shard, run in shards if run.replicated]
+            sum_together(replicated, self._tensor.group)
         for name, group in self.pipeline.tied_groups.items():
             self._host_gradients.finish(name, self.gradients.shards[name], group)
-        self._host_gradients.end()
 
     def square_of_grad(self) -> torch.Tensor:
         """What this process adds to the sum of squares of the whole gradient (fp64)."""
-        return (self.optimizer.square_of_grad() + self._host_gradients.square) / self._owners
+        self._norm.measure(self._undivided)
+        return self._norm.square(self.topology.device) / self._owners
 
     def square_of_weights(self) -> torch.Tensor:
         """What this process adds to the sum of squares of all master weights (fp64)."""
         return self.optimizer.square_of_weights() / self._owners
+
+    @property
+    def _undivided(self) -> dict[str, torch.Tensor]:
+        """Gradients, by unit, of which the device updates every element."""
+        whole = (unit for unit in self.units if self.division.on_device[unit.name] == unit.shard_length)
+        return {unit.name: self.gradients.shards[unit.name] for unit in whole}
 
     @property
     def _owners(self) -> int:

@@ -215,7 +215,7 @@ class Trainer:
         square = self.model.square_of_grad()
         sums = torch.stack([square, self._share_of_mean(loss), torch.full_like(square, float(stop))])
         square, mean_loss, votes = self.topology.sum_over_all(sums)
-        norm = square.sqrt() / scale
+        norm = square.sqrt() / torch.full_like(square, scale)  # a number would be inverted and multiplied on GPUs
         skipped = self.model.step(norm, lr, self.schedule.weight_decay(progress), scale)
         timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
         return Step(iteration, samples, lr, scale, Readings([mean_loss, norm, skipped, votes], timeout_s))

@@ -37,7 +37,8 @@ class GradientSum:
             all of them.
         arriving_dtype: of the gradients that autograd produces. What the host updates of a single micro-batch and a
             single process is never anything else.
-        to_host: takes (unit, the others' complete sum); the memory stays as it is until the next step's backward.
+        to_host: takes (unit, the complete sum of its whole shard, the device's elements of ``shard``) of a unit that
+            has others, and fills in the device's; the sum's memory stays as it is until the unit's next backward pass.
         to_host_early: takes (unit, a sum, a part of it, what is to be added to that or ``None``) before that; see
             :meth:`take_early`.
         ahead: whether to take the memory of those sums at the beginning of a step, so that the step uses it for nothing
@@ -60,7 +61,7 @@ class GradientSum:
         done: Callable[[str], None],
         on_device: Mapping[str, int] | None = None,
         arriving_dtype: torch.dtype | None = None,
-        to_host: Callable[[Unit, torch.Tensor], None] | None = None,
+        to_host: Callable[[Unit, torch.Tensor, torch.Tensor], None] | None = None,
         to_host_early: Callable[[Unit, torch.Tensor, slice, torch.Tensor | None], None] | None = None,
         ahead: bool = False,
     ):
@@ -86,6 +87,7 @@ class GradientSum:
         self._fixed = frozenset(self._sums)
         self._totals: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
+        self._summed: set[str] = set()
         self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._missing: dict[str, int] = {}
         self._waiting: deque[tuple[Unit, bool]] = deque()
@@ -101,13 +103,10 @@ class GradientSum:
     def begin(self, num_micro_batches: int) -> None:
         """Start a new sum."""
         self._arrived.clear()
+        self._summed.clear()
         self._single = num_micro_batches == 1
         for unit in self._ahead:
             self._sum_of(unit)
-        if not self._keeps_all and not self._single:
-            self.shard.zero_()
-            for total in self._totals.values():
-                total.zero_()
 
     def begin_forward(self, *, last: bool) -> None:
         """A forward pass of a stage begins; ``last``: it is the step's last for that stage."""
@@ -234,19 +233,22 @@ class GradientSum:
         stays = shard.numel() == unit.shard_length
         if not self._keeps_all and not self._single:
             total = shard if stays else self._total_of(unit)
-            part = total.add_(part)
+            # A new sum begins here and not with the step: the CPU may still be reading the last one until it has
+            # updated this unit, and the forward pass has waited for that.
+            part = total.add_(part) if unit.name in self._summed else total.copy_(part)
+            self._summed.add(unit.name)
         if not last:
             return
-        if part.data_ptr() != shard.data_ptr():
-            shard.copy_(part[: shard.numel()])
         if not stays:
             assert self._to_host is not None
-            self._to_host(unit, part[shard.numel() :])
+            self._to_host(unit, part, shard)
+        elif part.data_ptr() != shard.data_ptr():
+            shard.copy_(part)
 
     def _total_of(self, unit: Unit) -> torch.Tensor:
         """This process's shard of the sum over micro-batches, of a unit that the host updates."""
         if unit.name not in self._totals:
-            self._totals[unit.name] = torch.zeros(unit.shard_length, dtype=self._dtype, device=self.shard.device)
+            self._totals[unit.name] = torch.empty(unit.shard_length, dtype=self._dtype, device=self.shard.device)
         return self._totals[unit.name]
 
     def _complete_one(self) -> None:

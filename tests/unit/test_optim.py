@@ -13,9 +13,10 @@ from gptpar.config.gradients import adds_gradients
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import GptparError
 from gptpar.init import Constant
-from gptpar.optim.adamw import MasterAdamW, square_of
+from gptpar.optim.adamw import MasterAdamW
+from gptpar.optim.grad_norm import GradientNorm, square_of
 from gptpar.optim.loss_scale import LossScale
-from gptpar.optim.runs import Run, device_runs, divide, runs_of
+from gptpar.optim.runs import Run, counted, device_runs, divide, runs_of
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel.axis import Split
@@ -182,6 +183,12 @@ def all_runs(unit: Unit, shard: int, *, first_tensor_rank: bool) -> list[Run]:
     return device_runs([unit], divide([unit], shard, 0.0).on_device, {unit.name: runs})
 
 
+def square_of_grad(unit: Unit, runs: list[Run], grad: torch.Tensor) -> torch.Tensor:
+    norm = GradientNorm({unit.name: counted(runs)})
+    norm.measure({unit.name: grad})
+    return norm.square(grad.device)
+
+
 def test_norm_of_a_long_buffer_is_exact() -> None:
     """Summed in one go, fp32 is 3 % off here."""
     shapes = {"a.weight": (25_000_000,), "b.weight": (5000, 5000)}
@@ -189,7 +196,7 @@ def test_norm_of_a_long_buffer_is_exact() -> None:
     grad = torch.zeros(unit.length)
     for view in unit.views(grad).values():
         view.fill_(0.1)
-    square = make_optimizer(unit, shapes, grad).square_of_grad()
+    square = square_of_grad(unit, all_runs(unit, 0, first_tensor_rank=True), grad)
     assert square.dtype == torch.float64
     assert square.sqrt().item() == pytest.approx(0.1 * 50e6**0.5, rel=1e-6)
 
@@ -207,7 +214,7 @@ def test_only_zeros_of_parameters_are_counted() -> None:
     elsewhere, division = all_runs(unit, 0, first_tensor_rank=False), divide([unit], 0, 0.0)
     grad = whole.chunk(2)[0]
     optimizer = MasterAdamW([unit], infos(SHAPES), division, elsewhere, 0, grad, tiny_config().optimizer)
-    assert optimizer.zeros_in_grad() == 0 and optimizer.square_of_grad().item() == 0
+    assert optimizer.zeros_in_grad() == 0 and square_of_grad(unit, elsewhere, grad).item() == 0
 
 
 def test_a_norm_of_any_length_is_exact() -> None:
@@ -276,7 +283,7 @@ def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.Monke
         reduce_dtype=torch.float32,
         done=lambda name: None,
         on_device={"unit": 0},
-        to_host=lambda _, grad: offered.append(grad),
+        to_host=lambda _, grad, on_device: offered.append(grad),
         ahead=True,
     )
     parameters = {name: torch.nn.Parameter(torch.ones(slot.shape)) for name, slot in unit.slots.items()}

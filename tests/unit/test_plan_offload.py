@@ -104,10 +104,11 @@ def test_what_is_offloaded_leaves_the_device(ratio: float) -> None:
 
 
 def test_sums_over_micro_batches_stay_on_the_device() -> None:
+    """They leave from where they were summed, but for the embedding's early one."""
     count = elements(SMALL)
     flags = f"{SHAPE} --micro-batch-size 1 --global-batch-size 4 {OFFLOAD} 1"
     for graph in ("off", "on"):
-        assert plan(f"{flags} --cuda-graph {graph}").memory[0].gradients == pytest.approx(6 * count)
+        assert plan(f"{flags} --cuda-graph {graph}").memory[0].gradients == pytest.approx(4 * count + 4 * 64 * 128)
 
 
 def test_gradients_for_the_host_come_when_activations_have_gone() -> None:
@@ -145,7 +146,11 @@ def test_parameters_on_the_host_are_two_layers_on_the_device() -> None:
 # --- time -----------------------------------------------------------------------------------------------------------
 
 SPEED = HostSpeed(
-    update=2.0 / BUCKET_ELEMENTS, speculate=3.0 / BUCKET_ELEMENTS, pause=0.5, travel=0.1 / BUCKET_ELEMENTS
+    update=2.0 / BUCKET_ELEMENTS,
+    speculate=3.0 / BUCKET_ELEMENTS,
+    pause=0.5,
+    fetch=0.1 / BUCKET_ELEMENTS,
+    send=0.1 / BUCKET_ELEMENTS,
 )
 BUCKET = Layer(forward=1.0, backward=1.0, elements=BUCKET_ELEMENTS)
 
@@ -219,7 +224,7 @@ def test_processes_share_the_bandwidth_of_their_machine(world: int, slower: floa
     """Of 16, each machine has 8."""
     planned = plan(f"{SMALL} --gpu h200 --world-size {world} --global-batch-size 32 {OFFLOAD} 1")
     speed = speed_of(planned.job, planned.cluster)
-    assert speed.update == pytest.approx(slower * 28 / SUSTAINED.host_rate)
+    assert speed.update == pytest.approx(slower * 30 / SUSTAINED.host_rate)  # sums travel in fp32
     assert speed.speculate == pytest.approx(slower * 28 / SUSTAINED.host_rate_aside)
 
 

@@ -1,0 +1,35 @@
+"""Python's switch interval: how long a thread may keep the interpreter to itself while others wait for it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+
+class SwitchInterval:
+    """Shortens the interval while anybody wants that, and restores what it found when the last one is done.
+
+    The interval is the process's, so one object owns it: :data:`SWITCH_INTERVAL`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted: list[float] = []
+        self._before = 0.0
+
+    def shorten(self, seconds: float) -> None:
+        """Let no thread keep Python for longer, until the same is given to :meth:`restore`."""
+        with self._lock:
+            if not self._wanted:
+                self._before = sys.getswitchinterval()
+            self._wanted.append(seconds)
+            sys.setswitchinterval(min(self._before, *self._wanted))
+
+    def restore(self, seconds: float) -> None:
+        """Take back one :meth:`shorten`."""
+        with self._lock:
+            self._wanted.remove(seconds)
+            sys.setswitchinterval(min([self._before, *self._wanted]))
+
+
+SWITCH_INTERVAL = SwitchInterval()

@@ -1,0 +1,53 @@
+"""Where an element is updated changes no bit on several processes either: each process's state at every ratio."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptpar.data.loader import MicroBatch
+from gptpar.topology import Layout
+from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.spawn import spawn
+from tests.unit.test_offload import OFFLOAD
+from tests.unit.test_offload_bits import RATIOS, hash_of
+
+CASES = {
+    "ZeRO-1": (Layout(data=2), "--zero-stage 1 --bf16"),
+    "ZeRO-3": (Layout(data=2), "--zero-stage 3 --bf16"),
+    "tensor and sequence": (Layout(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tied embedding in two stages": (Layout(pipeline=2), "--pipeline-model-parallel-size 2 --bf16"),
+}
+
+
+def states(rank: int, layout: Layout, words: str) -> list[str]:
+    """This process's hash after ten steps of two micro-batches, for each ratio."""
+    found = []
+    words += f" --clip-grad 0.9 --micro-batch-size 1 --global-batch-size {2 * layout.data}"
+    for ratio in RATIOS:
+        trainer = make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio}", 2), rank, layout)
+        for step in range(10):
+            trainer.foresee(4.0 * step)
+            tokens = random_tokens(2, 16, 60, seed=10 * step + trainer.topology.data_rank).split(1)
+            loss = trainer.forward_backward([MicroBatch(t[:, :-1], t[:, 1:]) for t in tokens], step)
+            trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False).readings.read()
+        if trainer.model.host is not None:
+            trainer.model.host.finish()
+        found.append(hash_of(trainer))
+        trainer.close()
+    return found
+
+
+def all_states(rank: int) -> list[list[str]]:
+    return [states(rank, layout, words) for layout, words in CASES.values()]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[list[str]]]:
+    """By process, case and ratio, from one start of two processes."""
+    return spawn(all_states, 2, timeout_s=300)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=list(CASES))
+def test_no_ratio_changes_a_bit(found: list[list[list[str]]], case: int) -> None:
+    for of_process in found:
+        assert len(of_process[case]) == len(RATIOS) and len(set(of_process[case])) == 1, of_process[case]

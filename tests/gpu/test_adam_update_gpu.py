@@ -1,0 +1,98 @@
+"""One update, the same bits: Triton's kernels beside torch's operators and the CPU's, and training at every ratio."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.optim.adam_arguments import AdamStep
+from gptpar.optim.adam_update import clipped_divisor, step_numbers, step_numbers_on_device, update
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.device_adam import DeviceAdam, Piece, TorchAdam, TritonAdam
+from gptpar.optim.runs import DECAYS, DECAYS_NOT, Run
+from gptpar.zero.units import ALIGNMENT
+from tests.gpu.test_offload_gpu import OFFLOAD, run
+from tests.unit.test_adam_update import FORMATS, HOW, STEPS, cases, same
+
+pytestmark = pytest.mark.gpu
+CLIPPING = [(2.7, 1.0, 0.3), (0.1, 3000.0, 0.3), (5.0, 3000.0, 0.0)]
+"""Norm, loss scale and largest norm."""
+
+
+def on_gpu(number: float) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.float64, device="cuda")
+
+
+@pytest.mark.parametrize("grad", FORMATS, ids=str)
+@pytest.mark.parametrize("low", FORMATS, ids=str)
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_triton_and_torch_compute_the_definition(
+    grad: torch.dtype, low: torch.dtype, clipping: tuple[float, float, float]
+) -> None:
+    """Half of the blocks decay; all bit patterns, edges and the usual, at steps 1 to a million."""
+    norm, loss_scale, max_norm = clipping
+    for case in cases():
+        length = len(case[0]) // ALIGNMENT // 2 * ALIGNMENT
+        cut = length // ALIGNMENT // 2 * ALIGNMENT
+        runs = (Run(0, cut, DECAYS, False, True), Run(cut, length, DECAYS_NOT, False, True))
+        decays = torch.arange(length // ALIGNMENT, device="cuda") < cut // ALIGNMENT
+        p, m, v, g = (vector[:length].cuda() for vector in case)
+        for step in STEPS:
+            how = AdamStep(*HOW, step, clipped_divisor(norm, loss_scale, max_norm))
+            expected = [t[:length].clone() for t in case[:3]]
+            narrow = torch.empty(length, dtype=low)
+            ranges = [(0, cut, how), (cut, length, AdamStep(**{**vars(how), "weight_decay": 0.0}))]
+            CpuAdam(4).steps(*expected, case[3][:length].to(grad), ranges, low=narrow)
+            adams: list[DeviceAdam] = [TritonAdam(p.device), TorchAdam(torch.float32)]
+            for adam in adams:
+                state, live, steps = [t.clone() for t in (p, m, v)], torch.empty_like(p, dtype=low), on_gpu(step - 1.0)
+                taken = adam.begin_step(HOW, on_gpu(norm), loss_scale, max_norm, steps)
+                taken.update(Piece((*state, g.to(grad)), live, runs, decays))
+                assert (steps.item(), taken.skipped.item()) == (step, 0)
+                for name, ours, true in zip(("p", "m", "v", "low"), [*state, live], [*expected, narrow], strict=True):
+                    assert same(ours.cpu(), true), (adam, name, step)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("clipping", CLIPPING)
+def test_numbers_are_those_of_the_host(step: int, clipping: tuple[float, float, float]) -> None:
+    """Triton's in fp32, torch's in fp64."""
+    norm, loss_scale, max_norm = clipping
+    expected = step_numbers(HOW, step, clipped_divisor(norm, loss_scale, max_norm))
+    found = step_numbers_on_device(HOW, on_gpu(step), on_gpu(norm), loss_scale, max_norm, torch.float64)
+    assert [number.item() for number in found] == list(expected)  # type: ignore[union-attr]
+    taken = TritonAdam(torch.device("cuda", 0)).begin_step(HOW, on_gpu(norm), loss_scale, max_norm, on_gpu(step - 1.0))
+    assert taken.numbers[:-1].tolist() == torch.tensor(list(expected), dtype=torch.float32).tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(norm: float) -> None:
+    vectors = tuple(torch.full((100,), value, device="cuda") for value in (1.0, 2.0, 3.0, 4.0))
+    live, steps = torch.full((100,), 7.0, device="cuda", dtype=torch.bfloat16), on_gpu(5.0)
+    taken = TritonAdam(steps.device).begin_step(HOW, on_gpu(norm), 1.0, 0.3, steps)
+    taken.update(Piece(vectors, live, (Run(0, 100, DECAYS, False, True),)))
+    assert (steps.item(), taken.skipped.item()) == (5, 1)
+    assert [t.unique().tolist() for t in (*vectors, live)] == [[1.0], [2.0], [3.0], [4.0], [7.0]]
+
+
+def test_fp64_has_the_cpus_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    case = [torch.randn(5003, generator=generator, dtype=torch.float64) for _ in range(4)]
+    case[2] = case[2].square()
+    numbers = step_numbers(HOW, 7, 3.7)
+    on_cpu, on_device = [t.clone() for t in case], [t.cuda() for t in case]
+    update(on_cpu[:3], on_cpu[3], numbers)
+    update(on_device[:3], on_device[3], numbers)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(on_device, on_cpu, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["--bf16", "--fp16 --initial-loss-scale 3000", "", "--fp64 --no-compile"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_no_ratio_changes_a_bit_of_training(dtype: str, micro_batches: int) -> None:
+    """20 steps, some of them clipped; the cuts lie inside parameters."""
+    words = f"{dtype} --clip-grad 1.75 --micro-batch-size {4 // micro_batches} {OFFLOAD}"
+    first, *others = (run(f"{words} {ratio}", 20, micro_batches) for ratio in ("0", "0.3", "0.731", "1"))
+    assert any(norm > 1.75 for _, norm, _ in first[0]) and any(norm < 1.75 for _, norm, _ in first[0])
+    for other in others:
+        assert other[0] == first[0]
+        assert all(torch.equal(other[1][name], first[1][name]) for name in first[1])

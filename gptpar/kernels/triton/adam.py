@@ -84,9 +84,10 @@ def _update(
         old_m, old_v = tl.load(exp_avg + at, mask=inside), tl.load(exp_avg_sq + at, mask=inside)
         m = old_m + rest1 * (g - old_m)
         v = beta2 * old_v + (rest2 * g) * g
+        kept = decay
         if SOME_DECAY:
-            decay = tl.where(tl.load(decays + at // BLOCK, mask=inside, other=0), decay, 1.0)
-        w = decay * tl.load(weights + at, mask=inside) - size * tl.div_rn(m, tl.sqrt_rn(v) + floor)
+            kept = tl.where(tl.load(decays + at // BLOCK, mask=inside, other=0), decay, 1.0)
+        w = kept * tl.load(weights + at, mask=inside) - size * tl.div_rn(m, tl.sqrt_rn(v) + floor)
         tl.store(weights + at, w, mask=inside)
         tl.store(exp_avg + at, m, mask=inside)
         tl.store(exp_avg_sq + at, v, mask=inside)

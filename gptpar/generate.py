@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import find_checkpoints, read_tensors
+from gptpar.checkpoint.foreign import why_not_to_load
 from gptpar.command import Parser, not_negative_int, positive_int
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
@@ -29,6 +30,8 @@ def load_model(
     Raises:
         CheckpointError: none that can be read.
     """
+    if problem := why_not_to_load(folder):
+        raise CheckpointError(problem)
     found = [path for number, path in find_checkpoints(folder) if iteration in (None, number)]
     if not found:
         what = "checkpoint" if iteration is None else f"checkpoint of iteration {iteration}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.checkpoint.folders import find_checkpoints
+from gptpar.checkpoint.foreign import foreign_checkpoint
 from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
 from gptpar.checkpoint.verify import verify_checkpoint
 from gptpar.command import Parser
@@ -25,6 +26,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--verify", action="store_true", help="re-read every byte and name what is damaged")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    if foreign := foreign_checkpoint(args.dir):
+        raise CheckpointError(f"{args.dir} holds {foreign}; gptpar inspects its own checkpoints only")
     found = [path for _, path in find_checkpoints(args.dir)]
     single = not found
     if single and not (args.dir / MANIFEST_NAME).exists() and not args.dir.name.startswith("iter_"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from gptpar.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
+from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
 from gptpar.config import Config
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
@@ -61,13 +62,25 @@ def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, Ten
     }
 
 
+def folder_problems(config: Config) -> Iterator[str]:
+    """What ``--load`` and ``--save`` hold that is no checkpoint of ours; nothing may be written there."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load and (problem := why_not_to_load(load)):
+        yield problem
+    same = load and save and Path(load).resolve() == Path(save).resolve()
+    if save and not same and (problem := why_not_to_save(save)):
+        yield problem
+
+
 def refuse_foreign_save_folder(config: Config) -> None:
     """Saving into a folder that holds another run's checkpoints would fail hours later; say so now.
 
     Raises:
-        ConfigError: ``--save`` holds checkpoints and the run does not continue from them.
+        ConfigError: ``--save`` holds another program's checkpoint, or checkpoints from which the run does not continue.
     """
     c = config.checkpoint
+    if c.save is not None and (problem := why_not_to_save(c.save)):
+        raise ConfigError([problem])
     if c.save is None or (c.load is not None and Path(c.load).resolve() == Path(c.save).resolve()):
         return
     found = find_checkpoints(Path(c.save)) if Path(c.save).is_dir() else []
@@ -89,6 +102,8 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
     c = config.checkpoint
     if c.load is None:
         return None
+    if problem := why_not_to_load(c.load):
+        raise CheckpointError(problem)
     found = find_checkpoints(Path(c.load)) if Path(c.load).is_dir() else []
     required = c.exit_on_missing_checkpoint or c.finetune or config.logging.skip_train or c.ckpt_step is not None
     if not found and not required:

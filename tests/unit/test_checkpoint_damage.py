@@ -266,5 +266,6 @@ def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixt
     assert inspect([str(root / "iter_0000002"), "--verify", "--json"]) == 1
     summary = json.loads(capsys.readouterr().out)
     assert len(summary["problems"]) == 2 and summary["table"][0]["shape"] == [1000]
+    (root / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        inspect([str(root.parent)])
+        inspect([str(root / "empty")])

@@ -97,8 +97,8 @@ def why_not_to_load(path: str | Path) -> str | None:
         return f"--load {path} is itself a checkpoint: give --load {path.parent}{step}."
     if found:
         return (
-            f"--load {path} holds {found}: gptpar reads its own checkpoints only, and nothing was written there. Give a "
-            "folder that gptpar saved, or leave --load out and choose another --save to start with new weights."
+            f"--load {path} holds {found}: gptpar reads its own checkpoints only, and nothing was written there. Give "
+            "a folder that gptpar saved, or leave --load out and choose another --save to start with new weights."
         )
     return None
 

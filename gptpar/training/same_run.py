@@ -14,6 +14,7 @@ from typing import Any
 
 from gptpar.config import Config, DataConfig
 from gptpar.config.fields import flag_name
+from gptpar.data.blend import SURPLUS
 from gptpar.data.identity import blend_identity, blend_of
 from gptpar.data.splits import DEFAULT_SPLIT, training_share
 
@@ -98,7 +99,7 @@ _MATTERS: dict[str, Callable[[Config], bool]] = {
 }
 # Fields with several spellings of one value.
 _MEANING: dict[str, Callable[[Config], object]] = {
-    "data.split": lambda c: training_share(c.data.split or DEFAULT_SPLIT) if c.data.data_path else 1.0,
+    "data.split": lambda c: _train_share(c),  # the rest is for evaluation
 }
 
 
@@ -146,6 +147,25 @@ def unidentified_corpora(there: Corpora, here: Corpora) -> Iterator[str]:
     for old, new in zip(former, found, strict=False):
         if "sha256" not in old and old["prefix"] != new["prefix"]:
             yield f"{flag} {old['prefix']} there, {new['prefix']} here"
+
+
+def reshuffled(config: Config, corpora: Corpora, samples_there: float, samples_here: float) -> bool:
+    """Whether another length of the run puts the samples in another order.
+
+    A corpus that is read more than once has its epochs shuffled together, as in Megatron; how many there are follows
+    from the run's length. In a blend without weights each is read once.
+    """
+    _, found = _training(corpora)
+    if samples_there == samples_here or (len(found) > 1 and found[0]["weight"] is None):
+        return False
+    assert config.model.seq_length
+    longest = max(samples_there, samples_here) * config.model.seq_length * SURPLUS
+    share = _train_share(config)
+    return any(longest * (corpus["weight"] or 1.0) >= corpus["tokens"] * share for corpus in found)
+
+
+def _train_share(config: Config) -> float:
+    return training_share(config.data.split or DEFAULT_SPLIT) if config.data.data_path else 1.0
 
 
 def _training(corpora: Corpora) -> tuple[str, list[dict[str, Any]]]:

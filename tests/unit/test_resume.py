@@ -297,6 +297,21 @@ def test_a_checkpoint_from_before_corpora_were_identified_goes_on(tmp_path: Path
         progress_to_resume(config, inputs_of(config))
 
 
+def test_a_longer_run_that_reads_a_corpus_again_is_told_of_the_new_order(tmp_path: Path) -> None:
+    """Epochs are shuffled together: of 2,000 tokens 40 samples of 16 are a part, 400 are several epochs."""
+    a, b = corpus(tmp_path / "a", 40), corpus(tmp_path / "b", 40)
+    for config, longer, told in ((data(a), 60, False), (data(a), 400, True), (data(a, b), 400, False)):
+        assert same_run.reshuffled(config, same_run.corpora_of(config.data), 40, longer) is told
+        assert not same_run.reshuffled(config, same_run.corpora_of(config.data), longer, longer)
+    before = with_fields(data(a), {"checkpoint.save": str(tmp_path / "run")})
+    resume.save(make_trainer(before), DONE, inputs_of(before))
+    fields = {"checkpoint.load": str(tmp_path / "run"), "batch.train_iters": 200}
+    config = with_fields(before, fields | {"optimizer.override_opt_param_scheduler": True})
+    said: list[str] = []
+    resume.load(make_trainer(config), inputs_of(config), said.append)
+    assert said[-1].startswith(" > the run has 400 samples in place of 40: epochs are shuffled together")
+
+
 # What is done to the meta -> what is told.
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "progress is missing or null": lambda m: m.clear(),

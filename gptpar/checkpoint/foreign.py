@@ -85,8 +85,12 @@ def foreign_checkpoint(path: str | Path) -> str | None:
     return _named("", names, certain=False) or _in_folders(path, names) or _pointer(path, names)
 
 
-def why_not_to_load(path: str | Path) -> str | None:
-    """Why ``--load PATH`` cannot mean a folder of our checkpoints, and what to give; ``None``: it may."""
+def why_not_to_load(path: str | Path, otherwise: str = "") -> str | None:
+    """Why ``--load PATH`` cannot mean a folder of our checkpoints, and what to give; ``None``: it may.
+
+    Args:
+        otherwise: what else can be done about another program's checkpoint.
+    """
     path = Path(path)
     found = foreign_checkpoint(path)
     if path.is_file():
@@ -98,7 +102,7 @@ def why_not_to_load(path: str | Path) -> str | None:
     if found:
         return (
             f"--load {path} holds {found}: gptpar reads its own checkpoints only, and nothing was written there. Give "
-            "a folder that gptpar saved, or leave --load out and choose another --save to start with new weights."
+            f"a folder that gptpar saved{otherwise}."
         )
     return None
 

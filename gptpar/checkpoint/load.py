@@ -115,7 +115,7 @@ def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[s
 
     Raises:
         CheckpointError: names that it does not hold (all are listed), or tensors that do not fit this machine's memory.
-        DamagedCheckpoint: the first damaged piece.
+        DamagedCheckpoint: the first damaged piece, or files of holes that do not fit memory.
     """
     path, manifest = Path(path), read_manifest(path)
     names = list(manifest.tensors if names is None else names)
@@ -124,12 +124,12 @@ def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[s
     if problems := damaged_files(path, manifest):
         raise DamagedCheckpoint("\n".join(problems))
     entries = {name: manifest.tensors[name] for name in names}
-    tensors = _allocate(path, entries)
+    tensors = _allocate(path, manifest, entries)
     _read(path, manifest, tensors, None, distributed=False)
     return tensors
 
 
-def _allocate(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+def _allocate(path: Path, manifest: Manifest, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
     """Room for tensors; a checkpoint from a stranger may name any size, and its files may be all holes."""
     needed, free = sum(entry.nbytes for entry in entries.values()), available_memory()
     try:
@@ -137,6 +137,12 @@ def _allocate(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, torch
             raise MemoryError
         return {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
     except (RuntimeError, MemoryError):  # torch's allocator on a CPU has no error of its own
+        sizes = manifest.file_sizes()
+        on_disk = sum((path / name).stat().st_blocks * 512 for name in sizes)
+        if on_disk < sum(sizes.values()) // 2:
+            raise DamagedCheckpoint(
+                f"{path} names {sum(sizes.values()):,} bytes and takes {on_disk:,} of the disk: its files are holes"
+            ) from None
         raise CheckpointError(
             f"{path} holds {needed / 2**30:,.1f} GiB of tensors and this machine has {free / 2**30:,.1f} GiB of memory "
             "to spare; read fewer of them, or use a larger machine"

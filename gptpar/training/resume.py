@@ -28,6 +28,7 @@ from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
 
 RNG_RULE = "dropout is seeded by (seed, iteration, place of the micro-batch in the global batch)"
+_NEW_WEIGHTS = ", or leave --load out and choose another --save to start with new weights"
 
 
 def save(trainer: Trainer, progress: Progress, inputs: Inputs) -> Path:
@@ -67,7 +68,7 @@ def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, Ten
 def folder_problems(config: Config) -> Iterator[str]:
     """What ``--load`` and ``--save`` hold that is no checkpoint of ours; nothing may be written there."""
     load, save = config.checkpoint.load, config.checkpoint.save
-    if load and (problem := why_not_to_load(load)):
+    if load and (problem := why_not_to_load(load, _NEW_WEIGHTS)):
         yield problem
     same = load and save and Path(load).resolve() == Path(save).resolve()
     if save and not same and (problem := why_not_to_save(save)):
@@ -104,7 +105,7 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
     c = config.checkpoint
     if c.load is None:
         return None
-    if problem := why_not_to_load(c.load):
+    if problem := why_not_to_load(c.load, _NEW_WEIGHTS):
         raise CheckpointError(problem)
     found = find_checkpoints(Path(c.load)) if Path(c.load).is_dir() else []
     required = c.exit_on_missing_checkpoint or c.finetune or config.logging.skip_train or c.ckpt_step is not None

@@ -77,6 +77,9 @@ RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for nam
 
 FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "logging", "deepspeed")
 
+_FOLLOWS_FROM = {"model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of"}
+"""What is told in place of a flag where a field has none."""
+
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 COMPARED = frozenset(
@@ -207,8 +210,7 @@ def _difference(name: str, there: Config, here: Config) -> str:
     section, field = name.split(".")
     spec = next(f for f in dataclasses.fields(getattr(here, section)) if f.name == field)
     off = spec.metadata.get("off")
-    if not spec.metadata:
-        return f"{field.replace('_', ' ')} {_value(name, there)} there, {_value(name, here)} here"
+    flag = _FOLLOWS_FROM.get(name) or off or flag_name(field)
 
     def shown(config: Config) -> str:
         value = _value(name, config)
@@ -218,4 +220,4 @@ def _difference(name: str, there: Config, here: Config) -> str:
             return " ".join(map(str, value))
         return "not given" if value is None else str(value)
 
-    return f"{off or flag_name(field)} {shown(there)} there, {shown(here)} here"
+    return f"{flag} {shown(there)} there, {shown(here)} here"

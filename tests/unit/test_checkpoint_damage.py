@@ -203,8 +203,15 @@ def test_a_file_of_holes_is_not_taken_into_memory(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match="ends at byte 8 of 1,099,511,627,776"):
         read_tensors(path)
     os.truncate(path / "rank00000.bin", size)
-    with pytest.raises(CheckpointError, match="holds 1,024.0 GiB of tensors and this machine has"):
+    with pytest.raises(DamagedCheckpoint, match="names 1,099,511,627,776 bytes and takes .* its files are holes"):
         read_tensors(path)
+
+
+def test_tensors_beyond_this_machine_s_memory_are_not_begun(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptpar.checkpoint.load.available_memory", lambda: 10 << 20)
+    with pytest.raises(CheckpointError, match="holds 0.0 GiB of tensors and this machine has 0.0 GiB"):
+        read_tensors(root / "iter_0000003")
+    assert read_tensors(root / "iter_0000003", ["model.a"])["model.a"].tolist() == [3.0] * 1000
 
 
 def test_inspect_does_not_print_what_a_stranger_wrote_as_it_is(

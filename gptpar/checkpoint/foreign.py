@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from gptpar.checkpoint.folders import HINT_NAME, find_checkpoints
-from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.checkpoint.manifest import MANIFEST_NAME, printable
 
 MAX_ENTRIES = 10_000
 """Names looked at in one folder: a folder of more is a data set."""
@@ -140,7 +140,7 @@ def _named(title: str, names: list[str], *, certain: bool) -> str | None:
     for known in _FORMATS:
         shown = [next((name for name in names if fnmatchcase(name, wanted)), None) for wanted in known.names]
         if all(shown) and (known.certain or not certain):
-            return f"{known.what} ({title or shown[0]})".replace("/)", ")")
+            return printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
     return None
 
 

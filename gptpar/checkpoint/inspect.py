@@ -9,7 +9,7 @@ from typing import Any
 
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.foreign import foreign_checkpoint
-from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
+from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, printable, read_manifest
 from gptpar.checkpoint.verify import verify_checkpoint
 from gptpar.command import Parser
 from gptpar.errors import CheckpointError
@@ -122,13 +122,12 @@ def _describe_meta(meta: dict[str, Any]) -> Iterator[str]:
 
 
 def _brief(value: Any) -> str:
-    text = f"<{len(value)} entries>" if isinstance(value, dict | list) else str(value)
-    return text if text.isprintable() else repr(text)
+    return f"<{len(value)} entries>" if isinstance(value, dict | list) else printable(str(value))
 
 
 def _name(text: str) -> str:
-    """A name as it is, or quoted and escaped: control characters, line ends and sentences could forge what is told."""
-    return text if text.isprintable() and text and " " not in text else repr(text)
+    """A name as it is, or quoted: a sentence in its place could forge what is told."""
+    return printable(text) if text and " " not in text else repr(text)
 
 
 def _describe_health(summary: dict[str, Any]) -> Iterator[str]:

@@ -33,13 +33,13 @@ def parse_split(
     return train, valid, test
 
 
-def training_share(text: str) -> float:
-    """The part of a corpus that a split such as "969,30,1" trains on, to nine digits.
+def normalized_split(text: str) -> tuple[float, ...]:
+    """The parts of training, validation and test that a split such as "969,30,1" means, to nine digits.
 
     Raises:
         DataError: as for `parse_split`.
     """
-    return round(_shares(text)[0], 9)
+    return tuple(round(share, 9) for share in _shares(text))
 
 
 def _shares(text: str) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gptpar.checkpoint import Manifest
 from gptpar.checkpoint.folders import checkpoint_path
+from gptpar.checkpoint.manifest import printable
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.optim.schedule import make_schedule
@@ -51,7 +52,7 @@ def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
     if not c.no_load_optim and not any(name.startswith("exp_avg/") for name in manifest.tensors):
         problems.append("it was saved without the optimizer's moments: add --no-load-optim.")
     if problems:
-        listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+        listing = "\n".join(f"  {number}. {printable(problem)}" for number, problem in enumerate(problems, 1))
         raise CheckpointError(f"{path} cannot be resumed by this command line:\n{listing}")
     return stored
 
@@ -102,8 +103,9 @@ def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Cal
     if not config.logging.skip_train:
         differ += _other_data(config, inputs, stored)
         differ += same_run.unidentified_corpora(_corpora(stored), inputs.corpora)
+        differ += same_run.other_evaluation(stored.config, stored.corpora or {}, config, inputs.corpora)
     if differ:
-        say(f" > unlike the checkpoint: {'; '.join(differ)}")
+        say(printable(f" > unlike the checkpoint: {'; '.join(differ)}"))
     if not config.logging.skip_train:
         _tell_new_order(config, inputs, stored, say)
 
@@ -122,7 +124,7 @@ def _tell_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Call
 def tell_finetuned_differences(config: Config, meta: dict[str, Any], say: Callable[[str], None]) -> None:
     there, known, _ = stored_config(meta.get("config"), same_run.COMPARED)
     if differ := same_run.differing(Rule.MODEL, there, config, known):
-        say(f" > fine-tuning another model than the checkpoint's: {'; '.join(differ)}")
+        say(printable(f" > fine-tuning another model than the checkpoint's: {'; '.join(differ)}"))
 
 
 def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from gptpar.config import Config, DataConfig
 from gptpar.config.fields import flag_name
 from gptpar.data.blend import SURPLUS
 from gptpar.data.identity import blend_identity, blend_of
-from gptpar.data.splits import DEFAULT_SPLIT, training_share
+from gptpar.data.splits import DEFAULT_SPLIT, normalized_split
 
 Corpora = Mapping[str, list[dict[str, Any]]]
 
@@ -102,7 +102,7 @@ _MATTERS: dict[str, Callable[[Config], bool]] = {
 }
 # Fields with several spellings of one value.
 _MEANING: dict[str, Callable[[Config], object]] = {
-    "data.split": lambda c: _train_share(c),  # the rest is for evaluation
+    "data.split": lambda c: _split(c)[0],  # the rest is for evaluation
 }
 
 
@@ -163,12 +163,27 @@ def reshuffled(config: Config, corpora: Corpora, samples_there: float, samples_h
         return False
     assert config.model.seq_length
     longest = max(samples_there, samples_here) * config.model.seq_length * SURPLUS
-    share = _train_share(config)
+    share = _split(config)[0]
     return any(longest * (corpus["weight"] or 1.0) >= corpus["tokens"] * share for corpus in found)
 
 
-def _train_share(config: Config) -> float:
-    return training_share(config.data.split or DEFAULT_SPLIT) if config.data.data_path else 1.0
+def other_evaluation(there: Config, corpora_there: Corpora, here: Config, corpora_here: Corpora) -> Iterator[str]:
+    """What makes losses of evaluations not comparable with those before."""
+    for name in ("valid_data_path", "test_data_path"):
+        old, new = ([_identity(corpus) for corpus in found.get(name, [])] for found in (corpora_there, corpora_here))
+        if old and new and old != new:
+            yield f"{flag_name(name)} other corpora there than here"
+    old_split, new_split = _split(there), _split(here)
+    if old_split != new_split and old_split[0] == new_split[0] and there.data.data_path and here.data.data_path:
+        yield _difference("data.split", there, here)
+
+
+def _identity(corpus: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(corpus.get(key) for key in ("sequences", "tokens", "sha256"))
+
+
+def _split(config: Config) -> tuple[float, ...]:
+    return normalized_split(config.data.split or DEFAULT_SPLIT) if config.data.data_path else (1.0,)
 
 
 def _training(corpora: Corpora) -> tuple[str, list[dict[str, Any]]]:

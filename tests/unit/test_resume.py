@@ -199,6 +199,14 @@ def test_everything_that_differs_is_told_at_once(tmp_path: Path) -> None:
     assert "clip-grad" not in message
 
 
+def test_what_a_stranger_wrote_is_escaped(tmp_path: Path) -> None:
+    saved(tmp_path, change=lambda meta: meta.update(tokenizer={"\x1b[2J": "\n > loaded"}))
+    config = tiny_config(f"--load {tmp_path}")
+    with pytest.raises(CheckpointError) as refused:
+        progress_to_resume(config, inputs_of(config))
+    assert r"(\x1b[2J \n > loaded there, None here; " in str(refused.value)
+
+
 def test_other_data_go_on_if_asked_for(tmp_path: Path) -> None:
     saved(tmp_path)
     flags = f"--load {tmp_path} --seed 99 --attention-dropout 0.2 --dataloader-type cyclic"
@@ -295,6 +303,24 @@ def test_a_checkpoint_from_before_corpora_were_identified_goes_on(tmp_path: Path
         CheckpointError, match=r"other data \(the weight of corpus 1 of --data-path 0.75 there, 0.5 here"
     ):
         progress_to_resume(config, inputs_of(config))
+
+
+def test_other_data_for_evaluation_are_told(tmp_path: Path) -> None:
+    a, b = str(corpus(tmp_path / "a", 40)), str(corpus(tmp_path / "b", 30))
+    parts = {"data.mock_data": False, "data.train_data_path": (a,), "data.valid_data_path": (b,)}
+    there = with_fields(tiny_config(), parts)
+
+    def told(there: Config, here: Config) -> list[str]:
+        corpora = (same_run.corpora_of(config.data) for config in (there, here))
+        return list(same_run.other_evaluation(there, next(corpora), here, next(corpora)))
+
+    assert told(there, there) == [] == told(data(a), with_fields(data(a), {"data.split": "96.9,3,.1"}))
+    assert told(there, with_fields(there, {"data.valid_data_path": (a,)})) == [
+        "--valid-data-path other corpora there than here"
+    ]
+    half = with_fields(data(a), {"data.split": "969,1,30"})
+    assert told(data(a), half) == ["--split 969, 30, 1 there, 969,1,30 here"]
+    assert same_run.differing(Rule.DATA, data(a), half, same_run.COMPARED) == []
 
 
 def test_a_longer_run_that_reads_a_corpus_again_is_told_of_the_new_order(tmp_path: Path) -> None:

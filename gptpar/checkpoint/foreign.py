@@ -118,8 +118,9 @@ def why_not_to_save(path: str | Path) -> str | None:
 
 
 def holds_ours(folder: str | Path) -> bool:
-    """Whether a folder holds a checkpoint that gptpar saved, whole or damaged, or is one."""
-    return any(map(_is_ours, [Path(folder), *(path for _, path in find_checkpoints(folder))]))
+    """Whether a folder is, or holds, a checkpoint that gptpar saved, whole or damaged; in its branches, too."""
+    folders = [Path(folder), *Path(folder).glob("branches/*")]
+    return any(_is_ours(path) for each in folders for path in (each, *(found for _, found in find_checkpoints(each))))
 
 
 def _is_ours(checkpoint: Path) -> bool:

@@ -65,6 +65,7 @@ def open_run(
         more_sinks: receive every record on the main process, beside the configured ones.
     """
     started = time.time()
+    resume.refuse_foreign_folders(config)
     parallel = config.parallel
     _, _, world_size = world_from_environment()
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -85,7 +86,6 @@ def open_run(
         config = with_vocabulary(config, vocabulary)
         inputs = resume.Inputs.of(config, vocabulary.identity)
         plan = BatchPlan.of(config.batch, resume.progress_to_resume(config, inputs))
-        resume.refuse_foreign_save_folder(config)
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)

@@ -27,7 +27,7 @@ def tokenizer_checks(config: Config) -> Iterable[str]:
 
 
 def start_checks(config: Config) -> Iterable[str]:
-    """Problems of the tokenizer, and folders that belong to other programs."""
+    """Problems of the tokenizer, and of folders that hold checkpoints of others."""
     return [*tokenizer_checks(config), *folder_problems(config)]
 
 

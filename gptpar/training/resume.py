@@ -66,34 +66,29 @@ def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, Ten
 
 
 def folder_problems(config: Config) -> Iterator[str]:
-    """What ``--load`` and ``--save`` hold that is no checkpoint of ours; nothing may be written there."""
+    """What ``--load`` and ``--save`` hold that this run neither goes on from nor may write beside."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if load and (problem := why_not_to_load(load, _NEW_WEIGHTS)):
         yield problem
-    same = load and save and Path(load).resolve() == Path(save).resolve()
-    if save and not same and (problem := why_not_to_save(save)):
+    if not save or (load and Path(load).resolve() == Path(save).resolve()):
+        return
+    if problem := why_not_to_save(save):
         yield problem
+    elif found := find_checkpoints(save):
+        yield (
+            f"--save {save} already holds checkpoints (newest: iteration {found[0][0]}): add --load {save} to go on "
+            "from there, or choose another folder."
+        )
 
 
-def refuse_foreign_save_folder(config: Config) -> None:
-    """Saving into a folder that holds another run's checkpoints would fail hours later; say so now.
+def refuse_foreign_folders(config: Config) -> None:
+    """Saving beside checkpoints that are not this run's would fail hours later, or hide them; say so first.
 
     Raises:
-        ConfigError: ``--save`` holds another program's checkpoint, or checkpoints from which the run does not continue.
+        ConfigError: ``--load`` or ``--save`` holds another program's checkpoint, or ``--save`` another run's.
     """
-    c = config.checkpoint
-    if c.save is not None and (problem := why_not_to_save(c.save)):
-        raise ConfigError([problem])
-    if c.save is None or (c.load is not None and Path(c.load).resolve() == Path(c.save).resolve()):
-        return
-    found = find_checkpoints(Path(c.save)) if Path(c.save).is_dir() else []
-    if found:
-        raise ConfigError(
-            [
-                f"--save {c.save} already holds checkpoints (newest: iteration {found[0][0]}): add --load {c.save} to "
-                "go on from there, or choose another folder."
-            ]
-        )
+    if problems := list(folder_problems(config)):
+        raise ConfigError(problems)
 
 
 def checkpoint_to_resume(config: Config) -> Manifest | None:

@@ -14,7 +14,7 @@ from gptpar.checkpoint.inspect import main as inspect
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.generate import load_model
 from gptpar.training.main import main as pretrain
-from gptpar.training.resume import checkpoint_to_resume, refuse_foreign_save_folder
+from gptpar.training.resume import checkpoint_to_resume, refuse_foreign_folders
 from tests.helpers import TINY, tiny_config
 
 TRACKER = "latest_checkpointed_iteration.txt=100"
@@ -99,7 +99,7 @@ def test_a_foreign_checkpoint_is_named_and_left_alone(tmp_path: Path, listing: s
         checkpoint_to_resume(tiny_config(f"--load {tmp_path} --finetune"))
     assert FOREIGN[listing] in str(refused.value)
     with pytest.raises(ConfigError, match="nothing is written into it"):
-        refuse_foreign_save_folder(tiny_config(f"--save {tmp_path}"))
+        refuse_foreign_folders(tiny_config(f"--save {tmp_path}"))
     assert contents(tmp_path) == before
 
 
@@ -107,7 +107,7 @@ def test_a_foreign_checkpoint_is_named_and_left_alone(tmp_path: Path, listing: s
 def test_unrelated_files_do_not_make_a_checkpoint(tmp_path: Path, listing: str) -> None:
     config = tiny_config(f"--load {make(tmp_path, listing)} --save {tmp_path}")
     assert foreign_checkpoint(tmp_path) is None and checkpoint_to_resume(config) is None
-    refuse_foreign_save_folder(config)
+    refuse_foreign_folders(config)
 
 
 def test_ours_win_over_stray_files(tmp_path: Path) -> None:
@@ -115,6 +115,12 @@ def test_ours_win_over_stray_files(tmp_path: Path) -> None:
     make(tmp_path, f"ckpt.pt global_step100/mp_rank_00_model_states.pt iter_0000100/mp_rank_00/x.pt {TRACKER}")
     manifest = checkpoint_to_resume(tiny_config(f"--load {tmp_path} --finetune"))
     assert manifest is not None and manifest.iteration == 10
+
+
+def test_a_run_folder_whose_checkpoints_are_in_branches_is_ours(tmp_path: Path) -> None:
+    make(tmp_path, TRACKER)
+    save_checkpoint(tmp_path / "branches" / "1-from-0000000", 100, {"w": torch.zeros(1)}, {})
+    assert foreign_checkpoint(tmp_path) is None
 
 
 def test_one_checkpoint_in_place_of_its_folder(tmp_path: Path) -> None:

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from gptpar.checkpoint import find_checkpoints, read_tensors
+from gptpar.checkpoint import Manifest, find_checkpoints, read_manifest, read_tensors
+from gptpar.checkpoint.foreign import why_not_to_load
 from gptpar.command import Parser, not_negative_int, positive_int
-from gptpar.config import Config
+from gptpar.config import Config, ModelConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
 from gptpar.tokenizer import Tokenizer
 from gptpar.training.data import tokenizer_of
-from gptpar.training.resume import saved_config
+from gptpar.training.stored import stored_model
 
 
 def load_model(
@@ -29,6 +30,8 @@ def load_model(
     Raises:
         CheckpointError: none that can be read.
     """
+    if problem := why_not_to_load(folder):
+        raise CheckpointError(problem)
     found = [path for number, path in find_checkpoints(folder) if iteration in (None, number)]
     if not found:
         what = "checkpoint" if iteration is None else f"checkpoint of iteration {iteration}"
@@ -36,17 +39,48 @@ def load_model(
     problems: list[str] = []
     for path in found:
         try:
-            config, _ = saved_config(path)
+            manifest = read_manifest(path)
+            config = stored_model(path, manifest.meta)
+            _require_its_tensors(path, manifest, config.model)
             stage = Stage(gpt_layers(config.model))
-            names = list(stage.global_parameters())
-            weights = read_tensors(path, [f"weights/{name}" for name in names])
+            shapes = {name: tuple(parameter.shape) for name, parameter in stage.global_parameters().items()}
+            _require_shapes(path, manifest, shapes)
+            weights = read_tensors(path, [f"weights/{name}" for name in shapes])
         except CheckpointError as error:
             problems.append(str(error))
-            print(f"skipped a damaged checkpoint: {error}", file=sys.stderr)
+            print(f"skipped a checkpoint: {error}", file=sys.stderr)
             continue
-        stage.place({name: weights[f"weights/{name}"].to(device, dtype) for name in names})
+        stage.place({name: weights[f"weights/{name}"].to(device, dtype) for name in shapes})
         return stage.eval().requires_grad_(False), config
     raise CheckpointError(f"no checkpoint in {folder} can be read:\n" + "\n".join(problems))
+
+
+def _require_its_tensors(path: Path, manifest: Manifest, model: ModelConfig) -> None:
+    """A model larger than its checkpoint is not built: who wrote the sizes may have written any.
+
+    Raises:
+        CheckpointError: a size that no tensor has.
+    """
+    largest = max((size for entry in manifest.tensors.values() for size in entry.shape), default=0)
+    limits = {"num_layers": len(manifest.tensors)} | dict.fromkeys(
+        ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"), largest
+    )
+    for name, limit in (limits | {"padded_vocab_size": largest}).items():
+        if getattr(model, name) > limit:
+            raise CheckpointError(
+                f"the meta of {path} says {name} {getattr(model, name):,}, but it holds {len(manifest.tensors):,} "
+                f"tensors, none longer than {largest:,}; take another checkpoint with --ckpt-step N"
+            )
+
+
+def _require_shapes(path: Path, manifest: Manifest, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        entry = manifest.tensors.get(f"weights/{name}")
+        if entry is not None and entry.shape != shape:
+            raise CheckpointError(
+                f"tensor 'weights/{name}' of {path} is {list(entry.shape)}, and {list(shape)} in the model that its "
+                "meta describes; take another checkpoint with --ckpt-step N"
+            )
 
 
 @torch.no_grad()

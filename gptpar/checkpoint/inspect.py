@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.checkpoint.folders import find_checkpoints
-from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
+from gptpar.checkpoint.foreign import foreign_checkpoint
+from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, printable, read_manifest
 from gptpar.checkpoint.verify import verify_checkpoint
 from gptpar.command import Parser
 from gptpar.errors import CheckpointError
@@ -25,6 +26,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--verify", action="store_true", help="re-read every byte and name what is damaged")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    if foreign := foreign_checkpoint(args.dir):
+        raise CheckpointError(f"{args.dir} holds {foreign}; gptpar inspects its own checkpoints only")
     found = [path for _, path in find_checkpoints(args.dir)]
     single = not found
     if single and not (args.dir / MANIFEST_NAME).exists() and not args.dir.name.startswith("iter_"):
@@ -85,7 +88,7 @@ def _describe_all(summaries: list[dict[str, Any]]) -> Iterator[str]:
     yield f"{'iteration':>10} {'size':>12} {'tensors':>8}  elements"
     for summary in summaries:
         if "iteration" in summary:
-            parts = ", ".join(f"{name} {group['elements']:,}" for name, group in summary["groups"].items())
+            parts = ", ".join(f"{_name(name)} {group['elements']:,}" for name, group in summary["groups"].items())
             yield (
                 f"{summary['iteration']:>10} {_size(summary['bytes']):>12} {summary['tensors']:>8}  "
                 f"{summary['elements']:,} ({parts})"
@@ -97,13 +100,14 @@ def _describe_one(summary: dict[str, Any]) -> Iterator[str]:
     if "iteration" in summary:
         yield f"{summary['path']}: iteration {summary['iteration']}"
         yield from _describe_meta(summary["meta"])
-        width = max((len(row["name"]) for row in summary["table"]), default=4)
+        names = [_name(row["name"]) for row in summary["table"]]
+        width = max(map(len, names), default=4)
         yield f"{'name':<{width}}  {'dtype':<10} {'bytes':>16}  shape"
-        for row in summary["table"]:
-            yield f"{row['name']:<{width}}  {row['dtype']:<10} {row['bytes']:>16,}  {row['shape']}"
+        for name, row in zip(names, summary["table"], strict=True):
+            yield f"{name:<{width}}  {row['dtype']:<10} {row['bytes']:>16,}  {row['shape']}"
         for name, group in (summary["groups"] | {"total": summary}).items():
             size = _size(group["bytes"])
-            yield f"{name}: {group['tensors']} tensors, {group['elements']:,} elements, {size}"
+            yield f"{_name(name)}: {group['tensors']} tensors, {group['elements']:,} elements, {size}"
     yield from _describe_health(summary)
 
 
@@ -112,13 +116,18 @@ def _describe_meta(meta: dict[str, Any]) -> Iterator[str]:
     plain = {key: value for key, value in meta.items() if not isinstance(value, dict)}
     groups = {key: value for key, value in meta.items() if isinstance(value, dict)}
     for title, values in [("meta", plain), *groups.items()]:
-        shown = (f"{key}={_brief(value)}" for key, value in values.items())
+        shown = (f"{_name(key)}={_brief(value)}" for key, value in values.items())
         if values:
-            yield f"{title}: {', '.join(shown)}"
+            yield f"{_name(title)}: {', '.join(shown)}"
 
 
 def _brief(value: Any) -> str:
-    return f"<{len(value)} entries>" if isinstance(value, dict | list) else str(value)
+    return f"<{len(value)} entries>" if isinstance(value, dict | list) else printable(str(value))
+
+
+def _name(text: str) -> str:
+    """A name as it is, or quoted: a sentence in its place could forge what is told."""
+    return printable(text) if text and " " not in text else repr(text)
 
 
 def _describe_health(summary: dict[str, Any]) -> Iterator[str]:

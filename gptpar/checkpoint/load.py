@@ -15,13 +15,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gptpar.checkpoint import folders
-from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, dtype_name, read_manifest
+from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry, dtype_name, read_manifest
 from gptpar.checkpoint.planner import ChunkLoadPlanner
 from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.storage import ChunkReader
 from gptpar.checkpoint.verify import Report, damaged_files, report_all
 from gptpar.errors import CheckpointError
+from gptpar.host import available_memory
 from gptpar.tensor_parts import TensorParts, as_parts
 
 MOST_LISTED = 8
@@ -113,8 +114,8 @@ def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[s
         names: which tensors; None: all.
 
     Raises:
-        CheckpointError: names that it does not hold (all are listed).
-        DamagedCheckpoint: the first damaged piece.
+        CheckpointError: names that it does not hold (all are listed), or tensors that do not fit this machine's memory.
+        DamagedCheckpoint: the first damaged piece, or files of holes that do not fit memory.
     """
     path, manifest = Path(path), read_manifest(path)
     names = list(manifest.tensors if names is None else names)
@@ -123,9 +124,29 @@ def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[s
     if problems := damaged_files(path, manifest):
         raise DamagedCheckpoint("\n".join(problems))
     entries = {name: manifest.tensors[name] for name in names}
-    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    tensors = _allocate(path, manifest, entries)
     _read(path, manifest, tensors, None, distributed=False)
     return tensors
+
+
+def _allocate(path: Path, manifest: Manifest, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Room for tensors; a checkpoint from a stranger may name any size, and its files may be all holes."""
+    needed, free = sum(entry.nbytes for entry in entries.values()), available_memory()
+    try:
+        if free and needed > free:
+            raise MemoryError
+        return {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    except (RuntimeError, MemoryError):  # torch's allocator on a CPU has no error of its own
+        sizes = manifest.file_sizes()
+        on_disk = sum((path / name).stat().st_blocks * 512 for name in sizes)
+        if on_disk < sum(sizes.values()) // 2:
+            raise DamagedCheckpoint(
+                f"{path} names {sum(sizes.values()):,} bytes and takes {on_disk:,} of the disk: its files are holes"
+            ) from None
+        raise CheckpointError(
+            f"{path} holds {needed / 2**30:,.1f} GiB of tensors and this machine has {free / 2**30:,.1f} GiB of memory "
+            "to spare; read fewer of them, or use a larger machine"
+        ) from None
 
 
 def _candidates(root: Path, iteration: int | None) -> list[tuple[int, Path]]:

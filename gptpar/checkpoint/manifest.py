@@ -1,8 +1,7 @@
 """The table of contents of a checkpoint: one JSON file that says where every byte of every tensor lies.
 
 JSON on purpose: nothing on the load path unpickles, so a checkpoint from a stranger cannot run code. Every
-field is checked before it is used, and a SHA-256 over the contents catches damage to the manifest itself. (It
-is no
+field is checked before it is used, and a SHA-256 over the contents catches damage to the manifest itself. (It is no
 signature: who can rewrite the files can rewrite it too.)
 """
 
@@ -11,19 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gptpar.checkpoint.tiling import first_overlap
 from gptpar.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "gptpar-checkpoint"
 VERSION = 1
 PIECE_BYTES = 8 << 20
+MAX_COUNT = 2**63 - 1
+"""Sizes and offsets are 64-bit numbers to torch and to the system."""
+MAX_DIMS = 64
+"""As torch's."""
 
 _DATA_FILE = re.compile(r"rank\d{5,}\.bin")
 _DTYPES = {
@@ -136,6 +142,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+def printable(text: str) -> str:
+    """What a stranger wrote, with control characters and line ends escaped: they could forge what is told."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def read_manifest(path: str | Path) -> Manifest:
     """Read and check the manifest of one checkpoint directory.
 
@@ -150,6 +161,7 @@ def read_manifest(path: str | Path) -> Manifest:
         _require(body["version"] == VERSION, f"is of version {body['version']!r}; this program reads {VERSION}")
         _require(document["sha256"] == _digest(body), "does not match its own SHA-256")
         tensors = {name: _parse_tensor(name, entry) for name, entry in body["tensors"].items()}
+        _require_own_bytes(tensors)
         _require(isinstance(body["meta"], dict), "has no meta dictionary")
         return Manifest(_int(body["iteration"]), tensors, body["meta"])
     except FileNotFoundError:
@@ -170,7 +182,7 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def _int(value: Any) -> int:
-    _require(type(value) is int and value >= 0, f"has {value!r} where a count belongs")
+    _require(type(value) is int and 0 <= value <= MAX_COUNT, f"has {value!r:.40} where a count belongs")
     return value
 
 
@@ -181,10 +193,32 @@ def _ints(values: Any) -> tuple[int, ...]:
 def _parse_tensor(name: str, entry: dict[str, Any]) -> TensorEntry:
     _require(entry["dtype"] in _DTYPES, f"gives tensor {name!r} the unknown dtype {entry['dtype']!r}")
     dtype, shape = _DTYPES[entry["dtype"]], _ints(entry["shape"])
+    too_large = len(shape) > MAX_DIMS or prod(size for size in shape if size) * dtype.itemsize > MAX_COUNT
+    _require(not too_large, f"gives tensor {name!r} the shape {list(shape)}, which no machine can hold")
     chunks = tuple(_parse_chunk(name, chunk, shape, dtype.itemsize) for chunk in entry["chunks"])
     stored = sum(prod(chunk.sizes) for chunk in chunks)
     _require(stored == prod(shape), f"has {stored} of the {prod(shape)} elements of tensor {name!r}")
+    twice = first_overlap(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks if prod(chunk.sizes)])
+    if twice is not None:
+        at, also = (list(offsets) for offsets, _ in twice)
+        _require(
+            False, f"has elements of tensor {name!r} twice and others not at all: its chunks at {at} and {also} overlap"
+        )
     return TensorEntry(dtype, shape, chunks)
+
+
+def _require_own_bytes(tensors: Mapping[str, TensorEntry]) -> None:
+    """Bytes that several chunks claim would make a small file a checkpoint of any size."""
+    claims = sorted(
+        (chunk.file, chunk.start, chunk.stop, name)
+        for name, entry in tensors.items()
+        for chunk in entry.chunks
+        if chunk.pieces
+    )
+    for (file, _, stop, name), (next_file, start, _, other) in pairwise(claims):
+        _require(
+            file != next_file or stop <= start, f"gives bytes {start}..{stop} of {file} to {name!r} and to {other!r}"
+        )
 
 
 def _parse_chunk(name: str, chunk: dict[str, Any], shape: tuple[int, ...], itemsize: int) -> Chunk:

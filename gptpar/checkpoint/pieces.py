@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint.manifest import PIECE_BYTES, Chunk, DamagedCheckpoint
-from gptpar.tensor_parts import Box
 
 NUM_THREADS = 4
 
@@ -106,14 +105,6 @@ class ChunkFiles:
         if (found := zlib.crc32(view)) != crc:
             raise DamagedCheckpoint(f"{where}: damaged, CRC-32 is {found:08x} and was {crc:08x} when saved")
         return piece
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    """The box common to both, or None."""
-    lows = tuple(map(max, a[0], b[0]))
-    highs = [min(ao + an, bo + bn) for ao, an, bo, bn in zip(*a, *b, strict=True)]
-    sizes = tuple(high - low for low, high in zip(lows, highs, strict=True))
-    return (lows, sizes) if all(size > 0 for size in sizes) else None
 
 
 def run_parallel(calls: list[Any]) -> list[Any]:

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from gptpar.checkpoint.pieces import overlap
+from gptpar.checkpoint.tiling import first_overlap
 from gptpar.errors import CheckpointError
-from gptpar.tensor_parts import Box, TensorParts
+from gptpar.tensor_parts import TensorParts
 
 
 class ChunkSavePlanner(DefaultSavePlanner):
@@ -129,7 +129,7 @@ def _require_tiling(shapes: Mapping[str, Sequence[int]], metadata: Metadata) -> 
         chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else []
         boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
         covered = sum(prod(sizes) for _, sizes in boxes)
-        if (pair := _first_overlap(shape, boxes)) is not None:
+        if (pair := first_overlap(shape, boxes)) is not None:
             one, other = starmap(lambda offsets, sizes: f"{list(sizes)} at {list(offsets)}", pair)
             problems.append(f"of tensor {name!r} {list(shape)} the parts {one} and {other} overlap")
         elif covered != prod(shape):
@@ -137,16 +137,3 @@ def _require_tiling(shapes: Mapping[str, Sequence[int]], metadata: Metadata) -> 
     if problems:
         more = f" (and {len(problems) - 1} more tensors are not held exactly once)" if problems[1:] else ""
         raise CheckpointError(f"the layout is wrong: {problems[0]}{more}; nothing was written")
-
-
-def _first_overlap(shape: Sequence[int], boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes with an element in common, found by a sweep along the dim that the fewest boxes share a place of."""
-    dim = min(range(len(shape)), key=lambda d: sum(sizes[d] for _, sizes in boxes) / max(shape[d], 1), default=0)
-    reaching: list[Box] = []  # boxes that reach past the place where the next one begins
-    for box in sorted(boxes, key=lambda box: box[0][dim:]):
-        reaching = [other for other in reaching if other[0][dim] + other[1][dim] > box[0][dim]] if shape else reaching
-        for other in reaching:
-            if overlap(box, other) is not None:
-                return other, box
-        reaching.append(box)
-    return None

@@ -33,8 +33,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from gptpar.checkpoint.manifest import Chunk, Manifest, TensorEntry
-from gptpar.checkpoint.pieces import ChunkFiles, overlap, run_parallel, write_chunk
+from gptpar.checkpoint.pieces import ChunkFiles, run_parallel, write_chunk
 from gptpar.checkpoint.planner import item_bytes, tensor_data
+from gptpar.checkpoint.tiling import overlap
 from gptpar.errors import CheckpointError
 from gptpar.tensor_parts import Box, box_view, flat_boxes
 

@@ -42,6 +42,11 @@ class DataConfig:
     reset_attention_mask: bool = flag(False, "attention does not cross an end of document")
     eod_mask_loss: bool = flag(False, "no loss where the input is an end of document")
     seed: int = flag(1234, "seed of the initial weights, the data order and dropout", least=0)
+    override_data: bool = flag(
+        False,
+        "on resume, let this command line's data (corpora, weights, split, order, seed, sequence length) replace the "
+        "checkpoint's, from the position reached",
+    )
 
 
 @dataclass(frozen=True)

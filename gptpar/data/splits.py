@@ -7,6 +7,8 @@ from typing import Literal
 
 from gptpar.errors import DataError
 
+DEFAULT_SPLIT = "969, 30, 1"
+"""Megatron's."""
 SplitRule = Literal["mcore", "legacy"]
 SequenceRange = tuple[int, int]
 
@@ -29,6 +31,15 @@ def parse_split(
     shares = _shares(text)
     train, valid, test = (_mcore if rule == "mcore" else _legacy)(shares, num_sequences)
     return train, valid, test
+
+
+def normalized_split(text: str) -> tuple[float, ...]:
+    """The parts of training, validation and test that a split such as "969,30,1" means, to nine digits.
+
+    Raises:
+        DataError: as for `parse_split`.
+    """
+    return tuple(round(share, 9) for share in _shares(text))
 
 
 def _shares(text: str) -> list[float]:

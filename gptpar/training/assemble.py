@@ -65,6 +65,7 @@ def open_run(
         more_sinks: receive every record on the main process, beside the configured ones.
     """
     started = time.time()
+    resume.refuse_foreign_folders(config)
     parallel = config.parallel
     _, _, world_size = world_from_environment()
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -83,8 +84,8 @@ def open_run(
         say = _say if topology.is_main else _say_nothing
         vocabulary = vocabulary_of(config)
         config = with_vocabulary(config, vocabulary)
-        plan = BatchPlan.of(config.batch, resume.progress_to_resume(config))
-        resume.refuse_foreign_save_folder(config)
+        inputs = resume.Inputs.of(config, vocabulary.identity)
+        plan = BatchPlan.of(config.batch, resume.progress_to_resume(config, inputs))
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)
@@ -96,12 +97,12 @@ def open_run(
         stack.callback(trainer.close)
         if trainer.model.host is not None:
             say(offload_line(trainer.model))
-        progress = resume.load(trainer, vocabulary.identity, say)
+        progress = resume.load(trainer, inputs, say)
         sinks = [*more_sinks, *_sinks(config, topology, progress)] if topology.is_main else []
         reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)
         stack.callback(reporter.close)
         request = stack.enter_context(StopRequest().listening())
-        yield Run(trainer, progress, plan, loaders, vocabulary, reporter, request, say, started)
+        yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started)
 
 
 def _sinks(config: Config, topology: Topology, progress: Progress) -> list[Sink]:

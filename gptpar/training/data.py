@@ -11,6 +11,7 @@ from gptpar.data.blend import SampleSource
 from gptpar.data.build import SampleSpec, build_train_valid_test
 from gptpar.data.loader import BatchLoader
 from gptpar.data.order import make_order
+from gptpar.data.splits import DEFAULT_SPLIT
 from gptpar.errors import DataError
 from gptpar.tokenizer import Tokenizer, build_tokenizer
 from gptpar.topology import Topology
@@ -82,7 +83,7 @@ def make_loaders(config: Config, topology: Topology, plan: BatchPlan, vocabulary
         spec,
         data_path=data.data_path,
         split_data_paths=(data.train_data_path, data.valid_data_path, data.test_data_path),
-        split=data.split or "969, 30, 1",
+        split=data.split or DEFAULT_SPLIT,
         split_rule=data.split_rule,  # type: ignore[arg-type]
         mock_vocab_size=vocabulary.size if data.mock_data else None,
     )

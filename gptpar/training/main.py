@@ -13,6 +13,7 @@ from gptpar.launch import is_worker, start_workers, workers_wanted
 from gptpar.tokenizer import tokenizer_problems
 from gptpar.topology import world_from_environment
 from gptpar.training.assemble import open_run
+from gptpar.training.resume import folder_problems
 
 DESCRIPTION = """Pretrain a GPT. Flags carry Megatron-LM's names and meanings. Without torchrun, one worker is started
 for each visible GPU. Example: gptpar pretrain --preset 124M --mock-data --vocab-size 50257 --micro-batch-size 4
@@ -23,6 +24,11 @@ def tokenizer_checks(config: Config) -> Iterable[str]:
     """Problems of the tokenizer's flags and files."""
     t = config.tokenizer
     return [] if t.tokenizer_type is None else tokenizer_problems(t.tokenizer_type, **t.options)
+
+
+def start_checks(config: Config) -> Iterable[str]:
+    """Problems of the tokenizer, and of folders that hold checkpoints of others."""
+    return [*tokenizer_checks(config), *folder_problems(config)]
 
 
 def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequence[str]) -> signal.Signals | None:
@@ -52,7 +58,7 @@ def main(argv: list[str]) -> int:
     parsed = parse_flags(argv, description=DESCRIPTION)
     worker = is_worker()
     count = world_from_environment()[2] if worker else workers_wanted(parsed.config.parallel.nproc_per_node)
-    config, derived = resolve(parsed, count, more=tokenizer_checks)
+    config, derived = resolve(parsed, count, more=start_checks)
     if count > 1 and not worker:
         return start_workers(count, ["pretrain", *argv])
     stopped_by = pretrain(config, derived, parsed.without_effect)

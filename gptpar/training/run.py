@@ -15,7 +15,7 @@ from gptpar.errors import GptparError
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
 from gptpar.training import resume
 from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.data import Loaders, Vocabulary
+from gptpar.training.data import Loaders
 from gptpar.training.interrupt import StopRequest
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter, StepNumbers
@@ -51,7 +51,7 @@ class Run:
     progress: Progress
     plan: BatchPlan
     loaders: Loaders
-    vocabulary: Vocabulary
+    inputs: resume.Inputs
     reporter: Reporter
     request: StopRequest
     say: Callable[[str], None]
@@ -225,5 +225,5 @@ class Run:
             return
         self.saved_at = self.progress.iteration
         self.say(f"saving checkpoint at iteration {self.progress.iteration:7d} to {folder}")
-        resume.save(self.trainer, self.progress, self.vocabulary.identity)
+        resume.save(self.trainer, self.progress, self.inputs)
         self.say(f"  successfully saved checkpoint at iteration {self.progress.iteration:7d} to {folder}")

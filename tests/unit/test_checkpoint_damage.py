@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -157,7 +158,20 @@ FORGERIES: list[Callable[[dict], None]] = [
     lambda body: body.update(version=2),
     lambda body: body.update(meta="text"),
     lambda body: body.update(tensors=[]),
+    lambda body: body["tensors"]["w"].update(shape=[0, 1 << 70], chunks=[]),
+    lambda body: body["tensors"]["w"].update(shape=[0, 1 << 62, 1 << 62], chunks=[]),
+    lambda body: body["tensors"]["w"].update(shape=[0] * 65, chunks=[]),
+    lambda body: body["tensors"]["w"]["chunks"][0].update(start=1 << 70),
+    lambda body: body["tensors"]["w"]["chunks"][0].update(start=float("nan")),
+    lambda body: body.update(iteration=1 << 64),
+    lambda body: body["tensors"].update(v=body["tensors"]["w"]),
+    lambda body: body["tensors"]["w"].update(chunks=[chunk(0, 2, 0), chunk(1, 1, 16)]),
+    lambda body: body["tensors"]["w"].update(chunks=[chunk(1, 1, 0), chunk(1, 1, 8), chunk(1, 1, 16)]),
 ]
+
+
+def chunk(offset: int, size: int, start: int) -> dict[str, object]:
+    return {"offsets": [offset], "sizes": [size], "file": "rank00000.bin", "start": start, "pieces": [[8 * size, 0]]}
 
 
 @pytest.mark.parametrize("change", FORGERIES)
@@ -168,6 +182,51 @@ def test_forged_manifests_are_refused(tmp_path: Path, change: Callable[[dict], N
         read_manifest(path)
     with pytest.raises(DamagedCheckpoint, match="manifest.json"):
         read_tensors(path)
+
+
+def test_chunks_that_overlap_leave_a_hole_and_are_named(tmp_path: Path) -> None:
+    """Their sizes add up, so a count of elements would not see it."""
+    path = save_checkpoint(tmp_path, 3, {"w": torch.arange(3), "s": torch.tensor(1.0)}, {})
+    forge(path, lambda body: body["tensors"]["w"].update(chunks=[chunk(0, 2, 0), chunk(1, 1, 16)]))
+    with pytest.raises(DamagedCheckpoint, match=r"elements of tensor 'w' twice .* chunks at \[0\] and \[1\] overlap"):
+        read_manifest(path)
+
+
+def test_a_file_of_holes_is_not_taken_into_memory(tmp_path: Path) -> None:
+    """A manifest of 2 MB and a sparse file may name more than any machine has; what is not there is seen sooner."""
+    path = save_checkpoint(tmp_path, 3, {"w": torch.zeros(8, dtype=torch.uint8)}, {})
+    size = 1 << 40
+    pieces = [[8 << 20, 0]] * (size // (8 << 20))
+    forge(
+        path, lambda body: body["tensors"]["w"].update(shape=[size], chunks=[{**chunk(0, size, 0), "pieces": pieces}])
+    )
+    with pytest.raises(DamagedCheckpoint, match="ends at byte 8 of 1,099,511,627,776"):
+        read_tensors(path)
+    os.truncate(path / "rank00000.bin", size)
+    with pytest.raises(DamagedCheckpoint, match="names 1,099,511,627,776 bytes and takes .* its files are holes"):
+        read_tensors(path)
+
+
+def test_tensors_beyond_this_machine_s_memory_are_not_begun(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptpar.checkpoint.load.available_memory", lambda: 10 << 20)
+    with pytest.raises(CheckpointError, match="holds 0.0 GiB of tensors and this machine has 0.0 GiB"):
+        read_tensors(root / "iter_0000003")
+    assert read_tensors(root / "iter_0000003", ["model.a"])["model.a"].tolist() == [3.0] * 1000
+
+
+def test_inspect_does_not_print_what_a_stranger_wrote_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forged = "DAMAGED all of it"
+    meta = {forged: {f"a\n{forged}": 1}, "note": f"\x1b[2J\n{forged}", "\n": 1}
+    save_checkpoint(
+        tmp_path, 3, {f"w\n{forged}": torch.zeros(1), "\x1b[31mred": torch.zeros(1), forged: torch.zeros(1)}, meta
+    )
+    for folder in (tmp_path, tmp_path / "iter_0000003"):
+        assert inspect([str(folder)]) == 0
+        printed = capsys.readouterr().out
+        assert "\x1b" not in printed and not any(line.startswith("DAMAGED") for line in printed.splitlines())
+    assert r"note=\x1b[2J\nDAMAGED all of it" in printed and r"\x1b[31mred" in printed
 
 
 def test_loading_never_unpickles(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,5 +273,6 @@ def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixt
     assert inspect([str(root / "iter_0000002"), "--verify", "--json"]) == 1
     summary = json.loads(capsys.readouterr().out)
     assert len(summary["problems"]) == 2 and summary["table"][0]["shape"] == [1000]
+    (root / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        inspect([str(root.parent)])
+        inspect([str(root / "empty")])

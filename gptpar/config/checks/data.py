@@ -37,7 +37,7 @@ def check_files(config: Config) -> Iterator[str]:
                     f"the data set {prefix} is not complete: {' and '.join(missing)} not found; give the path without "
                     ".bin or .idx."
                 )
-    if c.load and not Path(c.load).is_dir() and c.load != c.save:
+    if c.load and not Path(c.load).exists() and c.load != c.save:
         yield f"--load {c.load}: there is no such folder."
     if c.save and Path(c.save).exists() and not Path(c.save).is_dir():
         yield f"--save {c.save} is a file; a folder is needed."

@@ -1,0 +1,189 @@
+"""Checkpoints that other programs saved, told by the names of their files; nothing is opened or unpickled.
+
+A run must neither take such a folder for an empty one nor write into it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+
+from gptpar.checkpoint.folders import HINT_NAME, find_checkpoints
+from gptpar.checkpoint.manifest import MANIFEST_NAME, printable
+
+MAX_ENTRIES = 10_000
+"""Names looked at in one folder: a folder of more is a data set."""
+
+_CHECKPOINT_NAME = re.compile(
+    r"(iter|step|epoch|checkpoint|ckpt|global_step)s?[-_=]?\d.*|release|last|best|latest", re.I
+)
+
+
+@dataclass(frozen=True)
+class _Format:
+    """A program's checkpoint: each of `names` (folders end in "/") must be matched by an entry of one folder.
+
+    Attributes:
+        certain: nothing else has such names, whatever the folder is called.
+    """
+
+    what: str
+    names: tuple[str, ...]
+    certain: bool = True
+
+
+_HUGGING_FACE = (
+    *("model.safetensors", "model-*-of-*.safetensors", "*.safetensors.index.json"),
+    *("pytorch_model*.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack"),
+)
+_FORMATS = (
+    _Format("a Megatron-LM checkpoint, torch_dist format", (".metadata", "common.pt")),
+    _Format("a Megatron-LM checkpoint, torch_dist format", ("*.distcp", "common.pt")),
+    _Format("a Megatron-LM checkpoint, zarr format", ("metadata.json", "common.pt")),
+    _Format("a Megatron-LM checkpoint, legacy format", ("mp_rank_*/",)),
+    _Format("a DeepSpeed universal checkpoint", ("*model_states.pt", "zero/")),
+    _Format("a DeepSpeed checkpoint", ("*model_states.pt",)),
+    _Format("a DeepSpeed checkpoint", ("*zero_pp_rank_*_optim_states.pt",)),
+    _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", ("*.distcp",)),
+    _Format("a checkpoint of torch.distributed.checkpoint, as torchtitan and FSDP save it", (".metadata",)),
+    _Format("an Orbax checkpoint", ("_CHECKPOINT_METADATA",)),
+    *(_Format("a Hugging Face model", (name,), certain=False) for name in _HUGGING_FACE),
+    _Format("a Hugging Face adapter", ("adapter_model.*",), certain=False),
+    _Format("weights as Meta and Mistral publish them", ("consolidated*.pth",), certain=False),
+    _Format("weights as Meta and Mistral publish them", ("consolidated*.safetensors",), certain=False),
+    _Format("a nanoGPT checkpoint", ("ckpt.pt",), certain=False),
+    _Format("a NeMo checkpoint", ("*.nemo",), certain=False),
+    _Format("a PyTorch Lightning checkpoint", ("*.ckpt",), certain=False),
+    _Format("a llama.cpp model", ("*.gguf",), certain=False),
+    _Format("a TensorFlow checkpoint", ("*.data-?????-of-?????",), certain=False),
+    _Format("a PyTorch file", ("*.pt",), certain=False),
+    _Format("a PyTorch file", ("*.pth",), certain=False),
+    _Format("a safetensors file", ("*.safetensors",), certain=False),
+)
+
+
+def foreign_checkpoint(path: str | Path) -> str | None:
+    """What another program saved at a path, for a sentence: ``a DeepSpeed checkpoint (global_step100)``.
+
+    Args:
+        path: a folder of checkpoints, one checkpoint, or a file.
+
+    Returns:
+        ``None`` where there is nothing of the kind, or where the folder holds a checkpoint of ours.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _named(path.name, [path.name], certain=False)
+    if holds_ours(path):
+        return None
+    names = _entries(path)
+    return _named("", names, certain=False) or _in_folders(path, names) or _pointer(path, names)
+
+
+def why_not_to_load(path: str | Path, otherwise: str = "") -> str | None:
+    """Why ``--load PATH`` cannot mean a folder of our checkpoints, and what to give; ``None``: it may.
+
+    Args:
+        otherwise: what else can be done about another program's checkpoint.
+    """
+    path = Path(path)
+    found = foreign_checkpoint(path)
+    if path.is_file():
+        return f"--load {path} is a file{f': {found}' if found else ''}; give the folder of a run that gptpar saved."
+    if _is_ours(path):
+        named = re.fullmatch(r"iter_(\d+)", path.absolute().name)
+        step = f" --ckpt-step {int(named[1])}" if named else ", in which it must be named iter_ and its iteration"
+        return f"--load {path} is itself a checkpoint: give --load {path.parent}{step}."
+    if found:
+        return (
+            f"--load {path} holds {found}: gptpar reads its own checkpoints only, and nothing was written there. Give "
+            f"a folder that gptpar saved{otherwise}."
+        )
+    return None
+
+
+def why_not_to_save(path: str | Path) -> str | None:
+    """Why ``--save PATH`` must be left as it is; ``None``: nothing of somebody else's is there."""
+    path = Path(path)
+    if _is_ours(path):
+        return f"--save {path} is itself a checkpoint: give --save {path.parent}, or another folder."
+    if path.is_dir() and (found := foreign_checkpoint(path)):
+        return f"--save {path} holds {found}: nothing is written into it; choose another folder."
+    return None
+
+
+def holds_ours(folder: str | Path) -> bool:
+    """Whether a folder is, or holds, a checkpoint that gptpar saved, whole or damaged; in its branches, too."""
+    folders = [Path(folder), *Path(folder).glob("branches/*")]
+    return any(_is_ours(path) for each in folders for path in (each, *(found for _, found in find_checkpoints(each))))
+
+
+def _is_ours(checkpoint: Path) -> bool:
+    return (checkpoint / MANIFEST_NAME).is_file() or any(checkpoint.glob("rank?????.bin"))
+
+
+def _entries(folder: Path) -> list[str]:
+    """Names in a folder, those of folders with "/"; none where it cannot be read."""
+    try:
+        with os.scandir(folder) as found:
+            return [entry.name + "/" * entry.is_dir() for entry in islice(found, MAX_ENTRIES)]
+    except OSError:
+        return []
+
+
+def _named(title: str, names: list[str], *, certain: bool) -> str | None:
+    """The first format whose names are all there, with the title, or else the file, that shows it."""
+    for known in _FORMATS:
+        shown = [next((name for name in names if fnmatchcase(name, wanted)), None) for wanted in known.names]
+        if all(shown) and (known.certain or not certain):
+            return printable(f"{known.what} ({title or shown[0]})".replace("/)", ")"))
+    return None
+
+
+def _in_folders(path: Path, names: list[str]) -> str | None:
+    """What the folders inside are, newest first; two levels deep where a name is one of a checkpoint."""
+    for name in _newest_first(names):
+        like_one = _CHECKPOINT_NAME.fullmatch(name) is not None
+        inside = _entries(path / name)
+        if found := _named(name, inside, certain=not like_one):
+            return found
+        if like_one:
+            deeper = (_named(f"{name}/{part}", _entries(path / name / part), certain=True) for part in _folders(inside))
+            if found := next(filter(None, deeper), None):
+                return found
+        if re.fullmatch(r"global_step\d+.*", name):
+            return f"a DeepSpeed checkpoint ({name})"
+    return None
+
+
+def _pointer(path: Path, names: list[str]) -> str | None:
+    """A file that names a checkpoint which is not there."""
+    for pointer in ("latest", "latest_universal"):
+        if pointer in names and (tag := _first_line(path / pointer)).startswith("global_step"):
+            return f"a DeepSpeed checkpoint's file {pointer!r}, which names {tag!r}, without that folder"
+    if HINT_NAME in names:
+        named = _first_line(path / HINT_NAME)
+        return f"{HINT_NAME}, which names {named!r}, without a checkpoint (delete that file if it is left over)"
+    return None
+
+
+def _first_line(path: Path) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.readline(100).strip()
+    except OSError:
+        return ""
+
+
+def _folders(names: list[str]) -> Iterator[str]:
+    return (name.removesuffix("/") for name in names if name.endswith("/"))
+
+
+def _newest_first(names: list[str]) -> list[str]:
+    """Folders by the numbers in their names, the highest first."""
+    return sorted(_folders(names), key=lambda name: [int(n) for n in re.findall(r"\d{1,18}", name)], reverse=True)

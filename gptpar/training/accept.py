@@ -1,0 +1,132 @@
+"""Whether a run may go on from a checkpoint: all that speaks against it, told at once, before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptpar.checkpoint import Manifest
+from gptpar.checkpoint.folders import checkpoint_path
+from gptpar.checkpoint.manifest import printable
+from gptpar.config import Config
+from gptpar.errors import CheckpointError
+from gptpar.optim.schedule import make_schedule
+from gptpar.training import same_run
+from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.same_run import Corpora, Rule
+from gptpar.training.stored import StoredRun, stored_config, stored_run
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where a run's tokens come from, kept so that a checkpoint is not continued with others unnoticed.
+
+    Attributes:
+        tokenizer: the tokenizer's identity.
+        corpora: the corpora's identities when the run began, by the field that names them.
+    """
+
+    tokenizer: dict[str, Any]
+    corpora: Corpora
+
+    @staticmethod
+    def of(config: Config, tokenizer: dict[str, Any]) -> Inputs:
+        """Reads a little of each corpus."""
+        return Inputs(tokenizer, same_run.corpora_of(config.data))
+
+
+def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
+    """What the checkpoint says of its run, if this run may go on from it.
+
+    Raises:
+        CheckpointError: it may not; with every reason.
+    """
+    c = config.checkpoint
+    assert c.load is not None
+    path = checkpoint_path(Path(c.load), manifest.iteration)
+    stored = stored_run(path, manifest.meta, same_run.COMPARED)
+    problems = list(_refusals(config, inputs, stored))
+    if not c.no_load_optim and not any(name.startswith("exp_avg/") for name in manifest.tensors):
+        problems.append("it was saved without the optimizer's moments: add --no-load-optim.")
+    if problems:
+        listing = "\n".join(f"  {number}. {printable(problem)}" for number, problem in enumerate(problems, 1))
+        raise CheckpointError(f"{path} cannot be resumed by this command line:\n{listing}")
+    return stored
+
+
+def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str]:
+    """Why this run is not the checkpoint's, a sentence for each kind of difference."""
+    evaluates_only = config.logging.skip_train
+    if other_model := same_run.differing(Rule.MODEL, stored.config, config, stored.known):
+        yield (
+            f"it is another model ({'; '.join(other_model)}): take the checkpoint's values, or begin a new run from "
+            "its weights with --finetune."
+        )
+    if differ := _differences(stored.tokenizer, inputs.tokenizer):
+        yield f"it was trained with another tokenizer ({differ}): use the same one, or --finetune."
+    other_data = _other_data(config, inputs, stored)
+    if other_data and not config.data.override_data and not evaluates_only:
+        yield (
+            f"it was trained on other data ({'; '.join(other_data)}): take the checkpoint's; or add --override-data to "
+            f"go on at sample {stored.progress.consumed_samples:,} of this command line's; or begin anew with "
+            "--finetune."
+        )
+    o = config.optimizer
+    if o.use_checkpoint_opt_param_scheduler or o.override_opt_param_scheduler or evaluates_only:
+        return
+    here = make_schedule(config, BatchPlan.of(config.batch, stored.progress).train_samples)
+    if differ := _differences(stored.schedule, dataclasses.asdict(here)):
+        yield (
+            f"its schedule is another one ({differ}; lengths in samples or tokens): add --override-opt-param-scheduler "
+            "to take this command line's, or --use-checkpoint-opt-param-scheduler."
+        )
+
+
+def _other_data(config: Config, inputs: Inputs, stored: StoredRun) -> list[str]:
+    differ = same_run.differing(Rule.DATA, stored.config, config, stored.known)
+    if "data.mock_data" in stored.known and not stored.config.data.mock_data and not config.data.mock_data:
+        differ += same_run.other_corpora(_corpora(stored), inputs.corpora)
+    return differ
+
+
+def _corpora(stored: StoredRun) -> Corpora:
+    """A checkpoint from before corpora were identified still says where they were."""
+    return same_run.corpora_named(stored.config.data) if stored.corpora is None else stored.corpora
+
+
+def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
+    """What differs and was accepted, because people change it on purpose or because they asked for it."""
+    differ = same_run.differing(Rule.TOLD, stored.config, config, stored.known)
+    if not config.logging.skip_train:
+        differ += _other_data(config, inputs, stored)
+        differ += same_run.unidentified_corpora(_corpora(stored), inputs.corpora)
+        differ += same_run.other_evaluation(stored.config, stored.corpora or {}, config, inputs.corpora)
+    if differ:
+        say(printable(f" > unlike the checkpoint: {'; '.join(differ)}"))
+    if not config.logging.skip_train:
+        _tell_new_order(config, inputs, stored, say)
+
+
+def _tell_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
+    assert config.model.seq_length
+    there = stored.schedule["total"] / (config.model.seq_length if stored.schedule["in_tokens"] else 1)
+    here = BatchPlan.of(config.batch, stored.progress).train_samples
+    if same_run.reshuffled(config, inputs.corpora, there, here):
+        say(
+            f" > the run has {here:,} samples in place of {there:,.0f}: epochs are shuffled together, so the samples "
+            "to come are in another order, and some come again"
+        )
+
+
+def tell_finetuned_differences(config: Config, meta: dict[str, Any], say: Callable[[str], None]) -> None:
+    there, known, _ = stored_config(meta.get("config"), same_run.COMPARED)
+    if differ := same_run.differing(Rule.MODEL, there, config, known):
+        say(printable(f" > fine-tuning another model than the checkpoint's: {'; '.join(differ)}"))
+
+
+def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    keys = [key for key in sorted({*saved, *here}) if saved.get(key) != here.get(key)]
+    return "; ".join(f"{key} {saved.get(key)} there, {here.get(key)} here" for key in keys)

@@ -1,0 +1,238 @@
+"""Whether a run and the checkpoint that it goes on from are one run: what may differ, what may not, field by field.
+
+Layout, offload, recomputation and logging may differ: a checkpoint is one for all of them. What makes another model of
+the same weights, or another order of the samples, may not, unless the user says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
+from typing import Any
+
+from gptpar.config import Config, DataConfig
+from gptpar.config.fields import flag_name
+from gptpar.data.blend import SURPLUS
+from gptpar.data.identity import blend_identity, blend_of
+from gptpar.data.splits import DEFAULT_SPLIT, normalized_split
+
+Corpora = Mapping[str, list[dict[str, Any]]]
+
+
+class Rule(Enum):
+    """What a difference in a field means to a run that goes on."""
+
+    MODEL = auto()  # the same weights compute something else: refused, unless --finetune
+    DATA = auto()  # the samples to come are others, or count otherwise: refused, unless --override-data or --finetune
+    TOLD = auto()  # people change it on purpose: told in one line
+    ELSEWHERE = auto()  # part of the schedule, or of the corpora's or tokenizer's identity, which are compared whole
+    FREE = auto()  # how the same is computed, for how long, or what is shown of it; or only ever read at a fresh start
+
+
+_BY_RULE = {
+    Rule.MODEL: (
+        "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
+        "model.kv_channels model.max_position_embeddings model.position_embedding_type model.rotary_base "
+        "model.rotary_percent model.normalization model.norm_epsilon model.swiglu model.add_bias_linear "
+        "model.add_qkv_bias model.untie_embeddings_and_output_weights model.padded_vocab_size "
+        "data.reset_position_ids data.reset_attention_mask"
+    ),
+    Rule.DATA: (
+        "model.seq_length data.mock_data data.split data.split_rule data.dataloader_type data.eod_mask_loss data.seed"
+    ),
+    Rule.TOLD: (
+        "model.attention_dropout model.hidden_dropout batch.global_batch_size batch.rampup_batch_size "
+        "optimizer.optimizer optimizer.clip_grad optimizer.adam_beta1 optimizer.adam_beta2 optimizer.adam_eps "
+        "precision.fp16 precision.bf16 precision.fp64 precision.loss_scale"
+    ),
+    Rule.ELSEWHERE: (
+        "data.data_path data.train_data_path data.valid_data_path data.test_data_path "
+        "batch.train_iters batch.train_samples batch.train_tokens "
+        "optimizer.lr optimizer.min_lr optimizer.lr_decay_style optimizer.lr_decay_iters optimizer.lr_decay_samples "
+        "optimizer.lr_decay_tokens optimizer.lr_warmup_fraction optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
+        "optimizer.lr_warmup_tokens optimizer.lr_warmup_init optimizer.lr_wsd_decay_style optimizer.lr_wsd_decay_iters "
+        "optimizer.lr_wsd_decay_samples optimizer.weight_decay optimizer.start_weight_decay "
+        "optimizer.end_weight_decay optimizer.weight_decay_incr_style "
+        "tokenizer.tokenizer_type tokenizer.tokenizer_model tokenizer.vocab_file tokenizer.merge_file "
+        "tokenizer.vocab_size"
+    ),
+    Rule.FREE: (
+        # stand for fields above, or shape what they say
+        "model.preset model.group_query_attention model.use_rotary_position_embeddings model.add_position_embedding "
+        "model.make_vocab_size_divisible_by "
+        # of the initial weights
+        "model.init_method_std "
+        "data.data_cache_path data.num_workers data.override_data "
+        "batch.micro_batch_size batch.gradient_accumulation_steps batch.exit_interval batch.exit_duration_in_mins "
+        "optimizer.override_opt_param_scheduler optimizer.use_checkpoint_opt_param_scheduler "
+        # how a dynamic loss scale moves is the run's; where it stands is the checkpoint's
+        "precision.initial_loss_scale precision.min_loss_scale precision.loss_scale_window precision.hysteresis "
+        "precision.compile precision.cuda_graph"
+    ),
+}
+RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
+"""``section.field`` -> rule, for each field of each section that is not free as a whole."""
+
+FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "logging", "deepspeed")
+
+_FOLLOWS_FROM = {"model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of"}
+"""What is told in place of a flag where a field has none."""
+
+DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+COMPARED = frozenset(
+    [
+        *(name for name, rule in RULES.items() if rule in (Rule.MODEL, Rule.DATA, Rule.TOLD)),
+        *(f"data.{name}" for name in DATA_PATHS),
+    ]
+)
+"""The fields of a stored configuration that are read."""
+
+# Where a field has no effect it may differ; a difference of the other field is told.
+_MATTERS: dict[str, Callable[[Config], bool]] = {
+    "model.max_position_embeddings": lambda c: c.model.position_embedding_type == "learned_absolute",
+    "model.rotary_base": lambda c: c.model.position_embedding_type == "rope",
+    "model.rotary_percent": lambda c: c.model.position_embedding_type == "rope",
+    "model.add_qkv_bias": lambda c: not c.model.add_bias_linear,
+    "data.reset_position_ids": lambda c: c.model.position_embedding_type != "none",
+    "data.split": lambda c: not c.data.mock_data,
+    "data.split_rule": lambda c: not c.data.mock_data,
+}
+# Fields with several spellings of one value.
+_MEANING: dict[str, Callable[[Config], object]] = {
+    "data.split": lambda c: _split(c)[0],  # the rest is for evaluation
+}
+
+
+def corpora_of(data: DataConfig) -> Corpora:
+    """The identities of a run's corpora by the field that names them; none for mock data."""
+    return {name: blend_identity(paths) for name in DATA_PATHS if (paths := getattr(data, name))}
+
+
+def corpora_named(data: DataConfig) -> Corpora:
+    """As much of it as a configuration alone says: prefixes and weights."""
+    return {name: blend_of(paths) for name in DATA_PATHS if (paths := getattr(data, name))}
+
+
+def differing(rule: Rule, there: Config, here: Config, known: frozenset[str]) -> list[str]:
+    """Each difference as ``--flag there, here``.
+
+    Args:
+        there, here: the checkpoint's configuration and this run's.
+        known: the fields that the checkpoint says.
+    """
+    return [
+        _difference(name, there, here)
+        for name, its_rule in RULES.items()
+        if its_rule is rule and name in known and not _same(name, there, here)
+    ]
+
+
+def other_corpora(there: Corpora, here: Corpora) -> Iterator[str]:
+    """What tells the corpora of training apart; where they lie does not matter. Neither may be mock data."""
+    (former_flag, former), (flag, found) = _training(there), _training(here)
+    if len(former) != len(found):
+        yield f"{former_flag} {len(former)} corpora there, {flag} {len(found)} here"
+        return
+    for number, (old, new) in enumerate(zip(former, found, strict=True), 1):
+        if any(key in old and old[key] != new[key] for key in ("sequences", "tokens", "sha256")):
+            alike = " of the same size with other contents" if _size(old) == _size(new) else ""
+            yield f"corpus {number} of {flag} {_shown(old)} there, {_shown(new)}{alike} here"
+        if not _same_weight(old["weight"], new["weight"]):
+            yield f"the weight of corpus {number} of {flag} {_weight(old)} there, {_weight(new)} here"
+
+
+def unidentified_corpora(there: Corpora, here: Corpora) -> Iterator[str]:
+    """Corpora of a checkpoint that says no more than where they were, and now are somewhere else."""
+    (_, former), (flag, found) = _training(there), _training(here)
+    for old, new in zip(former, found, strict=False):
+        if "sha256" not in old and old["prefix"] != new["prefix"]:
+            yield f"{flag} {old['prefix']} there, {new['prefix']} here"
+
+
+def reshuffled(config: Config, corpora: Corpora, samples_there: float, samples_here: float) -> bool:
+    """Whether another length of the run puts the samples in another order.
+
+    A corpus that is read more than once has its epochs shuffled together, as in Megatron; how many there are follows
+    from the run's length. In a blend without weights each is read once.
+    """
+    _, found = _training(corpora)
+    if samples_there == samples_here or (len(found) > 1 and found[0]["weight"] is None):
+        return False
+    assert config.model.seq_length
+    longest = max(samples_there, samples_here) * config.model.seq_length * SURPLUS
+    share = _split(config)[0]
+    return any(longest * (corpus["weight"] or 1.0) >= corpus["tokens"] * share for corpus in found)
+
+
+def other_evaluation(there: Config, corpora_there: Corpora, here: Config, corpora_here: Corpora) -> Iterator[str]:
+    """What makes losses of evaluations not comparable with those before."""
+    for name in ("valid_data_path", "test_data_path"):
+        old, new = ([_identity(corpus) for corpus in found.get(name, [])] for found in (corpora_there, corpora_here))
+        if old and new and old != new:
+            yield f"{flag_name(name)} other corpora there than here"
+    old_split, new_split = _split(there), _split(here)
+    if old_split != new_split and old_split[0] == new_split[0] and there.data.data_path and here.data.data_path:
+        yield _difference("data.split", there, here)
+
+
+def _identity(corpus: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(corpus.get(key) for key in ("sequences", "tokens", "sha256"))
+
+
+def _split(config: Config) -> tuple[float, ...]:
+    return normalized_split(config.data.split or DEFAULT_SPLIT) if config.data.data_path else (1.0,)
+
+
+def _training(corpora: Corpora) -> tuple[str, list[dict[str, Any]]]:
+    """The flag and the corpora that are trained on."""
+    name = "train_data_path" if "train_data_path" in corpora else "data_path"
+    return flag_name(name), corpora.get(name, [])
+
+
+def _size(corpus: dict[str, Any]) -> tuple[int, int]:
+    return corpus["sequences"], corpus["tokens"]
+
+
+def _shown(corpus: dict[str, Any]) -> str:
+    return f"{corpus['prefix']} ({corpus['sequences']:,} sequences, {corpus['tokens']:,} tokens)"
+
+
+def _weight(corpus: dict[str, Any]) -> str:
+    return "none" if corpus["weight"] is None else f"{corpus['weight']:.6g}"
+
+
+def _same_weight(old: float | None, new: float | None) -> bool:
+    return old == new if old is None or new is None else math.isclose(old, new, rel_tol=1e-9)
+
+
+def _same(name: str, there: Config, here: Config) -> bool:
+    matters = _MATTERS.get(name)
+    if matters is not None and not (matters(there) and matters(here)):
+        return True
+    value = _MEANING.get(name, lambda config: _value(name, config))
+    return value(there) == value(here)
+
+
+def _value(name: str, config: Config) -> Any:
+    section, field = name.split(".")
+    return getattr(getattr(config, section), field)
+
+
+def _difference(name: str, there: Config, here: Config) -> str:
+    section, field = name.split(".")
+    spec = next(f for f in dataclasses.fields(getattr(here, section)) if f.name == field)
+    off = spec.metadata.get("off")
+    flag = _FOLLOWS_FROM.get(name) or off or flag_name(field)
+
+    def shown(config: Config) -> str:
+        value = _value(name, config)
+        if isinstance(value, bool):
+            return "given" if value is not bool(off) else "not given"
+        if isinstance(value, tuple):
+            return " ".join(map(str, value))
+        return "not given" if value is None else str(value)
+
+    return f"{flag} {shown(there)} there, {shown(here)} here"

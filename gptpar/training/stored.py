@@ -1,0 +1,220 @@
+"""What a checkpoint says of its run, checked before it is used: a stranger, or a later version, may have written it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptpar.config import Config
+from gptpar.config.checks.model import check_model
+from gptpar.errors import CheckpointError
+from gptpar.optim.loss_scale import LossScale
+from gptpar.optim.schedule import Schedule
+from gptpar.training.progress import Progress
+
+MAX_INT = 2**63 - 1
+MAY_BE_NEGATIVE = ("max_lr", "min_lr", "init_lr")
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """What going on with a run needs beside its tensors.
+
+    Attributes:
+        tokenizer: the tokenizer's identity.
+        corpora: the corpora's identities by flag, as ``corpora_of`` gives them; ``None``: saved before they were kept.
+        config: the run's configuration, as far as it was asked for.
+        known: the fields of it that the checkpoint says, as ``section.field``.
+    """
+
+    progress: Progress
+    optimizer_steps: int
+    loss_scale: dict[str, Any]
+    schedule: dict[str, Any]
+    tokenizer: dict[str, Any]
+    corpora: dict[str, list[dict[str, Any]]] | None
+    config: Config
+    known: frozenset[str]
+
+
+def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> StoredRun:
+    """The run of a checkpoint's meta.
+
+    Args:
+        path: of the checkpoint, for messages.
+        wanted: the fields of the configuration that will be read, as ``section.field``.
+
+    Raises:
+        CheckpointError: with everything that is wrong.
+    """
+    config, known, problems = stored_config(meta.get("config"), wanted)
+    problems += [
+        *_problems_of(Progress, meta.get("progress"), "progress"),
+        *_problem_of(int, meta.get("optimizer_steps"), "optimizer_steps"),
+        *_problems_of(LossScale, meta.get("loss_scale"), "loss_scale"),
+        *_problems_of(Schedule, meta.get("schedule"), "schedule", MAY_BE_NEGATIVE),
+        *_problem_of(dict, meta.get("tokenizer"), "tokenizer"),
+        *_corpora_problems(meta.get("corpora")),
+    ]
+    if problems:
+        raise _unusable(
+            path, problems, "--finetune begins a new run from its weights, --ckpt-step N takes another one."
+        )
+    return StoredRun(
+        progress=Progress(**meta["progress"]),
+        optimizer_steps=meta["optimizer_steps"],
+        loss_scale=meta["loss_scale"],
+        schedule=meta["schedule"],
+        tokenizer=meta["tokenizer"],
+        corpora=meta.get("corpora"),
+        config=config,
+        known=known,
+    )
+
+
+def stored_model(path: Path, meta: dict[str, Any]) -> Config:
+    """The configuration of a checkpoint's model and tokenizer, complete enough to build both.
+
+    Raises:
+        CheckpointError: with everything that is wrong.
+    """
+    wanted = {
+        f"{section}.{spec.name}"
+        for section in ("model", "tokenizer")
+        for spec in dataclasses.fields(getattr(Config(), section))
+        if spec.name != "preset"  # what it stands for is stored
+    }
+    config, _, problems = stored_config(meta.get("config"), wanted)
+    problems = problems or [f"config.model: {problem}" for problem in check_model(config)]
+    if config.model.padded_vocab_size is None and not problems:
+        problems.append("config.model.padded_vocab_size is missing")
+    if problems:
+        raise _unusable(
+            path, problems, "Load it with the version that saved it, or take another one with --ckpt-step N."
+        )
+    return config
+
+
+def stored_config(values: object, wanted: Collection[str]) -> tuple[Config, frozenset[str], list[str]]:
+    """The fields of a stored configuration, those it has, and what is wrong with them; the others get defaults."""
+    if not isinstance(values, dict):
+        return Config(), frozenset(), [_wrong("config", values, "an object")]
+    config, known, problems = Config(), [], []
+    for section in dict.fromkeys(name.partition(".")[0] for name in wanted):
+        found = values.get(section, {})
+        if not isinstance(found, dict):
+            problems.append(_wrong(f"config.{section}", found, "an object"))
+            continue
+        kind = type(getattr(config, section))
+        hints, specs = typing.get_type_hints(kind), {spec.name: spec for spec in dataclasses.fields(kind)}
+        asked = {name: found[name] for name in specs if f"{section}.{name}" in wanted and name in found}
+        wrong = [p for name, value in asked.items() for p in _field_problems(specs[name], hints[name], value, section)]
+        if section == "model":
+            wrong += _unknown_options(found, specs.keys())
+        problems += wrong
+        if not wrong:
+            plain = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
+            config = config.update(section, **plain)
+            known += [f"{section}.{name}" for name in asked]
+    return config, frozenset(known), problems
+
+
+def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, section: str) -> Iterator[str]:
+    """What is wrong with one field of the configuration: its type, its range, its word."""
+    name, limits = f"config.{section}.{spec.name}", spec.metadata
+    if problem := next(_problem_of(hint, value, name, negative=True), None):
+        yield problem
+    elif value is None or not limits:
+        return
+    elif limits["choices"] and not set(value if isinstance(value, list) else [value]) <= set(limits["choices"]):  # type: ignore[arg-type]
+        yield _wrong(name, value, f"one of {', '.join(limits['choices'])}")
+    elif limits["least"] is not None and not value >= limits["least"]:  # type: ignore[operator]
+        yield _wrong(name, value, f"at least {limits['least']}")
+    elif limits["above"] is not None and not value > limits["above"]:  # type: ignore[operator]
+        yield _wrong(name, value, f"more than {limits['above']}")
+
+
+def _unknown_options(found: dict[str, Any], known: Collection[str]) -> Iterator[str]:
+    """Options of a model that this version does not have; one that is off changes nothing."""
+    for name in sorted(found.keys() - known):
+        if found[name]:
+            yield f"config.model holds {name!r} = {_brief(found[name])}, an option that this version does not know"
+
+
+def _problems_of(kind: type, values: object, where: str, negative: Sequence[str] = ()) -> Iterator[str]:
+    """What is wrong with the stored fields of a dataclass: missing, unknown, or of another type."""
+    if not isinstance(values, dict):
+        yield _wrong(where, values, "an object")
+        return
+    hints = typing.get_type_hints(kind)
+    for name, hint in hints.items():
+        if name in values:
+            yield from _problem_of(hint, values[name], f"{where}.{name}", negative=name in negative)
+        else:
+            yield f"{where}.{name} is missing"
+    for name in sorted(values.keys() - hints):
+        yield f"{where} holds {name!r}, which this version does not know"
+
+
+def _problem_of(hint: Any, value: object, where: str, *, negative: bool = False) -> Iterator[str]:
+    if not _fits(value, hint):
+        yield _wrong(where, value, _expected(hint))
+    elif not negative and isinstance(value, int | float) and value < 0:
+        yield _wrong(where, value, "at least 0")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a JSON value is one of an annotation's."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, list | tuple) and all(_fits(one, typing.get_args(hint)[0]) for one in value)
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e300  # type: ignore[arg-type, operator]
+    if hint is int:
+        return type(value) is int and abs(value) <= MAX_INT
+    return type(value) is hint
+
+
+def _expected(hint: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        return _expected(next(one for one in typing.get_args(hint) if one is not types.NoneType))
+    if typing.get_origin(hint) is tuple:
+        return "a list"
+    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "an object"}[hint]
+
+
+def _corpora_problems(corpora: object) -> Iterator[str]:
+    if corpora is None:
+        return
+    lists = list(corpora.values()) if isinstance(corpora, dict) else [None]
+    entries = [entry for one in lists for entry in (one if isinstance(one, list) else [None])]
+    kinds = {"prefix": str, "weight": float | None, "sequences": int, "tokens": int, "sha256": str}
+    for entry in entries:
+        if not isinstance(entry, dict) or any(not _fits(entry.get(name), kind) for name, kind in kinds.items()):
+            yield _wrong("corpora", corpora, "lists of corpora, each with its numbers of sequences and tokens")
+            return
+
+
+def _wrong(where: str, value: object, expected: str) -> str:
+    return (
+        f"{where} is {_brief(value)}, where {expected} belongs"
+        if value is not None
+        else (f"{where} is missing or null, where {expected} belongs")
+    )
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unusable(path: Path, problems: Sequence[str], remedy: str) -> CheckpointError:
+    listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    return CheckpointError(f"the meta of {path} is not that of a run of this version:\n{listing}\n{remedy}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import find_checkpoints, read_tensors
-from gptpar.command import Parser, not_negative_int, positive_int
+from gptpar.command import Parser, not_empty, not_negative_int, positive_int
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_layers
@@ -79,10 +79,10 @@ def sample(
         window = torch.tensor([tokens[-context:]], device=device)
         fields: dict[str, Any] = {"seq_length": window.shape[1]}
         logits = stage(window, fields)[-1, :vocab_size].float().cpu()
-        if temperature == 0:
+        if temperature < torch.finfo(logits.dtype).tiny:  # nothing to divide by: the limit of ever lower ones
             choice = int(logits.argmax())
         else:
-            logits = logits / temperature
+            logits = (logits - logits.max()) / temperature  # at most 0, so that no temperature overflows
             if top_k:
                 logits[logits < logits.topk(min(top_k, vocab_size)).values[-1]] = -torch.inf
             choice = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
@@ -93,10 +93,19 @@ def sample(
 
 
 def _temperature(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value:g} is not 0 or more")
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a number of 0 or more")
     return value
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or len(text) > 20 or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a whole number from 0 to 2^64 - 1")
+    return int(text)
 
 
 def _device(text: str) -> torch.device:
@@ -111,7 +120,9 @@ def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
     parser = Parser(prog="gptpar generate", description="Continue a prompt with a trained model, on a CPU or a GPU.")
     parser.add_argument("--load", required=True, type=Path, metavar="DIR", help="run folder with checkpoints")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="use this iteration instead of the newest")
+    parser.add_argument(
+        "--ckpt-step", type=not_negative_int, metavar="N", help="use this iteration instead of the newest"
+    )
     parser.add_argument(
         "--prompt", default="", metavar="TEXT", help="text to continue (default: the start of a document)"
     )
@@ -122,11 +133,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--top-k", type=not_negative_int, default=50, metavar="K", help="choose among the K likeliest; 0: all"
     )
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the sampling")
+    parser.add_argument("--seed", type=_seed, default=1234, metavar="N", help="seed of the sampling")
     parser.add_argument("--device", type=_device, metavar="NAME", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--tokenizer-model", metavar="FILE", help="where the tokenizer's model is now, if it was moved")
-    parser.add_argument("--vocab-file", metavar="FILE", help="where GPT-2 BPE's encoder.json is now, if it was moved")
-    parser.add_argument("--merge-file", metavar="FILE", help="where GPT-2 BPE's vocab.bpe is now, if it was moved")
+    parser.add_argument(
+        "--tokenizer-model", type=not_empty, metavar="FILE", help="where the tokenizer's model is now, if it was moved"
+    )
+    parser.add_argument(
+        "--vocab-file", type=not_empty, metavar="FILE", help="where GPT-2 BPE's encoder.json is now, if it was moved"
+    )
+    parser.add_argument(
+        "--merge-file", type=not_empty, metavar="FILE", help="where GPT-2 BPE's vocab.bpe is now, if it was moved"
+    )
     return parser
 
 

@@ -24,6 +24,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         options.setdefault("formatter_class", _HelpFormatter)
         super().__init__(allow_abbrev=False, **options)
+        # A variable that is not set is an empty word; a flag that may be empty says ``type=str``.
+        self.register("type", None, not_empty)
         self.register("type", Path, path)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -92,16 +94,16 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def path(text: str) -> Path:
-    """An argparse type: a path; an empty one would mean the current folder to Python."""
-    return Path(not_empty(text))
-
-
 def not_empty(text: str) -> str:
     """An argparse type: any text but an empty one."""
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty, perhaps by an unset shell variable: set it, or leave the flag out")
     return text
+
+
+def path(text: str) -> Path:
+    """An argparse type: a path; to Python an empty one would be the current folder."""
+    return Path(not_empty(text))
 
 
 def positive_int(text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import find_checkpoints, read_tensors
-from gptpar.command import Parser, not_empty, not_negative_int, positive_int
+from gptpar.command import Parser, not_negative_int, positive_int
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_layers
@@ -124,7 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--ckpt-step", type=not_negative_int, metavar="N", help="use this iteration instead of the newest"
     )
     parser.add_argument(
-        "--prompt", default="", metavar="TEXT", help="text to continue (default: the start of a document)"
+        "--prompt", type=str, default="", metavar="TEXT", help="text to continue (default: the start of a document)"
     )
     parser.add_argument("--num-tokens", type=positive_int, default=100, metavar="N", help="tokens to add")
     parser.add_argument(
@@ -135,15 +135,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=_seed, default=1234, metavar="N", help="seed of the sampling")
     parser.add_argument("--device", type=_device, metavar="NAME", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument(
-        "--tokenizer-model", type=not_empty, metavar="FILE", help="where the tokenizer's model is now, if it was moved"
-    )
-    parser.add_argument(
-        "--vocab-file", type=not_empty, metavar="FILE", help="where GPT-2 BPE's encoder.json is now, if it was moved"
-    )
-    parser.add_argument(
-        "--merge-file", type=not_empty, metavar="FILE", help="where GPT-2 BPE's vocab.bpe is now, if it was moved"
-    )
+    parser.add_argument("--tokenizer-model", metavar="FILE", help="where the tokenizer's model is now, if it was moved")
+    parser.add_argument("--vocab-file", metavar="FILE", help="where GPT-2 BPE's encoder.json is now, if it was moved")
+    parser.add_argument("--merge-file", metavar="FILE", help="where GPT-2 BPE's vocab.bpe is now, if it was moved")
     return parser
 
 

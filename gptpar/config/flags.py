@@ -14,8 +14,10 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from gptpar.command import path
 from gptpar.config import Config
 from gptpar.config.compat import ACCEPTED, ANY, DENSE, EXPERTS, NO_EXPERTS, PLANNED
 from gptpar.config.deepspeed import read_deepspeed
@@ -137,6 +139,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, problems: list[str], **kwargs: Any):
         super().__init__(allow_abbrev=False, **kwargs)
+        self.register("type", Path, path)  # of a verb's own flags
         self.problems = problems
 
     def error(self, message: str) -> typing.NoReturn:

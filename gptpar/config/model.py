@@ -30,7 +30,7 @@ class ModelConfig:
         least=1,
         most=100_000,
     )
-    kv_channels: int | None = flag(None, "width of one head (default: hidden / heads)", least=1, most=100_000)
+    kv_channels: int | None = flag(None, "width of one head (default: hidden / heads)", least=1, most=1_000_000)
     seq_length: int | None = flag(None, "tokens in one sample", least=1, most=100_000_000)
     max_position_embeddings: int | None = flag(
         None, "learned positions (default: --seq-length)", least=1, most=100_000_000
@@ -43,7 +43,7 @@ class ModelConfig:
     rotary_base: int = flag(
         10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), above=0, most=10**12
     )
-    rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0)
+    rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0, most=1)
     normalization: str = flag(
         "LayerNorm",
         "kind of normalisation",

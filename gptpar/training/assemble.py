@@ -41,7 +41,9 @@ def memory_explained(config: Config) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError):
-            full = f"this machine's memory is full{_lower_offload(config)}"
+            full = (
+                f"this machine's memory is full (a very long run's order of samples needs some){_lower_offload(config)}"
+            )
         elif isinstance(error, torch.OutOfMemoryError):
             full = f"the GPU's memory is full ({format_bytes(torch.cuda.max_memory_allocated())} were in use):"
         elif "can't allocate memory" in str(error):  # the CPU's allocator has no exception of its own

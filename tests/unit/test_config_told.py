@@ -201,3 +201,10 @@ def test_schedules_of_a_run_in_samples_are_told_in_samples() -> None:
     assert problems("--lr-warmup-samples 40", start) == [
         "--lr-warmup-samples 40 must be less than the decay's 40, or --lr is never reached."
     ]
+
+
+def test_a_growing_weight_decay_needs_its_style_as_in_megatron() -> None:
+    (problem,) = problems("--start-weight-decay 0.1 --end-weight-decay 0.3")
+    assert problem.startswith(
+        "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cos"
+    )

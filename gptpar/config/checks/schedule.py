@@ -40,6 +40,11 @@ def check_schedule(config: Config) -> Iterator[str]:
         yield (
             f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay."
         )
+    elif o.weight_decay_incr_style == "constant" and (o.start_weight_decay, o.end_weight_decay) != (None, None):
+        yield (
+            "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: add it, or "
+            "give --weight-decay instead."
+        )
     elif o.weight_decay_incr_style != "constant" and not 0 <= (o.start_weight_decay or 0) <= (o.end_weight_decay or 0):
         yield (
             f"the weight decay is to grow from {o.start_weight_decay:g} to {o.end_weight_decay:g}: both must be at "

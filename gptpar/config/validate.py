@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from gptpar.config import Config
-from gptpar.config.checks.batch import check_batch, check_duration
+from gptpar.config.checks.batch import check_batch, check_duration, check_first_step
 from gptpar.config.checks.data import check_data, check_files
 from gptpar.config.checks.model import check_model
 from gptpar.config.checks.offload import check_offload
@@ -65,7 +65,7 @@ def find_problems(config: Config, world_size: int) -> list[str]:
         *check_parallel(config, world_size),
         *batch,
         *check_schedule(config),
-        *([] if batch else check_schedule_lengths(config)),
+        *([] if batch else [*check_first_step(config), *check_schedule_lengths(config)]),
         *check_precision(config, world_size),
         *check_recompute(config),
         *check_offload(config),

@@ -278,3 +278,12 @@ def test_steps_and_samples_exclude_each_other_as_in_megatron() -> None:
     for more in ("", " --train-tokens 64"):
         (problem,) = problems(f"--train-iters 3 --train-samples 5{more}")
         assert problem == "how long to train is said twice (--train-iters and --train-samples): keep one."
+
+
+def test_a_run_without_a_step_is_told() -> None:
+    for flags in ("--train-samples 1", "--train-tokens 16", "--train-iters 5 --train-tokens 16"):
+        (problem,) = problems(flags)
+        assert problem.startswith(
+            "the run has no step: it ends after 1 samples, and its first batch has 2: train on more"
+        )
+    assert BatchPlan.of(resolved("--train-tokens 17").batch).num_iterations() == 1  # the second sample's first token

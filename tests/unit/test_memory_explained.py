@@ -12,7 +12,6 @@ from gptpar.optim.updates import Updates
 from gptpar.training.assemble import memory_explained
 from tests.helpers import TINY, tiny_config
 
-
 FULL = "this machine's memory is full (a very long run's order of samples needs some): "
 LOWER = (
     "lower --micro-batch-size 2, add --recompute-granularity full, shorten --seq-length 16, or choose a smaller model."

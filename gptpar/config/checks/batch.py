@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gptpar.config import BatchConfig, Config
-from gptpar.config.batch_sizes import BatchSizes, read_schedule
+from gptpar.config.batch_sizes import BatchSizes, read_schedule, run_samples
 from gptpar.config.fields import Missing
 
 MAX_INCREMENTS = 10_000
@@ -139,3 +139,16 @@ def _countable(config: Config) -> Iterator[str]:
 def _largest(batch: BatchConfig) -> int:
     sizes = [size for _, size in batch.batch_sizes or ()]
     return max([batch.global_batch_size or 1, *sizes])
+
+
+def check_first_step(config: Config) -> Iterator[str]:
+    """Whether there is anything to train; the batches and the length must be in order."""
+    b = config.batch
+    if config.logging.skip_train or b.global_batch_size is None:
+        return
+    samples, first = run_samples(b), BatchSizes.of(b).at(0)
+    if samples < first:
+        yield (
+            f"the run has no step: it ends after {samples:,} samples, and its first batch has {first:,}: train on "
+            "more, or lower the batch."
+        )

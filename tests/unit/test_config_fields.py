@@ -29,7 +29,7 @@ FIELDS = [
 PIPELINE = "--pipeline-model-parallel-size 2"
 # Flags that only say other fields, or how the command line is read: each with words under which that shows.
 SAID_BY_OTHERS = {
-    "train_tokens": "--train-iters 20 --train-tokens 64",
+    "train_tokens": "--train-iters 20 --train-tokens 640",
     "gradient_accumulation_steps": "--gradient-accumulation-steps 3",
     "step_batch_size_schedule": "--step-batch-size-schedule 0:8",
     "use_rotary_position_embeddings": "--use-rotary-position-embeddings",

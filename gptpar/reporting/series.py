@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gptpar.errors import GptparError
 
+MAX_FLOAT = 3.4e38
+"""A run's numbers come from 32 bits; nothing can be drawn or averaged beside larger ones."""
+
 
 def series(file: Path, objects: Iterable[dict[str, Any]], key: str) -> list[float | None]:
-    """The values of a key; ``None`` where a line has none, or one that is not finite.
+    """The values of a key; ``None`` where a line has none, or one that 32 bits cannot hold.
 
     Raises:
         GptparError: a value that is no number; says in which iteration.
@@ -32,4 +34,4 @@ def _number(file: Path, line: dict[str, Any], key: str) -> float | None:
             f"{file}: {key} of iteration {str(line['iteration'])[:20]} is {repr(value)[:60]}, not a number: repair or "
             "delete the line"
         )
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= MAX_FLOAT else None  # also of NaN

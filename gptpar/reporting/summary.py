@@ -33,6 +33,8 @@ def last_tenth(losses: list[float]) -> float:
 def main(argv: list[str]) -> int:
     """Print first and last losses and, with a data set, how far they lie below its unigram entropy."""
     args = make_parser().parse_args(argv)
+    if args.entropy_only and not args.data_path:
+        raise GptparError("--entropy-only needs --data-path PREFIX, the data set whose entropy is asked for")
     entropy = unigram_entropy(IndexedDataset(args.data_path)) if args.data_path else None
     if args.entropy_only:
         print(f"{entropy:.4f}")

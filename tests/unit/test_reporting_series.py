@@ -38,3 +38,21 @@ def test_no_verb_ends_in_a_traceback(verb: str, text: str, tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         main([verb, ""])
     assert "is empty, perhaps by an unset shell variable" in capsys.readouterr().err
+
+
+def test_an_entropy_needs_a_data_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["summary", "run", "--entropy-only"]) == 1
+    assert capsys.readouterr().err.startswith("error: --entropy-only needs --data-path PREFIX")
+
+
+@pytest.mark.parametrize(
+    ("number", "drawn"),
+    [("3e38", True), ("-1e308", True), ("1e308", False), ("1e-320", False), ("0", False), ("Infinity", False)],
+)
+def test_any_number_can_be_summed_up_and_drawn(number: str, drawn: bool, tmp_path: Path) -> None:
+    keys = ("lm_loss", "consumed_tokens", "learning_rate", "grad_norm", "tokens_per_s")
+    lines = [[f'"iteration": {i}', *(f'"{key}": {value}' for key in keys)] for i, value in ((1, 2), (2, number))]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{{{', '.join(line)}}}\n" for line in lines))
+    assert main(["summary", str(tmp_path)]) == 0
+    if drawn:
+        assert main(["plot", str(tmp_path)]) == 0

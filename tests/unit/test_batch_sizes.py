@@ -102,6 +102,13 @@ def test_every_problem_of_a_schedule_is_told_at_once() -> None:
     )
 
 
+def test_sizes_are_not_held_against_a_micro_batch_that_is_not_known() -> None:
+    start = MODEL.replace("--micro-batch-size 2 ", "")
+    assert problems("--train-iters 5 --micro-batch-size x", "0:3", start=start) == [
+        "--micro-batch-size x: a whole number is needed."
+    ]
+
+
 # --- what follows from it -------------------------------------------------------------------------------------------
 
 

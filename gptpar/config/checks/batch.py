@@ -87,8 +87,8 @@ def _schedule(config: Config, data_parallel: int) -> Iterator[str]:
     except ValueError as error:
         yield f"{name}: {error}."
         return
-    unit = (b.micro_batch_size or 1) * data_parallel
-    if uneven := [size for _, size in sizes.steps if size % unit]:
+    unit = (b.micro_batch_size or 0) * data_parallel
+    if unit and (uneven := [size for _, size in sizes.steps if size % unit]):
         yield (
             f"{name}: {', '.join(map(str, uneven))}: not a multiple of --micro-batch-size {b.micro_batch_size} x "
             f"{data_parallel} data-parallel process(es) = {unit}; choose such sizes (a run that is past the first ones "

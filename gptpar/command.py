@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from gptpar.errors import GptparError
@@ -23,6 +24,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         options.setdefault("formatter_class", _HelpFormatter)
         super().__init__(allow_abbrev=False, **options)
+        # A variable that is not set is an empty word; a flag that may be empty says ``type=str``.
+        self.register("type", None, not_empty)
+        self.register("type", Path, path)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
@@ -64,6 +68,8 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
         return status
     except GptparError as error:
         return _fail(str(error), 1)
+    except MemoryError as error:
+        return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130) if _local_rank() == 0 else 130  # all were, and knew it
     except BrokenPipeError:
@@ -86,6 +92,18 @@ def _fail(message: str, status: int) -> int:
 
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def not_empty(text: str) -> str:
+    """An argparse type: any text but an empty one."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty, perhaps by an unset shell variable: set it, or leave the flag out")
+    return text
+
+
+def path(text: str) -> Path:
+    """An argparse type: a path; to Python an empty one would be the current folder."""
+    return Path(not_empty(text))
 
 
 def positive_int(text: str) -> int:

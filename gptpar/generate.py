@@ -113,10 +113,10 @@ def sample(
         window = torch.tensor([tokens[-context:]], device=device)
         fields: dict[str, Any] = {"seq_length": window.shape[1]}
         logits = stage(window, fields)[-1, :vocab_size].float().cpu()
-        if temperature == 0:
+        if temperature < torch.finfo(logits.dtype).tiny:  # nothing to divide by: the limit of ever lower ones
             choice = int(logits.argmax())
         else:
-            logits = logits / temperature
+            logits = (logits - logits.max()) / temperature  # at most 0, so that no temperature overflows
             if top_k:
                 logits[logits < logits.topk(min(top_k, vocab_size)).values[-1]] = -torch.inf
             choice = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
@@ -127,10 +127,19 @@ def sample(
 
 
 def _temperature(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{value:g} is not 0 or more")
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a number of 0 or more")
     return value
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or len(text) > 20 or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not a whole number from 0 to 2^64 - 1")
+    return int(text)
 
 
 def _device(text: str) -> torch.device:
@@ -145,9 +154,11 @@ def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
     parser = Parser(prog="gptpar generate", description="Continue a prompt with a trained model, on a CPU or a GPU.")
     parser.add_argument("--load", required=True, type=Path, metavar="DIR", help="run folder with checkpoints")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="use this iteration instead of the newest")
     parser.add_argument(
-        "--prompt", default="", metavar="TEXT", help="text to continue (default: the start of a document)"
+        "--ckpt-step", type=not_negative_int, metavar="N", help="use this iteration instead of the newest"
+    )
+    parser.add_argument(
+        "--prompt", type=str, default="", metavar="TEXT", help="text to continue (default: the start of a document)"
     )
     parser.add_argument("--num-tokens", type=positive_int, default=100, metavar="N", help="tokens to add")
     parser.add_argument(
@@ -156,7 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--top-k", type=not_negative_int, default=50, metavar="K", help="choose among the K likeliest; 0: all"
     )
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the sampling")
+    parser.add_argument("--seed", type=_seed, default=1234, metavar="N", help="seed of the sampling")
     parser.add_argument("--device", type=_device, metavar="NAME", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--tokenizer-model", metavar="FILE", help="where the tokenizer's model is now, if it was moved")
     parser.add_argument("--vocab-file", metavar="FILE", help="where GPT-2 BPE's encoder.json is now, if it was moved")

@@ -83,6 +83,8 @@ def case_config(words: Sequence[str], case: Case, world_size: int) -> Config:
         config, _ = resolve(parsed, world_size)
     except ConfigError as error:
         raise ConfigError([f"{case.name}: {problem}" for problem in error.problems]) from None
+    if config.batch.step_batch_size_schedule is not None:
+        raise ConfigError(["check-layouts compares steps of one size: give --global-batch-size, and no schedule."])
     if config.model.attention_dropout or config.model.hidden_dropout:
         raise ConfigError(["check-layouts needs --attention-dropout 0 and --hidden-dropout 0."])
     vocab = padded_vocab(config.tokenizer.vocab_size or 0, config.model.make_vocab_size_divisible_by)

@@ -47,9 +47,14 @@ class Config:
             kind = type(getattr(Config(), spec.name))
             known = {f.name for f in dataclasses.fields(kind)}
             given = values.get(spec.name, {})
-            plain = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
+            plain = {k: _as_tuples(v) for k, v in given.items() if k in known}
             sections[spec.name] = kind(**plain)
         return Config(**sections)
+
+
+def _as_tuples(value: Any) -> Any:
+    """JSON knows lists alone."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 __all__ = [

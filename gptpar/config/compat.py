@@ -1,13 +1,12 @@
 """Flags of Megatron-LM and Megatron-DeepSpeed that are understood although nothing here depends on them.
 
-Each maps to (number of values it takes, why it changes nothing here); ``-1`` is "any number of values".
+Each maps to (number of values it takes, why it changes nothing here).
 """
 
 from __future__ import annotations
 
 ALWAYS = "this is always so here"
 SDPA = "torch picks the attention kernel"
-NO_MOE = "mixture-of-experts is not part of gptpar"
 COMPILED = "the compiler fuses this"
 COLLECTIVES = "the ZeRO stage decides what is gathered and reduced, and when"
 BUCKETS = "sizes of messages are chosen here"
@@ -51,14 +50,26 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--local-rank": (1, "torchrun says it in the environment"),
     "--local_rank": (1, "torchrun says it in the environment"),
     "--timing-log-option": (1, "iteration time and throughput are always measured"),
-    "--num-experts": (-1, NO_MOE),
-    "--moe-expert-parallel-size": (1, NO_MOE),
-    "--moe-loss-coeff": (1, NO_MOE),
-    "--moe-train-capacity-factor": (1, NO_MOE),
-    "--moe-eval-capacity-factor": (1, NO_MOE),
-    "--moe-min-capacity": (1, NO_MOE),
     "--eod-mask": (0, "see --eod-mask-loss"),
 }
+
+NO_EXPERTS = "mixture-of-experts is not part of gptpar"
+EXPERTS = ("--moe-", "--expert-")
+"""How flags for mixture-of-experts begin; those that are not in ``DENSE`` ask for a model that is not there."""
+ANY = ("any value",)
+DENSE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("--num-experts", "--moe-expert-parallel-size", "--expert-model-parallel-size"), ("1",)),
+    **dict.fromkeys(("--expert-tensor-parallel-size", "--topk"), ("1",)),
+    "--mlp-type": ("standard",),
+    "--moe-loss-coeff": ANY,
+    "--moe-train-capacity-factor": ANY,
+    "--moe-eval-capacity-factor": ANY,
+    "--moe-min-capacity": ANY,
+    "--expert-interval": ANY,
+    "--create-moe-param-group": ANY,
+}
+"""Flags for mixture-of-experts -> the values with which they describe a dense model; ``ANY`` for what concerns experts
+alone: it has no effect without them, and --num-experts asks for them."""
 
 PLANNED: dict[str, str] = {
     "--context-parallel-size": "context parallelism",

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.config import Config
-from gptpar.config.deepspeed_keys import KEYS, SCHEDULE_DEFAULTS, SCHEDULES, Elsewhere, Sets, Tree, number, style
+from gptpar.config.deepspeed_keys import (
+    DEFAULTS_SINCE,
+    KEYS,
+    SCHEDULE_DEFAULTS,
+    SCHEDULES,
+    Elsewhere,
+    Sets,
+    Tree,
+    number,
+    style,
+)
 from gptpar.config.deepspeed_reader import Reader, Said
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
@@ -162,7 +172,9 @@ def _optimizer_problems(raw: Mapping[str, Any], config: Config, given: Set[str])
 
 
 def _in_steps(config: Config) -> bool:
-    return config.batch.train_samples is None and config.batch.train_tokens is None
+    """Whether the run is measured in steps; a limit in tokens beside them does not change the unit."""
+    batch = config.batch
+    return batch.train_iters is not None or (batch.train_samples is None and batch.train_tokens is None)
 
 
 def _schedule_problems(raw: Mapping[str, Any], config: Config) -> Iterator[str]:
@@ -244,7 +256,8 @@ def _merge(said: list[Said], given: Set[str], path: str, found: FromFile) -> Non
 
 
 def _reason(said: Said, path: str) -> str:
-    notes = [said.why, "absent, so DeepSpeed's default" if said.default else ""]
+    default = f"absent, so DeepSpeed's default{DEFAULTS_SINCE.get(said.key, '')}"
+    notes = [said.why, default if said.default else ""]
     return "; ".join([f"{path}: {said.key}", *filter(None, notes)])
 
 

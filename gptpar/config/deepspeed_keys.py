@@ -269,6 +269,13 @@ def style(value: Any) -> str:
     return styles[value]
 
 
+DEFAULTS_SINCE = {
+    "gradient_clipping": (
+        " since its 0.19.3 (change of June 2026); before that it did not clip: write 0.0 to do as it did then"
+    )
+}
+"""Defaults that changed: which DeepSpeed's they are."""
+
 SCHEDULE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_num_steps": 1000, "warmup_type": "log"},
     "WarmupDecayLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},

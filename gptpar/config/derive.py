@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from gptpar.config import Config
+from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.presets import PRESETS
 
 
@@ -111,7 +113,8 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
 
 
 def _derive_batch(notes: _Notes, world_size: int) -> None:
-    batch, seq_length = notes.config.batch, notes.config.model.seq_length
+    _derive_schedule(notes)
+    batch = notes.config.batch
     data_parallel = notes.config.parallel.data_parallel_size(world_size)
     steps = batch.gradient_accumulation_steps
     if steps and batch.global_batch_size and batch.global_batch_size % (steps * data_parallel) == 0:
@@ -128,9 +131,48 @@ def _derive_batch(notes: _Notes, world_size: int) -> None:
         full = notes.config.batch.global_batch_size
         if full and unit > 0 and full % unit == 0:
             notes.add("micro batches per step", full // unit, f"batch {full} / ({reason})")
-    if batch.train_tokens and seq_length and batch.train_iters is None:
-        samples = -(-batch.train_tokens // seq_length)
-        notes.fill("batch", "train_samples", samples, f"{batch.train_tokens:,} tokens / {seq_length} a sample")
+    _derive_length(notes)
+
+
+def _derive_schedule(notes: _Notes) -> None:
+    """The sizes of --step-batch-size-schedule; one that cannot be read is told by the checks."""
+    words, seq_length = notes.config.batch.step_batch_size_schedule, notes.config.model.seq_length
+    if words is None or not seq_length:
+        return
+    with contextlib.suppress(ValueError):
+        notes.config = notes.config.update("batch", batch_sizes=read_schedule(words, seq_length))
+        last = BatchSizes(notes.config.batch.batch_sizes or ()).last
+        notes.fill("batch", "global_batch_size", last, "the last of --step-batch-size-schedule")
+
+
+def _derive_length(notes: _Notes) -> None:
+    """Of --train-tokens and what is given beside it, whichever is reached first ends the run."""
+    batch, seq_length = notes.config.batch, notes.config.model.seq_length
+    if not batch.train_tokens or not seq_length:
+        return
+    limit = -(-batch.train_tokens // seq_length)
+    reason = f"{batch.train_tokens:,} tokens / {seq_length} a sample"
+    notes.config = notes.config.update("batch", sample_limit=limit)
+    if batch.train_iters is not None:
+        _first_of_steps_and_tokens(notes, limit, reason)
+    elif batch.train_samples is None:
+        notes.fill("batch", "train_samples", limit, reason)
+    elif batch.train_samples > limit:
+        first = f"{reason}, reached before --train-samples {batch.train_samples:,}"
+        notes.replace("batch", "train_samples", limit, first)
+    elif batch.train_samples < limit:
+        notes.add("train samples", batch.train_samples, f"reached before --train-tokens {batch.train_tokens:,}")
+
+
+def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
+    batch = notes.config.batch
+    if batch.global_batch_size is None or batch.rampup_batch_size is not None:
+        return  # told as problems
+    steps = BatchSizes.of(batch).steps_within(limit)
+    if steps < (batch.train_iters or 0):
+        notes.add("last iteration", steps, f"{reason}, reached before --train-iters {batch.train_iters}")
+    else:
+        notes.add("last iteration", batch.train_iters, f"reached before --train-tokens {batch.train_tokens:,}")
 
 
 def _derive_recompute(notes: _Notes) -> None:

@@ -18,6 +18,7 @@ def flag(
     spellings: dict[str, str] | None = None,
     least: float | None = None,
     above: float | None = None,
+    most: float | None = None,
 ) -> Any:
     """A dataclass field that is also a flag; the flag's name is the field's with dashes.
 
@@ -29,6 +30,7 @@ def flag(
         spellings: other programs' words for a choice, such as ``{"layernorm": "LayerNorm"}``.
         least: the smallest number that makes sense.
         above: the number must be more than this.
+        most: the largest number that makes sense; without it, what 64 bits (a float: 32 bits) can hold.
     """
     metadata = {
         "help": help,
@@ -39,10 +41,15 @@ def flag(
         "spellings": spellings or {},
         "least": least,
         "above": above,
+        "most": most,
     }
     if isinstance(default, tuple):
         return dataclasses.field(default_factory=lambda: default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+class Missing(str):
+    """A problem that one of the flags named in it would solve; needless where such a flag has a problem of its own."""
 
 
 def flag_name(field_name: str) -> str:

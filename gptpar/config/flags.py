@@ -14,14 +14,19 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from gptpar.command import path
 from gptpar.config import Config
-from gptpar.config.compat import ACCEPTED, PLANNED
+from gptpar.config.compat import ACCEPTED, ANY, DENSE, EXPERTS, NO_EXPERTS, PLANNED
 from gptpar.config.deepspeed import read_deepspeed
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 from gptpar.errors import ConfigError
+
+MAX_ECHOED = 80
+"""Characters of a refused value that are repeated in its sentence."""
 
 
 @dataclass
@@ -32,6 +37,7 @@ class ParsedFlags:
         config: what it says; fields with a problem keep their default.
         problems: one sentence for each mistake.
         given: the fields that were set, as ``section.field``.
+        refused: the fields whose values could not be read.
         derived: those of them that --deepspeed_config set.
         without_effect: what is understood of other programs but changes nothing, each with the reason.
         rest: values of the extra flags a verb declares beyond the configuration's.
@@ -40,6 +46,7 @@ class ParsedFlags:
     config: Config
     problems: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
     derived: list[Derived] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
     rest: argparse.Namespace = field(default_factory=argparse.Namespace)
@@ -55,28 +62,54 @@ def _base_type(hint: Any) -> tuple[type, bool]:
 
 
 def _reader(name: str, kind: type, spec: dataclasses.Field[Any], problems: list[str]) -> Any:
-    """A converter for argparse that notes a bad value instead of stopping."""
+    """A converter for argparse that notes a bad value, and returns ``None`` for it, instead of stopping."""
 
     def read(text: str) -> Any:
-        choices = spec.metadata["choices"]
-        if choices:
-            word = spec.metadata["spellings"].get(text, text)
-            if word not in choices:
-                problems.append(f"{name} {text}: unknown; it takes one of {', '.join(choices)}.")
-            return word
         try:
-            if kind is int and not text.lstrip("+-").isdigit() and float(text).is_integer():
-                return int(float(text))
-            value = kind(text)
-            if kind is float and not math.isfinite(value):
-                raise ValueError(value)
-            return value
-        except (ValueError, OverflowError):
-            wanted = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
-            problems.append(f"{name} {text}: {wanted} is needed.")
+            return _value_of(text, kind, spec.metadata)
+        except ValueError as error:
+            problems.append(f"{name} {text[:MAX_ECHOED]}".strip() + f": {error}.")
             return None
 
     return read
+
+
+def _value_of(text: str, kind: type, rules: Any) -> Any:
+    """What the words of a flag mean.
+
+    Raises:
+        ValueError: why they mean nothing, as a part of a sentence.
+    """
+    if not text.strip():
+        raise ValueError("an empty text was given, perhaps by an unset shell variable: set it, or leave the flag out")
+    if rules["choices"]:
+        word = rules["spellings"].get(text, text)
+        if word not in rules["choices"]:
+            raise ValueError(f"unknown; it takes one of {', '.join(rules['choices'])}")
+        return word
+    if kind is int:
+        return _whole(text)
+    if kind is float:
+        return _number(text)
+    return text
+
+
+def _whole(text: str) -> int:
+    """A whole number, which may be written as 5e8."""
+    try:
+        return int(text) if text.strip().lstrip("+-").isdigit() or not float(text).is_integer() else int(float(text))
+    except ValueError:
+        raise ValueError("a whole number is needed") from None
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError("a number is needed")
+    return value
 
 
 def _add_field(group: Any, section: str, spec: dataclasses.Field[Any], hint: Any, problems: list[str]) -> None:
@@ -106,6 +139,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, problems: list[str], **kwargs: Any):
         super().__init__(allow_abbrev=False, **kwargs)
+        self.register("type", Path, path)  # of a verb's own flags
         self.problems = problems
 
     def error(self, message: str) -> typing.NoReturn:
@@ -141,22 +175,39 @@ def _unknown(words: Sequence[str], known: Sequence[str], parsed: ParsedFlags) ->
     while i < len(words):
         name, _, glued = words[i].partition("=")
         i += 1
-        values = 0
+        values = [glued] if glued else []
         while i < len(words) and not words[i].startswith("--"):
-            values, i = values + 1, i + 1
+            values.append(words[i])
+            i += 1
         if name in ACCEPTED:
             wanted, why = ACCEPTED[name]
             parsed.without_effect.append(f"{name}: {why}")
-            if wanted >= 0 and values + bool(glued) != wanted:
-                parsed.problems.append(f"{name} takes {wanted} value(s), {values + bool(glued)} given.")
+            if len(values) != wanted:
+                parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
+        elif name in DENSE or name.startswith(EXPERTS):
+            _experts(name, values, parsed)
         elif name in PLANNED:
             parsed.problems.append(f"{name}: {PLANNED[name]} is not part of this version yet; leave it out.")
         elif name.startswith("-"):
-            near = difflib.get_close_matches(name, [*known, *ACCEPTED], n=1, cutoff=0.6)
+            near = difflib.get_close_matches(name, [*known, *ACCEPTED, *DENSE], n=1, cutoff=0.6)
             hint = f"; did you mean {near[0]}?" if near else "; see --help for the flags there are."
             parsed.problems.append(f"unknown flag {name}{hint}")
         else:
             parsed.problems.append(f"unexpected word {name!r}; values follow a flag.")
+
+
+def _experts(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
+    """A flag for mixture-of-experts may say only what a dense model is."""
+    dense = DENSE.get(name, ())
+    if dense is ANY or (values and all(value in dense for value in values)):
+        parsed.without_effect.append(f"{name}: {NO_EXPERTS}")
+        return
+    said = " ".join([name, *values])
+    only = f"; {' or '.join(dense)} alone, a dense model, is accepted" if dense else ""
+    parsed.problems.append(
+        f"{said[:MAX_ECHOED]}: {NO_EXPERTS}, and a dense model trained in its place would be another model: leave it "
+        f"out{only}."
+    )
 
 
 def parse_flags(
@@ -188,7 +239,9 @@ def parse_flags(
     for key, value in vars(found).items():
         if "." not in key:
             setattr(parsed.rest, key, value)
-        elif value is not None:
+        elif value is None or (isinstance(value, list) and None in value):  # a problem was told
+            parsed.refused.add(key)
+        else:
             section, name = key.split(".")
             values.setdefault(section, {})[name] = tuple(value) if isinstance(value, list) else value
             parsed.given.add(key)

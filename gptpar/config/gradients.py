@@ -11,4 +11,5 @@ def adds_gradients(config: Config, world_size: int) -> bool:
     Sums are kept in fp32 or wider. A gradient that comes once is kept as it comes: it gains nothing by being widened.
     """
     batch = config.batch
-    return world_size > 1 or batch.rampup_batch_size is not None or batch.global_batch_size != batch.micro_batch_size
+    grows = batch.rampup_batch_size is not None or batch.batch_sizes is not None
+    return world_size > 1 or grows or batch.global_batch_size != batch.micro_batch_size

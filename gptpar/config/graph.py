@@ -21,6 +21,8 @@ def graph_obstacles(config: Config, data_parallel_size: int) -> Iterator[str]:
         yield "--checkpoint-in-cpu asks for host memory during the step"
     if config.batch.rampup_batch_size is not None:
         yield "--rampup-batch-size changes the number of micro-batches"
+    if config.batch.batch_sizes is not None:
+        yield "--step-batch-size-schedule changes the number of micro-batches"
 
 
 def wants_graph(config: Config, data_parallel_size: int) -> bool:

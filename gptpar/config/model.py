@@ -16,28 +16,34 @@ class ModelConfig:
     """
 
     preset: str | None = flag(None, "fill the model's shape by its usual name", choices=tuple(PRESETS))
-    num_layers: int | None = flag(None, "number of transformer blocks", least=1)
-    hidden_size: int | None = flag(None, "width of the residual stream", least=1)
+    num_layers: int | None = flag(None, "number of transformer blocks", least=1, most=10_000)
+    hidden_size: int | None = flag(None, "width of the residual stream", least=1, most=1_000_000)
     ffn_hidden_size: int | None = flag(
-        None, "width of the MLP (default: 4 x hidden, with --swiglu 8/3 x hidden)", least=1
+        None, "width of the MLP (default: 4 x hidden, with --swiglu 8/3 x hidden)", least=1, most=10_000_000
     )
-    num_attention_heads: int | None = flag(None, "number of query heads", least=1)
+    num_attention_heads: int | None = flag(None, "number of query heads", least=1, most=100_000)
     group_query_attention: bool = flag(False, "share each key/value head among several query heads")
     num_query_groups: int | None = flag(
-        None, "number of key/value heads (default: one a query head)", names=("--num-key-value-heads",), least=1
+        None,
+        "number of key/value heads (default: one a query head)",
+        names=("--num-key-value-heads",),
+        least=1,
+        most=100_000,
     )
-    kv_channels: int | None = flag(None, "width of one head (default: hidden / heads)", least=1)
-    seq_length: int | None = flag(None, "tokens in one sample", least=1)
-    max_position_embeddings: int | None = flag(None, "learned positions (default: --seq-length)", least=1)
+    kv_channels: int | None = flag(None, "width of one head (default: hidden / heads)", least=1, most=1_000_000)
+    seq_length: int | None = flag(None, "tokens in one sample", least=1, most=100_000_000)
+    max_position_embeddings: int | None = flag(
+        None, "learned positions (default: --seq-length)", least=1, most=100_000_000
+    )
     position_embedding_type: str = flag(
         "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
     )
     use_rotary_position_embeddings: bool = flag(False, "same as --position-embedding-type rope")
     add_position_embedding: bool = flag(True, "same as --position-embedding-type none", off="--no-position-embedding")
     rotary_base: int = flag(
-        10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), above=0
+        10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), above=0, most=10**12
     )
-    rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0)
+    rotary_percent: float = flag(1.0, "share of each head's width that is rotated", above=0, most=1)
     normalization: str = flag(
         "LayerNorm",
         "kind of normalisation",
@@ -50,7 +56,7 @@ class ModelConfig:
     add_qkv_bias: bool = flag(False, "bias on the QKV projection even with --disable-bias-linear")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own")
     make_vocab_size_divisible_by: int = flag(
-        128, "pad the vocabulary to a multiple of this (whatever the layout)", least=1
+        128, "pad the vocabulary to a multiple of this (whatever the layout)", least=1, most=10_000_000
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", least=0)
     attention_dropout: float = flag(0.1, "dropout on attention probabilities")

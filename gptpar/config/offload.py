@@ -39,6 +39,7 @@ class OffloadConfig:
         None,
         "threads of each process's CPU optimizer (default: its share of the cores, less two or a fifth of them)",
         least=1,
+        most=10_000,
     )
 
     @property

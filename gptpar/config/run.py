@@ -11,19 +11,19 @@ from gptpar.config.fields import flag
 class ParallelConfig:
     """How many processes share the work, and how."""
 
-    tensor_model_parallel_size: int = flag(1, "processes that split each layer", least=1)
+    tensor_model_parallel_size: int = flag(1, "processes that split each layer", least=1, most=1_000_000)
     sequence_parallel: bool = flag(False, "split the tokens between layers over the tensor-parallel processes, too")
     tp_comm_overlap: bool = flag(
         True,
         "do not overlap tensor-parallel communication with matrix products through symmetric memory",
         off="--no-tp-comm-overlap",
     )
-    pipeline_model_parallel_size: int = flag(1, "processes that split the stack of layers", least=1)
+    pipeline_model_parallel_size: int = flag(1, "processes that split the stack of layers", least=1, most=1_000_000)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "interleaved pipeline: blocks in each of a process's chunks", least=1
+        None, "interleaved pipeline: blocks in each of a process's chunks", least=1, most=10_000
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "interleaved pipeline: chunks of layers that each process holds (default: 1)", least=1
+        None, "interleaved pipeline: chunks of layers that each process holds (default: 1)", least=1, most=10_000
     )
     pipeline_partition_method: str = flag(
         "parameters",
@@ -40,10 +40,15 @@ class ParallelConfig:
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients over data-parallel processes in bf16 instead of fp32")
     nproc_per_node: int | None = flag(
-        None, "workers to start on this machine without torchrun (default: one a visible GPU, else one)", least=1
+        None,
+        "workers to start on this machine without torchrun (default: one a visible GPU, else one)",
+        least=1,
+        most=1_000,
     )
     distributed_backend: str | None = flag(None, "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: float = flag(10, "a collective that takes longer ends the run", above=0)
+    distributed_timeout_minutes: float = flag(
+        10, "a collective that takes longer ends the run", above=0, most=1_000_000
+    )
 
     @property
     def model_parallel_size(self) -> int:

@@ -13,25 +13,43 @@ DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 class BatchConfig:
     """How much is trained on in a step, and for how long."""
 
-    micro_batch_size: int | None = flag(None, "samples one process runs at once", least=1)
+    micro_batch_size: int | None = flag(None, "samples one process runs at once", least=1, most=1_000_000)
     global_batch_size: int | None = flag(
-        None, "samples in one step, over all processes (default: micro x processes)", least=1
+        None, "samples in one step, over all processes (default: micro x processes)", least=1, most=100_000_000
     )
     gradient_accumulation_steps: int | None = flag(
         None,
         "micro-batches in one step of a process; with any two of global batch, micro-batch and this the third follows",
         least=1,
+        most=100_000_000,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
         "grow the global batch from START by INCREMENT up to --global-batch-size over SAMPLES samples",
         metavar="START INCREMENT SAMPLES",
+        most=10**13,
     )
-    train_iters: int | None = flag(None, "train for this many steps", least=1)
-    train_samples: int | None = flag(None, "train on this many samples", least=1)
-    train_tokens: int | None = flag(None, "train on this many tokens", least=1)
+    step_batch_size_schedule: tuple[str, ...] | None = flag(
+        None,
+        "change the global batch at these numbers of tokens (K, M, B, T: thousands to trillions); the first is 0, the "
+        "last SIZE is the --global-batch-size; for example 0:16 2.4B:320 4.8B:624",
+        metavar="TOKENS:SIZE",
+    )
+    train_iters: int | None = flag(None, "train for this many steps", least=1, most=10**10)
+    train_samples: int | None = flag(None, "train on this many samples", least=1, most=10**13)
+    train_tokens: int | None = flag(
+        None,
+        "train on this many tokens; beside --train-samples or --train-iters, what is reached first ends the run",
+        least=1,
+        most=10**17,
+    )
     exit_interval: int | None = flag(None, "save and stop after an iteration divisible by this", least=1)
     exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes", above=0)
+
+    batch_sizes: tuple[tuple[int, int], ...] | None = None
+    """--step-batch-size-schedule in samples: (first sample, batch from there on); filled with the sequence length."""
+    sample_limit: int | None = None
+    """--train-tokens in samples; filled with the sequence length."""
 
 
 @dataclass(frozen=True)

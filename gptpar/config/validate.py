@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from gptpar.config import Config
-from gptpar.config.checks.batch import check_batch, check_duration
+from gptpar.config.checks.batch import check_batch, check_duration, check_first_step
 from gptpar.config.checks.data import check_data, check_files
 from gptpar.config.checks.model import check_model
 from gptpar.config.checks.offload import check_offload
-from gptpar.config.checks.optimizer import check_precision, check_schedule
 from gptpar.config.checks.parallel import check_parallel
+from gptpar.config.checks.precision import check_precision
 from gptpar.config.checks.recompute import check_recompute
+from gptpar.config.checks.schedule import check_schedule, check_schedule_lengths
 from gptpar.config.derive import Derived, derive
-from gptpar.config.fields import flag_name
+from gptpar.config.fields import Missing, flag_name
 from gptpar.config.flags import ParsedFlags
+from gptpar.config.ranges import out_of_range, range_problems, with_defaults
 from gptpar.errors import ConfigError
 
 
@@ -30,36 +32,40 @@ def resolve(
     Raises:
         ConfigError: with all problems of the command line and of the configuration.
     """
-    config, derived = derive(parsed.config, world_size)
-    problems = [*parsed.problems, *out_of_range(parsed.config), *find_problems(config, world_size)]
-    problems += more(config) if more else ()
+    wrong = out_of_range(parsed.config)
+    # Nothing is derived from, or checked against, a number that cannot be.
+    config, derived = derive(with_defaults(parsed.config, wrong), world_size)
+    problems = [*parsed.problems, *range_problems(parsed.config), *_derived_out_of_range(config, derived)]
+    found = [*find_problems(config, world_size), *(more(config) if more else ())]
+    problems += _without_needless(found, {flag_name(name.split(".")[1]) for name in {*parsed.refused, *wrong}})
     if problems:
         raise ConfigError(problems)
     return config, [*parsed.derived, *derived]
 
 
-def out_of_range(config: Config) -> Iterator[str]:
-    """Numbers beyond the limits that their flags declare; what was derived from them needs no sentence of its own."""
-    for section in dataclasses.fields(config):
-        values = getattr(config, section.name)
-        for spec in dataclasses.fields(values):
-            value, limits = getattr(values, spec.name), spec.metadata
-            if value is None or not limits:
-                continue
-            if limits["least"] is not None and value < limits["least"]:
-                yield f"{flag_name(spec.name)} is {value:g}; it must be at least {limits['least']}."
-            elif limits["above"] is not None and value <= limits["above"]:
-                yield f"{flag_name(spec.name)} is {value:g}; it must be more than {limits['above']}."
+def _derived_out_of_range(config: Config, derived: Iterable[Derived]) -> Iterator[str]:
+    """What was typed is in its range by now, so each of these follows from other numbers."""
+    reasons = {one.name: one.reason for one in derived}
+    for name, problem in out_of_range(config).items():
+        field = name.split(".")[1]
+        reason = reasons.get(field.replace("_", " "), "other flags")
+        yield f"{flag_name(field)} follows from {reason} and {problem}: give it, or other numbers."
+
+
+def _without_needless(problems: Iterable[str], refused: set[str]) -> list[str]:
+    """Without the sentences that ask for a flag which was given, but whose value was refused."""
+    return [p for p in problems if not (isinstance(p, Missing) and refused.intersection(re.findall(r"--[\w-]+", p)))]
 
 
 def find_problems(config: Config, world_size: int) -> list[str]:
     """One sentence for each problem, with the numbers and a remedy; empty when the configuration can run."""
+    batch = [*check_batch(config, world_size), *check_duration(config)]
     return [
         *check_model(config),
         *check_parallel(config, world_size),
-        *check_batch(config, world_size),
-        *check_duration(config),
+        *batch,
         *check_schedule(config),
+        *([] if batch else [*check_first_step(config), *check_schedule_lengths(config)]),
         *check_precision(config, world_size),
         *check_recompute(config),
         *check_offload(config),

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from gptpar.config import Config
+from gptpar.config.schedule_lengths import schedule_lengths
 
 
 @dataclass(frozen=True)
@@ -79,34 +80,20 @@ def make_schedule(config: Config, train_samples: int) -> Schedule:
         config: a resolved configuration.
         train_samples: samples in the whole run.
     """
-    o, seq_length = config.optimizer, config.model.seq_length
-    assert seq_length and config.batch.global_batch_size
-    batch = config.batch.global_batch_size
-    in_tokens = o.lr_decay_tokens is not None or o.lr_warmup_tokens is not None
-    unit = seq_length if in_tokens else 1
-    decay = o.lr_decay_tokens
-    if decay is None:
-        decay_samples = o.lr_decay_samples or (o.lr_decay_iters or 0) * batch or train_samples
-        decay = decay_samples * unit
-    if o.lr_warmup_tokens is not None:
-        warmup: float = o.lr_warmup_tokens
-    elif o.lr_warmup_fraction is not None:
-        warmup = o.lr_warmup_fraction * decay
-    else:
-        warmup = (o.lr_warmup_samples or o.lr_warmup_iters * batch) * unit
+    o, lengths = config.optimizer, schedule_lengths(config, train_samples)
     constant = o.weight_decay_incr_style == "constant"
     return Schedule(
         max_lr=o.lr or 0.0,  # absent only with --skip-train, which takes no step
         min_lr=o.min_lr,
         init_lr=o.lr_warmup_init,
-        warmup=warmup,
-        decay=decay,
+        warmup=lengths.warmup,
+        decay=lengths.decay,
         style=o.lr_decay_style,
-        wsd_tail=(o.lr_wsd_decay_samples or (o.lr_wsd_decay_iters or 0) * batch) * unit,
+        wsd_tail=lengths.tail,
         wsd_style=o.lr_wsd_decay_style,
         start_decay=o.weight_decay if constant else o.start_weight_decay or 0.0,
         end_decay=o.weight_decay if constant else o.end_weight_decay or 0.0,
         decay_style=o.weight_decay_incr_style,
-        total=train_samples * unit,
-        in_tokens=in_tokens,
+        total=lengths.total,
+        in_tokens=lengths.in_tokens,
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from gptpar.command import positive_float, positive_int
 from gptpar.config.flags import ParsedFlags, parse_flags
-from gptpar.config.validate import out_of_range
+from gptpar.config.ranges import range_problems
+from gptpar.config.schedule_lengths import without_lengths
 from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GPUS, make_cluster
 from gptpar.plan.planner import Planner, search
@@ -59,7 +60,7 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
     if config.batch.train_iters is None and not (config.batch.train_samples or config.batch.train_tokens):
         config = config.update("batch", **_length(parsed))
     nothing = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
-    config = config.update("data", mock_data=True, **nothing)
+    config = without_lengths(config.update("data", mock_data=True, **nothing))
     config = config.update("checkpoint", load=None, save=None, save_interval=None, ckpt_step=None, finetune=False)
     config = config.update("logging", eval_iters=0, skip_train=False)
     return dataclasses.replace(parsed, config=config)
@@ -77,8 +78,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
         ConfigError: mistakes in the words of the command line.
     """
     parsed = _with_defaults(parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags))
-    problems = [*parsed.problems, *out_of_range(parsed.config)]
-    if parsed.rest.search and parsed.config.batch.global_batch_size is None:
+    problems = [*parsed.problems, *range_problems(parsed.config)]
+    batch = parsed.config.batch
+    if parsed.rest.search and batch.global_batch_size is None and batch.step_batch_size_schedule is None:
         problems.append("--search needs --global-batch-size: layouts are compared at the same batch.")
     if problems:
         raise ConfigError(problems)

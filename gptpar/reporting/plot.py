@@ -14,6 +14,7 @@ from gptpar.command import Parser
 from gptpar.errors import GptparError
 from gptpar.reporting.banner import format_count
 from gptpar.reporting.metrics_file import FILE_NAME, read_metrics
+from gptpar.reporting.series import series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,16 +53,16 @@ def load_run(path: Path, name: str) -> Run:
     keys = ("lm_loss", "learning_rate", "grad_norm", "tokens_per_s")
     return Run(
         name=name,
-        iteration=_column(training, "iteration"),
-        tokens=_column(training, "consumed_tokens"),
-        series={key: _column(training, key) for key in keys},
-        validation_iteration=_column(evaluated, "iteration"),
-        validation_loss=_column(evaluated, "validation_loss"),
+        iteration=_column(file, training, "iteration"),
+        tokens=_column(file, training, "consumed_tokens"),
+        series={key: _column(file, training, key) for key in keys},
+        validation_iteration=_column(file, evaluated, "iteration"),
+        validation_loss=_column(file, evaluated, "validation_loss"),
     )
 
 
-def _column(objects: list[dict[str, Any]], key: str) -> Values:
-    return np.array([np.nan if (v := o.get(key)) is None else v for o in objects], dtype=np.float64)
+def _column(file: Path, objects: list[dict[str, Any]], key: str) -> Values:
+    return np.array([np.nan if value is None else value for value in series(file, objects, key)], dtype=np.float64)
 
 
 def smooth(x: Values, values: Values) -> tuple[Values, Values]:

@@ -10,6 +10,7 @@ from gptpar.data.build import unigram_entropy
 from gptpar.data.indexed import IndexedDataset
 from gptpar.errors import GptparError
 from gptpar.reporting.metrics_file import FILE_NAME, read_metrics
+from gptpar.reporting.series import series
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -32,13 +33,16 @@ def last_tenth(losses: list[float]) -> float:
 def main(argv: list[str]) -> int:
     """Print first and last losses and, with a data set, how far they lie below its unigram entropy."""
     args = make_parser().parse_args(argv)
+    if args.entropy_only and not args.data_path:
+        raise GptparError("--entropy-only needs --data-path PREFIX, the data set whose entropy is asked for")
     entropy = unigram_entropy(IndexedDataset(args.data_path)) if args.data_path else None
     if args.entropy_only:
         print(f"{entropy:.4f}")
         return 0
-    losses = [line["lm_loss"] for line in read_metrics(args.run / FILE_NAME) if line.get("lm_loss") is not None]
+    file = args.run / FILE_NAME
+    losses = [loss for loss in series(file, read_metrics(file), "lm_loss") if loss is not None]
     if not losses:
-        raise GptparError(f"{args.run / FILE_NAME} holds no finished step")
+        raise GptparError(f"{file} holds no finished step")
     reached = last_tenth(losses)
     print(f"loss: {losses[0]:.3f} at the start, {reached:.3f} on average over the last tenth of {len(losses)} steps")
     if entropy is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gptpar.command import positive_float, positive_int
 from gptpar.config.flags import ParsedFlags, flag_name
-from gptpar.config.validate import out_of_range
+from gptpar.config.ranges import range_problems
 from gptpar.errors import ConfigError
 from gptpar.launch import is_worker, workers_wanted
 from gptpar.plan.hardware import GPUS
@@ -142,7 +142,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
 
 
 def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
-    problems = [*parsed.problems, *out_of_range(parsed.config), *choices.contradictions(parsed)]
+    problems = [*parsed.problems, *range_problems(parsed.config), *choices.contradictions(parsed)]
     if is_worker():
         problems.append("--sweep starts the processes itself: run it without torchrun.")
     if problems:

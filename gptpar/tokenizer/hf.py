@@ -41,6 +41,8 @@ class HFTokenizer(TokenizerBase):
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise TokenizerError(f"{path} holds no token: its vocabulary is empty; take the model's own tokenizer.json")
         self.vocab_size = max(vocab.values()) + 1
         self.eod = _find_eod(path, vocab)
 

@@ -32,25 +32,36 @@ from gptpar.training.trainer import Trainer
 
 @contextmanager
 def memory_explained(config: Config) -> Iterator[None]:
-    """Turn torch's out-of-memory error, of a GPU or of the host, into one that says what to change.
+    """Turn an out-of-memory error, of a GPU or of the host, into one that says what to change.
 
     Raises:
         GptparError: in its place.
     """
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            full = f"the GPU's memory is full ({format_bytes(torch.cuda.max_memory_allocated())} were in use)"
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError):
+            full = (
+                f"this machine's memory is full (a very long run's order of samples needs some){_lower_offload(config)}"
+            )
+        elif isinstance(error, torch.OutOfMemoryError):
+            full = f"the GPU's memory is full ({format_bytes(torch.cuda.max_memory_allocated())} were in use):"
         elif "can't allocate memory" in str(error):  # the CPU's allocator has no exception of its own
-            full = "this machine's memory is full"
+            full = f"this machine's memory is full{_lower_offload(config)}"
         else:
             raise
         raise GptparError(
-            f"{full}: lower --micro-batch-size {config.batch.micro_batch_size}, add --recompute-granularity full, "
+            f"{full} lower --micro-batch-size {config.batch.micro_batch_size}, add --recompute-granularity full, "
             f"shorten --seq-length {config.model.seq_length}, or choose a smaller model. "
-            f"torch says: {str(error).splitlines()[0]}"
+            f"What failed: {(str(error) or type(error).__name__).splitlines()[0]}"
         ) from error
+
+
+def _lower_offload(config: Config) -> str:
+    """What may have filled the host beside the model: state that was moved there, with its second copy."""
+    return (
+        ": set --offload-speculation off or a lower --cpu-optimizer-ratio, or" if config.offload.cpu_optimizer else ":"
+    )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from gptpar.config import Config
 from gptpar.config.derive import Derived
 from gptpar.errors import GptparError
 from gptpar.model.flops import Shape, flops_per_token, num_parameters
+from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.module import LayerSplit
 from gptpar.pipeline.schedules import idle_share, simulate
 from gptpar.plan.job import Job
@@ -107,14 +108,36 @@ def _run(config: Config, plan: BatchPlan) -> list[Row]:
             f"{plan.num_iterations():,} steps",
             f"{plan.train_samples:,} samples, {format_count(tokens)} tokens",
         ),
-        Row("learning rate", f"{o.lr} to {o.min_lr}, {o.lr_decay_style}"),
+        Row("learning rate", f"{o.lr} to {o.min_lr}, {o.lr_decay_style}", _last_rate(config, plan)),
+        *_growth(config, plan),
     ]
-    if plan.start != plan.full:
-        text = f"from {plan.start} by {plan.increment} to {plan.full} over {plan.ramp_samples:,} samples"
-        rows.append(Row("batch ramp-up", text))
     if config.checkpoint.save:
         rows.append(Row("run folder", config.checkpoint.save, "checkpoints, metrics.jsonl, TensorBoard"))
     return rows
+
+
+def _last_rate(config: Config, plan: BatchPlan) -> str:
+    """What the schedule comes to: a run may be shorter than its decay, or than its warm-up."""
+    if config.logging.skip_train:
+        return ""
+    schedule = make_schedule(config, plan.train_samples)
+    end = plan.sizes.samples_after(plan.num_iterations() - plan.done.iteration - 1, plan.done.consumed_samples)
+    in_unit = end * (config.model.seq_length or 1) if schedule.in_tokens else end
+    return f"{schedule.learning_rate(in_unit):.3g} in the last step"
+
+
+def _growth(config: Config, plan: BatchPlan) -> list[Row]:
+    """How the batch grows, where it does."""
+    batch, length = config.batch, config.model.seq_length or 1
+    if batch.batch_sizes is not None:
+        sizes = ", ".join(f"{size} from {format_count(first * length)} tokens on" for first, size in batch.batch_sizes)
+        beyond = [size for first, size in batch.batch_sizes if first >= plan.train_samples]
+        note = f"the run ends before {', '.join(map(str, beyond))}" if beyond else ""
+        return [Row("batch size schedule", sizes, note)]
+    if batch.rampup_batch_size is not None:
+        start, increment, samples = batch.rampup_batch_size
+        return [Row("batch ramp-up", f"from {start} by {increment} to {plan.full} over {samples:,} samples")]
+    return []
 
 
 def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit) -> list[Row]:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gptpar.config import BatchConfig
+from gptpar.config.batch_sizes import BatchSizes, run_samples
 from gptpar.training.progress import Progress
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batch sizes as a function of the samples consumed so far.
+    """A run's steps as a function of the samples consumed so far.
 
-    With a ramp, the batch grows from ``start`` by ``increment`` in equal spans of the first ``ramp_samples`` samples
-    (Megatron's rule), and is ``full`` afterwards.
+    Attributes:
+        sizes: of the batches.
+        train_samples: consumed when the run is over; what is left over is less than a batch.
+        train_iters: the last step of a run that is measured in steps; ``train_samples`` may end it earlier.
+        done: where the run goes on.
     """
 
-    full: int
-    start: int
-    increment: int
-    ramp_samples: int
+    sizes: BatchSizes
     train_samples: int
     train_iters: int | None = None
+    done: Progress = field(default_factory=Progress)
 
     @staticmethod
     def of(batch: BatchConfig, done: Progress | None = None) -> BatchPlan:
@@ -31,36 +33,25 @@ class BatchPlan:
             done: where the run goes on; its batches so far may have had another size.
         """
         done = done or Progress()
-        full = batch.global_batch_size
-        assert full is not None
-        start, increment, ramp = batch.rampup_batch_size or (full, 1, 0)
-        if batch.train_iters is None:
-            return BatchPlan(full, start, increment, ramp, batch.train_samples or 0)
-        total = done.consumed_samples + max(0, batch.train_iters - done.iteration) * full
-        return BatchPlan(full, start, increment, ramp, total, batch.train_iters)
+        total = run_samples(batch, done.iteration, done.consumed_samples)
+        return BatchPlan(BatchSizes.of(batch), total, batch.train_iters, done)
+
+    @property
+    def full(self) -> int:
+        """The batch that the sizes end with; evaluations read as many samples at once."""
+        return self.sizes.last
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Samples in the step that starts after ``consumed_samples``."""
-        if self.start == self.full or consumed_samples > self.ramp_samples:
-            return self.full
-        span = self.ramp_samples / ((self.full - self.start) / self.increment)
-        return min(self.full, self.start + int(consumed_samples / span) * self.increment)
+        return self.sizes.at(consumed_samples)
 
     def finished(self, done: Progress) -> bool:
-        """Whether no step is left: by the count of steps where the run is given in steps, else by samples."""
-        if self.train_iters is not None:
-            return done.iteration >= self.train_iters
-        return not self._has_room(done.consumed_samples)
-
-    def _has_room(self, consumed_samples: int) -> bool:
-        return consumed_samples + self.global_batch_size(consumed_samples) <= self.train_samples
+        """Whether no step is left: the last one is taken, or what is left of the samples is less than a batch."""
+        if self.train_iters is not None and done.iteration >= self.train_iters:
+            return True
+        return done.consumed_samples + self.global_batch_size(done.consumed_samples) > self.train_samples
 
     def num_iterations(self) -> int:
         """Steps in the whole run."""
-        if self.train_iters is not None:
-            return self.train_iters
-        consumed = steps = 0
-        while consumed <= self.ramp_samples and self._has_room(consumed):
-            consumed += self.global_batch_size(consumed)
-            steps += 1
-        return steps + max(0, self.train_samples - consumed) // self.full
+        last = self.done.iteration + self.sizes.steps_within(self.train_samples, self.done.consumed_samples)
+        return last if self.train_iters is None else min(last, self.train_iters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -15,8 +16,11 @@ import torch.distributed as dist
 
 from gptpar.command import not_negative_int, positive_int
 from gptpar.config import Config
+from gptpar.config.batch_sizes import BatchSizes, read_schedule
+from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.graph import wants_graph
+from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
 from gptpar.launch import is_worker, start_workers, workers_wanted
 from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
@@ -29,7 +33,8 @@ from gptpar.training.run import Run
 
 DESCRIPTION = """Time training steps on synthetic tokens with any of pretrain's flags, and print one JSON line with the
 median step. Both MFUs divide by the device's dense peak: mfu counts attention over the full square,
-12 x layers x width x length a token; mfu_causal counts half of it."""
+12 x layers x width x length a token; mfu_causal counts half of it. All steps have the batch that a ramp-up or a
+schedule of batch sizes ends with, and no warm-up."""
 
 
 class _Times:
@@ -91,9 +96,26 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
     if config.optimizer.lr is None:
         config = config.update("optimizer", lr=3e-4)
     config = config.update("data", mock_data=True, data_path=None)
+    config, derived = _of_one_size(without_lengths(config))
     config = config.update("batch", train_iters=steps, train_samples=None, train_tokens=None)
     config = config.update("logging", eval_iters=0, log_interval=max(1, steps))
-    return dataclasses.replace(parsed, config=config)
+    return dataclasses.replace(parsed, config=config, derived=[*parsed.derived, *derived])
+
+
+def _of_one_size(config: Config) -> tuple[Config, list[Derived]]:
+    """Steps of several sizes have no median: the size that the run ends with is timed."""
+    batch, derived = config.batch, []
+    if batch.rampup_batch_size is not None:
+        config = config.update("batch", rampup_batch_size=None)
+        derived = [Derived("rampup batch size", "none", "the batch that the ramp ends with is timed")]
+    if batch.step_batch_size_schedule is not None:
+        with contextlib.suppress(ValueError):  # told when the configuration is resolved
+            last = BatchSizes(read_schedule(batch.step_batch_size_schedule, 1)).last
+            same = batch.global_batch_size or last  # told, too, where it is another one
+            if same == last:
+                config = config.update("batch", step_batch_size_schedule=None, global_batch_size=last)
+                derived.append(Derived("global batch size", last, "timed: the last of --step-batch-size-schedule"))
+    return config, derived
 
 
 def _traces(parsed: ParsedFlags) -> bool:

@@ -50,3 +50,20 @@ def test_only_the_first_worker_tells_of_ctrl_c(
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert command.run(interrupted, []) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["preprocess", "--input", "", "--output-prefix", "x", "--tokenizer-type", "ByteLevelTokenizer"],
+        ["merge", "--input", "a", "", "--output-prefix", "x"],
+        ["inspect", ""],
+        ["summary", "run", "--data-path", ""],
+        ["plot", "run", "--output", " "],
+    ],
+)
+def test_an_empty_path_is_an_unset_variable_to_every_verb(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert "is empty, perhaps by an unset shell variable: set it, or leave the flag out" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_flags_keep_megatrons_spellings() -> None:
     words = (
         "--override-opt_param-scheduler --layernorm-epsilon 1e-6 --no-log-learnig-rate-to-tensorboard --normalization "
         "rmsnorm --disable-bias-linear --rampup-batch-size 32 32 1953125 --train-samples 439453125 --lr 3.0e-4 "
-        "--exit-duration-in-mins 30000000 --use-flash-attn --attention-backend flash --data-impl mmap --num-experts 1 2"
+        "--exit-duration-in-mins 30000000 --use-flash-attn --attention-backend flash --data-impl mmap --num-experts 1"
     )
     parsed = parse_flags(words.split())
     c = parsed.config

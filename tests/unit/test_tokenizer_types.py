@@ -109,3 +109,12 @@ def test_a_file_that_is_no_model(name: str, tmp_path: Path):
     assert tokenizer_problems(name, tokenizer_model=str(tmp_path)) == [
         f"--tokenizer-model {tmp_path} holds no tokenizer.json"
     ]
+
+
+def test_an_hf_tokenizer_without_tokens_is_told(tmp_path: Path):
+    pytest.importorskip("tokenizers")
+    model = {"type": "WordLevel", "vocab": {}, "unk_token": "x"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="holds no token: its vocabulary is empty; take the model's own"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))

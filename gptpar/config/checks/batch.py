@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gptpar.config import Config
+from gptpar.config import BatchConfig, Config
+from gptpar.config.batch_sizes import BatchSizes, read_schedule, run_samples
+from gptpar.config.fields import Missing
+
+MAX_INCREMENTS = 10_000
+MAX_TOKENS = 10**18
+"""Positions in the data are 64-bit numbers; beyond this not even a sum of them would fit."""
 
 
 def check_batch(config: Config, world_size: int) -> Iterator[str]:
@@ -12,6 +18,7 @@ def check_batch(config: Config, world_size: int) -> Iterator[str]:
     b = config.batch
     data_parallel = config.parallel.data_parallel_size(world_size)
     steps = b.gradient_accumulation_steps
+    yield from _schedule(config, data_parallel)
     if b.micro_batch_size is None and b.global_batch_size and steps and steps > 0:
         yield (
             f"--global-batch-size {b.global_batch_size} is not a multiple of --gradient-accumulation-steps {steps} x "
@@ -20,9 +27,11 @@ def check_batch(config: Config, world_size: int) -> Iterator[str]:
         )
         return
     if b.micro_batch_size is None:
-        yield "--micro-batch-size is missing: the number of samples one process runs at once, for example 4."
+        yield Missing("--micro-batch-size is missing: the number of samples one process runs at once, for example 4.")
         return
-    unit = max(1, b.micro_batch_size) * data_parallel
+    unit = b.micro_batch_size * data_parallel
+    if b.batch_sizes is not None:
+        return
     if b.global_batch_size is not None and b.global_batch_size % unit:
         yield (
             f"--global-batch-size {b.global_batch_size} is not a multiple of --micro-batch-size "
@@ -47,6 +56,12 @@ def _rampup(ramp: tuple[int, ...], target: int, unit: int) -> Iterator[str]:
     if min(ramp) < 1 or start > target:
         yield f"--rampup-batch-size {start} {increment} {samples}: positive numbers and a start <= {target} are needed."
         return
+    if (target - start) // increment > MAX_INCREMENTS:
+        count = (target - start) // increment
+        yield (
+            f"--rampup-batch-size: from {start} to {target} by {increment} is {count:,} steps; at most "
+            f"{MAX_INCREMENTS:,} can be: choose a larger increment."
+        )
     if (target - start) % increment:
         yield f"--rampup-batch-size: from {start} to {target} is not a whole number of steps of {increment}."
     if start % unit or increment % unit:
@@ -56,19 +71,84 @@ def _rampup(ramp: tuple[int, ...], target: int, unit: int) -> Iterator[str]:
         )
 
 
+def _schedule(config: Config, data_parallel: int) -> Iterator[str]:
+    """--step-batch-size-schedule: whether it can be read, each of its sizes be cut, and nothing contradicts it."""
+    b, name = config.batch, "--step-batch-size-schedule"
+    if b.step_batch_size_schedule is None:
+        return
+    if b.rampup_batch_size is not None:
+        yield f"{name} and --rampup-batch-size both say how the batch grows: keep one."
+    if b.gradient_accumulation_steps is not None:
+        yield f"--gradient-accumulation-steps is the same for all steps, which {name} is not: drop one of them."
+    if not config.model.seq_length:
+        return
+    try:
+        sizes = BatchSizes(read_schedule(b.step_batch_size_schedule, config.model.seq_length))
+    except ValueError as error:
+        yield f"{name}: {error}."
+        return
+    unit = (b.micro_batch_size or 0) * data_parallel
+    if unit and (uneven := [size for _, size in sizes.steps if size % unit]):
+        yield (
+            f"{name}: {', '.join(map(str, uneven))}: not a multiple of --micro-batch-size {b.micro_batch_size} x "
+            f"{data_parallel} data-parallel process(es) = {unit}; choose such sizes (a run that is past the first ones "
+            "may begin with the one it has reached)."
+        )
+    if b.global_batch_size != sizes.last:
+        yield (
+            f"--global-batch-size {b.global_batch_size} is not the last size {sizes.last} of {name}: drop it, or make "
+            "them agree."
+        )
+
+
 def check_duration(config: Config) -> Iterator[str]:
     """How long to train, and when to save."""
     b, c = config.batch, config.checkpoint
-    spans = {"--train-iters": b.train_iters, "--train-samples or --train-tokens": b.train_samples}
-    given = [name for name, value in spans.items() if value is not None]
     if config.logging.skip_train:
         if not c.load:
             yield "--skip-train evaluates a checkpoint: give --load."
-    elif not given:
-        yield "how long to train is not said: give --train-iters, --train-samples or --train-tokens."
-    elif len(given) > 1:
-        yield f"how long to train is said twice ({' and '.join(given)}): keep one."
+    elif b.train_iters is None and b.train_samples is None and b.train_tokens is None:
+        yield Missing("how long to train is not said: give --train-iters, --train-samples or --train-tokens.")
+    elif b.train_iters is not None and b.train_samples is not None:
+        yield "how long to train is said twice (--train-iters and --train-samples): keep one."
     if b.rampup_batch_size is not None and b.train_iters is not None:
-        yield "--rampup-batch-size needs --train-samples or --train-tokens: with it, steps differ in size."
+        yield "--rampup-batch-size needs --train-samples or --train-tokens alone: with it, steps differ in size."
     if c.save_interval is not None and not c.save:
         yield "--save-interval is given but --save is not: say where to save."
+    yield from _countable(config)
+
+
+def _countable(config: Config) -> Iterator[str]:
+    b, log, length = config.batch, config.logging, config.model.seq_length or 1
+    if b.global_batch_size is None:
+        return
+    samples = b.train_samples or (b.train_iters or 0) * _largest(b)
+    if samples * length > MAX_TOKENS:
+        yield (
+            f"the run would read {samples:.3g} samples x {length:,} tokens, more than the {MAX_TOKENS:.0e} that can be "
+            "counted: shorten it, or lower the batch or --seq-length."
+        )
+    turns = (b.train_iters or samples // b.global_batch_size) // (log.eval_interval or 1) + 1
+    if log.eval_iters * turns * b.global_batch_size * length > MAX_TOKENS:
+        yield (
+            f"{turns:.3g} evaluations of --eval-iters {log.eval_iters} would read more than the {MAX_TOKENS:.0e} "
+            "tokens that can be counted: lower it, or raise --eval-interval."
+        )
+
+
+def _largest(batch: BatchConfig) -> int:
+    sizes = [size for _, size in batch.batch_sizes or ()]
+    return max([batch.global_batch_size or 1, *sizes])
+
+
+def check_first_step(config: Config) -> Iterator[str]:
+    """Whether there is anything to train; the batches and the length must be in order."""
+    b = config.batch
+    if config.logging.skip_train or b.global_batch_size is None:
+        return
+    samples, first = run_samples(b), BatchSizes.of(b).at(0)
+    if samples < first:
+        yield (
+            f"the run has no step: it ends after {samples:,} samples, and its first batch has {first:,}: train on "
+            "more, or lower the batch."
+        )

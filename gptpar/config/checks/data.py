@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gptpar.config import Config
+from gptpar.config.fields import Missing
 
 
 def check_data(config: Config) -> Iterator[str]:
@@ -21,7 +22,7 @@ def check_data(config: Config) -> Iterator[str]:
     if any(parts) and d.split is not None:
         yield "--split cuts one --data-path into three; with --train-data-path it has no meaning: drop it."
     if t.tokenizer_type is None and t.vocab_size is None:
-        yield "the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size."
+        yield Missing("the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size.")
     if (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask) and t.tokenizer_type is None:
         yield "--eod-mask-loss and --reset-* need to know the end-of-document id: give --tokenizer-type."
 

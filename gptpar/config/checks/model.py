@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gptpar.config import Config
-from gptpar.config.fields import flag_name
+from gptpar.config.fields import Missing, flag_name
+
+MAX_TOKEN_IDS = 2**31 - 1
+"""Corpora hold token ids in 32 bits."""
+MAX_ELEMENTS = 10**14
+"""Of all parameters, and of one micro-batch's activations in one place; a hundred times what anybody has trained."""
 
 
 def check_model(config: Config) -> Iterator[str]:
@@ -13,9 +18,9 @@ def check_model(config: Config) -> Iterator[str]:
     m = config.model
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(m, name) is None:
-            yield f"the model's {name} is not known: give {flag_name(name)}, or a --preset such as 350M."
+            yield Missing(f"the model's {name} is not known: give {flag_name(name)}, or a --preset such as 350M.")
     hidden, heads = m.hidden_size, m.num_attention_heads
-    if hidden and heads and hidden % heads and m.kv_channels == hidden // heads:
+    if hidden and heads and hidden % heads and m.kv_channels == hidden // heads > 0:
         yield (
             f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: "
             f"use {hidden - hidden % heads} or {hidden - hidden % heads + heads}, or give --kv-channels."
@@ -27,6 +32,7 @@ def check_model(config: Config) -> Iterator[str]:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {m.num_query_groups}; "
             f"divisors of {heads} are {', '.join(str(i) for i in range(1, heads + 1) if heads % i == 0)}."
         )
+    yield from _size(config)
     if m.position_embedding_type == "rope" and m.kv_channels:
         rotated = int(m.kv_channels * m.rotary_percent)
         if rotated % 2 or not 2 <= rotated <= m.kv_channels:
@@ -42,3 +48,29 @@ def check_model(config: Config) -> Iterator[str]:
     for name in ("attention_dropout", "hidden_dropout"):
         if not 0 <= getattr(m, name) < 1:
             yield f"--{name.replace('_', '-')} is {getattr(m, name):g}; it must be at least 0 and less than 1."
+
+
+def _size(config: Config) -> Iterator[str]:
+    """Whether the model can exist at all; whether it fits the memory is known later."""
+    m, vocab_size = config.model, config.tokenizer.vocab_size or 0
+    if vocab_size > MAX_TOKEN_IDS:
+        yield f"--vocab-size is {vocab_size:.3g}; it must be at most {MAX_TOKEN_IDS:,}, as token ids have 32 bits."
+    hidden, layers, length, micro = m.hidden_size, m.num_layers, m.seq_length, config.batch.micro_batch_size or 1
+    if not (hidden and layers and length and m.num_attention_heads and m.kv_channels and m.ffn_hidden_size):
+        return
+    attention = 2 * hidden * m.kv_channels * (m.num_attention_heads + (m.num_query_groups or 1))
+    mlp = (3 if m.swiglu else 2) * hidden * m.ffn_hidden_size
+    rows = max(vocab_size, m.make_vocab_size_divisible_by) + (m.max_position_embeddings or 0)
+    parameters = layers * (attention + mlp) + rows * hidden
+    if parameters > MAX_ELEMENTS:
+        yield (
+            f"the model would have {parameters:.3g} parameters (--num-layers {layers}, --hidden-size {hidden}, "
+            f"--ffn-hidden-size {m.ffn_hidden_size}, {rows:,} rows of embeddings), more than {MAX_ELEMENTS:.0e}: lower "
+            "these."
+        )
+    activation = micro * length * max(hidden, m.ffn_hidden_size, vocab_size)
+    if activation > MAX_ELEMENTS:
+        yield (
+            f"one activation would have {activation:.3g} elements (--micro-batch-size {micro} x --seq-length "
+            f"{length} x the widest layer), more than {MAX_ELEMENTS:.0e}: lower these."
+        )

@@ -1,18 +1,20 @@
-"""The optimizer, its schedules and number formats."""
+"""Learning rate, weight decay and Adam's numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from gptpar.config import Config
-from gptpar.config.graph import graph_obstacles
+from gptpar.config.batch_sizes import BatchSizes, run_samples
+from gptpar.config.fields import Missing, flag_name
+from gptpar.config.schedule_lengths import schedule_lengths
 
 
 def check_schedule(config: Config) -> Iterator[str]:
     """Learning rate, weight decay and Adam's numbers."""
     o, b = config.optimizer, config.batch
     if o.lr is None and not config.logging.skip_train:
-        yield "--lr is missing: the peak learning rate, for example 3e-4."
+        yield Missing("--lr is missing: the peak learning rate, for example 3e-4.")
     elif o.lr is not None and not 0 <= o.min_lr <= o.lr:
         yield f"--min-lr {o.min_lr:g} must lie between 0 and --lr {o.lr:g}."
     if o.lr is not None and not 0 <= o.lr_warmup_init <= o.lr:
@@ -30,12 +32,18 @@ def check_schedule(config: Config) -> Iterator[str]:
         yield "the warm-up is given more than once (iterations or samples, fraction, tokens): keep one."
     if o.lr_warmup_fraction is not None and not 0 <= o.lr_warmup_fraction < 1:
         yield f"--lr-warmup-fraction {o.lr_warmup_fraction:g} must be at least 0 and less than 1."
-    yield from _warmup_is_shorter(config)
     if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None and o.lr_wsd_decay_samples is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
+        yield Missing(
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
+        )
     if o.weight_decay_incr_style != "constant" and (o.start_weight_decay is None or o.end_weight_decay is None):
         yield (
             f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay."
+        )
+    elif o.weight_decay_incr_style == "constant" and (o.start_weight_decay, o.end_weight_decay) != (None, None):
+        yield (
+            "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: add it, or "
+            "give --weight-decay instead."
         )
     elif o.weight_decay_incr_style != "constant" and not 0 <= (o.start_weight_decay or 0) <= (o.end_weight_decay or 0):
         yield (
@@ -48,31 +56,36 @@ def check_schedule(config: Config) -> Iterator[str]:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
 
 
-def _warmup_is_shorter(config: Config) -> Iterator[str]:
-    """The peak rate must be reached before the decay is over."""
-    o, b = config.optimizer, config.batch
-    spans = {
-        "iters": (o.lr_warmup_iters, o.lr_decay_iters or b.train_iters),
-        "samples": (o.lr_warmup_samples, o.lr_decay_samples or b.train_samples),
-        "tokens": (o.lr_warmup_tokens, o.lr_decay_tokens),
-    }
-    for unit, (warmup, decay) in spans.items():
-        if warmup and decay and warmup >= decay:
-            yield f"--lr-warmup-{unit} {warmup} must be less than the decay's {decay}, or --lr is never reached."
+def check_schedule_lengths(config: Config) -> Iterator[str]:
+    """Whether warm-up, decay and WSD's tail fit into each other; the batches and the length must be in order."""
+    o, seq_length = config.optimizer, config.model.seq_length
+    if config.logging.skip_train or not seq_length or config.batch.global_batch_size is None:
+        return
+    lengths = schedule_lengths(config, run_samples(config.batch))
+    warmup, decay = lengths.warmup, lengths.decay
+    given = _given(config, ("lr_warmup_tokens", "lr_warmup_samples", "lr_warmup_iters"))
+    if given and warmup >= decay:
+        name, value = given
+        whole = _in_unit_of(name, config, decay, lengths.in_tokens)
+        yield f"{flag_name(name)} {value} must be less than the decay's {whole}, or --lr is never reached."
+    given = _given(config, ("lr_wsd_decay_samples", "lr_wsd_decay_iters"))
+    if o.lr_decay_style == "WSD" and given and warmup < decay and lengths.tail > decay - warmup:
+        name, value = given
+        ends = (_in_unit_of(name, config, end, lengths.in_tokens) for end in (decay, warmup))
+        yield (
+            f"{flag_name(name)} {value} must be at most what the warm-up leaves of the decay, "
+            f"{' - '.join(map(str, ends))}, or the rate falls as soon as the warm-up is over."
+        )
 
 
-def check_precision(config: Config, world_size: int) -> Iterator[str]:
-    """Number formats and the loss scale."""
-    p = config.precision
-    chosen = [f"--{name}" for name in ("fp16", "bf16", "fp64") if getattr(p, name)]
-    if len(chosen) > 1:
-        yield f"{' and '.join(chosen)} exclude each other: choose one number format."
-    if p.loss_scale is not None and not p.fp16:
-        yield f"--loss-scale {p.loss_scale:g} has a meaning with --fp16 only."
-    if p.initial_loss_scale < p.min_loss_scale:
-        yield (f"--initial-loss-scale {p.initial_loss_scale:g} must be at least --min-loss-scale {p.min_loss_scale:g}.")
-    if p.fp64 and config.parallel.grad_reduce_in_bf16:
-        yield "--grad-reduce-in-bf16 rounds the gradients that --fp64 is to keep exact: drop one of them."
-    if p.cuda_graph == "on":
-        for obstacle in graph_obstacles(config, config.parallel.data_parallel_size(world_size)):
-            yield f"--cuda-graph on: {obstacle}."
+def _given(config: Config, names: tuple[str, ...]) -> tuple[str, int] | None:
+    """The first of these fields that says something, and its value."""
+    return next(((name, value) for name in names if (value := getattr(config.optimizer, name))), None)
+
+
+def _in_unit_of(name: str, config: Config, length: float, in_tokens: bool) -> int:
+    """A length of the schedule in what the field counts: tokens, samples or steps."""
+    if name.endswith("tokens"):
+        return int(length)
+    samples = int(length) // (config.model.seq_length or 1) if in_tokens else int(length)
+    return BatchSizes.of(config.batch).steps_within(samples) if name.endswith("iters") else samples

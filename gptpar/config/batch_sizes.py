@@ -1,0 +1,160 @@
+"""The global batch as a function of the samples consumed. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from itertools import pairwise
+
+from gptpar.config import BatchConfig
+
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+MAX_COUNT = 10**17
+MAX_BATCH = 100_000_000
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Sizes that hold from a sample on, in order; the first holds from sample 0 on.
+
+    A step has the size that holds where it starts; it may end beyond the place where the next size begins.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(batch: BatchConfig) -> BatchSizes:
+        """Of a resolved configuration: a schedule, a growing batch, or one size."""
+        assert batch.global_batch_size is not None
+        if batch.batch_sizes is not None:
+            return BatchSizes(batch.batch_sizes)
+        if batch.rampup_batch_size is not None:
+            start, increment, samples = batch.rampup_batch_size
+            return BatchSizes(tuple(_ramp(start, increment, samples, batch.global_batch_size)))
+        return BatchSizes(((0, batch.global_batch_size),))
+
+    @property
+    def last(self) -> int:
+        """The size that holds to the end."""
+        return self.steps[-1][1]
+
+    def at(self, consumed_samples: int) -> int:
+        """Samples in the step that starts after ``consumed_samples``."""
+        return self.steps[bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1][1]
+
+    def samples_after(self, num_steps: int, consumed_samples: int = 0) -> int:
+        """Samples consumed once ``num_steps`` more steps are taken."""
+        left = max(0, num_steps)
+        for size, count in self._counts(consumed_samples):
+            taken = left if count is None else min(left, count)
+            consumed_samples += taken * size
+            left -= taken
+            if not left:
+                break
+        return consumed_samples
+
+    def steps_within(self, samples: int, consumed_samples: int = 0) -> int:
+        """Whole steps that can be taken before more than ``samples`` are consumed."""
+        num_steps = 0
+        for size, count in self._counts(consumed_samples):
+            room = max(0, samples - consumed_samples) // size
+            taken = room if count is None else min(room, count)
+            num_steps += taken
+            consumed_samples += taken * size
+            if taken != count:
+                break
+        return num_steps
+
+    def _counts(self, consumed: int) -> Iterator[tuple[int, int | None]]:
+        """(size, number of steps that start with it) from a place on; ``None``: without end."""
+        for (_, size), (end, _) in pairwise(self.steps):
+            if consumed < end:
+                count = -(-(end - consumed) // size)
+                yield size, count
+                consumed += count * size
+        yield self.last, None
+
+
+def run_samples(batch: BatchConfig, steps_done: int = 0, consumed_samples: int = 0) -> int:
+    """Samples after which a run is over.
+
+    Args:
+        batch: of a resolved configuration.
+        steps_done, consumed_samples: where the run goes on; its batches so far may have had another size.
+    """
+    if batch.train_iters is None:
+        return batch.train_samples or 0
+    samples = BatchSizes.of(batch).samples_after(batch.train_iters - steps_done, consumed_samples)
+    return samples if batch.sample_limit is None else min(samples, batch.sample_limit)
+
+
+def _ramp(start: int, increment: int, samples: int, full: int) -> Iterator[tuple[int, int]]:
+    """Megatron's growing batch: ``start + int(consumed / span) * increment``, ``full`` beyond the ramp's samples."""
+    yield 0, start
+    count = (full - start) // increment
+    for number in range(1, count + 1):
+        span = samples / count
+        first = int(number * span)
+        # The first whole number for which Megatron's own division, in floating point, gives this number.
+        while int(first / span) >= number:
+            first -= 1
+        while int(first / span) < number:
+            first += 1
+        yield min(first, samples + 1), start + number * increment
+
+
+def read_schedule(words: Sequence[str], seq_length: int) -> tuple[tuple[int, int], ...]:
+    """``0:16 2.4B:320`` as (first sample, size), in order; Megatron-LM's format, whose thresholds are tokens.
+
+    Raises:
+        ValueError: every reason why it is none, as parts of a sentence.
+    """
+    problems: list[str] = []
+    found: list[tuple[int, int]] = []
+    for entry in " ".join(words).replace(",", " ").split():
+        threshold, colon, size = entry.partition(":")
+        try:
+            if not colon:
+                raise ValueError("TOKENS:SIZE is needed, for example 2.4B:320")
+            found.append((_count(threshold, MAX_COUNT) // seq_length, _whole_batch(size)))
+        except ValueError as error:
+            problems.append(f"{entry[:40]!r}: {error}")
+    found.sort()
+    if not problems:
+        problems += _order_problems(found, seq_length)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return tuple(found)
+
+
+def _order_problems(found: Sequence[tuple[int, int]], seq_length: int) -> Iterator[str]:
+    if not found or found[0][0] != 0:
+        yield "the first size must begin at 0 tokens, for example 0:16"
+    for (first, size), (again, other) in pairwise(found):
+        if first == again:
+            yield f"the sizes {size} and {other} begin at the same sample ({first:,}, of {seq_length:,} tokens each)"
+
+
+def _whole_batch(text: str) -> int:
+    size = _count(text, MAX_BATCH)
+    if size < 1:
+        raise ValueError("a size must be at least 1")
+    return size
+
+
+def _count(text: str, most: int) -> int:
+    """A whole number, which may be written as 2.4B or 5e8."""
+    scale = SUFFIXES.get(text[-1:].upper(), 1)
+    try:
+        number = Decimal(text if scale == 1 else text[:-1])
+    except InvalidOperation:
+        number = Decimal("nan")
+    if not number.is_finite():
+        raise ValueError(f"{text[:40]!r} is not a number, with K, M, B or T behind it if need be")
+    if not 0 <= number <= most or number * scale > most:
+        raise ValueError(f"{text[:40]} is not between 0 and {most:,}")
+    if number * scale % 1 != 0:
+        raise ValueError(f"{text[:40]} is not a whole number")
+    return int(number * scale)

@@ -1,0 +1,64 @@
+"""Numbers beyond the limits that their flags declare. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from gptpar.config import Config
+from gptpar.config.fields import flag_name
+
+MAX_WHOLE = 2**63 - 1
+"""What torch and numpy keep a whole number in."""
+MAX_FLOAT = 3.4e38
+"""What fits 32 bits: a larger rate or scale is infinite in the arithmetic that uses it."""
+
+
+def out_of_range(config: Config) -> dict[str, str]:
+    """``section.field`` of each number that is too small or too large -> a part of a sentence that says so."""
+    found = {}
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for spec in dataclasses.fields(values):
+            if spec.metadata and (problem := _problem(getattr(values, spec.name), spec.metadata)):
+                found[f"{section.name}.{spec.name}"] = problem
+    return found
+
+
+def _problem(value: Any, limits: Any) -> str:
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        most = limits["most"] or (MAX_WHOLE if isinstance(number, int) else MAX_FLOAT)
+        if limits["least"] is not None and number < limits["least"]:
+            return f"is {_short(number)}; it must be at least {limits['least']}"
+        if limits["above"] is not None and number <= limits["above"]:
+            return f"is {_short(number)}; it must be more than {limits['above']}"
+        if abs(number) > most:
+            return f"is {_short(number)}; it must be at most {most:,}"
+    return ""
+
+
+def _short(number: float) -> str:
+    """A number of any size, in few characters."""
+    return f"{number:g}" if abs(number) <= sys.float_info.max else f"a number of {len(str(abs(number)))} digits"
+
+
+def range_problems(config: Config) -> list[str]:
+    """One sentence for each number out of range."""
+    return [f"{_flag(name)} {problem}." for name, problem in out_of_range(config).items()]
+
+
+def with_defaults(config: Config, names: Iterable[str]) -> Config:
+    """A copy in which these fields (``section.field``) are as if they had not been given."""
+    for name in names:
+        section, field = name.split(".")
+        config = config.update(section, **{field: getattr(getattr(Config(), section), field)})
+    return config
+
+
+def _flag(name: str) -> str:
+    return flag_name(name.split(".")[1])

@@ -1,0 +1,67 @@
+"""How long the parts of the learning-rate schedule are, in one unit. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config import Config, OptimizerConfig
+from gptpar.config.batch_sizes import BatchSizes
+
+
+@dataclass(frozen=True)
+class ScheduleLengths:
+    """All in samples, or in tokens where one of the flags that count tokens is given.
+
+    Attributes:
+        warmup: until the peak rate.
+        decay: until the lowest rate, warm-up included.
+        tail: of WSD's decay, which ends where ``decay`` does.
+        total: of the run.
+    """
+
+    warmup: float
+    decay: float
+    tail: float
+    total: float
+    in_tokens: bool
+
+
+LENGTHS = (
+    *(f"lr_{part}_{unit}" for part in ("decay", "warmup") for unit in ("iters", "samples", "tokens")),
+    *("lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+)
+"""Fields of the optimizer's section that say how long a part of the schedule is."""
+
+
+def without_lengths(config: Config) -> Config:
+    """For a few steps that are no run: nothing is warmed up, and what decays does so over these steps."""
+    default = OptimizerConfig()
+    if config.optimizer.lr_decay_style == "WSD":  # cannot be without a length
+        config = config.update("optimizer", lr_decay_style="constant")
+    return config.update("optimizer", **{name: getattr(default, name) for name in LENGTHS})
+
+
+def schedule_lengths(config: Config, train_samples: int) -> ScheduleLengths:
+    """Translate the flags; steps are as many samples as the batches of the run's first steps hold.
+
+    Args:
+        config: a resolved configuration.
+        train_samples: samples in the whole run.
+    """
+    o, seq_length = config.optimizer, config.model.seq_length
+    assert seq_length
+    sizes = BatchSizes.of(config.batch)
+    after = sizes.samples_after
+    in_tokens = o.lr_decay_tokens is not None or o.lr_warmup_tokens is not None
+    unit = seq_length if in_tokens else 1
+    decay: float = (o.lr_decay_samples or after(o.lr_decay_iters or 0) or train_samples) * unit
+    if o.lr_decay_tokens is not None:
+        decay = o.lr_decay_tokens
+    warmup: float = (o.lr_warmup_samples or after(o.lr_warmup_iters)) * unit
+    if o.lr_warmup_tokens is not None:
+        warmup = o.lr_warmup_tokens
+    elif o.lr_warmup_fraction is not None:
+        warmup = o.lr_warmup_fraction * decay
+    end, last_steps = o.lr_decay_iters or config.batch.train_iters or 0, o.lr_wsd_decay_iters or 0
+    tail = o.lr_wsd_decay_samples or after(end) - after(end - last_steps) + max(0, last_steps - end) * sizes.at(0)
+    return ScheduleLengths(warmup, decay, tail * unit, train_samples * unit, in_tokens)

@@ -1,0 +1,37 @@
+"""One number from each line of a ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gptpar.errors import GptparError
+
+MAX_FLOAT = 3.4e38
+"""A run's numbers come from 32 bits; nothing can be drawn or averaged beside larger ones."""
+
+
+def series(file: Path, objects: Iterable[dict[str, Any]], key: str) -> list[float | None]:
+    """The values of a key; ``None`` where a line has none, or one that 32 bits cannot hold.
+
+    Raises:
+        GptparError: a value that is no number; says in which iteration.
+    """
+    return [_number(file, line, key) for line in objects]
+
+
+def _number(file: Path, line: dict[str, Any], key: str) -> float | None:
+    value = line.get(key)
+    if value is None:
+        return None
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    except OverflowError:
+        number = None
+    if number is None:
+        raise GptparError(
+            f"{file}: {key} of iteration {str(line['iteration'])[:20]} is {repr(value)[:60]}, not a number: repair or "
+            "delete the line"
+        )
+    return number if abs(number) <= MAX_FLOAT else None  # also of NaN

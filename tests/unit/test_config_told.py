@@ -1,0 +1,210 @@
+"""Flags whose values cannot be, or would be ignored: what is told, and what is not told besides."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.validate import resolve
+from gptpar.errors import ConfigError
+from tests.helpers import TINY
+
+MODEL = TINY.replace("--train-iters 20 ", "")
+
+
+def problems(words: str | list[str], start: str = TINY) -> list[str]:
+    try:
+        resolve(parse_flags([*start.split(), *(words.split() if isinstance(words, str) else words)]), 1)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+# --- values that cannot be read -------------------------------------------------------------------------------------
+
+
+def test_all_problems_of_a_line_are_told_beside_a_word_among_numbers() -> None:
+    flags = "--train-samples 9 --rampup-batch-size 16 x 1000 --num-layer 3 --hidden-size 34"
+    assert problems(flags, MODEL) == [
+        "--rampup-batch-size x: a whole number is needed.",
+        "unknown flag --num-layer; did you mean --num-layers?",
+        "--hidden-size 34 is not divisible by --num-attention-heads 4: use 32 or 36, or give --kv-channels.",
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load", "--tensorboard-dir", "--data-path", "--wandb-project", "--seed"])
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_text_is_an_unset_variable(flag: str, text: str) -> None:
+    (problem,) = problems([flag, text])
+    assert problem.startswith(f"{flag}") and "perhaps by an unset shell variable: set it, or leave the flag" in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--micro-batch-size x", "--micro-batch-size x: a whole number is needed."),
+        ("--num-layers 0", "--num-layers is 0; it must be at least 1."),
+        ("--lr y", "--lr y: a number is needed."),
+        ("--train-iters 1e99", "--train-iters is 1e+99; it must be at most 10,000,000,000."),
+        ("--vocab-size -1", "--vocab-size is -1; it must be at least 1."),
+    ],
+)
+def test_a_refused_flag_is_not_called_missing_besides(flags: str, told: str) -> None:
+    name = flags.split()[0]
+    start = " ".join(f"--{words}" for words in TINY.removeprefix("--").split(" --") if f"--{words.split()[0]}" != name)
+    assert problems(flags, start) == [told]
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--hidden-size 1e18", "--hidden-size is 1e+18; it must be at most 1,000,000."),
+        ("--seq-length 1e11", "--seq-length is 1e+11; it must be at most 100,000,000."),
+        ("--num-attention-heads 1e18", "--num-attention-heads is 1e+18; it must be at most 100,000."),
+        ("--vocab-size 1e18", "--vocab-size is 1e+18; it must be at most 2,147,483,647, as token ids have 32 bits."),
+        ("--lr 1e300", "--lr is 1e+300; it must be at most 3.4e+38."),
+        ("--distributed-timeout-minutes 1e30", "--distributed-timeout-minutes is 1e+30; it must be at most 1,000,000."),
+        ("--exit-interval 9223372036854775808", "it must be at most 9,223,372,036,854,775,807."),
+        (
+            "--num-layers 10000 --hidden-size 1000000",
+            "the model would have 1.2e+17 parameters (--num-layers 10000, --hid",
+        ),
+        (
+            "--micro-batch-size 1000000 --seq-length 100000000",
+            "one activation would have 1.28e+16 elements (--micro-ba",
+        ),
+        (
+            "--train-iters 1e10 --global-batch-size 100000000",
+            "the run would read 1e+18 samples x 16 tokens, more than t",
+        ),
+        ("--eval-iters 1e17 --eval-interval 1", "21 evaluations of --eval-iters 100000000000000000 would"),
+    ],
+)
+def test_sizes_that_nobody_can_mean_are_told(flags: str, told: str) -> None:
+    found = problems(flags)
+    assert any(told in problem for problem in found), found
+
+
+def test_a_derived_size_is_held_to_its_flags_limits() -> None:
+    assert problems("--swiglu --hidden-size 16") == [
+        "--ffn-hidden-size follows from 8/3 x hidden for SwiGLU, a multiple of 64 and is 0; it must be at least 1: "
+        "give it, or other numbers."
+    ]
+    assert problems("--swiglu --hidden-size 24") == []
+    assert problems("--hidden-size 2") == [
+        "--kv-channels follows from hidden / heads and is 0; it must be at least 1: give it, or other numbers."
+    ]
+    assert len(problems("--swiglu --hidden-size 16 --lr-warmup-iters 99 --zero-stage 9")) == 3
+
+
+# --- mixture-of-experts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 8",
+        "--num-experts 8 8 8",
+        "--num-experts 1 2",
+        "--num-experts",
+        "--num-experts=128",
+        "--moe-expert-parallel-size 8",
+        "--expert-model-parallel-size 2",
+        "--mlp-type residual",
+        "--moe-router-topk 2",
+        "--moe-grouped-gemm",
+        "--expert-interval-x 2",
+    ],
+)
+def test_experts_are_refused(flags: str) -> None:
+    (problem,) = problems(flags)
+    assert problem.startswith(f"{flags.replace('=', ' ')}: mixture-of-experts is not part of gptpar, and a dense model")
+
+
+def test_flags_of_a_dense_model_have_no_effect() -> None:
+    flags = (
+        "--num-experts 1 --moe-expert-parallel-size 1 --mlp-type standard --moe-loss-coeff 0.0 --moe-min-capacity 4 "
+        "--moe-train-capacity-factor 1.0 --moe-eval-capacity-factor 1.0 --expert-interval 2"
+    )
+    parsed: ParsedFlags = parse_flags([*TINY.split(), *flags.split(), "--create-moe-param-group"])
+    assert resolve(parsed, 1)[0] == resolve(parse_flags(TINY.split()), 1)[0]
+    assert len(parsed.without_effect) == 9
+    assert set(parsed.without_effect) >= {"--num-experts: mixture-of-experts is not part of gptpar"}
+    assert not problems("--num-experts 1 1 1")
+
+
+# --- schedules ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        # 20 steps of 2 samples of 16 tokens: 640 tokens
+        (
+            "--lr-warmup-tokens 640",
+            "--lr-warmup-tokens 640 must be less than the decay's 640, or --lr is never reached.",
+        ),
+        ("--lr-warmup-tokens 1e9", "--lr-warmup-tokens 1000000000 must be less than the decay's 640, or --lr is never"),
+        (
+            "--lr-warmup-iters 10 --lr-decay-tokens 320",
+            "--lr-warmup-iters 10 must be less than the decay's 10, or --lr",
+        ),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 17 --lr-warmup-iters 4",
+            "--lr-wsd-decay-iters 17 must be at most what the warm-up leaves of the decay, 20 - 4, or the rate falls "
+            "as soon as the warm-up is over.",
+        ),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 21",
+            "--lr-wsd-decay-iters 21 must be at most what the warm-up leav",
+        ),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 11 --lr-decay-iters 10",
+            "--lr-wsd-decay-iters 11 must be at most what the warm-up leaves of the decay, 10 - 0, or the rate falls",
+        ),
+        (
+            "--train-tokens 64 --lr-warmup-iters 2",
+            "--lr-warmup-iters 2 must be less than the decay's 2, or --lr is nev",
+        ),
+    ],
+)
+def test_a_schedule_that_does_not_fit_the_run_is_told(flags: str, told: str) -> None:
+    (problem,) = problems(flags)
+    assert problem.startswith(told)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr-warmup-tokens 639",
+        "--lr-warmup-tokens 5000 --lr-decay-tokens 9000",  # the first part of a longer run
+        "--lr-decay-style WSD --lr-wsd-decay-iters 16 --lr-warmup-iters 4",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 20",
+        "--lr-wsd-decay-iters 99",  # of another style
+        "--lr-warmup-iters 40 --lr-decay-iters 90",
+    ],
+)
+def test_a_schedule_that_fits_is_not(flags: str) -> None:
+    assert problems(flags) == []
+
+
+def test_schedules_of_a_run_in_samples_are_told_in_samples() -> None:
+    start = f"{MODEL} --train-samples 40"
+    flags = "--lr-decay-style WSD --lr-wsd-decay-samples 39 --lr-warmup-samples 2"
+    assert problems(flags, start) == [
+        "--lr-wsd-decay-samples 39 must be at most what the warm-up leaves of the decay, 40 - 2, or the rate falls as "
+        "soon as the warm-up is over."
+    ]
+    assert problems("--lr-warmup-samples 40", start) == [
+        "--lr-warmup-samples 40 must be less than the decay's 40, or --lr is never reached."
+    ]
+
+
+def test_a_growing_weight_decay_needs_its_style_as_in_megatron() -> None:
+    (problem,) = problems("--start-weight-decay 0.1 --end-weight-decay 0.3")
+    assert problem.startswith(
+        "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cos"
+    )

@@ -1,0 +1,49 @@
+"""Memory that is full, wherever it shows, is one sentence that says what to change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gptpar import command
+from gptpar.cli import main
+from gptpar.errors import GptparError
+from gptpar.optim.updates import Updates
+from gptpar.training.assemble import memory_explained
+from tests.helpers import TINY, tiny_config
+
+FULL = "this machine's memory is full (a very long run's order of samples needs some): "
+LOWER = (
+    "lower --micro-batch-size 2, add --recompute-granularity full, shorten --seq-length 16, or choose a smaller model."
+)
+LESS_OFFLOAD = "set --offload-speculation off or a lower --cpu-optimizer-ratio, or "
+
+
+@pytest.mark.parametrize(("flags", "told"), [("", FULL + LOWER), ("--cpu-optimizer", FULL + LESS_OFFLOAD + LOWER)])
+def test_numpy_and_the_cpu_optimizer_have_an_exception_of_their_own(flags: str, told: str) -> None:
+    with pytest.raises(GptparError) as caught, memory_explained(tiny_config(flags)):
+        np.empty(2**50, np.int64)
+    assert str(caught.value).startswith(told) and "What failed: Unable to allocate 8.00 PiB" in str(caught.value)
+    with pytest.raises(GptparError, match="What failed: MemoryError$"), memory_explained(tiny_config(flags)):
+        raise MemoryError
+
+
+def test_a_failing_updating_thread_ends_the_run_with_the_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError("the CPU optimizer could not allocate its sums")
+
+    monkeypatch.setattr(Updates, "begin", full)
+    assert main(["pretrain", *TINY.split(), "--cpu-optimizer"]) == 1
+    error = capsys.readouterr().err
+    what = " What failed: the CPU optimizer could not allocate its sums\n"
+    assert error == "error: " + FULL + LESS_OFFLOAD + LOWER + what
+
+
+def test_other_verbs_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def full(argv: list[str]) -> int:
+        raise MemoryError("Unable to allocate 8.00 EiB")
+
+    assert command.run(full, []) == 1
+    assert capsys.readouterr().err == "error: this machine's memory is full: Unable to allocate 8.00 EiB\n"

@@ -83,6 +83,7 @@ OTHER: dict[str, Any] = {
     "data.seed": 99,
     "batch.global_batch_size": 4,
     "batch.rampup_batch_size": (2, 2, 4),
+    "batch.step_batch_size_schedule": "0:2 1K:4",
     "optimizer.optimizer": "other",
     "optimizer.clip_grad": 2.0,
     "optimizer.adam_beta1": 0.8,
@@ -407,7 +408,7 @@ def test_generate_tells_it_too(tmp_path: Path, told: str) -> None:
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"hidden_size": 2**62}, "says hidden_size 4,611,686,018,427,387,904, but it holds"),
+        ({"hidden_size": 2**16}, "says hidden_size 65,536, but it holds"),
         ({"num_layers": 10**9}, "says num_layers 1,000,000,000, but it holds"),
         ({"num_layers": None}, "the model's num_layers is not known"),
         ({"kv_channels": 4}, "in the model that its meta describes"),

@@ -26,7 +26,7 @@ from gptpar.tensor_parts import TensorParts
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
 
-RNG_RULE = "dropout is seeded by (seed, iteration, place of the micro-batch in the global batch)"
+RNG_RULE = "dropout is a hash of (seed, iteration, place of the micro-batch, layer, kind, global token or head)"
 
 
 def save(trainer: Trainer, progress: Progress, tokenizer: dict[str, Any]) -> Path:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads, split_heads
 from gptpar.model.attention_dropout import attention_with_dropout
-from gptpar.model.dropout import LayerSeeds
+from gptpar.model.dropout import NO_SEEDS, LayerSeeds
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
 
@@ -134,9 +134,10 @@ class Attention(nn.Module):
             k_BGSK = rotate(k_BGSK, positions_BS, self.rotated, self.rotary_base)
         mask_B1SS = None if document_ids_BS is None else document_mask(document_ids_BS)
         if self.dropout and self.training:
-            assert seeds is not None, "dropout needs its layer's seeds: see gptpar.model.dropout.seed_fields"
-            place = self.first_group, self.num_groups
-            y_BHSK = attention_with_dropout(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, self.dropout, seeds, *place)
+            assert seeds is not None, NO_SEEDS
+            y_BHSK = attention_with_dropout(
+                q_BHSK, k_BGSK, v_BGSK, mask_B1SS, self.dropout, seeds, self.first_group, self.num_groups
+            )
         else:
             y_BHSK = F.scaled_dot_product_attention(
                 q_BHSK,

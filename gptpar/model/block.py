@@ -83,8 +83,8 @@ class Block(nn.Module):
         )
         self.mlp_norm = norm()
         self.mlp = MLP(config, output_std, axis)
-        self.attention_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
-        self.mlp_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
+        self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
+        self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
 
     def forward(
         self,
@@ -101,8 +101,8 @@ class Block(nn.Module):
         """
         x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
         attended_ND = self.attention(normed_ND, positions_BS, document_ids_BS, seq_length, seeds)
-        x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, self.attention_dropout(attended_ND, seeds))
-        return x_ND + self.mlp_dropout(self._run("mlp", self.mlp, normed_ND), seeds)
+        x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, self.attention_output_dropout(attended_ND, seeds))
+        return x_ND + self.mlp_output_dropout(self._run("mlp", self.mlp, normed_ND), seeds)
 
     def _norm(
         self, norm: nn.Module, x_ND: torch.Tensor, added_ND: torch.Tensor | None = None

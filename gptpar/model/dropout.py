@@ -25,6 +25,7 @@ from gptpar.tensor_parallel import ALONE, TensorAxis
 
 EMBEDDINGS, PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT = range(4)
 KINDS = ("embeddings", "attention probabilities", "attention output", "MLP output")
+NO_SEEDS = "dropout needs its layer's seeds: see gptpar.model.dropout.seed_fields"
 
 
 class LayerSeeds(NamedTuple):
@@ -77,8 +78,8 @@ def kept(words: torch.Tensor, rows: torch.Tensor, num_columns: int, p: float) ->
     key = _mixed(_mixed(rows ^ low) + high)[..., None]  # 64 bits a row: rows of 32 equal bits would be rather frequent
     other_key = _mixed(_mixed(rows + high) ^ low)[..., None]
     columns = torch.arange(num_columns, dtype=torch.int32, device=rows.device)
-    x = (_folded(columns ^ key, 16) * _FIRST) + other_key
-    x = _folded(x, 15) * _SECOND
+    x = _fold(columns ^ key, 16).mul_(_FIRST).add_(other_key)
+    x = _fold(x, 15).mul_(_SECOND)
     return x >= min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
@@ -88,12 +89,15 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    return _folded(_folded(_folded(x, 16) * _FIRST, 15) * _SECOND, 16)
+    """The permutation of each element, in place."""
+    x = _fold(x, 16).mul_(_FIRST)
+    x = _fold(x, 15).mul_(_SECOND)
+    return _fold(x, 16)
 
 
-def _folded(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """``x ^ (x >> bits)``, shifting zeros in."""
-    return x ^ ((x >> bits) & (2 ** (32 - bits) - 1))
+def _fold(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """``x ^= x >> bits``, shifting zeros in."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_(2 ** (32 - bits) - 1))
 
 
 class HiddenDropout(nn.Module):
@@ -114,7 +118,7 @@ class HiddenDropout(nn.Module):
         """Same shape as ``x``; seeds may be missing outside training."""
         if not (self.training and self.p):
             return x_ND
-        assert seeds is not None, "dropout needs its layer's seeds: see gptpar.model.dropout.seed_fields"
+        assert seeds is not None, NO_SEEDS
         num_tokens, width = x_ND.shape
         first = self.rank * num_tokens  # all ranks hold equally many
         rows_N = torch.arange(first, first + num_tokens, dtype=torch.int32, device=x_ND.device)

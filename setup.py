@@ -36,8 +36,7 @@ class BuildWithHelpers(build_py):
         libraries.mkdir()
         for source in sorted(sources.glob("*.cpp")):
             try:
-                target = libraries / native.library_name(source)
-                native.compile_library(native.find_compiler(), source, target)
+                native.compile_library(native.find_compiler(), source, libraries, native.library_key(source))
             except NativeBuildError as error:
                 self.warn(f"{source.name} is left to be built on first use: {error}")
 

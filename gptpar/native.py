@@ -6,6 +6,9 @@ instruction set at run time: nothing here asks for ``-march=native``, and a cach
 
 A wheel carries its helpers ready-made in ``gptpar/_lib``. Editable installs, plain checkouts and wheels that
 meet an older C library build on first use into ``$XDG_CACHE_HOME/gptpar/native`` (default ``~/.cache``).
+
+A library's name ends with the SHA-256 of its bytes, which is checked before the library is loaded: one that a full disk
+or a power cut left incomplete would end the process with a signal, and is built anew instead.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,56 +38,78 @@ from gptpar.errors import NativeBuildError
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off")
 PACKAGE_DIR = Path(__file__).resolve().parent
 PREBUILT_DIR = PACKAGE_DIR / "_lib"
-SOURCE_DIRS = (PACKAGE_DIR.parent / "csrc", PACKAGE_DIR / "_csrc")  # a checkout's, an installed wheel's
+INSTALLED_DIR = PACKAGE_DIR / "_csrc"  # a wheel's copy of the sources
 COMPILE_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 120.0
 
 
 @functools.cache
-def load(name: str, source_dir: Path | None = None) -> ctypes.CDLL:
-    """The helper ``<source_dir>/<name>.cpp`` as a loaded library, the same for every caller in a process.
+def load(name: str, folder: Path | None = None) -> ctypes.CDLL:
+    """The helper ``<folder>/<name>.cpp`` as a loaded library, the same for every caller in a process.
 
     Args:
         name: the source's file name without ``.cpp``.
-        source_dir: where the source lies; default: the checkout's ``csrc``, else a wheel's own copy.
+        folder: where the source lies; default: an installed wheel's own copy, else the checkout's ``csrc``.
 
     Raises:
         NativeBuildError: no such source, no compiler, or one that refuses the source (with its own message).
     """
-    source = _find_source(name, source_dir)
-    prebuilt = PREBUILT_DIR / library_name(source)
-    if prebuilt.exists():
+    source = _find_source(name, folder or source_dir())
+    prebuilt = find_library(PREBUILT_DIR, library_key(source))
+    if prebuilt is not None:
         with contextlib.suppress(OSError):  # made for a newer C library: build one that fits
             return ctypes.CDLL(str(prebuilt))
     compiler = find_compiler()
-    target = cache_dir() / library_name(source, _identity(compiler))
-    _build_once(compiler, source, target)
+    library = _build_once(compiler, source, cache_dir(), library_key(source, _identity(compiler)))
     try:
-        return ctypes.CDLL(str(target))
-    except OSError:  # cut short by a full disk, or built against another C library: make it again
-        compile_library(compiler, source, target)
-    try:
-        return ctypes.CDLL(str(target))
+        return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeBuildError(
-            f"the helper {name} was built but cannot be loaded: {error}. If {target.parent} lies on a "
+            f"the helper {name} was built but cannot be loaded: {error}. If {library.parent} lies on a "
             "file system mounted noexec, set XDG_CACHE_HOME to a directory elsewhere."
         ) from error
 
 
-def library_name(source: Path, *builder: str) -> str:
-    """``<name>-<key>.so``; the key covers the source, headers beside it and ours, flags, machine and ``builder``.
+def source_dir() -> Path:
+    """Our own sources: an installed wheel's, else the checkout's.
+
+    What lies beside an installed package belongs to others: ``site-packages/csrc`` is some other package's.
+    """
+    is_checkout = (PACKAGE_DIR.parent / "pyproject.toml").is_file()
+    return PACKAGE_DIR.parent / "csrc" if is_checkout and not INSTALLED_DIR.is_dir() else INSTALLED_DIR
+
+
+def library_key(source: Path, *builder: str) -> str:
+    """``<name>-<key>``; the key covers the source, headers beside it and ours, flags, machine and ``builder``.
 
     A library of an older header must not be found: the loader shares objects of inline functions between libraries, so
     that the one would work with what the other has laid out.
     """
-    headers = {file.name: file for folder in (*SOURCE_DIRS, source.parent) for file in folder.glob("*.h")}
+    headers = {file.name: file for folder in (source_dir(), source.parent) for file in folder.glob("*.h")}
     digest = hashlib.sha256()
     for file in [source, *(headers[name] for name in sorted(headers))]:
         digest.update(file.read_bytes())
     for part in [*FLAGS, sys.platform, platform.machine(), *builder]:
         digest.update(b"\0" + part.encode())
-    return f"{source.stem}-{digest.hexdigest()[:20]}.so"
+    return f"{source.stem}-{digest.hexdigest()[:20]}"
+
+
+def find_library(folder: Path, key: str, *, owner: int | None = None) -> Path | None:
+    """The library ``<key>.<SHA-256 of the file>.so`` of a folder, if it is whole.
+
+    Args:
+        owner: the user that the file must belong to.
+    """
+    for library in sorted(folder.glob(f"{key}.*.so")):
+        with contextlib.suppress(OSError), open(library, "rb") as file:
+            is_ours = owner is None or os.fstat(file.fileno()).st_uid == owner
+            if is_ours and library.name == _library_name(key, file.read()):
+                return library
+    return None
+
+
+def _library_name(key: str, content: bytes) -> str:
+    return f"{key}.{hashlib.sha256(content).hexdigest()}.so"
 
 
 def find_compiler() -> list[str]:
@@ -101,16 +129,16 @@ def find_compiler() -> list[str]:
     )
 
 
-def compile_library(compiler: list[str], source: Path, target: Path) -> None:
-    """Compile ``source`` to the shared library ``target``, which appears complete or not at all.
+def compile_library(compiler: list[str], source: Path, folder: Path, key: str) -> Path:
+    """Compile ``source`` to a shared library that :func:`find_library` finds in ``folder`` by ``key``; return its path.
 
     Raises:
         NativeBuildError: with the command and the compiler's message.
     """
     command = [*compiler, *FLAGS, str(source), "-o"]
     try:
-        with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
-            output = os.path.join(folder, target.name)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as building:
+            output = os.path.join(building, f"{key}.so")
             command.append(output)
             done = _run(command, COMPILE_TIMEOUT_S)
             if done.returncode:
@@ -118,11 +146,15 @@ def compile_library(compiler: list[str], source: Path, target: Path) -> None:
                     f"compiling {source.name} failed (exit {done.returncode}).\n"
                     f"  command: {shlex.join(command)}\n{(done.stderr or done.stdout).strip()}"
                 )
+            with open(output, "rb") as file:
+                target = folder / _library_name(key, file.read())
+                os.fsync(file.fileno())
             os.replace(output, target)
+            return target
     except subprocess.TimeoutExpired as error:
         raise NativeBuildError(
             f"compiling {source.name} took longer than {COMPILE_TIMEOUT_S:.0f} s, so it was stopped; is "
-            f"the machine out of memory, or the disk under {target.parent} hung?\n"
+            f"the machine out of memory, or the disk under {folder} hung?\n"
             f"  command: {shlex.join(command)}"
         ) from error
     except OSError as error:
@@ -130,20 +162,48 @@ def compile_library(compiler: list[str], source: Path, target: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """A directory that this user alone can write: what lies in it is loaded as code.
+    """A directory that this user alone can write, and nobody else can put another one in its place: what lies in it is
+    loaded as code.
 
-    Falls back to a temporary directory, removed when the process ends, where the home cannot be written.
+    Falls back to a temporary directory, removed when the process ends, where there can be no such directory below
+    ``$XDG_CACHE_HOME``: the home cannot be written, or other users can write it.
     """
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(root) / "gptpar" / "native"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(0o755, parents=True, exist_ok=True)
+        path.mkdir(0o700, exist_ok=True)
+        path = path.resolve()  # links on the way are followed once, and not again after the check
         path.chmod(0o700)  # fails where the directory is another user's
-        if path.stat().st_uid == os.getuid() and os.access(path, os.W_OK | os.X_OK):
+        mine = path.stat().st_uid == os.getuid() and os.access(path, os.W_OK | os.X_OK)
+        if mine and not any(map(_others_can_exchange, path.parents)):
             return path
     except OSError:
         pass
     return _private_dir()
+
+
+def _others_can_exchange(folder: Path) -> bool:
+    """Whether another user than root can rename what lies in ``folder``.
+
+    The owner of ``/`` counts as root: in a container's user namespace it may have another number.
+    """
+    found = folder.stat()
+    if found.st_uid not in (0, os.getuid(), os.stat("/").st_uid):
+        return True
+    if found.st_mode & stat.S_ISVTX:  # as in /tmp: only an entry's owner can rename it
+        return False
+    by_group = found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid)
+    return bool(found.st_mode & stat.S_IWOTH or by_group)
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether it is a group of this user alone, as many systems give every user one of the user's name."""
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
 @functools.cache
@@ -153,15 +213,13 @@ def _private_dir() -> Path:
     return Path(path)
 
 
-def _find_source(name: str, source_dir: Path | None) -> Path:
-    tried = [directory / f"{name}.cpp" for directory in ([source_dir] if source_dir else SOURCE_DIRS)]
-    for source in tried:
-        if source.is_file():
-            return source
-    raise NativeBuildError(
-        f"there is no helper {name!r}: neither {' nor '.join(map(str, tried))} exists. Reinstall gptpar, or "
-        "check out csrc/ as well."
-    )
+def _find_source(name: str, folder: Path) -> Path:
+    source = folder / f"{name}.cpp"
+    if not source.is_file():
+        raise NativeBuildError(
+            f"there is no helper {name!r}: {source} does not exist. Reinstall gptpar, or check out csrc/ as well."
+        )
+    return source
 
 
 def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -177,13 +235,13 @@ def _identity(compiler: list[str]) -> str:
     return "\n".join([shlex.join(compiler), version, *platform.libc_ver()])
 
 
-def _build_once(compiler: list[str], source: Path, target: Path) -> None:
-    """Of many ranks that start together one compiles and the others wait for it."""
-    if target.exists():
-        return
-    with _lock(target.parent):
-        if not target.exists():
-            compile_library(compiler, source, target)
+def _build_once(compiler: list[str], source: Path, folder: Path, key: str) -> Path:
+    """The library in ``folder``: of many ranks that start together one compiles it and the others wait."""
+    found = find_library(folder, key, owner=os.getuid())
+    if found is not None:
+        return found
+    with _lock(folder):
+        return find_library(folder, key, owner=os.getuid()) or compile_library(compiler, source, folder, key)
 
 
 @contextlib.contextmanager

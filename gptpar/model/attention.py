@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads, split_heads
+from gptpar.model.attention_dropout import attention_with_dropout
+from gptpar.model.dropout import NO_SEEDS, LayerSeeds
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
 
@@ -74,6 +76,8 @@ class Attention(nn.Module):
         )
         self.rotary_base = config.rotary_base
         self.dropout = config.attention_dropout
+        self.num_groups = config.num_query_groups
+        self.first_group = axis.rank * (config.num_query_groups // axis.size)
         self.recompute_core = recompute_core
         query_width = config.num_attention_heads * config.kv_channels
         qkv_width = query_width + 2 * config.num_query_groups * config.kv_channels
@@ -101,14 +105,15 @@ class Attention(nn.Module):
         positions_BS: torch.Tensor | None,
         document_ids_BS: torch.Tensor | None,
         seq_length: int,
+        seeds: LayerSeeds | None = None,
     ) -> torch.Tensor:
-        """Returns y_ND."""
+        """Returns y_ND; with dropout, training needs the layer's seeds."""
         core = (
-            partial(checkpoint, self.core, use_reentrant=False, preserve_rng_state=self.dropout > 0)
+            partial(checkpoint, self.core, use_reentrant=False, preserve_rng_state=False)
             if self.recompute_core and self.training
             else self.core
         )
-        return self.out(core(self.qkv(x_ND), positions_BS, document_ids_BS, seq_length))
+        return self.out(core(self.qkv(x_ND), positions_BS, document_ids_BS, seq_length, seeds))
 
     def core(
         self,
@@ -116,6 +121,7 @@ class Attention(nn.Module):
         positions_BS: torch.Tensor | None,
         document_ids_BS: torch.Tensor | None,
         seq_length: int,
+        seeds: LayerSeeds | None = None,
     ) -> torch.Tensor:
         """Attention without its projections: from all tokens' queries, keys and values to y_N(HK)."""
         shape = seq_length, self.queries_per_group, self.head_width
@@ -126,13 +132,19 @@ class Attention(nn.Module):
         if self.rotated:
             q_BHSK = rotate(q_BHSK, positions_BS, self.rotated, self.rotary_base)
             k_BGSK = rotate(k_BGSK, positions_BS, self.rotated, self.rotary_base)
-        y_BHSK = F.scaled_dot_product_attention(
-            q_BHSK,
-            k_BGSK,
-            v_BGSK,
-            attn_mask=None if document_ids_BS is None else document_mask(document_ids_BS),
-            is_causal=document_ids_BS is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            enable_gqa=self.queries_per_group > 1,
-        )
+        mask_B1SS = None if document_ids_BS is None else document_mask(document_ids_BS)
+        if self.dropout and self.training:
+            assert seeds is not None, NO_SEEDS
+            y_BHSK = attention_with_dropout(
+                q_BHSK, k_BGSK, v_BGSK, mask_B1SS, self.dropout, seeds, self.first_group, self.num_groups
+            )
+        else:
+            y_BHSK = F.scaled_dot_product_attention(
+                q_BHSK,
+                k_BGSK,
+                v_BGSK,
+                attn_mask=mask_B1SS,
+                is_causal=mask_B1SS is None,
+                enable_gqa=self.queries_per_group > 1,
+            )
         return rearrange(y_BHSK, "b h s k -> (b s) (h k)")

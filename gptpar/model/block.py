@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import gelu
 from gptpar.model.attention import Attention
+from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
 from gptpar.model.norm import ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
@@ -82,8 +83,8 @@ class Block(nn.Module):
         )
         self.mlp_norm = norm()
         self.mlp = MLP(config, output_std, axis)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-        self.random = config.has_dropout
+        self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
+        self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
 
     def forward(
         self,
@@ -91,12 +92,17 @@ class Block(nn.Module):
         positions_BS: torch.Tensor | None,
         document_ids_BS: torch.Tensor | None,
         seq_length: int,
+        seeds: LayerSeeds | None = None,
     ) -> torch.Tensor:
-        """Returns y_ND; under sequence parallelism x and y hold this rank's tokens."""
+        """Returns y_ND; under sequence parallelism x and y hold this rank's tokens.
+
+        Args:
+            seeds: of dropout's masks; needed in training if the model has dropout.
+        """
         x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
-        attended_ND = self.attention(normed_ND, positions_BS, document_ids_BS, seq_length)
-        x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, self.dropout(attended_ND))
-        return x_ND + self.dropout(self._run("mlp", self.mlp, normed_ND))
+        attended_ND = self.attention(normed_ND, positions_BS, document_ids_BS, seq_length, seeds)
+        x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, self.attention_output_dropout(attended_ND, seeds))
+        return x_ND + self.mlp_output_dropout(self._run("mlp", self.mlp, normed_ND), seeds)
 
     def _norm(
         self, norm: nn.Module, x_ND: torch.Tensor, added_ND: torch.Tensor | None = None
@@ -109,5 +115,5 @@ class Block(nn.Module):
 
     def _run(self, name: str, part: nn.Module, x_ND: torch.Tensor) -> torch.Tensor:
         if name in self.recompute_modules and self.training:
-            return checkpoint(part, x_ND, use_reentrant=False, preserve_rng_state=self.random)
+            return checkpoint(part, x_ND, use_reentrant=False, preserve_rng_state=False)
         return part(x_ND)

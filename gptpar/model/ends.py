@@ -12,6 +12,7 @@ from torch import nn
 
 from gptpar.config import ModelConfig
 from gptpar.init import Init, Normal
+from gptpar.model.dropout import EMBEDDINGS, HiddenDropout, LayerSeeds
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy
@@ -29,13 +30,15 @@ class PositionEmbedding(nn.Module):
             assert config.max_position_embeddings
             self.init: dict[str, Init] = {"weight": Normal(config.init_method_std)}
             self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = HiddenDropout(config.hidden_dropout, EMBEDDINGS, axis)
 
-    def forward(self, x_ND: torch.Tensor, positions_BS: torch.Tensor | None, seq_length: int) -> torch.Tensor:
-        """Returns y_ND."""
+    def forward(
+        self, x_ND: torch.Tensor, positions_BS: torch.Tensor | None, seq_length: int, seeds: LayerSeeds | None = None
+    ) -> torch.Tensor:
+        """Returns y_ND; with dropout, training needs the layer's seeds."""
         if self.weight is not None:
             x_ND = self._add(self.weight, x_ND, positions_BS, seq_length)
-        return self.dropout(x_ND)
+        return self.dropout(x_ND, seeds)
 
     def _add(
         self, weight: torch.Tensor, x_ND: torch.Tensor, positions_BS: torch.Tensor | None, seq_length: int

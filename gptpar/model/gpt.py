@@ -5,11 +5,13 @@ from __future__ import annotations
 from gptpar.config import ModelConfig
 from gptpar.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.block import NOTHING, Block
+from gptpar.model.dropout import seeds_field
 from gptpar.model.ends import OutputLayer, PositionEmbedding, output_and_loss
 from gptpar.model.norm import LayerNorm, RMSNorm
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 
 LOSS_FIELDS = ("labels", "loss_mask", "scale")
+BLOCK_FIELDS = ("position_ids", "document_ids", "seq_length")
 
 
 def gpt_layers(
@@ -26,6 +28,10 @@ def gpt_layers(
     width, std = config.hidden_size, config.init_method_std
     norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
     shape = (config.padded_vocab_size, width)
+
+    def seeds(layer: str) -> tuple[str, ...]:
+        return (seeds_field(layer),) if config.has_dropout else ()
+
     embedding: LayerSpec
     output: LayerSpec
     if config.tied:
@@ -45,7 +51,13 @@ def gpt_layers(
         output = LayerSpec(OutputLayer, *shape, std=std, axis=axis, name="output", batch_fields=LOSS_FIELDS)
     return [
         embedding,
-        LayerSpec(PositionEmbedding, config, axis, name="positions", batch_fields=("position_ids", "seq_length")),
+        LayerSpec(
+            PositionEmbedding,
+            config,
+            axis,
+            name="positions",
+            batch_fields=("position_ids", "seq_length", *seeds("positions")),
+        ),
         *(
             LayerSpec(
                 Block,
@@ -53,7 +65,7 @@ def gpt_layers(
                 axis,
                 recompute_modules=recompute_modules,
                 name=f"layers.{i}",
-                batch_fields=("position_ids", "document_ids", "seq_length"),
+                batch_fields=(*BLOCK_FIELDS, *seeds(f"layers.{i}")),
             )
             for i in range(config.num_layers)
         ),

@@ -27,7 +27,7 @@ from gptpar.training.accept import Inputs, accepted, tell_differences, tell_fine
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
 
-RNG_RULE = "dropout is seeded by (seed, iteration, place of the micro-batch in the global batch)"
+RNG_RULE = "dropout is a hash of (seed, iteration, place of the micro-batch, layer, kind, global token or head)"
 _NEW_WEIGHTS = ", or leave --load out and choose another --save to start with new weights"
 
 

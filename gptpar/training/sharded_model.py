@@ -242,7 +242,7 @@ def make_pipeline(config: Config, topology: Topology, tensor: TensorAxis, dtype:
         flops=layer_flops(cast(Shape, config.model)),
         build=build_on_meta,
         recompute=partial(recomputed_blocks, config),
-        keep=Keep(partition, recompute.checkpoint_in_cpu, random=config.model.has_dropout),
+        keep=Keep(partition, recompute.checkpoint_in_cpu, random=False),  # masks are functions of their seeds
         boundary=boundary,
     )
 

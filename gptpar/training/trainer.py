@@ -13,8 +13,9 @@ from gptpar.config import Config
 from gptpar.config.graph import wants_graph
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import GptparError
-from gptpar.init import initialise, seed_of
+from gptpar.init import initialise
 from gptpar.model.block import Block
+from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
 from gptpar.pipeline.runtime import MicroBatch as StageInput
@@ -89,25 +90,15 @@ class Step:
 
 @dataclass
 class _StepObserver:
-    """Prepares each piece of a step: dropout's seed, the gradient sum, and the note of what this process is doing."""
+    """Prepares each piece of a step: the gradient sum, and the note of what this process is doing."""
 
     trainer: Trainer
     iteration: int
     num_micro_batches: int
 
     def before_forward(self, micro_batch: int, chunk: int) -> None:
-        topology, seed = self.trainer.topology, self.trainer.config.data.seed
         self._note(micro_batch, "forward")
         self.trainer.model.gradients.begin_forward(last=self._is_last(micro_batch))
-        if not self.trainer.config.model.has_dropout:
-            return
-        place = micro_batch * topology.layout.data + topology.data_rank
-        words: list[object] = ["dropout", self.iteration, place]
-        if stage := chunk * topology.layout.pipeline + topology.stage:
-            words.append(f"stage {stage}")
-        if self.trainer.config.parallel.sequence_parallel and topology.tensor_rank:
-            words.append(f"tokens {topology.tensor_rank}")
-        torch.manual_seed(seed_of(seed, *words))
 
     def before_backward(self, micro_batch: int, chunk: int) -> None:
         self._note(micro_batch, "backward")
@@ -150,6 +141,7 @@ class Trainer:
         if config.precision.compile and topology.device.type == "cuda":
             for chunk in self.model.stages:
                 chunk.compile_layers(Block)
+        self._layers_with_dropout = layers_with_dropout(spec for stage in self.model.stages for spec in stage.specs)
         self._graph: StepGraph | None = None
         if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
             self._graph = StepGraph(self._forward_backward, self.model.live.settle, self.model.host_calls)
@@ -177,9 +169,8 @@ class Trainer:
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.
 
-        Dropout is a function of (seed, iteration, place of the micro-batch in the global batch) and of the layout of
-        tensor and pipeline parallelism, so that it depends neither on the number of data-parallel processes nor on
-        whether the run was resumed.
+        Dropout is a function of (seed, iteration, place of the micro-batch in the global batch, layer), so that it
+        depends neither on the layout nor on whether the run was resumed.
 
         Returns:
             The mean loss over this process's micro-batches, on the device; zero where the last stage is not.
@@ -195,11 +186,19 @@ class Trainer:
         self.model.train()
         self.model.begin_gradients(len(batches))
         observer = _StepObserver(self, self._iteration, len(batches))
-        inputs = [_stage_input(batch, self._scale) for batch in batches]
+        inputs = [self._training_input(number, batch) for number, batch in enumerate(batches)]
         losses = self.model.pipeline.forward_backward(inputs, grad=self._scale, observer=observer)
         self.activity.note(f"iteration {self._iteration + 1}, gradient reduction")
         self.model.finish_gradients()
         return torch.stack(losses).mean() if losses else torch.zeros_like(self._scale)
+
+    def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
+        tokens, fields = _stage_input(batch, self._scale)
+        if not self._layers_with_dropout:
+            return tokens, fields
+        place = number * self.topology.layout.data + self.topology.data_rank
+        words = self.config.data.seed, self._iteration, place
+        return tokens, {**fields, **seed_fields(self._layers_with_dropout, *words, self.topology.device)}
 
     def update(self, loss: torch.Tensor, *, iteration: int, samples: int, progress: float, stop: bool) -> Step:
         """Take an optimizer step.

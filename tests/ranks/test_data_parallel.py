@@ -11,7 +11,8 @@ from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 
 GLOBAL_BATCH, STEPS = 8, 4
-FLAGS = f"--fp64 --micro-batch-size 1 --global-batch-size {GLOBAL_BATCH} --clip-grad 0.3 --hidden-dropout 0.1"
+FLAGS = f"--fp64 --micro-batch-size 1 --global-batch-size {GLOBAL_BATCH} --clip-grad 0.3"
+FLAGS += " --hidden-dropout 0.1 --attention-dropout 0.1"
 
 Result = tuple[list[float], list[float], torch.Tensor, torch.Tensor]
 

@@ -41,11 +41,23 @@ CASES = [
 
 UNEVEN = [*WORDS, "--vocab-size", "98", "--make-vocab-size-divisible-by", "2"]
 FEW = [*WORDS, "--global-batch-size", "2"]
+DROPOUT = [*WORDS, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
 SINGLE = [
     (UNEVEN, case(Layout(tensor=4))),  # shares of 24, 25, 24 and 25 rows
     (UNEVEN, case(Layout(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel")),
     (UNEVEN, case(Layout(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
     (FEW, case(Layout(pipeline=4))),
+    (DROPOUT, case(Layout(tensor=4), *VARIANTS["selective"])),
+    (DROPOUT, case(Layout(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel", *VARIANTS["full recompute"])),
+    (DROPOUT, case(Layout(tensor=2, pipeline=2), *VARIANTS["every 2"], "--distribute-saved-activations")),
+    (
+        DROPOUT,
+        case(
+            Layout(data=2, pipeline=2),
+            *("--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+            *VARIANTS["CPU optimizer 0.6"],
+        ),
+    ),
 ]
 
 
@@ -86,16 +98,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Outcome, Ou
     torch.set_num_threads(1)
     try:
         alone = run_alone(WORDS, folder / "0")
-        uneven, few = run_alone(UNEVEN), run_alone(FEW)
-        wanted = [alone] * len(CASES) + [uneven if words is UNEVEN else few for words, _ in SINGLE]
+        single = {id(words): run_alone(words) for words in (UNEVEN, FEW, DROPOUT)}
+        wanted = [alone] * len(CASES) + [single[id(words)] for words, _ in SINGLE]
     finally:
         torch.set_num_threads(threads)
     return list(zip(spawn(run_all, 4, folder, timeout_s=300)[0], wanted, strict=True))
 
 
-@pytest.mark.parametrize(
-    "number", range(len(CASES) + len(SINGLE)), ids=[c.name for c in CASES] + [c.name for _, c in SINGLE]
-)
+IDS = [c.name for c in CASES] + [f"{c.name}{' dropout' if words is DROPOUT else ''}" for words, c in SINGLE]
+
+
+@pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
 def test_layout_equals_one_process(outcomes: list[tuple[Outcome, Outcome]], number: int) -> None:
     """Initial weights bit for bit; losses, norms, gradients and weights of each step, the last after a resume."""
     found, wanted = outcomes[number]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gptpar.init import draw
 from gptpar.model.block import Block
+from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import TensorAxis, cross_entropy, splits_of, symmetric_memory_works
@@ -73,7 +74,8 @@ def global_splits(stage: Stage) -> dict[str, Any]:
 def loss_and_whole_gradients(stage: Stage, axis: TensorAxis, wanted: tuple[str, ...], length: int = LENGTH) -> Result:
     """Gradients put together from the shares; those of whole parameters are summed where tokens are split."""
     tokens, fields = micro_batch(wanted, length)
-    loss = stage(tokens, fields)
+    seeds = seed_fields(layers_with_dropout(stage.specs), 7, 0, 0, torch.device("cpu"))
+    loss = stage(tokens, {**fields, **seeds})
     parameters, splits = stage.global_parameters(), global_splits(stage)
     found = torch.autograd.grad(loss, list(parameters.values()))
     whole = {}
@@ -189,17 +191,34 @@ def test_recomputed_modules_give_the_same_bits() -> None:
             torch.testing.assert_close(other, plain, rtol=0, atol=0)
 
 
-def dropped(rank: int) -> Result:
-    axis = axis_of(rank, 2, False)
-    torch.manual_seed(7)
-    return loss_and_whole_gradients(build("--hidden-dropout 0.5", axis).train(), axis, ())
+DROPOUTS = {  # flags, recomputed modules, and which fields the micro-batch has beside labels
+    "hidden states": ("--hidden-dropout 0.5", (), ()),
+    "attention": ("--attention-dropout 0.5", (), ()),
+    "groups": ("--attention-dropout 0.3 --hidden-dropout 0.2 --num-query-groups 2", ("core_attn", "mlp"), ()),
+    "documents": ("--attention-dropout 0.3 --hidden-dropout 0.2", (), ("document_ids",)),
+}
 
 
-def test_residual_dropout_is_the_whole_models_without_sequence_parallelism() -> None:
-    torch.manual_seed(7)
-    expected = loss_and_whole_gradients(build("--hidden-dropout 0.5", TensorAxis()).train(), TensorAxis(), ())
-    for rank, got in enumerate(spawn(dropped, 2)):
-        assert_equal(got, expected, rank)
+def dropped(rank: int) -> dict[tuple[str, bool], Result]:
+    torch.manual_seed(rank)  # of no effect
+    found = {}
+    for name, (flags, recomputed_modules, wanted) in DROPOUTS.items():
+        for sequence_parallel in (False, True):
+            axis = axis_of(rank, 2, sequence_parallel)
+            stage = build(flags, axis, recomputed_modules).train()
+            found[name, sequence_parallel] = loss_and_whole_gradients(stage, axis, wanted)
+    return found
+
+
+def test_dropouts_masks_are_the_whole_models() -> None:
+    expected = {
+        name: loss_and_whole_gradients(build(flags, TensorAxis()).train(), TensorAxis(), wanted)
+        for name, (flags, _, wanted) in DROPOUTS.items()
+    }
+    for rank, results in enumerate(spawn(dropped, 2)):
+        assert len(results) == 2 * len(DROPOUTS)
+        for (name, sequence_parallel), got in results.items():
+            assert_equal(got, expected[name], (name, sequence_parallel, rank))
 
 
 def evaluated(rank: int) -> list[float]:

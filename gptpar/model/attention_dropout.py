@@ -1,0 +1,99 @@
+"""Scaled dot-product attention with dropout of its probabilities, the same in every layout.
+
+A GPU's attention kernels draw masks inside, from the generator's state and the head's number within the call. So there
+each query group is one call under a seed of its own: tensor parallelism never cuts finer than a group. That costs a
+launch for each group in place of one for all, and fills a large GPU less where a micro-batch is small. The CPU has no
+such kernel in torch and forms the probabilities in memory; there the mask is formed beside them, as for hidden states.
+
+Legend: B batch, S sequence, G key/value heads ("groups") of this rank, Q query heads of one group, H = G x Q, K head
+width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from gptpar.init import seed_of
+from gptpar.model.dropout import PROBABILITIES, LayerSeeds, kept
+
+
+def attention_with_dropout(
+    q_BHSK: torch.Tensor,
+    k_BGSK: torch.Tensor,
+    v_BGSK: torch.Tensor,
+    mask_B1SS: torch.Tensor | None,
+    p: float,
+    seeds: LayerSeeds,
+    first_group: int,
+    num_groups: int,
+) -> torch.Tensor:
+    """Returns y_BHSK.
+
+    Args:
+        mask_B1SS: what a token sees; ``None``: itself and all earlier ones.
+        p: probability of a token not to be seen.
+        first_group: the global number of this rank's first group.
+        num_groups: of all ranks.
+    """
+    if q_BHSK.is_cuda:
+        return _one_call_a_group(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.host, first_group)
+    return _plain(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.words, first_group, num_groups)
+
+
+@torch.compiler.disable  # it seeds a generator
+def _one_call_a_group(
+    q_BHSK: torch.Tensor,
+    k_BGSK: torch.Tensor,
+    v_BGSK: torch.Tensor,
+    mask_B1SS: torch.Tensor | None,
+    p: float,
+    seeds: torch.Tensor,
+    first_group: int,
+) -> torch.Tensor:
+    seed, device = int(seeds[PROBABILITIES]), q_BHSK.device
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    num_here = k_BGSK.shape[1]
+    queries = q_BHSK.shape[1] // num_here
+    state, parts = generator.get_state(), []
+    for group in range(num_here):
+        generator.manual_seed(seed_of(seed, first_group + group))
+        y_BQSK = F.scaled_dot_product_attention(
+            q_BHSK[:, group * queries : (group + 1) * queries],
+            k_BGSK[:, group : group + 1],
+            v_BGSK[:, group : group + 1],
+            attn_mask=mask_B1SS,
+            is_causal=mask_B1SS is None,
+            dropout_p=p,
+            enable_gqa=queries > 1,
+        )
+        parts.append(y_BQSK)
+    generator.set_state(state)
+    return torch.cat(parts, dim=1)
+
+
+def _plain(
+    q_BHSK: torch.Tensor,
+    k_BGSK: torch.Tensor,
+    v_BGSK: torch.Tensor,
+    mask_B1SS: torch.Tensor | None,
+    p: float,
+    words: torch.Tensor,
+    first_group: int,
+    num_groups: int,
+) -> torch.Tensor:
+    """With the probabilities in memory, in at least 32 bits."""
+    (batch, _, length, width), num_here, device = q_BHSK.shape, k_BGSK.shape[1], q_BHSK.device
+    wide = torch.promote_types(q_BHSK.dtype, torch.float32)
+    q_BGQSK = q_BHSK.unflatten(1, (num_here, -1)).to(wide) * width**-0.5
+    scores_BGQSS = q_BGQSK @ k_BGSK[:, :, None].to(wide).mT
+    earlier_SS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    seen = earlier_SS if mask_B1SS is None else mask_B1SS[:, None]
+    probabilities_BGQSS = scores_BGQSS.masked_fill(~seen, float("-inf")).softmax(-1)
+    queries = q_BGQSK.shape[2]
+    heads_BGQ = torch.arange(batch * num_groups * queries, dtype=torch.int32, device=device)
+    heads_BGQ = heads_BGQ.view(batch, num_groups, queries)[:, first_group : first_group + num_here]
+    rows_BGQS = heads_BGQ[..., None] * length + torch.arange(length, dtype=torch.int32, device=device)
+    kept_BGQSS = kept(words[PROBABILITIES], rows_BGQS, length, p)
+    dropped_BGQSS = torch.where(kept_BGQSS, probabilities_BGQSS * (1 / (1 - p)), 0.0)
+    return (dropped_BGQSS @ v_BGSK[:, :, None].to(wide)).flatten(1, 2).to(q_BHSK.dtype)

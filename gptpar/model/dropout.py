@@ -1,0 +1,126 @@
+"""Dropout whose masks are the same in every layout.
+
+A mask is a function of (seed, iteration, place of the micro-batch in the global batch, layer, kind, global token or
+head). The processes that share a layer, the stage that it is on, compiling it and computing it again change no element.
+No random generator has a state here: each layer gets its seeds with the micro-batch, and a hash of (seed, row, column)
+says which elements are kept.
+
+The hash takes 11 integer operations an element. Compiled, they are part of the kernel that reads the hidden states;
+one by one, each is a pass over 4 bytes an element. Without dropout there are no seeds and nothing of this runs.
+
+Legend: N tokens of this rank, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from gptpar.init import seed_of
+from gptpar.layer_spec import LayerSpec
+from gptpar.tensor_parallel import ALONE, TensorAxis
+
+EMBEDDINGS, PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT = range(4)
+KINDS = ("embeddings", "attention probabilities", "attention output", "MLP output")
+NO_SEEDS = "dropout needs its layer's seeds: see gptpar.model.dropout.seed_fields"
+
+
+class LayerSeeds(NamedTuple):
+    """One layer's seeds for one micro-batch, in the order of ``KINDS``.
+
+    They are tensors, since a compiled layer would be compiled anew for every other number.
+
+    Attributes:
+        host: int64 [kinds], on the CPU.
+        words: int32 [kinds, 2], the same as halves, on the model's device.
+    """
+
+    host: torch.Tensor
+    words: torch.Tensor
+
+
+def seeds_field(layer: str) -> str:
+    """The micro-batch's field in which a layer finds its :class:`LayerSeeds`."""
+    return f"dropout seeds of {layer}"
+
+
+def layers_with_dropout(specs: Iterable[LayerSpec]) -> list[str]:
+    """Names of the layers that want seeds."""
+    return [spec.name for spec in specs if seeds_field(spec.name) in spec.batch_fields]
+
+
+def seed_fields(
+    layers: Sequence[str], seed: int, iteration: int, place: int, device: torch.device
+) -> dict[str, LayerSeeds]:
+    """One micro-batch's seeds for these layers, by field.
+
+    Args:
+        place: of the micro-batch in the global batch.
+        device: the model's.
+    """
+    seeds = [[seed_of(seed, "dropout", iteration, place, layer, kind) for kind in KINDS] for layer in layers]
+    host = torch.tensor(seeds, dtype=torch.int64).view(len(layers), len(KINDS))
+    words = host.view(torch.int32).view(*host.shape, 2).to(device, non_blocking=True)
+    return {seeds_field(layer): LayerSeeds(host[i], words[i]) for i, layer in enumerate(layers)}
+
+
+def kept(words: torch.Tensor, rows: torch.Tensor, num_columns: int, p: float) -> torch.Tensor:
+    """Which elements dropout keeps: bool [*rows.shape, num_columns], each False with probability ``p``.
+
+    Args:
+        words: int32 [2], a seed.
+        rows: int32 of any shape, the global numbers of the rows.
+    """
+    low, high = words.unbind()
+    key = _mixed(_mixed(rows ^ low) + high)[..., None]  # 64 bits a row: rows of 32 equal bits would be rather frequent
+    other_key = _mixed(_mixed(rows + high) ^ low)[..., None]
+    columns = torch.arange(num_columns, dtype=torch.int32, device=rows.device)
+    x = _fold(columns ^ key, 16).mul_(_FIRST).add_(other_key)
+    x = _fold(x, 15).mul_(_SECOND)
+    return x >= min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+# "lowbias32", a permutation of 32 bits in which each bit of the result depends on each of the input with hardly any
+# bias (Ellis 2018). Products wrap around in int32 everywhere; unsigned integers are not for every operator of torch's.
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """The permutation of each element, in place."""
+    x = _fold(x, 16).mul_(_FIRST)
+    x = _fold(x, 15).mul_(_SECOND)
+    return _fold(x, 16)
+
+
+def _fold(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """``x ^= x >> bits``, shifting zeros in."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_(2 ** (32 - bits) - 1))
+
+
+class HiddenDropout(nn.Module):
+    """Dropout of hidden states.
+
+    Args:
+        p: probability of an element to be dropped.
+        kind: which of the layer's seeds it takes.
+        axis: this process's place on the tensor axis; under sequence parallelism it holds some of the tokens.
+    """
+
+    def __init__(self, p: float, kind: int, axis: TensorAxis = ALONE):
+        super().__init__()
+        self.p, self.kind = p, kind
+        self.rank = axis.rank if axis.splits_tokens else 0
+
+    def forward(self, x_ND: torch.Tensor, seeds: LayerSeeds | None) -> torch.Tensor:
+        """Same shape as ``x``; seeds may be missing outside training."""
+        if not (self.training and self.p):
+            return x_ND
+        assert seeds is not None, NO_SEEDS
+        num_tokens, width = x_ND.shape
+        first = self.rank * num_tokens  # all ranks hold equally many
+        rows_N = torch.arange(first, first + num_tokens, dtype=torch.int32, device=x_ND.device)
+        kept_ND = kept(seeds.words[self.kind], rows_N, width, self.p)
+        return torch.where(kept_ND, x_ND * (1 / (1 - self.p)), 0.0)

@@ -1,0 +1,120 @@
+"""Dropout on a GPU: hidden states lose what they lose on the CPU; attention's masks belong to groups of heads."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptpar.model.attention import document_mask
+from gptpar.model.attention_dropout import attention_with_dropout
+from gptpar.model.dropout import EMBEDDINGS, LayerSeeds, kept, seed_fields, seeds_field
+from tests.gpu.test_training_gpu import run
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+BATCH, GROUPS, LENGTH, WIDTH = 2, 4, 256, 64
+BOTH = "--hidden-dropout 0.1 --attention-dropout 0.2"
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def seeds() -> LayerSeeds:
+    return seed_fields(["layers.0"], 1234, 3, 1, torch.device(DEVICE))[seeds_field("layers.0")]
+
+
+def inputs(queries: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Queries, keys and values as the model cuts them out of one projection: views with strides."""
+    torch.manual_seed(0)
+    qkv = torch.randn(BATCH, LENGTH, GROUPS, queries + 2, WIDTH, dtype=dtype, device=DEVICE).permute(0, 2, 3, 1, 4)
+    parts = [qkv[:, :, :queries].flatten(1, 2), qkv[:, :, queries], qkv[:, :, queries + 1]]
+    return [part.detach().requires_grad_() for part in parts]
+
+
+def attend(parts: list[torch.Tensor], p: float, first: int = 0, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The output and the gradients of queries, keys and values."""
+    y = attention_with_dropout(parts[0], parts[1], parts[2], mask, p, seeds(), first, GROUPS)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), parts)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_masks_of_hidden_states_are_the_cpus(compiled: bool) -> None:
+    rows = torch.arange(1000, dtype=torch.int32) * 2_000_000
+    words = seeds().words[EMBEDDINGS]
+    found = (torch.compile(kept) if compiled else kept)(words, rows.to(DEVICE), 1000, 0.1)
+    assert torch.equal(found.cpu(), kept(words.cpu(), rows, 1000, 0.1))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_rank_with_some_heads_has_their_masks(dtype: torch.dtype, queries: int, documents: bool) -> None:
+    """Half of the groups and a quarter of them: output and gradients are the whole's, and the same each time."""
+    ids = (torch.arange(LENGTH, device=DEVICE) >= 100).long().expand(BATCH, -1)
+    mask = document_mask(ids) if documents else None
+    parts = inputs(queries, dtype)
+    whole, again = attend(parts, 0.3, 0, mask), attend(parts, 0.3, 0, mask)
+    assert torch.equal(whole[0], again[0])
+    for size in (2, 4):
+        ranks = []
+        for rank in range(size):
+            share = [part.detach().chunk(size, 1)[rank].requires_grad_() for part in parts]
+            ranks.append(attend(share, 0.3, rank * GROUPS // size, mask))
+        for of_ranks, wanted in zip(zip(*ranks, strict=True), whole, strict=True):
+            got, error = torch.cat(of_ranks, 1), TOLERANCE[dtype] * wanted.abs().max().item()
+            torch.testing.assert_close(got, wanted, rtol=0, atol=error)
+    assert not torch.allclose(whole[0], attend(parts, 1e-9, 0, mask)[0], atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_probabilities_are_dropped_fairly_and_heads_independently(dtype: torch.dtype) -> None:
+    """The last query of zeros attends to all keys equally; values of one and zero show the mask, 64 keys at a time."""
+    zeros = torch.zeros(BATCH, GROUPS, LENGTH, WIDTH, dtype=dtype, device=DEVICE)
+    masks = []
+    for first in range(0, LENGTH, WIDTH):
+        values = zeros.clone()
+        values[:, :, range(first, first + WIDTH), range(WIDTH)] = 1
+        y = attention_with_dropout(zeros, zeros, values, None, 0.25, seeds(), 0, GROUPS)
+        masks.append(y[:, :, first + WIDTH :] > 0)  # these queries see all of the keys
+        share = (1 / (1 - 0.25)) / torch.arange(first + WIDTH + 1, LENGTH + 1, device=DEVICE)
+        wanted = masks[-1] * share[:, None]
+        torch.testing.assert_close(y[:, :, first + WIDTH :].double(), wanted.double(), rtol=1e-2, atol=1e-6)
+    shown = torch.cat([mask.transpose(0, 1).flatten(2) for mask in masks], dim=-1).flatten(0, 1)
+    x = (shown.double() - 0.75) / (0.25 * 0.75) ** 0.5
+    assert abs(x.mean().item()) * x.numel() ** 0.5 < 5
+    for one, other in combinations(x, 2):
+        assert abs((one * other).mean().item()) * one.numel() ** 0.5 < 5
+
+
+def test_attention_leaves_the_generator_as_it_was() -> None:
+    parts = inputs(1, torch.bfloat16)
+    torch.manual_seed(0)
+    before = torch.rand(3, device=DEVICE)
+    torch.manual_seed(0)
+    attend(parts, 0.3)
+    assert torch.equal(torch.rand(3, device=DEVICE), before)
+
+
+def test_hidden_dropout_follows_the_cpu() -> None:
+    """Eight steps in fp32, compiled: the masks are the same."""
+    gpu, cpu = run(DEVICE, "--hidden-dropout 0.2"), run("cpu", "--hidden-dropout 0.2")
+    assert gpu[0] == pytest.approx(cpu[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("flags", ["--recompute-granularity full", "--recompute-granularity selective", "--no-compile"])
+def test_recomputing_and_compiling_keep_the_masks(flags: str) -> None:
+    plain, other = run(DEVICE, BOTH), run(DEVICE, f"{BOTH} {flags}")
+    assert other[0] == pytest.approx(plain[0], rel=1e-4)
+
+
+def test_the_same_run_twice_is_bit_identical() -> None:
+    first, second = run(DEVICE, f"--bf16 {BOTH}"), run(DEVICE, f"--bf16 {BOTH}")
+    assert first[0] == second[0] and torch.equal(first[1], second[1])
+
+
+def test_attention_that_drops_next_to_nothing_is_torchs() -> None:
+    parts = inputs(1, torch.float32)
+    y = attention_with_dropout(parts[0], parts[1], parts[2], None, 1e-9, seeds(), 0, GROUPS)
+    torch.testing.assert_close(y, F.scaled_dot_product_attention(*parts, is_causal=True), rtol=1e-4, atol=1e-5)

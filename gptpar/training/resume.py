@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import (
+    HINT_NAME,
     DamagedCheckpoint,
     Manifest,
+    edited_hint,
     find_checkpoints,
     load_checkpoint,
     load_meta,
@@ -29,11 +31,19 @@ from gptpar.training.trainer import Trainer
 RNG_RULE = "dropout is seeded by (seed, iteration, place of the micro-batch in the global batch)"
 
 
-def save(trainer: Trainer, progress: Progress, tokenizer: dict[str, Any]) -> Path:
+def save(
+    trainer: Trainer,
+    progress: Progress,
+    tokenizer: dict[str, Any],
+    *,
+    keep: int | None,
+    permit: Callable[[], None] | None = None,
+) -> Path:
     """Write a checkpoint of this moment into the run folder; every process calls it.
 
     Args:
         tokenizer: the tokenizer's identity, kept so that a checkpoint is never continued with another vocabulary.
+        keep, permit: see ``save_checkpoint``.
     """
     checkpoint = trainer.config.checkpoint
     assert checkpoint.save is not None
@@ -48,7 +58,7 @@ def save(trainer: Trainer, progress: Progress, tokenizer: dict[str, Any]) -> Pat
         "torch": torch.__version__,
     }
     tensors = checkpoint_tensors(trainer, with_moments=not checkpoint.no_save_optim)
-    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=checkpoint.keep_checkpoints)
+    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=keep, permit=permit)
 
 
 def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, TensorParts]:
@@ -126,6 +136,11 @@ def load(trainer: Trainer, tokenizer: dict[str, Any], say: Callable[[str], None]
     loaded = load_checkpoint(c.load, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
     trainer.model.publish()
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
+    if c.ckpt_step is None and (named := edited_hint(c.load)) not in (None, loaded.iteration):
+        say(
+            f" > {HINT_NAME} names iteration {named}, but the newest checkpoint is taken whatever it says: add "
+            f"--ckpt-step {named} to go back to that one"
+        )
     if c.finetune:
         return Progress()
     trainer.schedule = _agree_on_schedule(trainer, loaded.meta["schedule"])

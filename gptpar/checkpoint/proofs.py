@@ -34,8 +34,8 @@ class Proof:
 
 def remember(path: Path, problems: list[str]) -> None:
     """Note that every byte of the checkpoint was just read. Where the folder cannot be written, nothing is noted."""
-    note = {"seconds": time.time(), "problems": problems, "files": _files(path)}
     with contextlib.suppress(OSError):
+        note = {"seconds": time.time(), "problems": problems, "files": _files(path)}
         _note(path).parent.mkdir(exist_ok=True)
         replace_synced(_note(path), json.dumps(note))
 
@@ -59,9 +59,10 @@ def forget(path: Path) -> None:
 
 def move(path: Path, to: Path) -> None:
     """Let the note follow a checkpoint that was moved to `to`."""
-    with contextlib.suppress(OSError):  # there was none; a lost note costs another re-read
-        _note(to).parent.mkdir(exist_ok=True)
-        os.rename(_note(path), _note(to))
+    with contextlib.suppress(OSError):  # a lost note costs another re-read
+        if _note(path).exists():
+            _note(to).parent.mkdir(exist_ok=True)
+            os.rename(_note(path), _note(to))
 
 
 def _note(path: Path) -> Path:

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -63,6 +64,20 @@ def begins_at(branch: Path) -> int:
     return int(match[2])
 
 
+def how_to_go_on(branch: Path) -> str:
+    """The flags with which a run goes on where the branch ends."""
+    path = shlex.quote(str(branch))
+    return f"--load {path} --save {path}"
+
+
+def branch_with(root: str | Path, iteration: int | None) -> Path | None:
+    """The branch that was left last of those that hold a checkpoint of this iteration (None: any checkpoint)."""
+    for _, branch in reversed(find_branches(root)):
+        if any(iteration in (None, number) for number, _ in folders.find_checkpoints(branch)):
+            return branch
+    return None
+
+
 def leave_branch(
     root: Path, iteration: int, consumed_samples: int, tensorboard: Path | None, say: Callable[[str], None]
 ) -> None:
@@ -83,7 +98,7 @@ def leave_branch(
     what = f"checkpoint{'' if len(beyond) == 1 else 's'} {', '.join(map(str, beyond))}"
     say(
         f" > this run goes on from iteration {max(0, iteration)}: what came after it ({what}, with metrics and "
-        f"TensorBoard files) was moved to {branch}; to go on from there: --load {branch} --save {branch}"
+        f"TensorBoard files) was moved to {branch}; to go on from there: {how_to_go_on(branch)}"
     )
 
 
@@ -99,7 +114,7 @@ def finish_branches(root: Path, tensorboard: Path | None, say: Callable[[str], N
             _finish(root, branch, journal, tensorboard, say)
             say(
                 f" > {branch} was completed: a run that went back to iteration {max(0, journal.iteration)} was killed "
-                f"while it moved there what came after; to go on from there: --load {branch} --save {branch}"
+                f"while it moved there what came after; to go on from there: {how_to_go_on(branch)}"
             )
 
 

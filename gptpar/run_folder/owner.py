@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptpar.checkpoint.folders import find_checkpoints, write_synced
+from gptpar.command import printable
 from gptpar.errors import CheckpointError
 from gptpar.run_folder.process import Process
 
@@ -62,7 +63,7 @@ class Claim:
         """``host node3, process 4711, since 2026-01-31 12:00:00``"""
         if self.process is None:
             return f"{self.path.name} cannot be read"
-        return f"host {self.process.host}, process {self.process.pid}, since {self.since}"
+        return printable(f"host {self.process.host}, process {self.process.pid}, since {self.since}")
 
 
 def current_claim(root: Path) -> Claim | None:

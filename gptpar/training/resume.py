@@ -24,6 +24,7 @@ from gptpar.checkpoint import (
 from gptpar.config import Config
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
+from gptpar.run_folder.branches import branch_with
 from gptpar.tensor_parts import TensorParts
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
@@ -108,7 +109,9 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
             with contextlib.suppress(DamagedCheckpoint):  # load_checkpoint will name it, and take an older one
                 return read_manifest(path)
     wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
-    raise CheckpointError(f"there is no readable {wanted} in --load {c.load}")
+    branch = branch_with(c.load, c.ckpt_step)
+    elsewhere = "" if branch is None else f"; a run that went back left one in --load {branch}"
+    raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}")
 
 
 def progress_to_resume(config: Config) -> Progress:

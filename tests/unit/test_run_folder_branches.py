@@ -53,10 +53,10 @@ def steps(root: Path) -> list[int]:
 
 
 def curve(root: Path, name: str = "lm loss") -> list[int]:
-    """The steps of a curve as TensorBoard shows them: all files of the folder, in the order of their names."""
+    """The steps of a curve as TensorBoard shows them, in order; each must be there once."""
     events = EventAccumulator(str(root / "tensorboard"))
     events.Reload()
-    return [event.step for event in events.Scalars(name)]
+    return sorted(event.step for event in events.Scalars(name))
 
 
 def test_going_back_leaves_a_branch_that_is_a_run_folder(folder: Path, pretrain: Run) -> None:
@@ -151,6 +151,17 @@ def test_an_edited_marker_file_is_answered(folder: Path, pretrain: Run) -> None:
     assert "names iteration" not in pretrain(f"{hint_is_late} {folder}")
 
 
+def test_nothing_is_deleted_while_steps_are_skipped(tmp_path: Path, pretrain: Run) -> None:
+    """The weights break at iteration 5; what was saved before is what its user needs."""
+    same = f"--load {tmp_path} --save {tmp_path} --keep-checkpoints 2 --save-interval 2 --override-opt-param-scheduler"
+    pretrain(f"--train-iters 4 {same}")
+    said = pretrain(f"--train-iters 12 --lr 1e30 --clip-grad 0 --lr-decay-style constant {same}")
+    assert numbers(tmp_path) == [2, 4, 6, 8, 10, 12]
+    assert said.count("no older checkpoint is deleted while steps are skipped") == 1
+    pretrain(f"--train-iters 8 {same} --ckpt-step 4")
+    assert numbers(tmp_path) == [6, 8] and numbers(tmp_path / "branches" / "1-from-0000004") == [6, 8, 10, 12]
+
+
 CALLS = ("mkdir", "rename", "replace", "fsync", "unlink")
 
 
@@ -189,6 +200,7 @@ def test_kill_9_at_every_step_of_the_move_loses_nothing(tmp_path: Path) -> None:
 def die_at(instant: int) -> None:
     """Let this process kill itself at the n-th system call of those that change a folder."""
     seen = 0
+
     def counting(original: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **options: object) -> object:
             nonlocal seen

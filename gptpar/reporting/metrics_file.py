@@ -21,6 +21,8 @@ from gptpar.errors import GptparError
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 
 FILE_NAME = "metrics.jsonl"
+TAIL_BYTES = 1 << 16
+"""More than a line has."""
 
 
 def iteration_object(record: IterationRecord) -> dict[str, Any]:
@@ -132,6 +134,17 @@ def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def last_iteration(path: Path) -> int | None:
+    """The iteration of the last whole line, from the file's end alone; None if that cannot be told."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            line = file.read().split(b"\n")[-2]
+        return int(_parse(line.decode(errors="replace"))["iteration"])
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def _copy_until(old: BinaryIO, new: BinaryIO, iteration: int) -> list[str]:

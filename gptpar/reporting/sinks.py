@@ -19,6 +19,10 @@ from gptpar.reporting.scalars import (
     validation_scalars,
 )
 
+# The flag that needs a package, and what to install.
+_TENSORBOARD = ("--tensorboard-dir", "tensorboard")
+_WANDB = ("--wandb-project", "gptpar[wandb]")
+
 
 class Sink(Protocol):
     """Receives every iteration and every evaluation of a run, in order."""
@@ -63,7 +67,7 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: Path, options: ScalarOptions, world_size: int = 1, queue_size: int = 1000):
-        tensorboard = _import("torch.utils.tensorboard", "--tensorboard-dir", "tensorboard")
+        tensorboard = _import("torch.utils.tensorboard", *_TENSORBOARD)
         self._writer = tensorboard.SummaryWriter(log_dir=str(folder), max_queue=queue_size)
         self._options = options
         self._world_size = world_size
@@ -101,7 +105,7 @@ class WandbSink:
         name: str | None,
         settings: Mapping[str, Any],
     ):
-        wandb = _import("wandb", "--wandb-project", "gptpar[wandb]")
+        wandb = _import("wandb", *_WANDB)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(settings))
         self._options = options
@@ -125,6 +129,18 @@ def _import(module: str, flag: str, package: str) -> ModuleType:
     except ImportError as error:
         remedy = f"run pip install '{package}', or drop the flag"
         raise ConfigError([f"{flag} needs a package that is not installed ({error}): {remedy}"]) from error
+
+
+def require_packages(*, tensorboard: bool, wandb: bool) -> None:
+    """Find out whether ``make_sinks`` will find what it needs, before anything is changed for its sake.
+
+    Raises:
+        ConfigError: a sink's package is not installed.
+    """
+    if tensorboard:
+        _import("torch.utils.tensorboard", *_TENSORBOARD)
+    if wandb:
+        _import("wandb", *_WANDB)
 
 
 def make_sinks(

@@ -29,6 +29,9 @@ FOLDER_NAME = "branches"
 JOURNAL_NAME = "branch.json"
 TENSORBOARD_NAME = "tensorboard"
 
+MAX_NAMED = 8
+"""Checkpoints told one by one."""
+
 _BRANCH = re.compile(r"(\d+)-from-(\d{7,})")
 _STAGED = re.compile(r"\.new-[0-9a-f]+")
 
@@ -96,6 +99,8 @@ def leave_branch(
     branch = _publish(root, journal, tensorboard)
     _finish(root, branch, journal, tensorboard, say)
     what = f"checkpoint{'' if len(beyond) == 1 else 's'} {', '.join(map(str, beyond))}"
+    if len(beyond) > MAX_NAMED:
+        what = f"{len(beyond)} checkpoints, {beyond[0]} to {beyond[-1]}"
     say(
         f" > this run goes on from iteration {max(0, iteration)}: what came after it ({what}, with metrics and "
         f"TensorBoard files) was moved to {branch}; to go on from there: {how_to_go_on(branch)}"

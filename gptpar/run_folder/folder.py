@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.ranks import Ranks
-from gptpar.reporting import event_files
+from gptpar.reporting import event_files, metrics_file
 from gptpar.run_folder.branches import finish_branches, leave_branch
 from gptpar.run_folder.owner import Owner
 
@@ -54,10 +54,17 @@ class RunFolder:
     def _go_on_from(self, iteration: int, consumed_samples: int) -> None:
         leave_branch(self._root, iteration, consumed_samples, self._tensorboard, self._say)
         if iteration > 0 and self._tensorboard is not None and self._tensorboard_is_inside:
-            try:
-                event_files.cut_after(self._tensorboard, iteration, consumed_samples)
-            except OSError as error:
-                self._say(f" > TensorBoard's curves will overlap from iteration {iteration} on: {error.strerror}")
+            self._cut_what_is_taken_again(self._tensorboard, iteration, consumed_samples)
+
+    def _cut_what_is_taken_again(self, tensorboard: Path, iteration: int, consumed_samples: int) -> None:
+        """Drop the events of steps after the checkpoint, as after a crash; metrics.jsonl tells whether there are any."""
+        last = metrics_file.last_iteration(self._root / metrics_file.FILE_NAME)
+        if last is not None and last <= iteration:
+            return
+        try:
+            event_files.cut_after(tensorboard, iteration, consumed_samples)
+        except OSError as error:
+            self._say(f" > TensorBoard's curves will overlap from iteration {iteration} on: {error.strerror}")
 
     def is_beyond(self, iteration: int) -> bool:
         """Whether the folder holds checkpoints of later iterations."""

@@ -16,7 +16,7 @@ from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.scalars import ScalarOptions
-from gptpar.reporting.sinks import Sink, make_sinks
+from gptpar.reporting.sinks import Sink, make_sinks, require_packages
 from gptpar.run_folder.folder import RunFolder, open_run_folder
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
 from gptpar.training import resume
@@ -99,6 +99,9 @@ def open_run(
         if trainer.model.host is not None:
             say(offload_line(trainer.model))
         progress = resume.load(trainer, vocabulary.identity, say)
+        if topology.is_main:
+            log = config.logging
+            require_packages(tensorboard=bool(log.tensorboard_dir), wandb=bool(log.wandb_project))
         writes = folder is not None and _put_in_order(folder, config, plan, progress)
         permit = None if folder is None else folder.require_owner
         sinks = [*more_sinks, *_sinks(config, topology, progress, say, writes)] if topology.is_main else []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gptpar.errors import ConfigError, GptparError
-from gptpar.reporting.metrics_file import iteration_object, json_line, prepare, read_metrics
+from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
 from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions, iteration_scalars
 from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
@@ -126,6 +126,16 @@ def test_resume_keeps_the_readable_lines_of_a_damaged_file_and_the_file(tmp_path
         assert said[-1].startswith(f"{path}: line 2 is not ") and "and 1 more; the readable lines" in said[-1]
         assert said[-1].endswith(f"the file as it was is {aside}")
     assert len(said) == 2 and len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_last_iteration_is_read_from_the_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_iteration(path) is None
+    path.write_text("".join(json_line(iteration_object(record(i))) for i in range(1, 2001)) + '{"iter')
+    assert last_iteration(path) == 2000
+    for damage in ("", '{"iteration": 3}', "oops\n", "\0" * 100_000):
+        path.write_text(damage)
+        assert last_iteration(path) is None
 
 
 def test_preparing_a_long_file_takes_no_memory_for_its_length(tmp_path):

@@ -104,6 +104,12 @@ def test_damaged_newer_checkpoints_are_left_in_a_branch(folder: Path, pretrain: 
     assert numbers(folder / "branches" / "1-from-0000004") == [6, 8]
 
 
+def test_steps_that_a_crash_takes_again_are_shown_once(folder: Path, pretrain: Run) -> None:
+    shutil.rmtree(folder / "iter_0000008")
+    pretrain(f"--train-iters 8 --load {folder} --save {folder}")
+    assert steps(folder) == curve(folder) == list(range(1, 9)) and not (folder / "branches").exists()
+
+
 def snapshot(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 

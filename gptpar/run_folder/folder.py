@@ -57,7 +57,7 @@ class RunFolder:
             self._cut_what_is_taken_again(self._tensorboard, iteration, consumed_samples)
 
     def _cut_what_is_taken_again(self, tensorboard: Path, iteration: int, consumed_samples: int) -> None:
-        """Drop the events of steps after the checkpoint, as after a crash; metrics.jsonl tells whether there are any."""
+        """Drop the events of steps after the checkpoint, as after a crash; metrics.jsonl tells if there are."""
         last = metrics_file.last_iteration(self._root / metrics_file.FILE_NAME)
         if last is not None and last <= iteration:
             return

@@ -126,7 +126,7 @@ class Owner:
     def close(self) -> None:
         """Give the folder back; one that was made for this run and holds nothing is removed."""
         self._closing.set()
-        self._thread.join()
+        self._thread.join(timeout=10)  # it may hang on a disk that is away
         if self._is_mine():
             self._path.unlink(missing_ok=True)
         for folder in self._made:

@@ -101,15 +101,15 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
     if c.load is None:
         return None
     found = find_checkpoints(Path(c.load)) if Path(c.load).is_dir() else []
+    branch = branch_with(c.load, c.ckpt_step)  # where all checkpoints are in branches, nobody wants random weights
     required = c.exit_on_missing_checkpoint or c.finetune or config.logging.skip_train or c.ckpt_step is not None
-    if not found and not required:
+    if not found and not required and branch is None:
         return None
     for number, path in found:
         if c.ckpt_step in (None, number):
             with contextlib.suppress(DamagedCheckpoint):  # load_checkpoint will name it, and take an older one
                 return read_manifest(path)
     wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
-    branch = branch_with(c.load, c.ckpt_step)
     elsewhere = "" if branch is None else f"; a run that went back left one in --load {branch}"
     raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}")
 

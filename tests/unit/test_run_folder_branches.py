@@ -16,8 +16,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gptpar.checkpoint import find_checkpoints, load_meta, read_tensors, save_checkpoint, verify_checkpoint
 from gptpar.cli import main
 from gptpar.reporting.metrics_file import read_metrics
+from gptpar.reporting.scalars import ScalarOptions
+from gptpar.reporting.sinks import TensorBoardSink
 from gptpar.run_folder.branches import finish_branches, leave_branch, read_journal
 from tests.helpers import TINY
+from tests.unit.test_reporting_sinks import record
 
 Run = Callable[..., str]
 BASE = [word for word in TINY.split() if word not in ("--train-iters", "20")]
@@ -145,6 +148,18 @@ def test_a_checkpoint_that_a_branch_holds_is_found_by_the_message(folder: Path, 
     assert f"iteration 8 in --load {folder}; a run that went back left one in --load {branch}" in said
 
 
+def test_a_folder_whose_checkpoints_are_all_in_branches_is_no_fresh_start(folder: Path, pretrain: Run) -> None:
+    """As after a kill between the move and the first save of a fine-tuning."""
+    leave_branch(folder, -1, 0, folder / "tensorboard", lambda _: None)
+    assert numbers(folder) == [] and not (folder / "metrics.jsonl").exists()
+    before = snapshot(folder)
+    for flags in ("", "--finetune"):
+        said = pretrain(f"--train-iters 8 --load {folder} --save {folder} {flags}", expect=1)
+        assert f"left one in --load {folder}/branches/1-from-0000000" in said and snapshot(folder) == before
+    pretrain(f"--train-iters 3 --load {folder}/branches/1-from-0000000 --finetune --save {folder}")
+    assert numbers(folder) == [3] and curve(folder) == [1, 2, 3]
+
+
 def test_an_edited_marker_file_is_answered(folder: Path, pretrain: Run) -> None:
     hint = folder / "latest_checkpointed_iteration.txt"
     os.utime(hint, (0, 0))
@@ -168,7 +183,7 @@ def test_nothing_is_deleted_while_steps_are_skipped(tmp_path: Path, pretrain: Ru
     assert numbers(tmp_path) == [6, 8] and numbers(tmp_path / "branches" / "1-from-0000004") == [6, 8, 10, 12]
 
 
-CALLS = ("mkdir", "rename", "replace", "fsync", "unlink")
+CALLS = ("mkdir", "rename", "replace", "unlink")
 
 
 def test_kill_9_at_every_step_of_the_move_loses_nothing(tmp_path: Path) -> None:
@@ -177,6 +192,10 @@ def test_kill_9_at_every_step_of_the_move_loses_nothing(tmp_path: Path) -> None:
         save_checkpoint(first, number, {"w": torch.full((8,), float(number))}, {})
     lines = [json.dumps({"iteration": number}) + "\n" for number in range(1, 8)]
     (first / "metrics.jsonl").write_text("".join(lines))
+    sink = TensorBoardSink(first / "tensorboard", ScalarOptions())
+    for number in range(1, 8):
+        sink.iteration(record(number))
+    sink.close()
     states = set()
     for instant in range(1, 60):
         root = tmp_path / f"killed{instant}"
@@ -184,16 +203,17 @@ def test_kill_9_at_every_step_of_the_move_loses_nothing(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             die_at(instant)
-            leave_branch(root, 2, 4, None, lambda _: None)
+            leave_branch(root, 2, 16, root / "tensorboard", lambda _: None)
             os._exit(0)
         killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
         said: list[str] = []
-        finish_branches(root, None, said.append)
+        finish_branches(root, root / "tensorboard", said.append)
         branches = list((root / "branches").iterdir()) if (root / "branches").exists() else []
         states.add((moved := bool(branches), bool(said)))
         branch = branches[0] if moved else root
         assert numbers(root) == ([2] if moved else [2, 4, 6]) and numbers(branch) == ([4, 6] if moved else [2, 4, 6])
-        assert steps(root) == ([1, 2] if moved else list(range(1, 8))) and steps(branch) == list(range(1, 8))
+        for history in (steps, curve):
+            assert history(root) == ([1, 2] if moved else list(range(1, 8))) and history(branch) == list(range(1, 8))
         assert all(verify_checkpoint(path) == [] for place in (root, branch) for _, path in find_checkpoints(place))
         if moved:
             journal = read_journal(branch)

@@ -15,6 +15,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("gptpar.plan.main", "predict memory and speed of a run on any number of GPUs, or search the best layout"),
     "check-layouts": ("gptpar.check_layouts.main", "prove that every layout computes the same on this machine"),
     "generate": ("gptpar.generate", "continue a prompt with a trained model"),
+    "runs": ("gptpar.run_folder.runs", "show a run folder: checkpoints, branches, and who writes there"),
     "inspect": ("gptpar.checkpoint.inspect", "list, describe and verify checkpoints"),
     "preprocess": ("gptpar.data.preprocess", "turn text into .bin/.idx data sets"),
     "merge": ("gptpar.data.merge", "join .bin/.idx data sets"),

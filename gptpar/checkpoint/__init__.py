@@ -1,15 +1,17 @@
 """Checkpoints that cannot lie: whole or absent, proved when read, one for every layout, without pickle."""
 
-from gptpar.checkpoint.folders import find_checkpoints, latest
+from gptpar.checkpoint.folders import HINT_NAME, edited_hint, find_checkpoints, latest
 from gptpar.checkpoint.load import LoadedCheckpoint, load_checkpoint, load_meta, read_tensors
 from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
 from gptpar.checkpoint.save import save_checkpoint
 from gptpar.checkpoint.verify import verify_checkpoint
 
 __all__ = [
+    "HINT_NAME",
     "DamagedCheckpoint",
     "LoadedCheckpoint",
     "Manifest",
+    "edited_hint",
     "find_checkpoints",
     "latest",
     "load_checkpoint",

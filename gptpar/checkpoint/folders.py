@@ -10,6 +10,7 @@ What the disk holds is found by scanning.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -22,7 +23,11 @@ from pathlib import Path
 HINT_NAME = "latest_checkpointed_iteration.txt"
 DEAD_AFTER_SECONDS = 600
 
+# What FUSE and CIFS mounts answer; such a mount writes directories through, or cannot be helped from here.
+_CANNOT_SYNC_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
 _PUBLISHED = re.compile(r"iter_(\d{7,})")
+_MOVED_ASIDE = re.compile(r"iter_\d{7,}\.damaged-\d+")
 _TEMPORARY = re.compile(r"iter_\d{7,}\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 
 
@@ -52,19 +57,28 @@ def temporary_path(root: Path, iteration: int) -> Path:
     return root / f"{checkpoint_path(root, iteration).name}.tmp-{owner}"
 
 
-def remove_dead_saves(root: Path) -> list[Path]:
-    """Delete what saves that died left behind; returns what was deleted.
+def find_temporaries(root: Path) -> list[tuple[Path, bool]]:
+    """(path, dead) of every save that is in progress or was left behind.
 
     A save is dead when its process is gone (same host) or it has written nothing for ten minutes (any host).
     """
-    dead = []
-    for path in root.iterdir():
-        match = _TEMPORARY.fullmatch(path.name)
-        if match is None:
-            continue
-        if _owner_gone(match["host"], int(match["pid"])) or _idle_seconds(path) > DEAD_AFTER_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
-            dead.append(path)
+    matches = [(path, match) for path in sorted(root.iterdir()) if (match := _TEMPORARY.fullmatch(path.name))]
+    return [
+        (path, _owner_gone(match["host"], int(match["pid"])) or _idle_seconds(path) > DEAD_AFTER_SECONDS)
+        for path, match in matches
+    ]
+
+
+def find_damaged(root: Path) -> list[Path]:
+    """Damaged checkpoints that saves moved aside."""
+    return [path for path in sorted(root.iterdir()) if _MOVED_ASIDE.fullmatch(path.name)]
+
+
+def remove_dead_saves(root: Path) -> list[Path]:
+    """Delete what saves that died left behind; returns what was deleted."""
+    dead = [path for path, is_dead in find_temporaries(root) if is_dead]
+    for path in dead:
+        shutil.rmtree(path, ignore_errors=True)
     return dead
 
 
@@ -93,10 +107,31 @@ def remove_checkpoint(path: Path) -> None:
 
 def write_hint(root: Path, iteration: int) -> None:
     """Point Megatron's marker file at `iteration`, atomically."""
-    temporary = root / f".{HINT_NAME}.tmp"
-    write_synced(temporary, str(iteration))
-    os.replace(temporary, root / HINT_NAME)
-    sync_directory(root)
+    replace_synced(root / HINT_NAME, str(iteration))
+
+
+def edited_hint(root: str | Path) -> int | None:
+    """The iteration that somebody wrote into the marker file to go back to; None if it is as the last save left it.
+
+    A save that was killed between publishing and writing the hint leaves one that is older than the newest checkpoint:
+    that one was not edited.
+    """
+    hint, found = Path(root) / HINT_NAME, find_checkpoints(root)
+    try:
+        named = int(hint.read_text(encoding="utf-8"))
+        if not found or named == found[0][0] or named not in dict(found):
+            return None
+        return named if hint.stat().st_mtime_ns > found[0][1].stat().st_mtime_ns else None
+    except (OSError, ValueError):
+        return None
+
+
+def replace_synced(path: Path, text: str) -> None:
+    """Write a file atomically and return when it is on the disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_synced(temporary, text)
+    os.replace(temporary, path)
+    sync_directory(path.parent)
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -108,10 +143,13 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Return when the directory's entries are on the disk."""
+    """Return when the directory's entries are on the disk, on file systems that can be asked for that."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_DIRECTORIES:
+            raise
     finally:
         os.close(fd)
 

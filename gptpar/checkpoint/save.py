@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gptpar.checkpoint import folders
+from gptpar.checkpoint import folders, proofs
 from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
 from gptpar.checkpoint.planner import ChunkSavePlanner
 from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
@@ -44,6 +44,7 @@ def save_checkpoint(
     process_group: dist.ProcessGroup | None = None,
     keep: int | None = None,
     report: Report = print_report,
+    permit: Callable[[], None] | None = None,
 ) -> Path:
     """Save tensors as one logical checkpoint, whatever layout they are held in.
 
@@ -59,9 +60,12 @@ def save_checkpoint(
             (pipeline stages); together they must hold every element of every tensor.
         meta: rank 0's is stored, as JSON gives it back (tuples become lists).
         process_group: default: all processes, or this one alone where torch.distributed is not initialised.
-        keep: delete all but the newest `keep` checkpoints, once one of those kept has been re-read from the
-            disk and proved whole; None keeps all.
+        keep: delete all but the newest `keep` checkpoints up to this iteration, once one of those kept has been
+            re-read from the disk and proved whole; None keeps all. Later iterations belong to another history: they
+            are neither counted nor deleted.
         report: rank 0 tells here of what it cleaned, moved aside or kept.
+        permit: rank 0 asks before it writes, publishes or deletes anything, and at the end, whether the folder is
+            still this run's; what it raises ends the save on every rank.
 
     Returns:
         The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
@@ -72,19 +76,21 @@ def save_checkpoint(
             elements are held by none, or in two boxes that overlap, or the disk has too little room (nothing is
             written then); if a whole checkpoint of this iteration with other contents exists.
     """
-    ranks, root = Ranks(process_group), Path(root)
+    ranks, root, permit = Ranks(process_group), Path(root), permit or (lambda: None)
     final = folders.checkpoint_path(root, iteration)
     table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
+    ranks.lead(permit)
     ranks.lead(lambda: _prepare_root(root, report))
     if ranks.lead(final.exists):
         if _existing_is_whole(ranks, final, report):
             ranks.lead(lambda: _require_same(final, table, meta))
             return final
         ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
-    _write(ranks, final, iteration, tensors, table, meta)
+    _write(ranks, final, iteration, tensors, table, meta, permit)
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
-        _retain(ranks, root, keep, report)
+        _retain(ranks, root, iteration, keep, report, permit)
+    ranks.lead(permit)
     return final
 
 
@@ -151,6 +157,7 @@ def _existing_is_whole(ranks: Ranks, path: Path, report: Report) -> bool:
         if not problems:
             shares = ranks.each(lambda: damaged_pieces(path, manifest, ranks.rank, ranks.world_size))
             problems = [problem for share in shares for problem in share]
+            ranks.lead(lambda: proofs.remember(path, problems))
     ranks.lead(lambda: report_all(report, problems))
     return not problems
 
@@ -171,12 +178,14 @@ def _write(
     tensors: Mapping[str, torch.Tensor | TensorParts],
     table: dict[str, list[Any]],
     meta: dict[str, Any],
+    permit: Callable[[], None],
 ) -> None:
     """Write into a temporary directory; rank 0 publishes it in the last step, after all succeeded."""
     temporary = ranks.lead(lambda: _make_temporary(final.parent, iteration))
 
     def publish(manifest: Manifest) -> None:
         folders.write_synced(temporary / MANIFEST_NAME, manifest.to_json())
+        permit()
         folders.publish(temporary, final)
 
     try:
@@ -223,13 +232,22 @@ def _update_hint(root: Path, iteration: int, report: Report) -> None:
         report(f"could not update {root / folders.HINT_NAME}: {error.strerror}")
 
 
-def _retain(ranks: Ranks, root: Path, keep: int, report: Report) -> None:
+def _retain(ranks: Ranks, root: Path, iteration: int, keep: int, report: Report, permit: Callable[[], None]) -> None:
+    """Delete this history's checkpoints but the newest `keep`, if a whole one remains."""
     found = ranks.lead(lambda: folders.find_checkpoints(root))
-    kept, old = found[:keep], found[keep:]
-    if not old:
+    if len(found) <= keep:
         return
-    if not any(_existing_is_whole(ranks, path, report) for _, path in kept):
-        ranks.lead(lambda: report(f"kept all of {root}: none of the newest {keep} could be proved whole"))
-        return
-    for _, path in old:
-        ranks.lead(partial(folders.remove_checkpoint, path))
+    own = [path for number, path in found if number <= iteration]
+    newest = [path for _, path in found[:keep]]  # other than own[:keep] only where later iterations are there
+    for kept in [newest] if newest == own[:keep] else [newest, own[:keep]]:
+        if not any(_existing_is_whole(ranks, path, report) for path in kept):
+            ranks.lead(lambda: report(f"kept all of {root}: none of the newest {keep} could be proved whole"))
+            return
+    for path in own[keep:]:
+        ranks.lead(permit)
+        ranks.lead(partial(_remove, path))
+
+
+def _remove(path: Path) -> None:
+    folders.remove_checkpoint(path)
+    proofs.forget(path)

@@ -11,13 +11,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gptpar.errors import GptparError
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 
 FILE_NAME = "metrics.jsonl"
+TAIL_BYTES = 1 << 16
+"""More than a line has."""
 
 
 def iteration_object(record: IterationRecord) -> dict[str, Any]:
@@ -71,43 +76,92 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         raise GptparError(
             f"{path} does not exist: name the folder of a run (its --save folder) or a {FILE_NAME} file"
         ) from None
-    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+    return [_parse_or_tell(path, number, line) for number, line in enumerate(lines[:-1], 1)]
 
 
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parse_or_tell(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        return _parse(line)
+    except ValueError as error:
+        raise GptparError(f"{path}, line {number} {error}; repair or delete the line") from None
+
+
+def _parse(line: str) -> dict[str, Any]:
+    """The object of a line; the ValueError of one that holds none ends the sentence "line 7 ..."."""
     try:
         values = json.loads(line)
-    except ValueError as error:
-        raise GptparError(
-            f"{path}, line {number} is not JSON ({error}): {line[:60]!r}; repair or delete the line"
-        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON ({error}): {line[:60]!r}") from None
     if not isinstance(values, dict) or not isinstance(values.get("iteration"), int):
-        raise GptparError(
-            f"{path}, line {number} is not an object with an integer 'iteration': {line[:60]!r}; "
-            "repair or delete the line"
-        )
+        raise ValueError(f"is not an object with an integer 'iteration': {line[:60]!r}")
     return values
 
 
-def prepare(path: Path, resume_iteration: int) -> None:
-    """Make the file ready to go on after ``resume_iteration``, atomically.
+def prepare(path: Path, resume_iteration: int, report: Callable[[str], None] = print) -> None:
+    """Make the file ready to go on after ``resume_iteration``, atomically; no damage to it stops a run.
 
     Lines of later iterations are dropped, as the resumed run writes them again. A run that starts from
     iteration 0 moves an older run's file aside to the first free ``metrics.N.jsonl``.
+
+    Args:
+        report: is told of lines that cannot be read.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
     if resume_iteration == 0:
-        number = 1
-        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(aside)
-        return
-    kept = [values for values in read_metrics(path) if values["iteration"] <= resume_iteration]
+        path.rename(_first_free(path, ""))
+    else:
+        cut_after(path, resume_iteration, report)
+
+
+def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print) -> None:
+    """Drop the lines of later iterations and those that cannot be read, atomically, a line in memory at a time.
+
+    A file with unreadable lines is kept as it was, as ``metrics.damaged-N.jsonl``, and ``report`` is told. A last
+    line that a crash left without its end is no such damage.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text("".join(json_line(values) for values in kept), encoding="utf-8")
+        with path.open("rb") as old, temporary.open("wb") as new:
+            damage = _copy_until(old, new, iteration)
+            new.flush()
+            os.fsync(new.fileno())
+        if damage:
+            shutil.copy2(path, aside := _first_free(path, "damaged-"))
+            more = f" and {len(damage) - 1} more" if len(damage) > 1 else ""
+            report(f"{path}: {damage[0]}{more}; the readable lines are kept, the file as it was is {aside}")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def last_iteration(path: Path) -> int | None:
+    """The iteration of the last whole line, from the file's end alone; None if that cannot be told."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            line = file.read().split(b"\n")[-2]
+        return int(_parse(line.decode(errors="replace"))["iteration"])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _copy_until(old: BinaryIO, new: BinaryIO, iteration: int) -> list[str]:
+    """Copy the readable lines up to ``iteration``; returns what is wrong with the others."""
+    damage = []
+    for number, line in enumerate(old, 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            if _parse(line[:-1].decode(errors="replace"))["iteration"] <= iteration:
+                new.write(line)
+        except ValueError as error:
+            damage.append(f"line {number} {error}")
+    return damage
+
+
+def _first_free(path: Path, word: str) -> Path:
+    """``metrics.1.jsonl``, or with the first number that is free."""
+    names = (path.with_name(f"{path.stem}.{word}{number}{path.suffix}") for number in count(1))
+    return next(name for name in names if not name.exists())

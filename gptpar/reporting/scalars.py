@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from gptpar.reporting.records import IterationRecord, MemoryStats, ValidationRecord
 
 # Megatron-LM draws these a second time over consumed samples.
+SAMPLES_SUFFIX = " vs samples"
+"""Ends the name of a curve over samples."""
+
 VERSUS_SAMPLES = frozenset(
     {
         "learning-rate",

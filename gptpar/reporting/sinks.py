@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -11,7 +11,17 @@ from typing import Any, Protocol
 from gptpar.errors import ConfigError
 from gptpar.reporting import metrics_file
 from gptpar.reporting.records import IterationRecord, ValidationRecord
-from gptpar.reporting.scalars import VERSUS_SAMPLES, ScalarOptions, iteration_scalars, validation_scalars
+from gptpar.reporting.scalars import (
+    SAMPLES_SUFFIX,
+    VERSUS_SAMPLES,
+    ScalarOptions,
+    iteration_scalars,
+    validation_scalars,
+)
+
+# The flag that needs a package, and what to install.
+_TENSORBOARD = ("--tensorboard-dir", "tensorboard")
+_WANDB = ("--wandb-project", "gptpar[wandb]")
 
 
 class Sink(Protocol):
@@ -31,11 +41,12 @@ class JsonlSink:
         folder: the run's folder, created where missing.
         resume_iteration: iteration of the checkpoint the run goes on from, 0 for a fresh start; see
             ``metrics_file.prepare`` for what becomes of a file that is already there.
+        report: is told of damage in that file.
     """
 
-    def __init__(self, folder: Path, resume_iteration: int = 0):
+    def __init__(self, folder: Path, resume_iteration: int = 0, report: Callable[[str], None] = print):
         path = folder / metrics_file.FILE_NAME
-        metrics_file.prepare(path, resume_iteration)
+        metrics_file.prepare(path, resume_iteration, report)
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def iteration(self, record: IterationRecord) -> None:
@@ -56,7 +67,7 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: Path, options: ScalarOptions, world_size: int = 1, queue_size: int = 1000):
-        tensorboard = _import("torch.utils.tensorboard", "--tensorboard-dir", "tensorboard")
+        tensorboard = _import("torch.utils.tensorboard", *_TENSORBOARD)
         self._writer = tensorboard.SummaryWriter(log_dir=str(folder), max_queue=queue_size)
         self._options = options
         self._world_size = world_size
@@ -72,7 +83,7 @@ class TensorBoardSink:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, record.iteration)
             if name in VERSUS_SAMPLES:
-                self._writer.add_scalar(f"{name} vs samples", value, record.consumed_samples)
+                self._writer.add_scalar(f"{name}{SAMPLES_SUFFIX}", value, record.consumed_samples)
 
     def close(self) -> None:
         self._writer.close()
@@ -94,7 +105,7 @@ class WandbSink:
         name: str | None,
         settings: Mapping[str, Any],
     ):
-        wandb = _import("wandb", "--wandb-project", "gptpar[wandb]")
+        wandb = _import("wandb", *_WANDB)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(settings))
         self._options = options
@@ -120,6 +131,18 @@ def _import(module: str, flag: str, package: str) -> ModuleType:
         raise ConfigError([f"{flag} needs a package that is not installed ({error}): {remedy}"]) from error
 
 
+def require_packages(*, tensorboard: bool, wandb: bool) -> None:
+    """Find out whether ``make_sinks`` will find what it needs, before anything is changed for its sake.
+
+    Raises:
+        ConfigError: a sink's package is not installed.
+    """
+    if tensorboard:
+        _import("torch.utils.tensorboard", *_TENSORBOARD)
+    if wandb:
+        _import("wandb", *_WANDB)
+
+
 def make_sinks(
     *,
     run_folder: Path | None,
@@ -131,12 +154,12 @@ def make_sinks(
     wandb_project: str | None = None,
     wandb_name: str | None = None,
     settings: Mapping[str, Any] | None = None,
+    report: Callable[[str], None] = print,
 ) -> list[Sink]:
     """The sinks that were asked for: each one whose folder or project is given.
 
     Raises:
         ConfigError: a sink's package is not installed.
-        GptparError: ``metrics.jsonl`` holds a line that cannot be read.
     """
     options = options or ScalarOptions()
     sinks: list[Sink] = []
@@ -146,5 +169,5 @@ def make_sinks(
         folder = run_folder or Path.cwd()
         sinks.append(WandbSink(folder, options, world_size, wandb_project, wandb_name, settings or {}))
     if run_folder is not None:
-        sinks.append(JsonlSink(run_folder, resume_iteration))
+        sinks.append(JsonlSink(run_folder, resume_iteration, report))
     return sinks

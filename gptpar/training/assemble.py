@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -16,7 +16,8 @@ from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.scalars import ScalarOptions
-from gptpar.reporting.sinks import Sink, make_sinks
+from gptpar.reporting.sinks import Sink, make_sinks, require_packages
+from gptpar.run_folder.folder import RunFolder, open_run_folder
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
 from gptpar.training import resume
 from gptpar.training.auto_ratio import with_ratio
@@ -93,6 +94,7 @@ def open_run(
             )
         )
         say = _say if topology.is_main else _say_nothing
+        folder = stack.enter_context(_run_folder(config, say))
         vocabulary = vocabulary_of(config)
         config = with_vocabulary(config, vocabulary)
         inputs = resume.Inputs.of(config, vocabulary.identity)
@@ -109,15 +111,46 @@ def open_run(
         if trainer.model.host is not None:
             say(offload_line(trainer.model))
         progress = resume.load(trainer, inputs, say)
-        sinks = [*more_sinks, *_sinks(config, topology, progress)] if topology.is_main else []
+        if topology.is_main:
+            log = config.logging
+            require_packages(tensorboard=bool(log.tensorboard_dir), wandb=bool(log.wandb_project))
+        writes = folder is not None and _put_in_order(folder, config, plan, progress)
+        permit = None if folder is None else folder.require_owner
+        sinks = [*more_sinks, *_sinks(config, topology, progress, say, writes)] if topology.is_main else []
         reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)
         stack.callback(reporter.close)
         request = stack.enter_context(StopRequest().listening())
-        yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started)
+        yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started, permit)
 
 
-def _sinks(config: Config, topology: Topology, progress: Progress) -> list[Sink]:
-    log, folder = config.logging, config.checkpoint.save
+def _run_folder(config: Config, say: Callable[[str], None]) -> AbstractContextManager[RunFolder | None]:
+    """The ``--save`` folder, for this run alone; none for a run that only reads."""
+    folder, tensorboard = config.checkpoint.save, config.logging.tensorboard_dir
+    if folder is None or config.logging.skip_train:
+        return nullcontext()
+    return open_run_folder(Path(folder), Path(tensorboard) if tensorboard else None, say)
+
+
+def _put_in_order(folder: RunFolder, config: Config, plan: BatchPlan, progress: Progress) -> bool:
+    """Make the folder ready for what this run writes.
+
+    Returns:
+        False if it writes nothing: it takes no step, and the folder has gone further than the loaded checkpoint.
+    """
+    if plan.finished(progress):
+        return not folder.is_beyond(progress.iteration)
+    folder.go_on_from(progress.iteration, progress.consumed_samples, anew=config.checkpoint.finetune)
+    return True
+
+
+def _sinks(
+    config: Config, topology: Topology, progress: Progress, say: Callable[[str], None], writes: bool
+) -> list[Sink]:
+    """The main process's sinks; in the run folder only if this run writes there."""
+    log, folder, tensorboard = config.logging, config.checkpoint.save, config.logging.tensorboard_dir
+    if folder is not None and not writes:
+        inside = tensorboard is not None and Path(tensorboard).resolve().is_relative_to(Path(folder).resolve())
+        folder, tensorboard = None, None if inside else tensorboard
     options = ScalarOptions(
         interval=log.tensorboard_log_interval,
         log_timers=log.log_timers_to_tensorboard,
@@ -133,11 +166,12 @@ def _sinks(config: Config, topology: Topology, progress: Progress) -> list[Sink]
         resume_iteration=progress.iteration,
         world_size=topology.layout.world_size,
         options=options,
-        tensorboard_folder=Path(log.tensorboard_dir) if log.tensorboard_dir else None,
+        tensorboard_folder=Path(tensorboard) if tensorboard else None,
         tensorboard_queue_size=log.tensorboard_queue_size,
         wandb_project=log.wandb_project,
         wandb_name=log.wandb_exp_name,
         settings=config.to_dict(),
+        report=lambda sentence: say(f" > {sentence}"),
     )
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import (
+    HINT_NAME,
     DamagedCheckpoint,
     Manifest,
+    edited_hint,
     find_checkpoints,
     load_checkpoint,
     read_manifest,
@@ -22,6 +24,7 @@ from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
 from gptpar.config import Config
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
+from gptpar.run_folder.branches import branch_with
 from gptpar.tensor_parts import TensorParts
 from gptpar.training.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
 from gptpar.training.progress import Progress
@@ -31,13 +34,24 @@ RNG_RULE = "dropout is a hash of (seed, iteration, place of the micro-batch, lay
 _NEW_WEIGHTS = ", or leave --load out and choose another --save to start with new weights"
 
 
-def save(trainer: Trainer, progress: Progress, inputs: Inputs) -> Path:
-    """Write a checkpoint of this moment into the run folder; every process calls it."""
+def save(
+    trainer: Trainer,
+    progress: Progress,
+    inputs: Inputs,
+    *,
+    keep: int | None,
+    permit: Callable[[], None] | None = None,
+) -> Path:
+    """Write a checkpoint of this moment into the run folder; every process calls it.
+
+    Args:
+        keep, permit: see ``save_checkpoint``.
+    """
     checkpoint = trainer.config.checkpoint
     assert checkpoint.save is not None
     tensors = checkpoint_tensors(trainer, with_moments=not checkpoint.no_save_optim)
     meta = meta_of(trainer, progress, inputs)
-    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=checkpoint.keep_checkpoints)
+    return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=keep, permit=permit)
 
 
 def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, Any]:
@@ -103,15 +117,17 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
     if problem := why_not_to_load(c.load, _NEW_WEIGHTS):
         raise CheckpointError(problem)
     found = find_checkpoints(Path(c.load)) if Path(c.load).is_dir() else []
+    branch = branch_with(c.load, c.ckpt_step)  # where all checkpoints are in branches, nobody wants random weights
     required = c.exit_on_missing_checkpoint or c.finetune or config.logging.skip_train or c.ckpt_step is not None
-    if not found and not required:
+    if not found and not required and branch is None:
         return None
     for number, path in found:
         if c.ckpt_step in (None, number):
             with contextlib.suppress(DamagedCheckpoint):  # load_checkpoint will name it, and take an older one
                 return read_manifest(path)
     wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
-    raise CheckpointError(f"there is no readable {wanted} in --load {c.load}")
+    elsewhere = "" if branch is None else f"; a run that went back left one in --load {branch}"
+    raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}")
 
 
 def progress_to_resume(config: Config, inputs: Inputs) -> Progress:
@@ -148,6 +164,11 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     loaded = load_checkpoint(c.load, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
     trainer.model.publish()
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
+    if c.ckpt_step is None and (named := edited_hint(c.load)) not in (None, loaded.iteration):
+        say(
+            f" > {HINT_NAME} names iteration {named}, but the newest checkpoint is taken whatever it says: add "
+            f"--ckpt-step {named} to go back to that one"
+        )
     if c.finetune:
         tell_finetuned_differences(config, loaded.meta, say)
         return Progress()

@@ -45,7 +45,11 @@ class _NoListener:
 
 @dataclass
 class Run:
-    """Everything a run is made of. :meth:`train` is its story."""
+    """Everything a run is made of. :meth:`train` is its story.
+
+    Attributes:
+        permit: is asked before anything is saved or deleted; see ``save_checkpoint``.
+    """
 
     trainer: Trainer
     progress: Progress
@@ -56,10 +60,12 @@ class Run:
     request: StopRequest
     say: Callable[[str], None]
     started: float
+    permit: Callable[[], None] | None = None
     saved_at: int | None = None
     skipped_in_a_row: int = 0
     cpu_optimizer_before: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
     evaluated_at: dict[str, int] = field(default_factory=dict)
+    told_that_all_are_kept: bool = False
 
     @property
     def config(self) -> Config:
@@ -225,5 +231,19 @@ class Run:
             return
         self.saved_at = self.progress.iteration
         self.say(f"saving checkpoint at iteration {self.progress.iteration:7d} to {folder}")
-        resume.save(self.trainer, self.progress, self.inputs)
+        keep = self._checkpoints_to_keep()
+        resume.save(self.trainer, self.progress, self.inputs, keep=keep, permit=self.permit)
         self.say(f"  successfully saved checkpoint at iteration {self.progress.iteration:7d} to {folder}")
+
+    def _checkpoints_to_keep(self) -> int | None:
+        """All of them while steps are skipped: the weights may be broken, and an older checkpoint the last good one."""
+        keep = self.config.checkpoint.keep_checkpoints
+        if keep is None or not self.skipped_in_a_row:
+            return keep
+        if not self.told_that_all_are_kept:
+            self.say(
+                "  no older checkpoint is deleted while steps are skipped (the gradient is not finite): "
+                "the newest may hold broken weights"
+            )
+        self.told_that_all_are_kept = True
+        return None

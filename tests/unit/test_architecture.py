@@ -27,6 +27,7 @@ ROWS = [
     ["optim"],
     ["engine"],
     ["reporting"],
+    ["run_folder"],
     ["plan"],
     ["training", "fit"],
     ["generate", "check_layouts"],

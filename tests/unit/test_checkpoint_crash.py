@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,35 @@ def test_too_little_space_is_refused_before_a_byte_is_written(tmp_path: Path, mo
         save_checkpoint(tmp_path, 20, old_tensors(20), {})
     assert [iteration for iteration, _ in find_checkpoints(tmp_path)] == [10]
     assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_file_system_that_does_not_count_its_blocks_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0))
+    assert verify_checkpoint(save_checkpoint(tmp_path, 20, old_tensors(20), {})) == []
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=10_000))
+    with pytest.raises(CheckpointError, match=r"has 0\.0 MiB free"):
+        save_checkpoint(tmp_path, 30, old_tensors(20), {})
+
+
+@pytest.mark.parametrize(("number", "saves"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_directories_that_cannot_be_synced_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, saves: bool
+) -> None:
+    real = os.fsync
+
+    def no_directories(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", no_directories)
+    if saves:
+        assert verify_checkpoint(save_checkpoint(tmp_path, 20, old_tensors(20), {})) == []
+    else:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save_checkpoint(tmp_path, 20, old_tensors(20), {})
 
 
 def test_a_failing_manifest_write_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

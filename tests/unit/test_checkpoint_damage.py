@@ -256,6 +256,15 @@ def test_retention_keeps_the_newest_and_the_last_whole_one(tmp_path: Path) -> No
     assert have() == [6, 5]
 
 
+def test_retention_neither_counts_nor_deletes_later_iterations(tmp_path: Path) -> None:
+    """As where a run goes back in the folder of another: what was just saved is never what is deleted."""
+    for iteration in (10, 30, 40):
+        save_checkpoint(tmp_path, iteration, tensors(iteration), {})
+    for iteration in (14, 21, 28):
+        save_checkpoint(tmp_path, iteration, tensors(iteration), {}, keep=2)
+    assert [iteration for iteration, _ in find_checkpoints(tmp_path)] == [40, 30, 28, 21]
+
+
 def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect([str(root)]) == 0
     listing = capsys.readouterr().out

@@ -1,12 +1,13 @@
 import json
 import sys
+import tracemalloc
 import types
 from dataclasses import replace
 
 import pytest
 
 from gptpar.errors import ConfigError, GptparError
-from gptpar.reporting.metrics_file import iteration_object, read_metrics
+from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
 from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions, iteration_scalars
 from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
@@ -110,12 +111,42 @@ def test_fresh_start_moves_the_older_file_aside(tmp_path):
     assert lengths == {"metrics.1.jsonl": 2, "metrics.2.jsonl": 3, "metrics.jsonl": 4}
 
 
-def test_resume_refuses_a_file_it_cannot_read_and_leaves_it_alone(tmp_path):
+@pytest.mark.parametrize("damage", ["oops", "\0" * 4096, '{"lm_loss": 1.0}', "[" * 100_000])
+def test_resume_keeps_the_readable_lines_of_a_damaged_file_and_the_file(tmp_path, damage):
+    path, said = tmp_path / "metrics.jsonl", []
+    path.write_text(text := f'{{"iteration": 1}}\n{damage}\n{damage}\n{{"iteration": 2}}\n{{"iteration": 3}}\n')
+    with pytest.raises(GptparError, match=r"metrics\.jsonl, line 2 is not .*delete the line"):
+        read_metrics(path)
+    for number in (1, 2):
+        path.write_text(text)
+        JsonlSink(tmp_path, resume_iteration=2, report=said.append).close()
+        assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+        aside = tmp_path / f"metrics.damaged-{number}.jsonl"
+        assert aside.read_text() == text
+        assert said[-1].startswith(f"{path}: line 2 is not ") and "and 1 more; the readable lines" in said[-1]
+        assert said[-1].endswith(f"the file as it was is {aside}")
+    assert len(said) == 2 and len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_last_iteration_is_read_from_the_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1}\noops\n{"iteration": 2}\n')
-    with pytest.raises(GptparError, match=r"metrics\.jsonl, line 2 is not JSON .*'oops'.*delete the line"):
-        JsonlSink(tmp_path, resume_iteration=1)
-    assert path.read_text() == '{"iteration": 1}\noops\n{"iteration": 2}\n'
+    assert last_iteration(path) is None
+    path.write_text("".join(json_line(iteration_object(record(i))) for i in range(1, 2001)) + '{"iter')
+    assert last_iteration(path) == 2000
+    for damage in ("", '{"iteration": 3}', "oops\n", "\0" * 100_000):
+        path.write_text(damage)
+        assert last_iteration(path) is None
+
+
+def test_preparing_a_long_file_takes_no_memory_for_its_length(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json_line(iteration_object(record(i))) for i in range(1, 20_001)))
+    tracemalloc.start()
+    prepare(path, 15_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500_000 < path.stat().st_size
+    assert path.read_bytes().count(b"\n") == 15_000
 
 
 def read_tensorboard(folder) -> dict[str, list[tuple[int, float]]]:

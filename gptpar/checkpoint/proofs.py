@@ -1,0 +1,75 @@
+"""What a re-read of a checkpoint found, remembered beside the checkpoint and never inside it.
+
+    root/.verified/iter_0000010.json    when every byte was read, and the damage that was found
+
+A proof holds for the files that were read: one of another size or modification time has not been proved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptpar.checkpoint.folders import replace_synced
+
+FOLDER_NAME = ".verified"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A re-read of every byte.
+
+    Attributes:
+        seconds: when, since the epoch.
+        problems: the damage found, a sentence each; none if the checkpoint was whole.
+    """
+
+    seconds: float
+    problems: tuple[str, ...]
+
+
+def remember(path: Path, problems: list[str]) -> None:
+    """Note that every byte of the checkpoint was just read. Where the folder cannot be written, nothing is noted."""
+    with contextlib.suppress(OSError):
+        note = {"seconds": time.time(), "problems": problems, "files": _files(path)}
+        _note(path).parent.mkdir(exist_ok=True)
+        replace_synced(_note(path), json.dumps(note))
+
+
+def recall(path: Path) -> Proof | None:
+    """The last re-read of the checkpoint; None if there was none, or its files changed since."""
+    try:
+        note = json.loads(_note(path).read_text(encoding="utf-8"))
+        if note["files"] != _files(path):
+            return None
+        return Proof(float(note["seconds"]), tuple(map(str, note["problems"])))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def forget(path: Path) -> None:
+    """Drop the note of a checkpoint that is deleted."""
+    with contextlib.suppress(OSError):  # it is no proof of another checkpoint: the files' times differ
+        _note(path).unlink()
+
+
+def move(path: Path, to: Path) -> None:
+    """Let the note follow a checkpoint that was moved to `to`."""
+    with contextlib.suppress(OSError):  # a lost note costs another re-read
+        if _note(path).exists():
+            _note(to).parent.mkdir(exist_ok=True)
+            os.rename(_note(path), _note(to))
+
+
+def _note(path: Path) -> Path:
+    return path.parent / FOLDER_NAME / f"{path.name}.json"
+
+
+def _files(path: Path) -> dict[str, list[int]]:
+    """Name -> [bytes, modification time in ns] of every file of the checkpoint."""
+    stats = {entry.name: entry.stat() for entry in path.iterdir()}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())}

@@ -1,0 +1,93 @@
+"""TensorBoard's event files, cut where a run goes back.
+
+TensorBoard shows every event of every file in a folder. Its own remedy (``purge_step``) drops all events from a step
+on, whatever their axis, and so would cut the curves over samples at a number of iterations. A file is therefore cut
+itself: events are in the order they were written, so what belongs to the run is the file's beginning.
+
+A file is a sequence of records: length (8 bytes), CRC of the length (4), an ``Event`` message, CRC of the message (4).
+An ``Event`` begins with its time (tag 0x09, 8 bytes) and its step (tag 0x10, a varint; absent if 0).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from gptpar.reporting.scalars import SAMPLES_SUFFIX
+
+_LENGTH = struct.Struct("<Q")
+_HEADER, _FOOTER = 12, 4
+_OVER_SAMPLES = SAMPLES_SUFFIX.encode()
+
+
+def event_files(folder: Path) -> list[Path]:
+    """The event files that TensorBoard shows as the run of this folder."""
+    return sorted(path for path in folder.glob("*tfevents*") if path.is_file())
+
+
+def cut_after(folder: Path, iteration: int, samples: int) -> None:
+    """Drop the events after ``iteration``, each file atomically; a file that holds no others is deleted.
+
+    Args:
+        samples: consumed by then; the end on the axis of the curves over samples.
+    """
+    for path in event_files(folder):
+        end = _end(path, iteration, samples)
+        if end == 0:
+            path.unlink()
+        elif end is not None:
+            _keep_beginning(path, end)
+
+
+def _end(path: Path, iteration: int, samples: int) -> int | None:
+    """Offset of the first event that comes later: 0 if no other precedes it, None if there is none."""
+    if path.stat().st_size == 0:
+        return None
+    num_kept = 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for start, event in _records(data):
+            step = _step(event)
+            if step > (samples if _OVER_SAMPLES in event else iteration):
+                return start if num_kept else 0
+            num_kept += step > 0
+    return None
+
+
+def _records(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
+    """(offset, message) of every whole record; a crash may have cut the last one short."""
+    start = 0
+    while start + _HEADER <= len(data):
+        (length,) = _LENGTH.unpack_from(data, start)
+        stop = start + _HEADER + length + _FOOTER
+        if stop > len(data):
+            return
+        yield start, data[start + _HEADER : stop - _FOOTER]
+        start = stop
+
+
+def _step(event: bytes) -> int:
+    """The step of an event; 0 where none is given."""
+    if event[:1] != b"\x09" or event[9:10] != b"\x10":
+        return 0
+    step = 0
+    for place, byte in enumerate(event[10:20]):
+        step |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            break
+    return step
+
+
+def _keep_beginning(path: Path, end: int) -> None:
+    temporary = path.with_name(f".cut-{os.getpid()}.tmp")  # not a name that TensorBoard reads
+    try:
+        with path.open("rb") as old, temporary.open("wb") as new:
+            while (left := end - new.tell()) > 0:
+                new.write(old.read(min(left, 1 << 20)))
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

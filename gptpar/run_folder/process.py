@@ -1,0 +1,88 @@
+"""A process of some machine, described so that another process can tell whether it is still there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process and where its number counts.
+
+    Attributes:
+        host: name of the machine.
+        pid: its number there.
+        started: when, in the kernel's ticks since the machine's start; empty where the system does not say.
+        boot: differs after each start of each machine; empty where the system does not say.
+        namespace: in which ``pid`` counts: a container has its own.
+    """
+
+    host: str
+    pid: int
+    started: str
+    boot: str
+    namespace: str
+
+    @classmethod
+    def this(cls) -> Process:
+        """The process that asks."""
+        _, started = _state_and_start(os.getpid())
+        return cls(socket.gethostname(), os.getpid(), started, _boot(), _namespace())
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Process:
+        """The inverse of ``to_dict``.
+
+        Raises:
+            KeyError, TypeError, ValueError: something is missing or no number.
+        """
+        texts = {key: str(values[key]) for key in ("host", "started", "boot", "namespace")}
+        return cls(pid=int(values["pid"]), **texts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    def is_local(self) -> bool:
+        """Whether its number means the same here."""
+        return (self.host, self.boot, self.namespace) == (socket.gethostname(), _boot(), _namespace())
+
+    def is_alive(self) -> bool:
+        """Whether a local process still runs; another one with the same number is not taken for it."""
+        try:
+            os.kill(self.pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:  # another user's
+            pass
+        state, started = _state_and_start(self.pid)
+        reused = bool(started and self.started) and started != self.started
+        return state not in ("Z", "X") and not reused  # a zombie has ended, only nobody has asked for its status
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """One letter and the time of start in ticks, as the kernel tells them; empty where it does not."""
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
+
+
+def _boot() -> str:
+    return _read(Path("/proc/sys/kernel/random/boot_id")).strip()
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

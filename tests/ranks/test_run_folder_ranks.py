@@ -1,0 +1,41 @@
+"""A run of several processes owns its folder as one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import find_checkpoints, save_checkpoint
+from gptpar.errors import CheckpointError
+from gptpar.run_folder.folder import open_run_folder
+from gptpar.run_folder.owner import current_claim
+from tests.spawn import spawn
+
+
+def _use(rank: int, root: Path) -> None:
+    said: list[str] = []
+    with open_run_folder(root, None, said.append) as folder:
+        claim = current_claim(root)
+        assert claim is not None and claim.process is not None
+        assert (claim.process.pid == os.getpid()) == (rank == 0)
+        with pytest.raises(CheckpointError, match="is in use"), open_run_folder(root, None, said.append):
+            pass
+        folder.go_on_from(2, 4, anew=False)
+        assert [number for number, _ in find_checkpoints(root)] == [2]
+        assert len(said) == (rank == 0)
+        torch.distributed.barrier()
+        if rank == 0:
+            (root / "iter_0000009").mkdir()  # another run came, saved and left
+            (root / "owner-1.json").unlink()
+        with pytest.raises(CheckpointError, match="was taken by another run"):
+            save_checkpoint(root, 3, {"w": torch.zeros(2)}, {}, permit=folder.require_owner)
+    assert [number for number, _ in find_checkpoints(root)] == [9, 2]
+
+
+def test_refusals_and_losses_are_told_to_every_process(tmp_path: Path) -> None:
+    for number in (2, 4):
+        save_checkpoint(tmp_path, number, {"w": torch.zeros(2)}, {})
+    spawn(_use, 2, tmp_path)

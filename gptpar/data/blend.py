@@ -69,7 +69,7 @@ class BlendedDataset:
 
     Args:
         datasets: at most 32,767.
-        weights: shares, not necessarily normalised; None takes each data set as often as it has samples.
+        weights: shares as the user gave them; None takes each data set as often as it has samples.
         num_samples: samples wanted. With weights the blend has sum(ceil(num_samples * weight)); without, at
             most all samples once (None: all of them).
 
@@ -88,8 +88,10 @@ class BlendedDataset:
         self._check(sizes, weights, num_samples)
         self._limits = np.full(len(sizes), UNLIMITED, np.int64)
         if weights is not None and num_samples is not None:
-            self._weights = normalize(weights)
-            self._size = sum(math.ceil(num_samples * weight) for weight in self._weights.tolist())
+            shares = normalize(weights)
+            self._size = sum(math.ceil(num_samples * share) for share in shares.tolist())
+            # Megatron divides by the sum once more before it chooses; that moves last bits, and thereby samples
+            self._weights = normalize(shares.tolist())
         else:
             self._size = min(sum(sizes), UNLIMITED if num_samples is None else num_samples)
             self._weights = normalize(sizes)

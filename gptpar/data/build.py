@@ -10,7 +10,7 @@ import numpy as np
 
 from gptpar.data.blend import BlendedDataset, SampleSource, parse_data_path, sizes_per_dataset
 from gptpar.data.gpt_dataset import GPTDataset
-from gptpar.data.indexed import IndexedDataset
+from gptpar.data.indexed import IndexedDataset, negative_token
 from gptpar.data.splits import SplitRule, parse_split
 from gptpar.errors import DataError
 
@@ -99,10 +99,21 @@ def build_train_valid_test(
 
 
 def unigram_entropy(indexed: IndexedDataset) -> float:
-    """Entropy of the token frequencies in nats: the loss of a model that has learned nothing else."""
+    """Entropy of the token frequencies in nats: the loss of a model that has learned nothing else.
+
+    Raises:
+        DataError: a token is negative.
+    """
     counts = np.zeros(0, np.int64)
     for start in range(0, len(indexed.tokens), ENTROPY_CHUNK):
-        found = np.bincount(indexed.tokens[start : start + ENTROPY_CHUNK])
+        tokens = indexed.tokens[start : start + ENTROPY_CHUNK]
+        if tokens.min() < 0:
+            place = int(tokens.argmin())
+            raise DataError(
+                f"{indexed.bin_path}: token {start + place:,} of {len(indexed.tokens):,} is "
+                f"{negative_token(int(tokens[place]))}"
+            )
+        found = np.bincount(tokens)
         if len(found) > len(counts):
             counts = np.pad(counts, (0, len(found) - len(counts)))
         counts[: len(found)] += found

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gptpar.data.index_cache import Arrays, IndexCache, Store, file_identity
-from gptpar.data.indexed import IndexedDataset
+from gptpar.data.indexed import IndexedDataset, negative_token
 from gptpar.data.kernels import shuffle_in_place
 from gptpar.data.splits import SequenceRange
 from gptpar.errors import DataError
@@ -162,6 +162,7 @@ class GPTDataset:
                 f"{len(self._lengths):,} sequences hold only {num_tokens:,}; use a larger corpus or split, or a "
                 "shorter sequence"
             )
+        self._signed = indexed.dtype.kind == "i"
         arrays = self._arrays(seed, cache_dir) if num_tokens else dict.fromkeys(ARRAYS, np.zeros(0, np.int64))
         self._documents, self._block_starts, self._shuffle = (arrays[name] for name in ARRAYS)
 
@@ -169,7 +170,11 @@ class GPTDataset:
         return len(self._shuffle)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """int64[S + 1] tokens of one sample; PAD (-1) where the corpus ends or there is no extra token."""
+        """int64[S + 1] tokens of one sample; PAD (-1) where the corpus ends or there is no extra token.
+
+        Raises:
+            DataError: the corpus holds a negative number here, so that PAD is always padding made here.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"{self._name()}: sample {index} of {len(self):,}")
         sample = int(self._shuffle[index])
@@ -182,7 +187,11 @@ class GPTDataset:
         starts[0] += offset
         pieces = [self.indexed.tokens[i:j] for i, j in zip(starts.tolist(), stops.tolist(), strict=True)]
         tokens = np.full(self.seq_length + 1, PAD, np.int64)
-        np.concatenate(pieces, out=tokens[: int((stops - starts).sum())])
+        read = tokens[: int((stops - starts).sum())]
+        np.concatenate(pieces, out=read)
+        if self._signed and read.min() < 0:
+            place = int(read.argmin())
+            raise DataError(f"{self.describe(index)} holds {negative_token(int(read[place]))} at place {place}")
         return tokens
 
     def boundary(self, sample: int) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def open_run(
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)
-        loaders = make_loaders(config, topology, plan, vocabulary)
+        loaders = make_loaders(config, topology, plan, vocabulary, say)
         for loader in loaders.values():
             if loader is not None:
                 stack.callback(loader.close)

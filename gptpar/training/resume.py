@@ -23,6 +23,7 @@ from gptpar.config import Config
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
 from gptpar.tensor_parts import TensorParts
+from gptpar.training.data import data_order, require_same_order
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
 
@@ -44,6 +45,7 @@ def save(trainer: Trainer, progress: Progress, tokenizer: dict[str, Any]) -> Pat
         "schedule": dataclasses.asdict(trainer.schedule),
         "rng": {"seed": trainer.config.data.seed, "rule": RNG_RULE},
         "tokenizer": tokenizer,
+        "data_order": data_order(trainer.config, trainer.topology.layout.data),
         "config": trainer.config.to_dict(),
         "torch": torch.__version__,
     }
@@ -141,6 +143,8 @@ def _require_fit(trainer: Trainer, manifest: Manifest, tokenizer: dict[str, Any]
     if not c.finetune:
         _require_same_tokenizer(manifest.meta["tokenizer"], tokenizer)
         _agree_on_schedule(trainer, manifest.meta["schedule"])
+        if not trainer.config.logging.skip_train:
+            require_same_order(manifest.meta, trainer.config, trainer.topology.layout.data)
     if not weights_only and not any(name.startswith("exp_avg/") for name in stored):
         raise CheckpointError(
             f"the checkpoint in {c.load} was saved without the optimizer's moments: add --no-load-optim"

@@ -118,9 +118,7 @@ def test_keys_that_cannot_have_files_of_their_own(tmp_path: Path):
     arguments = ["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES]
     main(arguments)
     before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-    with pytest.raises(
-        DataError, match="(?s)'text' is given 3 times.*'a/b' cannot be part of a file's name"
-    ):
+    with pytest.raises(DataError, match="(?s)'text' is given 3 times.*'a/b' cannot be part of a file's name"):
         main([*arguments, "--json-keys", "text", "a/b", "text", "text"])
     assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
 

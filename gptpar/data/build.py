@@ -109,10 +109,8 @@ def unigram_entropy(indexed: IndexedDataset) -> float:
         tokens = indexed.tokens[start : start + ENTROPY_CHUNK]
         if tokens.min() < 0:
             place = int(tokens.argmin())
-            raise DataError(
-                f"{indexed.bin_path}: token {start + place:,} of {len(indexed.tokens):,} is "
-                f"{negative_token(int(tokens[place]))}"
-            )
+            where = f"{indexed.bin_path}: token {start + place:,} of {len(indexed.tokens):,}"
+            raise negative_token(where, int(tokens[place]))
         found = np.bincount(tokens)
         if len(found) > len(counts):
             counts = np.pad(counts, (0, len(found) - len(counts)))

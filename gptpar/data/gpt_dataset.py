@@ -202,7 +202,7 @@ class GPTDataset:
         np.concatenate(pieces, out=read)
         if self._signed and read.min() < 0:
             place = int(read.argmin())
-            raise DataError(f"{self.describe(index)} holds {negative_token(int(read[place]))} at place {place}")
+            raise negative_token(f"{self.describe(index)}: token {place}", int(read[place]))
         return tokens
 
     def boundary(self, sample: int) -> tuple[int, int]:

@@ -38,11 +38,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
-def negative_token(token: int) -> str:
-    """What a message says of a negative number among the tokens of a corpus."""
-    return (
-        f"the token id {token}, and ids cannot be negative (another program may have written it as padding; here the "
-        "data set makes the padding): make the corpus again without it"
+def negative_token(where: str, token: int) -> DataError:
+    """The error for a negative number among the tokens of a corpus."""
+    return DataError(
+        f"{where} is {token}, but token ids cannot be negative (another program may have written it as padding; here "
+        "the data set makes its own): make the corpus again without it"
     )
 
 

@@ -175,7 +175,7 @@ def require_same_order(meta: dict[str, Any], config: Config, data_parallel_size:
     """
     saved, here = meta.get("data_order"), data_order(config, data_parallel_size)
     if not isinstance(saved, dict):
-        known = meta.get("config", {}).get("data", {}).get("dataloader_type", "single")
+        known = (meta.get("config") or {}).get("data", {}).get("dataloader_type", "single")
         saved = {"dataloader_type": known} | ({"data_sharding": True} if known == "cyclic" else {})
     differ = [f"{name} {saved[name]} there, {here.get(name)} here" for name in saved if saved[name] != here.get(name)]
     if differ:

@@ -42,6 +42,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-cpu-initialization": (0, ALWAYS),
     "--exit-signal-handler": (0, "SIGTERM and Ctrl-C always save and stop"),
     "--data-impl": (1, "data sets are always memory-mapped"),
+    "--no-data-sharding": (0, "this is so unless --data-sharding is given"),
     "--mmap-warmup": (0, "data sets are always memory-mapped"),
     "--no-save-rng": (0, "random states are derived from seed and iteration, none are saved"),
     "--no-load-rng": (0, "random states are derived from seed and iteration, none are saved"),

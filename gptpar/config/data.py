@@ -36,7 +36,16 @@ class DataConfig:
     mock_data: bool = flag(False, "synthetic tokens instead of a data set")
     num_workers: int = flag(2, "0 reads each batch when it is needed; more reads ahead in a thread", least=0)
     dataloader_type: str = flag(
-        "single", "order of samples: in one pass, or reshuffled each epoch", choices=("single", "cyclic")
+        "single",
+        "order of samples: in one pass, or reshuffled each epoch by --seed and the epoch, the same on any number of "
+        "processes",
+        choices=("single", "cyclic"),
+    )
+    data_sharding: bool = flag(
+        False,
+        "with --dataloader-type cyclic: Megatron's own order, in which every data-parallel process reshuffles a part "
+        "of its own, so that the loss depends on their number and on --micro-batch-size, and a run must be resumed "
+        "with the same of both (Megatron's --no-data-sharding is the default here)",
     )
     reset_position_ids: bool = flag(False, "positions start again after each end of document")
     reset_attention_mask: bool = flag(False, "attention does not cross an end of document")

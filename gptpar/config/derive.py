@@ -193,7 +193,7 @@ def _derive_rest(notes: _Notes) -> None:
     config = notes.config
     if config.data.data_path:
         notes.fill("data", "split", "969, 30, 1", "Megatron's default")
-    if config.logging.eval_iters:
+    if config.logging.eval_iters or config.logging.full_validation:
         notes.fill("logging", "eval_interval", 1000, "default")
     if config.checkpoint.save:
         notes.fill("logging", "tensorboard_dir", f"{config.checkpoint.save}/tensorboard", "inside --save")

@@ -88,6 +88,11 @@ class LoggingConfig:
 
     eval_interval: int | None = flag(None, "steps between evaluations on validation data (default: 1000)", least=1)
     eval_iters: int = flag(100, "global batches in one evaluation; 0 is none", least=0)
+    full_validation: bool = flag(
+        False,
+        "evaluate on the whole validation set each time, each sample once, however many --eval-iters there are (of "
+        "--valid-data-path, or of validation's share of --data-path; several corpora count as one, without weights)",
+    )
     skip_train: bool = flag(False, "evaluate the loaded checkpoint and stop")
     log_interval: int = flag(100, "steps between console lines", least=1)
     timing_log_level: int = flag(0, "from 1 on: what the time of an iteration was spent waiting for", least=0)

@@ -69,9 +69,9 @@ class BlendedDataset:
 
     Args:
         datasets: at most 32,767.
-        weights: shares, not necessarily normalised; None takes each data set as often as it has samples.
-        num_samples: samples wanted. With weights the blend has sum(ceil(num_samples * weight)); without, at
-            most all samples once (None: all of them).
+        weights: shares as the user gave them; None takes each data set as often as it has samples.
+        num_samples: samples wanted. With weights the blend has sum(ceil(num_samples * weight)), where a data set that
+            ends begins again beyond the samples wanted; without, at most all samples once (None: all of them).
 
     Raises:
         DataError: weights without num_samples, too many data sets, or one that is too small for its share.
@@ -84,19 +84,21 @@ class BlendedDataset:
         num_samples: int | None = None,
     ):
         self.datasets = list(datasets)
-        sizes = [len(dataset) for dataset in self.datasets]
+        self._sizes = sizes = [len(dataset) for dataset in self.datasets]
         self._check(sizes, weights, num_samples)
         self._limits = np.full(len(sizes), UNLIMITED, np.int64)
         if weights is not None and num_samples is not None:
-            self._weights = normalize(weights)
-            self._size = sum(math.ceil(num_samples * weight) for weight in self._weights.tolist())
+            shares = normalize(weights)
+            self._size = sum(math.ceil(num_samples * share) for share in shares.tolist())
+            # Megatron divides by the sum once more before it chooses; that moves last bits, and thereby samples
+            self._weights = normalize(shares.tolist())
         else:
             self._size = min(sum(sizes), UNLIMITED if num_samples is None else num_samples)
             self._weights = normalize(sizes)
-            if num_samples is None:
-                self._limits = np.array(sizes, np.int64)
+            self._limits = np.array(sizes, np.int64)
         self._starts = self._counts_per_block()
-        self._check_shares(sizes)
+        if num_samples is not None:
+            self._check_shares(min(num_samples, self._size))
         self._recent: tuple[int, np.ndarray, np.ndarray] = (0, *self._replay(0))
 
     def __len__(self) -> int:
@@ -114,7 +116,8 @@ class BlendedDataset:
         recent = self._recent
         if recent[0] != block:
             self._recent = recent = (block, *self._replay(block))
-        return int(recent[1][place]), int(recent[2][place])
+        dataset = int(recent[1][place])
+        return dataset, int(recent[2][place]) % self._sizes[dataset]
 
     def describe(self, index: int) -> str:
         """Where a sample comes from, for messages."""
@@ -128,14 +131,21 @@ class BlendedDataset:
             raise DataError(f"a blend of {len(sizes)} data sets has {len(weights)} weights; give one for each")
         if weights is not None and num_samples is None:
             raise DataError("a blend with weights needs a number of samples; give one, or leave the weights out")
+        if weights is not None and not all(sizes):
+            raise DataError(f"data set {sizes.index(0)} of the blend has no sample; leave it out, or make it larger")
         if weights is None and not sum(sizes):
             raise DataError(f"none of the {len(sizes)} data sets of the blend has a sample; use larger corpora")
 
-    def _check_shares(self, sizes: list[int]) -> None:
-        for dataset, (used, size) in enumerate(zip(self._starts[-1].tolist(), sizes, strict=True)):
+    def _check_shares(self, num_samples: int) -> None:
+        """Whether no data set runs out within the samples asked for; the few beyond them are never read."""
+        block, place = divmod(num_samples, BLOCK)
+        counts = self._starts[block].copy()
+        if place:
+            kernels.blend(self._weights, self._limits, block * BLOCK, place, counts)
+        for dataset, (used, size) in enumerate(zip(counts.tolist(), self._sizes, strict=True)):
             if used > size:
                 raise DataError(
-                    f"a blend of {self._size:,} samples takes {used:,} from data set {dataset}, which has {size:,}; "
+                    f"a blend of {num_samples:,} samples takes {used:,} from data set {dataset}, which has {size:,}; "
                     "ask that data set for more samples or lower its weight"
                 )
 

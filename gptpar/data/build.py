@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from gptpar.data.blend import BlendedDataset, SampleSource, normalize, parse_data_path, sizes_per_dataset
+from gptpar.data.blend import BlendedDataset, SampleSource, parse_data_path, sizes_per_dataset
 from gptpar.data.gpt_dataset import GPTDataset
-from gptpar.data.indexed import IndexedDataset
+from gptpar.data.indexed import IndexedDataset, negative_token
 from gptpar.data.splits import SplitRule, parse_split
 from gptpar.errors import DataError
 
@@ -68,7 +67,8 @@ def build_train_valid_test(
     """The three data sets of a run, each None where no samples are asked for or no data given.
 
     Args:
-        num_samples: samples asked of train, valid and test; None: one pass over what there is.
+        num_samples: samples asked of train, valid and test; None: one pass over what there is. Several corpora without
+            weights are never repeated, so they may have fewer.
         data_path: one list of prefixes, or weight prefix pairs, cut into three by `split`.
         split_data_paths: three such lists instead, each used whole; None where there is none.
         split_rule: Megatron's present ("mcore") or former ("legacy") rule for ranges and blend sizes.
@@ -99,10 +99,19 @@ def build_train_valid_test(
 
 
 def unigram_entropy(indexed: IndexedDataset) -> float:
-    """Entropy of the token frequencies in nats: the loss of a model that has learned nothing else."""
+    """Entropy of the token frequencies in nats: the loss of a model that has learned nothing else.
+
+    Raises:
+        DataError: a token is negative.
+    """
     counts = np.zeros(0, np.int64)
     for start in range(0, len(indexed.tokens), ENTROPY_CHUNK):
-        found = np.bincount(indexed.tokens[start : start + ENTROPY_CHUNK])
+        tokens = indexed.tokens[start : start + ENTROPY_CHUNK]
+        if tokens.min() < 0:
+            place = int(tokens.argmin())
+            where = f"{indexed.bin_path}: token {start + place:,} of {len(indexed.tokens):,}"
+            raise negative_token(where, int(tokens[place]))
+        found = np.bincount(tokens)
         if len(found) > len(counts):
             counts = np.pad(counts, (0, len(found) - len(counts)))
         counts[: len(found)] += found
@@ -129,7 +138,9 @@ class _Source:
 
     def build(self, path: Sequence[str], wanted: int | None) -> SampleSource | None:
         prefixes, weights = parse_data_path(path)
-        if len(prefixes) == 1:
+        # of one corpus with a weight Megatron makes a blend (and asks it for half a percent more, which moves the
+        # order), but not where each split has a path of its own
+        if len(prefixes) == 1 and (weights is None or wanted is None or self.cut is None):
             return self._single(prefixes[0], wanted)
         if weights is None:
             sets = [self._single(prefix, None) for prefix in prefixes]
@@ -146,16 +157,7 @@ class _Source:
                 f"split {self.cut!r} leaves {SPLIT_NAMES[self.which]} without a sequence in {len(sets) - len(found)} "
                 f"of {len(sets)} corpora; change --split, or leave the small corpora out"
             )
-        # normalised here as well as inside: dividing twice is what Megatron does, and it moves last bits
-        blended = BlendedDataset(found, None if weights is None else normalize(weights).tolist(), wanted)
-        if wanted is not None and len(blended) < wanted:
-            warnings.warn(
-                f"{SPLIT_NAMES[self.which]}: {wanted:,} samples are asked for, but one pass over the {len(found)} "
-                "corpora "
-                f"without weights has {len(blended):,}; give weights to repeat them",
-                stacklevel=2,
-            )
-        return blended
+        return BlendedDataset(found, weights, wanted)
 
     def _single(self, prefix: str, wanted: int | None) -> GPTDataset | None:
         if prefix not in self.corpora:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from gptpar.data.index_cache import Arrays, IndexCache, Store, file_identity
-from gptpar.data.indexed import IndexedDataset
+from gptpar.data.index_cache import Arrays, IndexCache, Shapes, Store, file_identity
+from gptpar.data.indexed import IndexedDataset, negative_token
 from gptpar.data.kernels import shuffle_in_place
 from gptpar.data.splits import SequenceRange
 from gptpar.errors import DataError
@@ -25,6 +25,7 @@ BLOCK = 256  # documents per stored token count
 SCAN_BLOCKS = 4096  # blocks summed together, which bounds the memory of that pass
 MIN_CACHED_ENTRIES = 4_000_000  # smaller indices are built faster than a file is found
 ARRAYS = ("documents", "block_starts", "shuffle")
+CACHE_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,16 @@ def plan_index(
     return IndexPlan(num_sequences, tokens_per_epoch, seq_length, extra, num_epochs, num_samples, separate_last, first)
 
 
+def index_shapes(plan: IndexPlan) -> Shapes:
+    """Length and dtype of each array of build_index."""
+    num_documents = plan.num_epochs * plan.num_sequences
+    return {
+        "documents": (num_documents, np.min_scalar_type(plan.num_sequences - 1)),
+        "block_starts": (-(-num_documents // BLOCK) + 1, np.dtype(np.int64)),
+        "shuffle": (plan.num_samples, np.dtype(np.uint32 if plan.num_samples < 2**32 - 2 else np.int64)),
+    }
+
+
 def build_index(plan: IndexPlan, lengths: np.ndarray, seed: int, store: Store) -> Arrays:
     """The three arrays a split is read with.
 
@@ -90,14 +101,14 @@ def build_index(plan: IndexPlan, lengths: np.ndarray, seed: int, store: Store) -
         shuffle: uint32[num_samples] (int64 from 2**32 - 2 on), the sample read at each place.
     """
     random = np.random.RandomState(seed)
-    count = plan.num_sequences
-    documents = np.tile(np.arange(count, dtype=np.min_scalar_type(count - 1)), plan.num_epochs)
-    cut = len(documents) - count if plan.separate_last else len(documents)
+    dtypes = {name: dtype for name, (_, dtype) in index_shapes(plan).items()}
+    documents = np.tile(np.arange(plan.num_sequences, dtype=dtypes["documents"]), plan.num_epochs)
+    cut = len(documents) - plan.num_sequences if plan.separate_last else len(documents)
     shuffle_in_place(documents[:cut], random)
     shuffle_in_place(documents[cut:], random)
     starts = store("block_starts", _block_starts(documents, lengths))
     documents = store("documents", documents)
-    shuffle = np.arange(plan.num_samples, dtype=np.uint32 if plan.num_samples < 2**32 - 2 else np.int64)
+    shuffle = np.arange(plan.num_samples, dtype=dtypes["shuffle"])
     shuffle_in_place(shuffle[: plan.num_shuffled_first], random)
     shuffle_in_place(shuffle[plan.num_shuffled_first :], random)
     return {"documents": documents, "block_starts": starts, "shuffle": store("shuffle", shuffle)}
@@ -162,6 +173,7 @@ class GPTDataset:
                 f"{len(self._lengths):,} sequences hold only {num_tokens:,}; use a larger corpus or split, or a "
                 "shorter sequence"
             )
+        self._signed = indexed.dtype.kind == "i"
         arrays = self._arrays(seed, cache_dir) if num_tokens else dict.fromkeys(ARRAYS, np.zeros(0, np.int64))
         self._documents, self._block_starts, self._shuffle = (arrays[name] for name in ARRAYS)
 
@@ -169,7 +181,11 @@ class GPTDataset:
         return len(self._shuffle)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """int64[S + 1] tokens of one sample; PAD (-1) where the corpus ends or there is no extra token."""
+        """int64[S + 1] tokens of one sample; PAD (-1) where the corpus ends or there is no extra token.
+
+        Raises:
+            DataError: the corpus holds a negative number here, so that PAD is always padding made here.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"{self._name()}: sample {index} of {len(self):,}")
         sample = int(self._shuffle[index])
@@ -182,7 +198,11 @@ class GPTDataset:
         starts[0] += offset
         pieces = [self.indexed.tokens[i:j] for i, j in zip(starts.tolist(), stops.tolist(), strict=True)]
         tokens = np.full(self.seq_length + 1, PAD, np.int64)
-        np.concatenate(pieces, out=tokens[: int((stops - starts).sum())])
+        read = tokens[: int((stops - starts).sum())]
+        np.concatenate(pieces, out=read)
+        if self._signed and read.min() < 0:
+            place = int(read.argmin())
+            raise negative_token(f"{self.describe(index)}: token {place}", int(read[place]))
         return tokens
 
     def boundary(self, sample: int) -> tuple[int, int]:
@@ -212,7 +232,7 @@ class GPTDataset:
             return build_index(self.plan, self._lengths, seed, lambda _, values: values)
         folder = Path(cache_dir) if cache_dir is not None else Path(self.indexed.prefix).parent / "cache"
         identity: dict[str, Any] = {
-            "format": 1,
+            "format": CACHE_FORMAT,
             "block": BLOCK,
             "corpus": file_identity(self.indexed.idx_path),
             "start": self._start,
@@ -220,5 +240,5 @@ class GPTDataset:
             "plan": asdict(self.plan),
         }
         return IndexCache(folder).get(
-            identity, lambda store: build_index(self.plan, self._lengths, seed, store), ARRAYS
+            identity, lambda store: build_index(self.plan, self._lengths, seed, store), index_shapes(self.plan)
         )

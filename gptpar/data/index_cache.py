@@ -1,4 +1,9 @@
-"""Large index arrays on disk: built once, published atomically, mapped read-only by every rank of a node."""
+"""Large index arrays on disk: built once, published atomically, mapped read-only by every rank of a node.
+
+Beside `<key>-<name>.npy` for each array lies `<key>.json`, written last, with the CRC-32 of each. Every process that
+opens the arrays reads them once to compare (100 million entries of 4 bytes: about 0.25 s), so that damage, such as
+zeros after a power loss, is found and the arrays are built again; nobody would notice the wrong order of samples.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,28 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
+import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
+from gptpar.data.files import atomic_output, remove_abandoned
+
 Arrays = dict[str, np.ndarray]
 Store = Callable[[str, np.ndarray], np.ndarray]
+Shapes = dict[str, tuple[int, np.dtype]]
 FINGERPRINT_BYTES = 1 << 16
+LOCK_SECONDS = 600.0  # building a billion entries takes about a minute
+LOCK_MESSAGE_SECONDS = 10.0
+LOCK_POLL_SECONDS = 0.1
+
+
+class DamagedIndex(Exception):
+    """Files of the cache that are not as they were written."""
 
 
 def file_identity(path: Path) -> dict[str, Any]:
@@ -31,7 +47,7 @@ def file_identity(path: Path) -> dict[str, Any]:
 
 
 class IndexCache:
-    """A folder of `<key>-<name>.npy` files.
+    """A folder of `<key>-<name>.npy` files and a `<key>.json` for each key.
 
     Any number of processes may ask for the same key at once. Where the file system has locks one of them
     builds and the others wait and map its files; where it has none each builds, and the last rename of equal
@@ -41,55 +57,83 @@ class IndexCache:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def get(self, identity: dict[str, Any], build: Callable[[Store], Arrays], names: tuple[str, ...]) -> Arrays:
+    def get(self, identity: dict[str, Any], build: Callable[[Store], Arrays], shapes: Shapes) -> Arrays:
         """The arrays of `identity`, from disk or from `build`.
 
         Args:
             identity: JSON values on which the arrays depend, all of them.
             build: makes the arrays, giving each to its argument as soon as it is complete and using what that
                 returns instead, so that no more than one array is in memory.
-            names: the arrays that `build` returns.
+            shapes: length and dtype of each array that `build` returns.
 
-        A folder that cannot be written, or a full disk, costs a warning: the arrays then stay in memory.
+        A folder that cannot be written, or a full disk, costs a warning: the arrays then stay in memory. A damaged file
+        costs one, too, and is built again.
         """
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-        found = self._load(key, names)
-        if found is None:
-            with self._lock(key):
-                found = self._load(key, names) or build(lambda name, values: self._store(key, name, values))
-        return found
+        with contextlib.suppress(DamagedIndex):  # told by the process that builds it again
+            if found := self._load(key, shapes):
+                return found
+        with self._lock(key):
+            try:
+                if found := self._load(key, shapes):
+                    return found
+            except DamagedIndex as damage:
+                warnings.warn(f"the index cache {self.folder} is damaged ({damage}): it is built again", stacklevel=2)
+            return self._build(key, build)
 
     def _path(self, key: str, name: str) -> Path:
         return self.folder / f"{key}-{name}.npy"
 
-    def _load(self, key: str, names: tuple[str, ...]) -> Arrays | None:
+    def _load(self, key: str, shapes: Shapes) -> Arrays | None:
+        """The arrays, or None where there are none; DamagedIndex where there are others than were written."""
         try:
-            return {name: np.load(self._path(key, name), mmap_mode="r", allow_pickle=False) for name in names}
-        except (
-            OSError,
-            ValueError,
-            EOFError,
-        ):  # not there, or cut short by a crash of the machine: build it again
+            sums = json.loads((self.folder / f"{key}.json").read_bytes())
+        except OSError:
             return None
+        except ValueError as error:
+            raise DamagedIndex(f"{key}.json is not JSON") from error
+        arrays = {}
+        for name, (length, dtype) in shapes.items():
+            path = self._path(key, name)
+            try:
+                found = np.load(path, mmap_mode="r", allow_pickle=False)
+            except FileNotFoundError:
+                return None
+            except (OSError, ValueError, EOFError) as error:
+                raise DamagedIndex(f"{path.name} cannot be read") from error
+            if found.shape != (length,) or found.dtype != dtype:
+                raise DamagedIndex(f"{path.name} holds {found.shape} {found.dtype}, {(length,)} {dtype} are needed")
+            if not isinstance(sums, dict) or zlib.crc32(found.data) != sums.get(name):
+                raise DamagedIndex(f"{path.name} is not as it was written, by its CRC-32")
+            arrays[name] = found
+        return arrays
 
-    def _store(self, key: str, name: str, values: np.ndarray) -> np.ndarray:
-        path = self._path(key, name)
-        temp = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    def _build(self, key: str, build: Callable[[Store], Arrays]) -> Arrays:
+        sums: dict[str, int] = {}
+
+        def store(name: str, values: np.ndarray) -> np.ndarray:
+            sums[name] = zlib.crc32(values.data)
+            return self._store(self._path(key, name), values)
+
+        arrays = build(store)
+        # where an array could not be stored this cannot be either, or it stands beside a missing or another file
+        with contextlib.suppress(OSError), atomic_output(self.folder / f"{key}.json") as file:
+            file.write(json.dumps(sums).encode())
+        return arrays
+
+    def _store(self, path: Path, values: np.ndarray) -> np.ndarray:
+        remove_abandoned(path)
         try:
-            with open(temp, "wb") as file:
-                np.save(file, values, allow_pickle=False)
-            os.replace(temp, path)
+            with atomic_output(path) as file:
+                _write_array(file, values)
             return np.load(path, mmap_mode="r", allow_pickle=False)
         except OSError as error:
             warnings.warn(
-                f"cannot write the index cache {self.folder} ({error.strerror}), so this process keeps the indices in "
-                "its own memory; give a writable folder with --data-cache-path",
+                f"cannot write the index cache {self.folder} ({error.strerror or error}), so this process keeps the "
+                "indices in its own memory; give a writable folder with --data-cache-path",
                 stacklevel=2,
             )
             return values
-        finally:
-            with contextlib.suppress(OSError):
-                temp.unlink()
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
@@ -97,5 +141,38 @@ class IndexCache:
             with contextlib.suppress(OSError):  # no such folder to write, or no locks on this file system
                 self.folder.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(open(self.folder / f"{key}.lock", "wb"))
-                fcntl.flock(file, fcntl.LOCK_EX)
+                _wait_for_lock(file)
             yield
+
+
+def _write_array(file: IO[bytes], values: np.ndarray) -> None:
+    """As np.save, whose own writing says of a full disk only how many bytes it wrote."""
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
+    file.write(values.data)
+
+
+def _wait_for_lock(file: IO[bytes]) -> None:
+    """Lock the file, or go on without after LOCK_SECONDS: who holds it may be hung, on another machine.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    start = time.monotonic()
+    told = False
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        waited = time.monotonic() - start
+        if waited > LOCK_SECONDS:
+            warnings.warn(
+                f"another process has held {file.name} for {LOCK_SECONDS:g} s: this one builds the index by itself",
+                stacklevel=2,
+            )
+            return None
+        if waited > LOCK_MESSAGE_SECONDS and not told:
+            told = True
+            warnings.warn(
+                f"waiting up to {LOCK_SECONDS:g} s for the process that builds the index cache and holds {file.name}",
+                stacklevel=2,
+            )
+        time.sleep(LOCK_POLL_SECONDS)

@@ -14,12 +14,14 @@ import os
 import shutil
 import struct
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 import numpy as np
 
+from gptpar.data.files import remove_abandoned, temporary_name
 from gptpar.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -34,6 +36,14 @@ SCAN_CHUNK = 1 << 20  # entries looked at together, so that checking a corpus ta
 def token_dtype(vocab_size: int) -> np.dtype:
     """The dtype Megatron's writer chooses for a vocabulary: uint16 below 65,500 tokens, else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def negative_token(where: str, token: int) -> DataError:
+    """The error for a negative number among the tokens of a corpus."""
+    return DataError(
+        f"{where} is {token}, but token ids cannot be negative (another program may have written it as padding; here "
+        "the data set makes its own): make the corpus again without it"
+    )
 
 
 class IndexedDataset:
@@ -145,6 +155,9 @@ class IndexedDatasetWriter:
     Use as a context manager (an exception removes the temporary files) or call finalize(). Memory use does not
     depend on the number of documents: the index waits in files without a name, which vanish with the process.
 
+    Attributes:
+        removed: temporary files that a killed process had left for this prefix.
+
     Raises:
         DataError: a token does not fit the dtype, a sequence is too long, or an appended corpus has another
             dtype.
@@ -157,9 +170,10 @@ class IndexedDatasetWriter:
             raise DataError(
                 f"tokens cannot be stored as {self.dtype}; choose an integer dtype up to int64, e.g. uint16"
             )
-        self._bin_temp, self._idx_temp = (f"{self.prefix}{end}.{os.getpid()}.tmp" for end in (".bin", ".idx"))
+        self._bin_temp, self._idx_temp = (temporary_name(self.prefix + end) for end in (".bin", ".idx"))
         folder = Path(self.prefix).parent
         folder.mkdir(parents=True, exist_ok=True)
+        self.removed = [name for end in (".bin", ".idx") for name in remove_abandoned(self.prefix + end)]
         self._bin: IO[bytes] = open(self._bin_temp, "wb")  # noqa: SIM115 - closed by finalize or discard
         # int32 tokens of each sequence
         self._lengths: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by discard
@@ -219,6 +233,9 @@ class IndexedDatasetWriter:
         """Publish `<prefix>.bin`, then `<prefix>.idx`.
 
         An index already there is removed first, so that it is never seen beside the new tokens.
+
+        Raises:
+            DataError: a temporary file is gone; what was published before is left as it was.
         """
         with open(self._idx_temp, "wb") as index:
             self._write_index(index)
@@ -227,6 +244,12 @@ class IndexedDatasetWriter:
                 os.fsync(file.fileno())
         for file in (self._bin, self._lengths, self._documents):
             file.close()
+        lost = [str(path) for path in (self._bin_temp, self._idx_temp) if not path.is_file()]
+        if lost:
+            raise DataError(
+                f"{' and '.join(lost)} vanished before {self.prefix} was complete, as if another writer had the same "
+                "prefix; run it again alone"
+            )
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         os.replace(self._bin_temp, self.prefix + ".bin")
         os.replace(self._idx_temp, self.prefix + ".idx")
@@ -280,6 +303,12 @@ class IndexedDatasetWriter:
         file.write(bytes(8))  # the first document starts at sequence 0
         self._documents.seek(0)
         shutil.copyfileobj(self._documents, file, SCAN_CHUNK)
+
+
+def removed_line(writers: Sequence[IndexedDatasetWriter]) -> str:
+    """A line for the user on what killed runs had left, empty if there was nothing."""
+    removed = [name for writer in writers for name in writer.removed]
+    return f"\nremoved {len(removed)} unfinished file(s) of a killed run: {', '.join(removed)}" if removed else ""
 
 
 def _map(path: Path) -> bytes | mmap.mmap:

@@ -12,7 +12,7 @@ import torch
 
 from gptpar.data.blend import SampleSource
 from gptpar.data.gpt_dataset import PAD
-from gptpar.data.order import SampleOrder, micro_batch_starts
+from gptpar.data.order import NO_SAMPLE, SampleOrder, micro_batch_starts
 from gptpar.errors import DataError
 
 NUM_START_UP_CHECKS = 8
@@ -35,6 +35,11 @@ class MicroBatch:
     loss_mask_BS: torch.Tensor | None = None
     position_ids_BS: torch.Tensor | None = None
     document_ids_BS: torch.Tensor | None = None
+
+    @property
+    def num_counted(self) -> float:
+        """Number of labels that count in the loss."""
+        return self.labels_BS.numel() if self.loss_mask_BS is None else self.loss_mask_BS.sum().item()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -131,7 +136,17 @@ class BatchLoader:
         self._pool = ThreadPoolExecutor(num_workers, "gptpar-data") if num_workers else None
         self._ahead: tuple[tuple[int, int], list[Future[MicroBatch]]] = ((-1, 0), [])
         last = len(dataset) - 1
-        self._read(np.unique(np.linspace(0, last, NUM_START_UP_CHECKS).astype(np.int64)))
+        looked_at = self._read(np.unique(np.linspace(0, last, NUM_START_UP_CHECKS).astype(np.int64)))
+        self._padding = np.full_like(looked_at[0], PAD)
+
+    def whole(self, global_batch_size: int) -> list[tuple[int, int]]:
+        """(start, size) of the global batches that read the data set once to its end.
+
+        The last one is no larger than is needed for what is left; a WholeOrder fills it with padding.
+        """
+        step = self._micro_batch_size * self._dp_size
+        total = -(-len(self._dataset) // step) * step
+        return [(start, min(global_batch_size, total - start)) for start in range(0, total, global_batch_size)]
 
     def fetch(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """This rank's micro-batches of the global batch that starts at `consumed_samples`.
@@ -167,8 +182,11 @@ class BatchLoader:
         batch = self._assemble(self._read(indices))
         return batch.pin_memory() if self._pin_memory else batch
 
+    def _sample(self, index: int) -> np.ndarray:
+        return self._padding if index == NO_SAMPLE else self._dataset[index]
+
     def _read(self, indices: np.ndarray) -> np.ndarray:
-        samples_BT = np.stack([self._dataset[index] for index in indices.tolist()])
+        samples_BT = np.stack([self._sample(index) for index in indices.tolist()])
         limit = self._vocab_size
         if limit is not None and (samples_BT.max() >= limit or samples_BT.min() < PAD):
             row, place = np.argwhere((samples_BT >= limit) | (samples_BT < PAD))[0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptpar.command import Parser
-from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
+from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter, removed_line
 from gptpar.data.workers import terminate_cleanly
 from gptpar.errors import DataError
 
@@ -31,7 +31,13 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
             prefixes.append(name[:-4] if name.endswith((".bin", ".idx")) else name)
     for prefix in prefixes:
         problems += [f"{prefix}{end} does not exist" for end in (".bin", ".idx") if not os.path.isfile(prefix + end)]
-    problems += [f"{prefix} is named twice" for prefix in sorted({p for p in prefixes if prefixes.count(p) > 1})]
+    seen: dict[str, str] = {}
+    for prefix in prefixes:
+        file = os.path.realpath(prefix + ".bin")
+        if file in seen:
+            also = "" if seen[file] == prefix else f" (also as {seen[file]})"
+            problems.append(f"{prefix} is named twice{also}, which would repeat its documents")
+        seen.setdefault(file, prefix)
     if problems:
         raise DataError("\n".join(problems))
     return prefixes
@@ -53,10 +59,11 @@ def merge(inputs: Sequence[str], output_prefix: str) -> str:
     with terminate_cleanly(), IndexedDatasetWriter(output_prefix, dtypes[prefixes[0]]) as writer:
         for prefix in prefixes:
             writer.append(prefix)
+        removed = removed_line([writer])
     merged = IndexedDataset(output_prefix)
     return (
         f"merged {len(prefixes)} corpora: {len(merged.document_index) - 1:,} documents, "
-        f"{merged.num_tokens:,} tokens in {output_prefix}.bin and .idx"
+        f"{merged.num_tokens:,} tokens in {output_prefix}.bin and .idx{removed}"
     )
 
 

@@ -7,14 +7,18 @@ A global batch at `consumed` is cut into micro-batches: micro-batch j of rank r 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
+from gptpar.data.kernels import shuffle_in_place
 from gptpar.errors import DataError
 
 OrderName = Literal["single", "cyclic"]
+NO_SAMPLE = -1  # in place of a sample's index: a row of padding
 
 
 class SampleOrder(Protocol):
@@ -51,8 +55,7 @@ class SingleOrder:
                 f"samples {consumed:,} to {end - 1:,} are needed, but the data set has {self.num_samples:,}; train "
                 "for fewer samples, use more data, or choose the cyclic order"
             )
-        start = consumed + dp_rank * micro_batch_size
-        return np.arange(start, start + micro_batch_size)
+        return _places(consumed, micro_batch_size, dp_rank)
 
 
 class ShardedCyclicOrder:
@@ -63,7 +66,7 @@ class ShardedCyclicOrder:
 
     def __init__(self, num_samples: int):
         self.num_samples = num_samples
-        self._permutation = _EpochPermutation()
+        self._permutation = _Latest(_permute_as_megatron)
 
     def indices(self, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
         step = micro_batch_size * dp_size
@@ -74,8 +77,8 @@ class ShardedCyclicOrder:
         if place % step:
             raise DataError(
                 f"{consumed:,} consumed samples lie inside a micro-batch: {place:,} of the {used:,} samples of epoch "
-                f"{epoch} is no multiple of {step}; resume with the batch sizes and dp of before, or without data "
-                "sharding"
+                f"{epoch} is no multiple of {step}; resume with the batch sizes and dp of before, or without "
+                "--data-sharding"
             )
         bucket = used // dp_size
         start = place // dp_size
@@ -85,17 +88,16 @@ class ShardedCyclicOrder:
 class CyclicOrder:
     """All samples permuted anew in every epoch; global batches do not depend on dp or micro-batch size.
 
-    Epochs follow each other without a gap, so that, unlike in Megatron's unsharded order, no tail is lost or
-    repeated.
+    The permutation of an epoch is a function of (seed, epoch). Epochs follow each other without a gap, so that, unlike
+    in Megatron's unsharded order, no tail is lost or repeated.
     """
 
-    def __init__(self, num_samples: int):
+    def __init__(self, num_samples: int, seed: int):
         self.num_samples = num_samples
-        self._permutation = _EpochPermutation()
+        self._permutation = _Latest(partial(_permute, seed))
 
     def indices(self, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
-        start = consumed + dp_rank * micro_batch_size
-        places = np.arange(start, start + micro_batch_size)
+        places = _places(consumed, micro_batch_size, dp_rank)
         epochs = places // self.num_samples
         samples = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -104,8 +106,33 @@ class CyclicOrder:
         return samples
 
 
-def make_order(name: OrderName, num_samples: int, data_sharding: bool = True) -> SampleOrder:
+class RepeatingOrder:
+    """Samples in the data set's own order, from the start again where it ends."""
+
+    def __init__(self, num_samples: int):
+        self.num_samples = num_samples
+
+    def indices(self, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
+        return _places(consumed, micro_batch_size, dp_rank) % self.num_samples
+
+
+class WholeOrder:
+    """Samples in the data set's own order, each once; NO_SAMPLE fills the global batch in which it ends."""
+
+    def __init__(self, num_samples: int):
+        self.num_samples = num_samples
+
+    def indices(self, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> np.ndarray:
+        places = _places(consumed, micro_batch_size, dp_rank)
+        return np.where(places < self.num_samples, places, NO_SAMPLE)
+
+
+def make_order(name: OrderName, num_samples: int, seed: int = 0, *, data_sharding: bool = False) -> SampleOrder:
     """The order of a `--dataloader-type`.
+
+    Args:
+        seed: of the cyclic order; Megatron's sharded one knows only the epoch.
+        data_sharding: Megatron's numbers for the cyclic order, which depend on dp_size and micro_batch_size.
 
     Raises:
         DataError: an unknown name, or no sample to order.
@@ -115,21 +142,39 @@ def make_order(name: OrderName, num_samples: int, data_sharding: bool = True) ->
     if name == "single":
         return SingleOrder(num_samples)
     if name == "cyclic":
-        return ShardedCyclicOrder(num_samples) if data_sharding else CyclicOrder(num_samples)
+        return ShardedCyclicOrder(num_samples) if data_sharding else CyclicOrder(num_samples, seed)
     raise DataError(f"unknown sample order {name!r}; choose single or cyclic")
 
 
-class _EpochPermutation:
-    """torch.randperm seeded by the epoch; remembers the latest, since a run stays in one epoch for long."""
+def _places(consumed: int, micro_batch_size: int, dp_rank: int) -> np.ndarray:
+    """int64[micro_batch_size]: a rank's places of the micro-batch that starts at `consumed`."""
+    start = consumed + dp_rank * micro_batch_size
+    return np.arange(start, start + micro_batch_size)
 
-    def __init__(self) -> None:
+
+def _permute(seed: int, epoch: int, size: int) -> np.ndarray:
+    """A permutation that stays the same in every version of numpy, as RandomState's stream is frozen."""
+    order = np.arange(size, dtype=np.uint32 if size < 2**32 else np.int64)
+    shuffle_in_place(order, np.random.RandomState([seed, epoch]))
+    return order
+
+
+def _permute_as_megatron(epoch: int, size: int) -> np.ndarray:
+    generator = torch.Generator()
+    generator.manual_seed(epoch)
+    return torch.randperm(size, generator=generator).numpy()
+
+
+class _Latest:
+    """Remembers the latest permutation of (epoch, size), since a run stays in one epoch for long."""
+
+    def __init__(self, make: Callable[[int, int], np.ndarray]):
+        self._make = make
         self._latest: tuple[int, int, np.ndarray] = (-1, 0, np.zeros(0, np.int64))
         self._lock = threading.Lock()
 
     def __call__(self, epoch: int, size: int) -> np.ndarray:
         with self._lock:
             if self._latest[:2] != (epoch, size):
-                generator = torch.Generator()
-                generator.manual_seed(epoch)
-                self._latest = (epoch, size, torch.randperm(size, generator=generator).numpy())
+                self._latest = (epoch, size, self._make(epoch, size))
             return self._latest[2]

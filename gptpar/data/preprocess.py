@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from gptpar.command import Parser, positive_int
-from gptpar.data.indexed import IndexedDatasetWriter, token_dtype
+from gptpar.data.indexed import IndexedDatasetWriter, removed_line, token_dtype
 from gptpar.data.progress import Progress
 from gptpar.data.readers import FORMATS, Block, Part, find_inputs, parse_block, parse_part, read_parts
 from gptpar.data.workers import ordered_map, terminate_cleanly
@@ -134,9 +134,10 @@ def preprocess(
 
     Raises:
         ConfigError, TokenizerError: the tokenizer cannot be built.
-        DataError: an input is missing or holds a bad line (unless they are skipped), or there is no document
-            at all.
+        DataError: an input is missing or holds a bad line (unless they are skipped), there is no document at all, or a
+            key cannot name a file of its own.
     """
+    _check_keys(encoder.keys)
     files = find_inputs(inputs)
     tokenizer = _tokenizer(encoder.spec)
     dtype = token_dtype(tokenizer.vocab_size)
@@ -156,7 +157,24 @@ def preprocess(
         f"{progress.documents:,} documents, {progress.tokens:,} tokens ({dtype.name}) "
         f"in {progress.seconds():.1f} s: {progress.rates()}\n"
         f"wrote {', '.join(f'{prefix}.bin and .idx' for prefix in prefixes)}{bad}"
+        f"{removed_line(writers)}"
     )
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    problems = [
+        f"--json-keys: {key!r} is given {keys.count(key)} times, but each key gets files of its own; give it once"
+        for key in dict.fromkeys(keys)
+        if keys.count(key) > 1
+    ]
+    problems += [
+        f"--json-keys: {key!r} cannot be part of a file's name because of {bad!r}; rename the key in the input"
+        for key in dict.fromkeys(keys)
+        for bad in ("/", "\0")
+        if bad in key
+    ]
+    if problems:
+        raise DataError("\n".join(problems))
 
 
 class Output:

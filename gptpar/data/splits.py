@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
@@ -43,14 +44,14 @@ def normalized_split(text: str) -> tuple[float, ...]:
 
 
 def _shares(text: str) -> list[float]:
-    numbers = re.findall(r"[.0-9]+", text)
-    try:
-        weights = [float(number) for number in numbers]
-    except ValueError:
-        weights = []
-    if not 1 <= len(weights) <= 3 or sum(weights) <= 0 or "-" in text:
+    words = re.split(r"\s*[,;:/]\s*|\s+", text.strip())
+    # Megatron picks out digits and dots wherever they stand, and reads 9.8e1,2 as the three numbers 9.8, 1 and 2
+    plain = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word, re.ASCII) for word in words)
+    weights = [float(word) for word in words] if plain else []
+    if not 1 <= len(weights) <= 3 or not 0 < sum(weights) < math.inf:
         raise DataError(
-            f"split {text!r} must be one to three numbers, none negative, with a positive sum, e.g. 969,30,1"
+            f"split {text!r} must be one to three numbers, none negative, with a positive sum, without signs or "
+            "exponents, e.g. 969,30,1"
         )
     weights += [0.0] * (3 - len(weights))
     total = sum(weights)

@@ -16,6 +16,7 @@ from gptpar.errors import CheckpointError
 from gptpar.optim.schedule import make_schedule
 from gptpar.training import same_run
 from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.data import data_order, other_order
 from gptpar.training.same_run import Corpora, Rule
 from gptpar.training.stored import StoredRun, stored_config, stored_run
 
@@ -27,15 +28,17 @@ class Inputs:
     Attributes:
         tokenizer: the tokenizer's identity.
         corpora: the corpora's identities when the run began, by the field that names them.
+        data_order: what the order of the training samples depends on beside them.
     """
 
     tokenizer: dict[str, Any]
     corpora: Corpora
+    data_order: dict[str, Any]
 
     @staticmethod
-    def of(config: Config, tokenizer: dict[str, Any]) -> Inputs:
+    def of(config: Config, tokenizer: dict[str, Any], data_parallel_size: int = 1) -> Inputs:
         """Reads a little of each corpus."""
-        return Inputs(tokenizer, same_run.corpora_of(config.data))
+        return Inputs(tokenizer, same_run.corpora_of(config.data), data_order(config, data_parallel_size))
 
 
 def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
@@ -87,6 +90,7 @@ def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str
 
 def _other_data(config: Config, inputs: Inputs, stored: StoredRun) -> list[str]:
     differ = same_run.differing(Rule.DATA, stored.config, config, stored.known)
+    differ += other_order(stored.data_order, stored.config.data, inputs.data_order)
     if "data.mock_data" in stored.known and not stored.config.data.mock_data and not config.data.mock_data:
         differ += same_run.other_corpora(_corpora(stored), inputs.corpora)
     return differ

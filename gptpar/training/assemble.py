@@ -97,12 +97,12 @@ def open_run(
         folder = stack.enter_context(_run_folder(config, say))
         vocabulary = vocabulary_of(config)
         config = with_vocabulary(config, vocabulary)
-        inputs = resume.Inputs.of(config, vocabulary.identity)
+        inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
         plan = BatchPlan.of(config.batch, resume.progress_to_resume(config, inputs))
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)
-        loaders = make_loaders(config, topology, plan, vocabulary)
+        loaders = make_loaders(config, topology, plan, vocabulary, say)
         for loader in loaders.values():
             if loader is not None:
                 stack.callback(loader.close)

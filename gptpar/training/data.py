@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gptpar.config import Config, DataConfig
@@ -10,12 +12,13 @@ from gptpar.config.derive import padded_vocab
 from gptpar.data.blend import SampleSource
 from gptpar.data.build import SampleSpec, build_train_valid_test
 from gptpar.data.loader import BatchLoader
-from gptpar.data.order import make_order
+from gptpar.data.order import RepeatingOrder, SampleOrder, WholeOrder, make_order
 from gptpar.data.splits import DEFAULT_SPLIT
 from gptpar.errors import DataError
 from gptpar.tokenizer import Tokenizer, build_tokenizer
 from gptpar.topology import Topology
 from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.progress import Progress
 
 Loaders = dict[str, BatchLoader | None]
 
@@ -59,27 +62,35 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
     return config.update("model", padded_vocab_size=padded)
 
 
-def samples_wanted(config: Config, plan: BatchPlan) -> tuple[int, int, int]:
-    """Samples asked of the training, validation and test data (Megatron's counts)."""
+def samples_wanted(config: Config, plan: BatchPlan) -> tuple[int, int | None, int]:
+    """Samples asked of the training, validation and test data (Megatron's counts); None: all there are, once."""
     iters, log = plan.num_iterations(), config.logging
     per_evaluation = log.eval_iters * plan.full
+    if log.full_validation:
+        return plan.train_samples, None, per_evaluation
     if not per_evaluation:
         return plan.train_samples, 0, 0
     assert log.eval_interval
     return plan.train_samples, (iters // log.eval_interval + 1) * per_evaluation, per_evaluation
 
 
-def make_loaders(config: Config, topology: Topology, plan: BatchPlan, vocabulary: Vocabulary) -> Loaders:
+def make_loaders(
+    config: Config, topology: Topology, plan: BatchPlan, vocabulary: Vocabulary, say: Callable[[str], None]
+) -> Loaders:
     """A loader for each of ``train``, ``valid`` and ``test``; ``None`` where there is nothing to read.
 
+    Args:
+        say: is told where validation or test data are repeated.
+
     Raises:
-        DataError: what the data room finds wrong, or no training data.
+        DataError: what the data room finds wrong, or training or validation data that are missing or too small.
     """
     data = config.data
     assert config.model.seq_length
     spec = SampleSpec(config.model.seq_length, data.seed, cache_dir=data.data_cache_path)
-    sets = build_train_valid_test(
-        samples_wanted(config, plan),
+    wanted = samples_wanted(config, plan)
+    train, valid, test = build_train_valid_test(
+        wanted,
         spec,
         data_path=data.data_path,
         split_data_paths=(data.train_data_path, data.valid_data_path, data.test_data_path),
@@ -87,24 +98,103 @@ def make_loaders(config: Config, topology: Topology, plan: BatchPlan, vocabulary
         split_rule=data.split_rule,  # type: ignore[arg-type]
         mock_vocab_size=vocabulary.size if data.mock_data else None,
     )
-    if sets[0] is None and not config.logging.skip_train:
+    loader = partial(_loader, config, topology, vocabulary)
+    loaders: Loaders = {"train": None, "valid": None, "test": None}
+    if train is not None:
+        loaders["train"] = loader(train, _training_order(config, topology, plan, len(train)))
+    elif not config.logging.skip_train:
         raise DataError(f"--split {data.split} leaves nothing to train on: give training a larger share.")
-    return {
-        name: None if found is None else _loader(config, topology, vocabulary, found, name)
-        for name, found in zip(("train", "valid", "test"), sets, strict=True)
-    }
+    if valid is not None:
+        whole = config.logging.full_validation
+        loaders["valid"] = loader(
+            valid, WholeOrder(len(valid)) if whole else _evaluation_order("validation", len(valid), wanted[1] or 0, say)
+        )
+    elif config.logging.full_validation:
+        raise DataError(f"--split {data.split} leaves --full-validation nothing to read: give validation a share.")
+    if test is not None:
+        loaders["test"] = loader(test, _evaluation_order("test", len(test), wanted[2], say))
+    return loaders
+
+
+def _training_order(config: Config, topology: Topology, plan: BatchPlan, there: int) -> SampleOrder:
+    """The order of the training samples, once it is known that they reach to the end of the run."""
+    data, batch = config.data, config.batch
+    order = make_order(data.dataloader_type, there, data.seed, data_sharding=data.data_sharding)  # type: ignore[arg-type]
+    if config.logging.skip_train:
+        return order
+    if data.dataloader_type == "single" and there < plan.train_samples and there < (needed := _samples_needed(plan)):
+        raise DataError(
+            f"the run needs {needed:,} training samples, but its corpora without weights have {there:,} and are read "
+            "once: give weights (WEIGHT PREFIX WEIGHT PREFIX ...), which repeat them, train on fewer samples, or add "
+            "--dataloader-type cyclic."
+        )
+    assert batch.micro_batch_size
+    order.indices(0, batch.micro_batch_size, topology.data_rank, topology.layout.data)  # refuses too few samples
+    return order
+
+
+def _samples_needed(plan: BatchPlan) -> int:
+    """Samples of all global batches; a last one for which too few samples are left is not trained on."""
+    if plan.train_iters is not None:
+        return plan.train_samples
+    done = Progress()
+    while not plan.finished(done):
+        done.consumed_samples += plan.global_batch_size(done.consumed_samples)
+    return done.consumed_samples
+
+
+def _evaluation_order(split: str, there: int, wanted: int, say: Callable[[str], None]) -> SampleOrder:
+    """In order, so that the numbers of one evaluation are comparable with those of the next."""
+    if there >= wanted:
+        return make_order("single", there)
+    say(
+        f" > the {split} data have {there:,} samples and all evaluations together read {wanted:,}: they are repeated "
+        "in order from the start (weights, fewer --eval-iters or --full-validation avoid that)"
+    )
+    return RepeatingOrder(there)
+
+
+def data_order(config: Config, data_parallel_size: int) -> dict[str, Any]:
+    """What the order of the training samples depends on, beside the samples; kept in checkpoints."""
+    data = config.data
+    order: dict[str, Any] = {"dataloader_type": data.dataloader_type}
+    if data.dataloader_type == "cyclic":
+        order["data_sharding"] = data.data_sharding
+    if data.data_sharding:
+        order |= {"data_parallel_size": data_parallel_size, "micro_batch_size": config.batch.micro_batch_size}
+    return order
+
+
+def other_order(saved: dict[str, Any] | None, there: DataConfig, here: dict[str, Any]) -> list[str]:
+    """What differs of the order of the training samples beside ``--dataloader-type``, which is compared elsewhere.
+
+    Going on in another order would repeat some samples and leave out others.
+
+    Args:
+        saved: the checkpoint's; ``None``: it is of a time when cyclic meant sharded.
+        there: the checkpoint's data section.
+        here: this run's.
+    """
+    if saved is None:
+        sharded = {"data_sharding": True} if there.dataloader_type == "cyclic" else {}
+        saved = {"dataloader_type": there.dataloader_type} | sharded
+    if saved.get("dataloader_type") != here["dataloader_type"]:
+        return []
+    return [
+        f"{name.replace('_', ' ')} {saved[name]} there, {here.get(name)} here"
+        for name in saved
+        if saved[name] != here.get(name)
+    ]
 
 
 def _loader(
-    config: Config, topology: Topology, vocabulary: Vocabulary, samples: SampleSource, split: str
+    config: Config, topology: Topology, vocabulary: Vocabulary, samples: SampleSource, order: SampleOrder
 ) -> BatchLoader:
     data: DataConfig = config.data
     assert config.batch.micro_batch_size
-    # Evaluation always reads in order: its numbers are to be comparable from one time to the next.
-    order = data.dataloader_type if split == "train" else "single"
     return BatchLoader(
         samples,
-        order=make_order(order, len(samples)),  # type: ignore[arg-type]
+        order=order,
         micro_batch_size=config.batch.micro_batch_size,
         dp_rank=topology.data_rank,
         dp_size=topology.layout.data,

@@ -64,6 +64,7 @@ def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, A
         "rng": {"seed": trainer.config.data.seed, "rule": RNG_RULE},
         "tokenizer": inputs.tokenizer,
         "corpora": inputs.corpora,
+        "data_order": inputs.data_order,
         "config": trainer.config.to_dict(),
         "torch": torch.__version__,
     }

@@ -198,7 +198,7 @@ class Run:
         return interval is not None and self.progress.iteration % interval == 0
 
     def evaluate(self, split: str) -> None:
-        """Report the mean loss over ``--eval-iters`` global batches of a split.
+        """Report the mean loss over ``--eval-iters`` global batches of a split, or over all of it.
 
         Which samples is a function of the iteration, so a resumed run evaluates on the same ones.
         """
@@ -207,12 +207,17 @@ class Run:
             return
         self.evaluated_at[split] = self.progress.iteration
         assert log.eval_interval and self.config.model.seq_length
-        turn = max(0, self.progress.iteration - 1) // log.eval_interval if split == "valid" else 0
-        turn = min(turn, self.plan.num_iterations() // log.eval_interval)
         batch = self.plan.full
-        start = turn * log.eval_iters * batch
-        losses = [self.trainer.evaluate(loader.fetch(start + i * batch, batch)) for i in range(log.eval_iters)]
-        loss = torch.stack(losses).mean().item()
+        if split == "valid" and log.full_validation:
+            sums = [self.trainer.evaluate_sum(loader.fetch(*place)) for place in loader.whole(batch)]
+            total, count = torch.stack(sums).sum(0).tolist()
+            loss = total / max(count, 1)
+        else:
+            turn = max(0, self.progress.iteration - 1) // log.eval_interval if split == "valid" else 0
+            turn = min(turn, self.plan.num_iterations() // log.eval_interval)
+            start = turn * log.eval_iters * batch
+            losses = [self.trainer.evaluate(loader.fetch(start + i * batch, batch)) for i in range(log.eval_iters)]
+            loss = torch.stack(losses).mean().item()
         samples = self.progress.consumed_samples
         self.reporter.validation(
             ValidationRecord(

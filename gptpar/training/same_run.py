@@ -49,7 +49,7 @@ _BY_RULE = {
         "precision.fp16 precision.bf16 precision.fp64 precision.loss_scale"
     ),
     Rule.ELSEWHERE: (
-        "data.data_path data.train_data_path data.valid_data_path data.test_data_path "
+        "data.data_sharding data.data_path data.train_data_path data.valid_data_path data.test_data_path "
         "batch.train_iters batch.train_samples batch.train_tokens batch.batch_sizes batch.sample_limit "
         "optimizer.lr optimizer.min_lr optimizer.lr_decay_style optimizer.lr_decay_iters optimizer.lr_decay_samples "
         "optimizer.lr_decay_tokens optimizer.lr_warmup_fraction optimizer.lr_warmup_iters optimizer.lr_warmup_samples "

@@ -29,6 +29,7 @@ class StoredRun:
     Attributes:
         tokenizer: the tokenizer's identity.
         corpora: the corpora's identities by flag, as ``corpora_of`` gives them; ``None``: saved before they were kept.
+        data_order: as :func:`~gptpar.training.data.data_order` gives it; ``None``: likewise.
         config: the run's configuration, as far as it was asked for.
         known: the fields of it that the checkpoint says, as ``section.field``.
     """
@@ -39,6 +40,7 @@ class StoredRun:
     schedule: dict[str, Any]
     tokenizer: dict[str, Any]
     corpora: dict[str, list[dict[str, Any]]] | None
+    data_order: dict[str, Any] | None
     config: Config
     known: frozenset[str]
 
@@ -61,6 +63,7 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
         *_problems_of(Schedule, meta.get("schedule"), "schedule", MAY_BE_NEGATIVE),
         *_problem_of(dict, meta.get("tokenizer"), "tokenizer"),
         *_corpora_problems(meta.get("corpora")),
+        *_problem_of(dict, meta.get("data_order", {}), "data_order"),
     ]
     if problems:
         raise _unusable(
@@ -73,6 +76,7 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
         schedule=meta["schedule"],
         tokenizer=meta["tokenizer"],
         corpora=meta.get("corpora"),
+        data_order=meta.get("data_order"),
         config=config,
         known=known,
     )

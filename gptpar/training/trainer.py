@@ -227,12 +227,28 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         """The mean loss of one global batch without dropout, over all processes."""
+        losses = self._losses(batches)
+        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.topology.device)
+        return self.topology.sum_over_all(self._share_of_mean(mean))
+
+    @torch.no_grad()
+    def evaluate_sum(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """float64[2]: the sum of the losses of a global batch's tokens without dropout, and how many count.
+
+        Unlike the mean of :meth:`evaluate`, this is right where micro-batches differ in the tokens that count.
+        """
+        sums = torch.zeros(2, dtype=torch.float64, device=self.topology.device)
+        for loss, batch in zip(self._losses(batches), batches, strict=False):  # only the last stage has losses
+            count = batch.num_counted
+            sums += torch.stack([loss.double() * count, torch.full_like(sums[0], count)])
+        return self.topology.sum_over_all(sums / self.topology.layout.tensor)
+
+    def _losses(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Each micro-batch's mean loss, on the last stage; none elsewhere."""
         self.activity.note("evaluation")
         self.model.eval()
         on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
-        losses = self.model.pipeline.evaluate([_stage_input(batch, None) for batch in on_device])
-        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.topology.device)
-        return self.topology.sum_over_all(self._share_of_mean(mean))
+        return self.model.pipeline.evaluate([_stage_input(batch, None) for batch in on_device])
 
 
 def _stage_input(batch: MicroBatch, scale: torch.Tensor | None) -> StageInput:

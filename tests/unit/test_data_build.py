@@ -1,6 +1,7 @@
 """The three data sets of a run from plain arguments."""
 
 import math
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -68,12 +69,45 @@ def test_a_weighted_blend(tmp_path: Path) -> None:
         build_train_valid_test((None, 0, 0), SPEC, data_path=path)
 
 
+@pytest.mark.parametrize(
+    "n, same_as_without_weight, crc",  # the CRC-32 of the samples' first tokens, as int32, is megatron-core 0.19.2's
+    [
+        (99, True, 234418364),
+        (124, False, 2812304083),  # one epoch holds 124; half a percent more takes two
+        (180, True, 1647181332),
+        (224, True, 1398343451),  # 80 % of the last epoch
+        (225, True, 3113611543),
+        (248, False, 2700078937),
+        (249, False, 595884075),  # two epochs hold 249
+        (300, True, 750424732),
+    ],
+)
+def test_one_corpus_with_a_weight_is_megatrons_blend_of_one(
+    tmp_path: Path, n: int, same_as_without_weight: bool, crc: int
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", "int32") as writer:
+        for document in range(20):
+            writer.add_document(np.arange(50 * document, 50 * document + 50))
+    prefix = str(tmp_path / "a")
+
+    def order(**path: object) -> list[int]:
+        train = build_train_valid_test((n, 0, 0), SPEC, **path)[0]
+        return [int(train[i][0]) for i in range(n)]
+
+    weighted = order(data_path=["1.0", prefix], split="1")
+    assert zlib.crc32(np.array(weighted, "<i4").tobytes()) == crc
+    plain = order(data_path=[prefix], split="1")
+    assert (weighted == plain) == same_as_without_weight
+    # with a path for each split Megatron leaves the weight of a single corpus out of account
+    assert order(split_data_paths=(["1.0", prefix], None, None)) == plain
+    assert len(build_train_valid_test((n, 0, 0), SPEC, data_path=["1.0", prefix], split="1")[0]) == n
+
+
 def test_a_blend_without_weights_is_read_once(tmp_path: Path) -> None:
     path = [corpus(tmp_path / "a", 100), corpus(tmp_path / "b", 200, 10)]
     train, _, _ = build_train_valid_test((None, 0, 0), SPEC, data_path=path, split="1")
     assert len(train) == 124 + 62
-    with pytest.warns(UserWarning, match="train: 500 samples are asked for, but one pass .* has 186"):
-        assert len(build_train_valid_test((500, 0, 0), SPEC, data_path=path, split="1")[0]) == 186
+    assert len(build_train_valid_test((500, 0, 0), SPEC, data_path=path, split="1")[0]) == 186
 
 
 def test_a_blend_with_a_corpus_too_small_to_split(tmp_path: Path) -> None:
@@ -129,3 +163,21 @@ def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with IndexedDatasetWriter(tmp_path / "c", "uint16") as writer:
         writer.add_empty_document()
     assert unigram_entropy(IndexedDataset(tmp_path / "c")) == 0
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
+def test_a_negative_token_is_refused_where_it_is_read(tmp_path: Path, dtype: str) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", dtype) as writer:
+        writer.add_document([*range(20), -1, *range(20)])
+    indexed = IndexedDataset(tmp_path / "a")
+    with pytest.raises(DataError, match=r"a\.bin: token 20 of 41 is -1, but token ids cannot be negative"):
+        unigram_entropy(indexed)
+    dataset = GPTDataset(indexed, (0, 1), None, 8, 1)
+    places = {0: None, 1: None, 2: 4, 3: None, 4: None}  # of the -1 in the samples of 8 + 1 tokens
+    for i in range(len(dataset)):
+        place = places[int(dataset._shuffle[i])]
+        if place is None:
+            assert dataset[i].min() >= 0
+        else:
+            with pytest.raises(DataError, match=rf"sample {i} of .*a \(train\): token {place} is -1, but"):
+                dataset[i]

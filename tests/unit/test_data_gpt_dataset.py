@@ -1,6 +1,9 @@
 """GPTDataset against a plain-loop reference of Megatron's rules, written from their description alone."""
 
+import errno
+import fcntl
 import math
+import os
 import warnings
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 
 from gptpar.data import gpt_dataset, index_cache, kernels
-from gptpar.data.gpt_dataset import GPTDataset
+from gptpar.data.gpt_dataset import ARRAYS, GPTDataset
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.errors import DataError, NativeBuildError
 
@@ -224,13 +227,74 @@ def test_the_cache_is_read_again_and_never_for_other_data(tmp_path: Path, always
     assert [path.name for path in folder.iterdir() if "tmp" in path.name] == []
 
 
-@pytest.mark.parametrize("keep", [0, 40, -1])
-def test_a_cut_cache_file_is_built_again(tmp_path: Path, always_cached: None, keep: int) -> None:
+def spoil(path: Path, kind: str) -> None:
+    whole = path.read_bytes()
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "cut":
+        path.write_bytes(whole[:-1])
+    elif kind == "zeroed":
+        path.write_bytes(whole[:-8] + bytes(8))
+    elif kind == "other length":
+        np.save(path, np.load(path)[:-1])
+    elif kind == "other dtype":
+        np.save(path, np.load(path).astype(np.int16))
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("kind", ["empty", "cut", "zeroed", "other length", "other dtype"])
+def test_a_damaged_cache_is_told_and_built_again(tmp_path: Path, always_cached: None, name: str, kind: str) -> None:
     indexed = corpus(tmp_path, [7, 9, 4])
     expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))
-    for path in (tmp_path / "cache").glob("*-shuffle.npy"):
-        path.write_bytes(path.read_bytes()[:keep])
-    assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
+    (path,) = (tmp_path / "cache").glob(f"*-{name}.npy")
+    spoil(path, kind)
+    with pytest.warns(UserWarning, match=rf"the index cache .* is damaged \(\w+-{name}.npy .*built again") as told:
+        assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"documents": 1}'])
+def test_damaged_checksums_are_built_again(tmp_path: Path, always_cached: None, text: str) -> None:
+    indexed = corpus(tmp_path, [7, 9, 4])
+    expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))
+    (path,) = (tmp_path / "cache").glob("*.json")
+    good = path.read_text()
+    path.write_text(text)
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
+    assert path.read_text() == good
+
+
+def test_a_full_disk_is_named(tmp_path: Path, always_cached: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(index_cache, "_write_array", full)
+    with pytest.warns(UserWarning, match=r"cannot write the index cache .*cache \(No space left on device\)"):
+        GPTDataset(corpus(tmp_path, [7, 9, 4]), (0, 3), 50, 4, 3)
+    assert not list((tmp_path / "cache").glob("*.np*"))
+
+
+def test_a_lock_that_is_never_released_is_waited_for_with_a_message_and_a_limit(
+    tmp_path: Path, always_cached: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexed = corpus(tmp_path, [7, 9, 4])
+    expected = samples(GPTDataset(indexed, (0, 3), 50, 4, 3))
+    (lock,) = (tmp_path / "cache").glob("*.lock")
+    for path in cached(tmp_path / "cache"):
+        (tmp_path / "cache" / path).unlink()
+    for name, seconds in (("LOCK_SECONDS", 0.3), ("LOCK_MESSAGE_SECONDS", 0.1), ("LOCK_POLL_SECONDS", 0.02)):
+        monkeypatch.setattr(index_cache, name, seconds)
+    with open(lock) as held, pytest.warns(UserWarning) as told:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert samples(GPTDataset(indexed, (0, 3), 50, 4, 3)) == expected
+    assert [str(warning.message).partition(" the process")[0].partition(":")[0] for warning in told] == [
+        "waiting up to 0.3 s for",
+        f"another process has held {lock} for 0.3 s",
+    ]
 
 
 def test_an_unwritable_cache_falls_back_to_memory(tmp_path: Path, always_cached: None) -> None:

@@ -211,3 +211,16 @@ def test_finalize_by_hand(tmp_path: Path) -> None:
     assert not (tmp_path / "corpus.idx").exists()
     writer.finalize()
     assert read(tmp_path / "corpus", ".idx") == GOLDEN_IDX
+
+
+def test_two_writers_of_one_prefix_leave_what_was_published(tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus"
+    first, second = IndexedDatasetWriter(prefix, "uint16"), IndexedDatasetWriter(prefix, "uint16")
+    for writer in (first, second):
+        for document in DOCUMENTS:
+            writer.add_document(np.array(document, dtype=np.int64))
+    first.finalize()
+    with pytest.raises(DataError, match=r"corpus\.bin\..*\.tmp vanished before .*corpus was complete"):
+        second.finalize()
+    second.discard()
+    assert (read(prefix, ".idx"), sorted(os.listdir(tmp_path))) == (GOLDEN_IDX, ["corpus.bin", "corpus.idx"])

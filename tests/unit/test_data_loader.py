@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gptpar.data.loader import BatchLoader, MicroBatch, make_micro_batch
-from gptpar.data.order import make_order
+from gptpar.data.order import WholeOrder, make_order
 from gptpar.errors import DataError
 
 EOD = 9
@@ -94,6 +94,22 @@ def test_each_rank_gets_its_micro_batches(num_workers: int) -> None:
         reader.close()
     assert per_rank[0] == [[[0, 1], [4, 5], [8, 9]], [[12, 13], [16, 17], [20, 21]], [[24, 25], [28, 29], [32, 33]]]
     assert per_rank[1][0] == [[2, 3], [6, 7], [10, 11]]
+
+
+@pytest.mark.parametrize("size", [10, 12, 13])
+def test_a_whole_data_set_is_read_once_and_its_last_batch_filled(size: int) -> None:
+    counted, shapes = [], []
+    for rank in range(2):
+        reader = loader(Counting(size), order=WholeOrder(size), dp_rank=rank, dp_size=2)
+        for place in reader.whole(8):
+            for batch in reader.fetch(*place):
+                mask = torch.ones(2, 4) if batch.loss_mask_BS is None else batch.loss_mask_BS
+                counted += (batch.tokens_BS[mask[:, 0] > 0, 0] // 10).tolist()
+                shapes.append(batch.tokens_BS.shape)
+                assert mask.sum() == batch.num_counted and batch.tokens_BS.min() >= 0
+        reader.close()
+    assert sorted(counted) == list(range(size))
+    assert set(shapes) == {(2, 4)} and reader.whole(8) == [(0, 8), (8, 4 if size <= 12 else 8)]
 
 
 def test_fetch_depends_on_its_arguments_alone() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar.data.order import SampleOrder, make_order, micro_batch_starts
+from gptpar.data.order import NO_SAMPLE, RepeatingOrder, SampleOrder, WholeOrder, make_order, micro_batch_starts
 from gptpar.errors import DataError
 
 CUTS = [(1, 1), (1, 12), (2, 3), (3, 4), (4, 1), (6, 2)]  # (dp, micro-batch size) of a global batch of 12
@@ -58,42 +58,56 @@ def test_sharded_cyclic_is_megatrons(dp: int, mbs: int, epoch: int) -> None:
         consumed = epoch * active + place
         for rank in range(dp):
             expected = megatron_sampler(total, consumed, mbs, rank, dp)
-            order = make_order("cyclic", total)
+            order = make_order("cyclic", total, data_sharding=True)
             found = [order.indices(consumed + j * step, mbs, rank, dp).tolist() for j in range(len(expected))]
             assert found == expected
 
 
 def test_sharded_cyclic_reads_every_sample_once_an_epoch() -> None:
-    order = make_order("cyclic", 50)
+    order = make_order("cyclic", 50, data_sharding=True)
     epoch = [i for consumed in range(0, 48, 12) for i in global_batch(order, consumed, 3, 2)]
     assert sorted(epoch) == list(range(48))
 
 
 def test_sharded_cyclic_refuses_what_it_cannot_cut() -> None:
     with pytest.raises(DataError, match="takes 12 samples, the data set has 11"):
-        make_order("cyclic", 11).indices(0, 4, 0, 3)
+        make_order("cyclic", 11, data_sharding=True).indices(0, 4, 0, 3)
     with pytest.raises(DataError, match="7 of the 48 samples of epoch 1 is no multiple of 6"):
-        make_order("cyclic", 50).indices(55, 2, 0, 3)
+        make_order("cyclic", 50, data_sharding=True).indices(55, 2, 0, 3)
 
 
-def test_unsharded_cyclic_is_the_same_for_every_cut_and_loses_nothing() -> None:
+def test_cyclic_is_the_same_for_every_cut_and_loses_nothing() -> None:
     batches = {}
     for dp, mbs in CUTS:
-        order = make_order("cyclic", 31, data_sharding=False)
+        order = make_order("cyclic", 31, 5)
         batches[dp, mbs] = [global_batch(order, consumed, dp, mbs) for consumed in range(0, 96, 12)]
     stream = [i for batch in batches[1, 1] for i in batch]
     assert all(found == batches[1, 1] for found in batches.values())
-    generator = torch.Generator()
     for epoch in range(3):  # 31 is no multiple of 12: epochs meet inside a batch
-        generator.manual_seed(epoch)
-        assert stream[31 * epoch : 31 * (epoch + 1)] == torch.randperm(31, generator=generator).tolist()
+        assert stream[31 * epoch : 31 * (epoch + 1)] == np.random.RandomState([5, epoch]).permutation(31).tolist()
+
+
+def test_cyclic_permutations_are_of_the_seed_and_the_epoch() -> None:
+    orders = [
+        make_order("cyclic", 40, seed).indices(40 * epoch, 40, 0, 1).tolist()
+        for seed in (0, 1, 2**32 - 1)
+        for epoch in (0, 1)
+    ]
+    assert len({tuple(order) for order in orders}) == 6 and all(sorted(order) == list(range(40)) for order in orders)
+
+
+def test_evaluation_repeats_in_order_or_reads_all_once() -> None:
+    repeating, whole = RepeatingOrder(10), WholeOrder(10)
+    for dp, mbs in CUTS:
+        assert global_batch(repeating, 12, dp, mbs) == [2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3]
+        assert global_batch(whole, 0, dp, mbs) == [*range(10), NO_SAMPLE, NO_SAMPLE]
 
 
 @pytest.mark.parametrize("name, sharded", [("single", True), ("cyclic", True), ("cyclic", False)])
 def test_resuming_is_a_function_of_the_consumed_samples(name: str, sharded: bool) -> None:
-    order = make_order(name, 60, sharded)
+    order = make_order(name, 60, data_sharding=sharded)
     run = [global_batch(order, consumed, 2, 3) for consumed in range(0, 60, 12)]
-    resumed = make_order(name, 60, sharded)
+    resumed = make_order(name, 60, data_sharding=sharded)
     assert [global_batch(resumed, consumed, 2, 3) for consumed in (48, 24)] == [run[4], run[2]]
     assert order.indices(0, 3, 0, 2).dtype == np.int64
 

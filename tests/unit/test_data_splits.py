@@ -25,7 +25,10 @@ def test_both_rules(text: str, count: int, mcore: list, legacy: list) -> None:
     assert list(parse_split(text, count, "legacy")) == legacy
 
 
-@pytest.mark.parametrize("text", ["", "abc", "0,0,0", "1,2,3,4", "1..2,3", "-1,2"])
+NONSENSE = ["", "abc", "0,0,0", "1,2,3,4", "1..2,3", "-1,2", "9.8e1,2", "1e3,1", "1,,2", "nan,1", "\u0661,1"]
+
+
+@pytest.mark.parametrize("text", NONSENSE)
 def test_nonsense_is_refused(text: str) -> None:
     with pytest.raises(DataError, match="must be one to three numbers"):
         parse_split(text, 10)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +113,34 @@ def test_flags_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         main([*arguments, "--tokenizer-type", "SentencePieceTokenizer"])
 
 
+def test_keys_that_cannot_have_files_of_their_own(tmp_path: Path):
+    corpus = write_lines(tmp_path / "c.jsonl", {"text": "a", "a/b": "c"})
+    arguments = ["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES]
+    main(arguments)
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    with pytest.raises(DataError, match="(?s)'text' is given 3 times.*'a/b' cannot be part of a file's name"):
+        main([*arguments, "--json-keys", "text", "a/b", "text", "text"])
+    assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
+
+
+def test_files_of_a_killed_run_are_removed_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    corpus = write_lines(tmp_path / "c.jsonl", {"text": "a"})
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    host = os.uname().nodename
+    gone = [f"c_text_document{end}.{host}.{ended.pid}.tmp" for end in (".bin", ".idx")]
+    kept = [
+        f"c_text_document.bin.{host}.{os.getppid()}.tmp",  # its process is running
+        f"c_text_document.bin.{host}x.{ended.pid}.tmp",  # of another host
+        f"d_text_document.bin.{host}.{ended.pid}.tmp",  # of another output
+    ]
+    for name in gone + kept:
+        (tmp_path / name).write_bytes(b"x")
+    main(["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES])
+    assert names(tmp_path) == sorted([*kept, "c.jsonl", "c_text_document.bin", "c_text_document.idx"])
+    assert f"removed 2 unfinished file(s) of a killed run: {', '.join(gone)}" in capsys.readouterr().out
+
+
 def test_merge(tmp_path: Path):
     shards = tmp_path / "shards"
     for name, texts in (("b", ["c", ""]), ("a", ["", "ab"])):
@@ -136,6 +167,11 @@ def test_merge_refuses_what_does_not_fit(tmp_path: Path):
         merge_main(["--input", small, "--output-prefix", small])
     with pytest.raises(DataError, match="(?s)no.bin does not exist.*no.idx does not exist.*named twice"):
         merge_main(["--input", str(tmp_path / "no"), small, small, "--output-prefix", str(tmp_path / "all")])
+    again = str(tmp_path / "." / "x" / ".." / "small_text_document")
+    (tmp_path / "x").mkdir()
+    with pytest.raises(DataError, match=rf"named twice \(also as {small}\), which would repeat its documents"):
+        merge_main(["--input", small, again, "--output-prefix", str(tmp_path / "all")])
+    (tmp_path / "x").rmdir()
     assert names(tmp_path) == listing
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptpar.config import Config
+from gptpar.config import Config, DataConfig
 from gptpar.config.fields import Missing
+
+SEED_LIMIT = 2**32  # numpy's RandomState, whose shuffles are Megatron's, takes no larger one
 
 
 def check_data(config: Config) -> Iterator[str]:
@@ -21,10 +23,31 @@ def check_data(config: Config) -> Iterator[str]:
         yield f"data is given twice ({' and '.join(given)}): keep one."
     if any(parts) and d.split is not None:
         yield "--split cuts one --data-path into three; with --train-data-path it has no meaning: drop it."
+    if d.data_sharding and d.dataloader_type != "cyclic":
+        yield "--data-sharding is Megatron's order for --dataloader-type cyclic: add that, or drop --data-sharding."
+    if d.seed >= SEED_LIMIT:
+        yield f"--seed is {d.seed}; the data order takes seeds below 2^32 = {SEED_LIMIT}."
+    if config.logging.full_validation:
+        yield from _full_validation(d)
     if t.tokenizer_type is None and t.vocab_size is None:
         yield Missing("the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size.")
     if (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask) and t.tokenizer_type is None:
         yield "--eod-mask-loss and --reset-* need to know the end-of-document id: give --tokenizer-type."
+
+
+def _full_validation(d: DataConfig) -> Iterator[str]:
+    path = d.data_path or d.valid_data_path
+    if d.mock_data:
+        yield "--full-validation reads a validation set to its end, which --mock-data lack: give a corpus, or drop it."
+    elif path is None and d.train_data_path:
+        yield "--full-validation has no validation set to read: give --valid-data-path."
+    elif path is not None and 1 < len(_prefixes(path)) < len(path):
+        name = "--data-path" if d.data_path else "--valid-data-path"
+        yield (
+            f"--full-validation reads each sample of {len(_prefixes(path))} corpora once, but the weights of {name} "
+            "repeat or leave out some: give validation's corpora without weights, with --train-data-path and "
+            "--valid-data-path."
+        )
 
 
 def check_files(config: Config) -> Iterator[str]:

@@ -265,7 +265,7 @@ def test_a_run_on_another_corpus_is_refused(tmp_path: Path) -> None:
     before = data(a)
     run = tmp_path / "run"
     trainer = make_trainer(with_fields(before, {"checkpoint.save": str(run)}))
-    resume.save(trainer, DONE, inputs_of(before))
+    resume.save(trainer, DONE, inputs_of(before), keep=None)
     assert load_meta(run)["corpora"]["data_path"][0]["tokens"] == 2000
 
     def go_on(config: Config, **more: Any) -> Progress:
@@ -331,7 +331,7 @@ def test_a_longer_run_that_reads_a_corpus_again_is_told_of_the_new_order(tmp_pat
         assert same_run.reshuffled(config, same_run.corpora_of(config.data), 40, longer) is told
         assert not same_run.reshuffled(config, same_run.corpora_of(config.data), longer, longer)
     before = with_fields(data(a), {"checkpoint.save": str(tmp_path / "run")})
-    resume.save(make_trainer(before), DONE, inputs_of(before))
+    resume.save(make_trainer(before), DONE, inputs_of(before), keep=None)
     fields = {"checkpoint.load": str(tmp_path / "run"), "batch.train_iters": 200}
     config = with_fields(before, fields | {"optimizer.override_opt_param_scheduler": True})
     said: list[str] = []
@@ -425,7 +425,7 @@ def test_generate_builds_no_model_but_the_checkpoint_s(tmp_path: Path, values: d
 def test_an_older_checkpoint_in_place_of_a_damaged_one_is_compared_too(tmp_path: Path) -> None:
     saved(tmp_path, change=lambda meta: meta["config"]["data"].update(seed=5))
     config = tiny_config(f"--load {tmp_path} --save {tmp_path}")
-    newest = resume.save(make_trainer(config), Progress(9, consumed_samples=18), inputs_of(config))
+    newest = resume.save(make_trainer(config), Progress(9, consumed_samples=18), inputs_of(config), keep=None)
     with open(newest / "rank00000.bin", "r+b") as file:
         file.write(b"damage")
     assert read_manifest(newest).iteration == progress_to_resume(config, inputs_of(config)).iteration == 9

@@ -28,6 +28,17 @@ class BatchConfig:
         metavar="START INCREMENT SAMPLES",
     )
     train_iters: int | None = flag(None, "train for this many steps", least=1)
+    train_minutes: float | None = flag(
+        None,
+        "after ten steps, lower --train-iters to the number of steps that fit into this many minutes of training; the "
+        "schedule follows, a checkpoint keeps the number, and the data stay those of --train-iters",
+        above=0,
+    )
+    train_iters_needed: int | None = flag(
+        None,
+        "say so if fewer steps than this fit into --train-minutes: too few to learn more than frequencies",
+        least=1,
+    )
     train_samples: int | None = flag(None, "train on this many samples", least=1)
     train_tokens: int | None = flag(None, "train on this many tokens", least=1)
     exit_interval: int | None = flag(None, "save and stop after an iteration divisible by this", least=1)

@@ -83,12 +83,16 @@ def open_run(
         say = _say if topology.is_main else _say_nothing
         vocabulary = vocabulary_of(config)
         config = with_vocabulary(config, vocabulary)
-        plan = BatchPlan.of(config.batch, resume.progress_to_resume(config))
+        done = resume.progress_to_resume(config)
+        plan = data_plan = BatchPlan.of(config.batch, done)
+        if config.batch.train_minutes is not None and done.fitted_iters is not None:
+            # The order of the samples remains that of --train-iters, which no machine's speed has a part in.
+            plan = data_plan.ending_at(done.fitted_iters, done)
         resume.refuse_foreign_save_folder(config)
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)
-        loaders = make_loaders(config, topology, plan, vocabulary)
+        loaders = make_loaders(config, topology, data_plan, vocabulary)
         for loader in loaders.values():
             if loader is not None:
                 stack.callback(loader.close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gptpar.config import BatchConfig
 from gptpar.training.progress import Progress
@@ -36,8 +36,12 @@ class BatchPlan:
         start, increment, ramp = batch.rampup_batch_size or (full, 1, 0)
         if batch.train_iters is None:
             return BatchPlan(full, start, increment, ramp, batch.train_samples or 0)
-        total = done.consumed_samples + max(0, batch.train_iters - done.iteration) * full
-        return BatchPlan(full, start, increment, ramp, total, batch.train_iters)
+        return BatchPlan(full, start, increment, ramp, 0).ending_at(batch.train_iters, done)
+
+    def ending_at(self, train_iters: int, done: Progress) -> BatchPlan:
+        """The same batches, ``train_iters`` steps in all; ``done`` says where the run is."""
+        total = done.consumed_samples + max(0, train_iters - done.iteration) * self.full
+        return replace(self, train_iters=train_iters, train_samples=total)
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Samples in the step that starts after ``consumed_samples``."""

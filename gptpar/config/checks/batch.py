@@ -70,5 +70,25 @@ def check_duration(config: Config) -> Iterator[str]:
         yield f"how long to train is said twice ({' and '.join(given)}): keep one."
     if b.rampup_batch_size is not None and b.train_iters is not None:
         yield "--rampup-batch-size needs --train-samples or --train-tokens: with it, steps differ in size."
+    if b.train_minutes is not None:
+        yield from _fitted_length(config)
     if c.save_interval is not None and not c.save:
         yield "--save-interval is given but --save is not: say where to save."
+
+
+def _fitted_length(config: Config) -> Iterator[str]:
+    """The first steps are taken before their number is known: their learning rate must not depend on it."""
+    b, o = config.batch, config.optimizer
+    minutes = f"--train-minutes {b.train_minutes:g}"
+    if b.train_iters is None:
+        yield f"{minutes} lowers --train-iters, which is missing: give the most steps that the run may take."
+    if o.lr_warmup_fraction is not None:
+        yield (
+            f"{minutes} chooses the number of steps after the first ten, so --lr-warmup-fraction "
+            f"{o.lr_warmup_fraction:g} has no length before that: give --lr-warmup-iters."
+        )
+    if o.weight_decay_incr_style != "constant":
+        yield (
+            f"{minutes} chooses the number of steps after the first ten, so --weight-decay-incr-style "
+            f"{o.weight_decay_incr_style} has no length before that: keep the weight decay constant."
+        )

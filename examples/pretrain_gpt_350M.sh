@@ -59,7 +59,7 @@ esac
 
 gptpar pretrain \
     --preset "$PRESET" --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine \
-    --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 \
+    --weight-decay 0.1 --clip-grad 1.0 \
     --eval-interval 100 --eval-iters 4 --save-interval 250 --keep-checkpoints 2 \
     --log-throughput --log-timers-to-tensorboard \
     "${data_flags[@]}" "${fitted[@]}" --save "$RUN" --load "$RUN" "$@"

@@ -19,7 +19,7 @@ from gptpar.topology import Layout
 
 CPU_MOST_STEPS = 2000
 """On a CPU the minutes end a run; this many steps of data are prepared."""
-CPU_STEPS_NEEDED = 160
+CPU_STEPS_NEEDED = 120
 """Steps after which a 350M model with these flags was below the unigram entropy of Python's library."""
 WHOLE_COMMAND_MINUTES = 12.0
 CLOSING_MINUTES = 2.0
@@ -39,11 +39,16 @@ class Choice:
     reason: str
 
 
-def vocabulary_for(machine: Machine) -> Choice:
-    """A small vocabulary where steps are few: every piece must be seen often to be learnt."""
+def vocabulary_for(machine: Machine, *, own_text: bool) -> Choice:
+    """A small vocabulary where steps are few: every piece must be seen often to be learnt.
+
+    Args:
+        own_text: the user's text may have more different characters than Python's library.
+    """
     if machine.num_gpus:
         return Choice("vocab-size", "8192", "a corpus of a few million words fills this many pieces")
-    return Choice("vocab-size", "1024", "few steps fit the time, so each piece must be seen often")
+    size = "1024" if own_text else "512"
+    return Choice("vocab-size", size, "few steps fit the time, so each piece must be seen often")
 
 
 def training_minutes(seconds_used: float, text_bytes: int) -> Choice:
@@ -104,6 +109,7 @@ def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minute
         Choice("lr", "3e-4", "GPT-3's for this size"),
         Choice("min-lr", "3e-5", "a tenth of that"),
         Choice("adam-beta1", "0.9", "GPT-3's"),
+        Choice("adam-beta2", "0.95", "GPT-3's"),
         Choice("log-interval", "10", "a line every few seconds"),
     ]
 
@@ -120,6 +126,7 @@ def _for_cpu(minutes: Choice) -> list[Choice]:
         Choice("lr", "1e-4", few),
         Choice("min-lr", "0", few),
         Choice("adam-beta1", "0.8", few),
+        Choice("adam-beta2", "0.9", few),
         Choice("log-interval", "1", "a line every few seconds"),
     ]
 

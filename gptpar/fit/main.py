@@ -16,7 +16,7 @@ from gptpar.config.presets import PRESETS
 from gptpar.fit.choose import Choice, choose, for_command, training_minutes, vocabulary_for
 from gptpar.fit.machine import Machine, this_machine
 from gptpar.fit.run_folder import MadeWith
-from gptpar.fit.text import Text
+from gptpar.fit.text import LIBRARY, Text
 
 GPU_MINUTES = 5.5
 
@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def choices_for(machine: Machine, args: argparse.Namespace, text: Text) -> tuple[Choice, ...]:
     """Vocabulary and flags."""
-    vocabulary = vocabulary_for(machine)
+    vocabulary = vocabulary_for(machine, own_text=text.source != LIBRARY)
     if args.minutes is not None:
         minutes = Choice("train-minutes", f"{args.minutes:g}", "as asked")
     elif machine.num_gpus:

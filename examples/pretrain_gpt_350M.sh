@@ -2,7 +2,7 @@
 # Pretrains a GPT of 350M parameters from raw text on whatever this machine has, and sets everything up first.
 #
 #   bash examples/pretrain_gpt_350M.sh                        text found on this machine (Python's library), no download
-#   DATA=my.jsonl bash examples/pretrain_gpt_350M.sh          your text (.jsonl with a "text" key, .jsonl.gz, .txt, a folder)
+#   DATA=my.jsonl RUN=mine bash examples/pretrain_gpt_350M.sh     your text (.jsonl with a "text" key, .jsonl.gz, .txt, a folder)
 #   bash examples/pretrain_gpt_350M.sh --data-path PREFIX --tokenizer-type ... [any other flag of gptpar pretrain]
 #
 # Other settings: RUN=folder of the run, PRESET=124M for another model, MINUTES=training time (on a CPU the whole command
@@ -20,8 +20,8 @@ if [[ -z "${RUN:-}" ]]; then
     [[ "$PWD" -ef "$root" ]] || RUN="$root/$RUN"
 fi
 work="$RUN/data"
-# A thread that waits for another gives its core away soon: beside other programs a spinning one stops its own team.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
+# Without a GPU: a thread that waits gives its core away soon, for beside other programs a spinning one stops its own team.
+compgen -G "/dev/nvidia[0-9]*" >/dev/null || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
 export PYTHONSAFEPATH=1 # the folder you are in may hold a random.py
 gptpar() { "$PYTHON" -m gptpar "$@"; }
 
@@ -60,7 +60,7 @@ esac
 gptpar pretrain \
     --preset "$PRESET" --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine \
     --weight-decay 0.1 --clip-grad 1.0 \
-    --eval-interval 100 --eval-iters 4 --save-interval 250 --keep-checkpoints 2 \
+    --eval-interval 100 --eval-iters 4 --keep-checkpoints 2 \
     --log-throughput --log-timers-to-tensorboard \
     "${data_flags[@]}" "${fitted[@]}" --save "$RUN" --load "$RUN" "$@"
 

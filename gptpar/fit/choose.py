@@ -111,6 +111,7 @@ def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minute
         Choice("adam-beta1", "0.9", "GPT-3's"),
         Choice("adam-beta2", "0.95", "GPT-3's"),
         Choice("log-interval", "10", "a line every few seconds"),
+        Choice("save-interval", "100", "less than a minute's work"),
     ]
 
 
@@ -128,6 +129,7 @@ def _for_cpu(minutes: Choice) -> list[Choice]:
         Choice("adam-beta1", "0.8", few),
         Choice("adam-beta2", "0.9", few),
         Choice("log-interval", "1", "a line every few seconds"),
+        Choice("save-interval", "250", "a few minutes' work; a signal saves before it ends the run"),
     ]
 
 

@@ -91,7 +91,7 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
     if config.optimizer.lr is None:
         config = config.update("optimizer", lr=3e-4)
     config = config.update("data", mock_data=True, data_path=None)
-    config = config.update("batch", train_iters=steps, train_samples=None, train_tokens=None)
+    config = config.update("batch", train_iters=steps, train_samples=None, train_tokens=None, train_minutes=None)
     config = config.update("logging", eval_iters=0, log_interval=max(1, steps))
     return dataclasses.replace(parsed, config=config)
 

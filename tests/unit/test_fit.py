@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from gptpar.config.training import BatchConfig
@@ -82,7 +80,7 @@ def test_too_few_steps_are_told_with_the_minutes_that_would_do() -> None:
     assert steps == 53
     assert "a step takes 9.10 s: 53 steps fit into 8.0 minutes" in sentence
     assert "About 120 are needed to learn more than the frequencies" in sentence
-    assert f"give the run {math.ceil(120 * 9.1 / 60 + 0.5)} minutes" in sentence
+    assert "begin anew with --train-minutes 19 (in the example: MINUTES=19 and another RUN)" in sentence
 
 
 def test_never_more_steps_than_wanted_and_never_fewer_than_taken() -> None:

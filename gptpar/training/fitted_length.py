@@ -66,7 +66,7 @@ class FittedLength:
             minutes = math.ceil(self.needed * seconds_a_step / 60 + 0.5)
             sentence += (
                 f". About {self.needed:,} are needed to learn more than the frequencies of the tokens (to get below "
-                f"their unigram entropy): begin anew with --train-minutes {minutes} (in the example: MINUTES={minutes} and "
-                "another RUN), or on a faster or less busy machine"
+                f"their unigram entropy): begin anew with --train-minutes {minutes} (in the example: MINUTES={minutes} "
+                "and another RUN), or on a faster or less busy machine"
             )
         return steps, sentence

@@ -19,7 +19,7 @@ from gptpar.topology import Layout
 
 CPU_MOST_STEPS = 2000
 """On a CPU the minutes end a run; this many steps of data are prepared."""
-CPU_STEPS_NEEDED = 120
+CPU_STEPS_NEEDED = 100
 """Steps after which a 350M model with these flags was below the unigram entropy of Python's library."""
 WHOLE_COMMAND_MINUTES = 12.0
 CLOSING_MINUTES = 2.0

@@ -10,7 +10,7 @@
 # Environment: MASTER_PORT (29500), IFNAME (network interface for NCCL and gloo), PYTHON (a Python on every host),
 # SSH (the command used: ssh), MASTER_ADDR (the first host's address, if others know it by another name).
 set -euo pipefail
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ROOT="$(CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
 
 dry_run=false
 if [[ "${1:-}" == --dry-run ]]; then

@@ -13,7 +13,7 @@
 # All flags go to `gptpar pretrain`. Data and --save must be the same folders on all machines (a shared file system).
 # Run it again, with --load RUN, to go on from the last checkpoint.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh run
 
 NNODES="${NNODES:-1}"

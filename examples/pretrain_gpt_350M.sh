@@ -2,36 +2,50 @@
 # Pretrains a GPT of 350M parameters from raw text on whatever this machine has, and sets everything up first.
 #
 #   bash examples/pretrain_gpt_350M.sh                        text found on this machine (Python's library), no download
-#   DATA=my.jsonl bash examples/pretrain_gpt_350M.sh          your text (.jsonl with a "text" key, .jsonl.gz, .txt, a folder)
+#   DATA=my.jsonl RUN=mine bash examples/pretrain_gpt_350M.sh     your text (.jsonl with a "text" key, .jsonl.gz, .txt, a folder)
 #   bash examples/pretrain_gpt_350M.sh --data-path PREFIX --tokenizer-type ... [any other flag of gptpar pretrain]
 #
-# Other settings: RUN=folder of the run, PRESET=124M for another model, MINUTES=training time to aim at on this machine.
+# Other settings: RUN=folder of the run, PRESET=124M for another model, MINUTES=training time (on a CPU the whole command
+# takes about twelve minutes without it). Paths are relative to the folder you are in.
 # Run it again to go on from the last checkpoint. Flags given here win over those chosen below.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset CDPATH
+root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd)"
 trap 'echo "interrupted; run the same command again to go on" >&2; exit 130' INT
-source tools/setup_env.sh run
+source "$root/tools/setup_env.sh" run
 
 PRESET="${PRESET:-350M}"
-RUN="${RUN:-runs/gpt-$PRESET}"
-MINUTES="${MINUTES:-5.5}"
+if [[ -z "${RUN:-}" ]]; then
+    RUN="runs/gpt-$PRESET"
+    [[ "$PWD" -ef "$root" ]] || RUN="$root/$RUN"
+fi
+work="$RUN/data"
+# Without a GPU: a thread that waits gives its core away soon, for beside other programs a spinning one stops its own team.
+compgen -G "/dev/nvidia[0-9]*" >/dev/null || export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
+export PYTHONSAFEPATH=1 # the folder you are in may hold a random.py
 gptpar() { "$PYTHON" -m gptpar "$@"; }
 
-# What is chosen for this machine is kept with the run, because a resumed run must go on with the same schedule.
-mkdir -p "$RUN"
+# What is chosen for this machine is kept with the run, because a resumed run must go on with the same schedule; another
+# text, model or length in the same folder is refused.
+chosen="$(gptpar fit --run "$RUN" --preset "$PRESET" --seconds-used "$SECONDS" \
+    ${MINUTES:+--minutes "$MINUTES"} ${DATA:+--data "$DATA"} -- "$@")"
+mapfile -t fitted <<<"$chosen"
+vocab_size="${fitted[1]}"
+fitted=("${fitted[@]:2}")
+
+# Each file takes its name when it is whole, and what was made from an older one goes first.
 data_flags=()
 case " $* " in
-*" --data-path "* | *" --train-data-path "* | *" --mock-data "*) vocab_flag=() ;;
+*" --data-path"[\ =]* | *" --train-data-path"[\ =]* | *" --mock-data "*) ;;
 *)
-    work="$RUN/data"
     mkdir -p "$work"
-    [[ -s "$work/vocab_size" ]] || gptpar fit --only-vocab-size >"$work/vocab_size"
-    vocab_size="$(<"$work/vocab_size")"
     if [[ -z "${DATA:-}" && ! -s "$work/corpus.jsonl" ]]; then
+        rm -f "$work/tokenizer.model"
         gptpar make-corpus --output "$work/corpus.jsonl"
     fi
     input="${DATA:-$work/corpus.jsonl}"
     if [[ ! -s "$work/tokenizer.model" ]]; then
+        rm -f "$work/corpus_text_document.idx"
         gptpar train-tokenizer --input "$input" --vocab-size "$vocab_size" --output "$work/tokenizer.model"
     fi
     tokenizer=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$work/tokenizer.model")
@@ -40,20 +54,13 @@ case " $* " in
             --workers "$(nproc 2>/dev/null || echo 2)"
     fi
     data_flags=(--data-path "$work/corpus_text_document" "${tokenizer[@]}" --split 98,2,0)
-    vocab_flag=(--vocab-size "$vocab_size")
     ;;
 esac
-[[ -s "$RUN/fitted_flags" ]] || {
-    gptpar fit --preset "$PRESET" --minutes "$MINUTES" "${vocab_flag[@]}" >"$RUN/fitted_flags.tmp"
-    mv "$RUN/fitted_flags.tmp" "$RUN/fitted_flags"
-}
-mapfile -t fitted <"$RUN/fitted_flags"
 
 gptpar pretrain \
-    --preset "$PRESET" --attention-dropout 0 --hidden-dropout 0 \
-    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine \
-    --weight-decay 0.1 --clip-grad 1.0 --adam-beta1 0.9 --adam-beta2 0.95 \
-    --eval-interval 100 --eval-iters 4 --save-interval 100 --keep-checkpoints 2 \
+    --preset "$PRESET" --attention-dropout 0 --hidden-dropout 0 --lr-decay-style cosine \
+    --weight-decay 0.1 --clip-grad 1.0 \
+    --eval-interval 100 --eval-iters 4 --keep-checkpoints 2 \
     --log-throughput --log-timers-to-tensorboard \
     "${data_flags[@]}" "${fitted[@]}" --save "$RUN" --load "$RUN" "$@"
 
@@ -70,5 +77,5 @@ else
     gptpar summary "$RUN"
 fi
 gptpar plot "$RUN" --output "$RUN/loss.png" "${reference[@]}"
-echo "TensorBoard:  $PYTHON -m tensorboard.main --logdir $RUN/tensorboard"
-echo "Generate:     $PYTHON -m gptpar generate --load $RUN --prompt '...'"
+printf 'TensorBoard:  %q -m tensorboard.main --logdir %q\n' "$PYTHON" "$RUN/tensorboard"
+printf "Generate:     PYTHONPATH=%q %q -m gptpar generate --load %q --prompt '...'\n" "$root" "$PYTHON" "$RUN"

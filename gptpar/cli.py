@@ -21,7 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "merge": ("gptpar.data.merge", "join .bin/.idx data sets"),
     "train-tokenizer": ("gptpar.tokenizer.train", "train a SentencePiece tokenizer"),
     "make-corpus": ("gptpar.data.corpus", "make a corpus from Python's own library"),
-    "fit": ("gptpar.fit", "choose batch, length and number format for this machine"),
+    "fit": ("gptpar.fit.main", "choose batch, length and number format for this machine"),
     "summary": ("gptpar.reporting.summary", "what a run has learnt"),
     "plot": ("gptpar.reporting.plot", "draw runs to a PNG"),
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests, making an environment for them first where there is none: tests/run.sh [pytest arguments]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 source tools/setup_env.sh test
 

@@ -8,8 +8,8 @@
 # This file only finds a Python to start with; tools/setup_env.py decides and installs, and says what it does.
 
 _setup_env() {
-    local root level="run" candidate starter="" found=""
-    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    local CDPATH="" root level="run" candidate starter="" found=""
+    root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd)"
     # A caller that names no level lends us its own arguments, which are none of our business.
     case "${1:-}" in test | dev) level="$1" ;; esac
 

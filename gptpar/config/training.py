@@ -43,6 +43,17 @@ class BatchConfig:
         least=1,
         most=10**17,
     )
+    train_minutes: float | None = flag(
+        None,
+        "after ten steps, lower --train-iters to the number of steps that fit into this many minutes of training; the "
+        "schedule follows, a checkpoint keeps the number, and the data stay those of --train-iters",
+        above=0,
+    )
+    train_iters_needed: int | None = flag(
+        None,
+        "say so if fewer steps than this fit into --train-minutes: too few to learn more than frequencies",
+        least=1,
+    )
     exit_interval: int | None = flag(None, "save and stop after an iteration divisible by this", least=1)
     exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes", above=0)
 

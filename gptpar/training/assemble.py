@@ -98,11 +98,12 @@ def open_run(
         vocabulary = vocabulary_of(config)
         config = with_vocabulary(config, vocabulary)
         inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
-        plan = BatchPlan.of(config.batch, resume.progress_to_resume(config, inputs))
+        done = resume.progress_to_resume(config, inputs)
+        plan = BatchPlan.of(config.batch, done)
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)
-        loaders = make_loaders(config, topology, plan, vocabulary, say)
+        loaders = make_loaders(config, topology, BatchPlan.as_told(config.batch, done), vocabulary, say)
         for loader in loaders.values():
             if loader is not None:
                 stack.callback(loader.close)

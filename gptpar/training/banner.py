@@ -20,6 +20,7 @@ from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_c
 from gptpar.topology import Layout, Topology
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary
+from gptpar.training.fitted_length import MEASURED_STEPS
 from gptpar.training.reporter import device_peak
 from gptpar.training.sharded_model import ShardedModel, split_of
 
@@ -101,12 +102,14 @@ def _run(config: Config, plan: BatchPlan) -> list[Row]:
     m, o = config.model, config.optimizer
     assert m.seq_length
     tokens = plan.train_samples * m.seq_length
+    undecided = config.batch.train_minutes is not None and plan.train_iters == config.batch.train_iters
     rows = [
         Row("batch", f"{plan.full} samples x {m.seq_length} tokens", f"{plan.full * m.seq_length:,} tokens a step"),
         Row(
             "length",
-            f"{plan.num_iterations():,} steps",
-            f"{plan.train_samples:,} samples, {format_count(tokens)} tokens",
+            f"{'at most ' * undecided}{plan.num_iterations():,} steps",
+            f"{plan.train_samples:,} samples, {format_count(tokens)} tokens"
+            + f"; after {MEASURED_STEPS} steps, what fits into {config.batch.train_minutes} minutes" * undecided,
         ),
         Row("learning rate", f"{o.lr} to {o.min_lr}, {o.lr_decay_style}", _last_rate(config, plan)),
         *_growth(config, plan),

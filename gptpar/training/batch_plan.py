@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gptpar.config import BatchConfig
 from gptpar.config.batch_sizes import BatchSizes, run_samples
@@ -33,8 +33,21 @@ class BatchPlan:
             done: where the run goes on; its batches so far may have had another size.
         """
         done = done or Progress()
+        plan = BatchPlan.as_told(batch, done)
+        if batch.train_minutes is None or done.fitted_iters is None:
+            return plan
+        return plan.ending_at(done.fitted_iters, done)
+
+    @staticmethod
+    def as_told(batch: BatchConfig, done: Progress) -> BatchPlan:
+        """Without regard to ``--train-minutes``: the order of the samples depends on no machine's speed."""
         total = run_samples(batch, done.iteration, done.consumed_samples)
         return BatchPlan(BatchSizes.of(batch), total, batch.train_iters, done)
+
+    def ending_at(self, train_iters: int, done: Progress) -> BatchPlan:
+        """The same batches, at most ``train_iters`` steps in all; ``done`` says where the run is."""
+        total = self.sizes.samples_after(train_iters - done.iteration, done.consumed_samples)
+        return replace(self, train_iters=train_iters, train_samples=min(total, self.train_samples), done=done)
 
     @property
     def full(self) -> int:

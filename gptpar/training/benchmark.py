@@ -97,7 +97,7 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
         config = config.update("optimizer", lr=3e-4)
     config = config.update("data", mock_data=True, data_path=None)
     config, derived = _of_one_size(without_lengths(config))
-    config = config.update("batch", train_iters=steps, train_samples=None, train_tokens=None)
+    config = config.update("batch", train_iters=steps, train_samples=None, train_tokens=None, train_minutes=None)
     config = config.update("logging", eval_iters=0, log_interval=max(1, steps))
     return dataclasses.replace(parsed, config=config, derived=[*parsed.derived, *derived])
 

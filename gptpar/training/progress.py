@@ -15,6 +15,7 @@ class Progress:
         scheduled_samples: samples of steps that changed the weights; this is the position in the schedules.
         skipped_iterations: steps whose gradient was not finite.
         nan_iterations: steps whose loss was not finite.
+        fitted_iters: steps in the whole run as ``--train-minutes`` has fixed them, once it has.
     """
 
     iteration: int = 0
@@ -22,3 +23,4 @@ class Progress:
     scheduled_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    fitted_iters: int | None = None

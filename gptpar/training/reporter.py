@@ -62,8 +62,12 @@ class Reporter:
 
     def __post_init__(self) -> None:
         self._peak = device_peak(self.config, self.device)
-        self._num_iterations = self.plan.num_iterations()
+        self.follow(self.plan)
         self._since = Moment(self.device)
+
+    def follow(self, plan: BatchPlan) -> None:
+        """The run's length is another from now on."""
+        self.plan, self._num_iterations = plan, plan.num_iterations()
 
     def restart_clock(self) -> None:
         """What happened since the last step (an evaluation, a save) is nobody's step time."""

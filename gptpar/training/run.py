@@ -12,10 +12,12 @@ import torch
 
 from gptpar.config import Config
 from gptpar.errors import GptparError
+from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
 from gptpar.training import resume
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders
+from gptpar.training.fitted_length import FittedLength
 from gptpar.training.interrupt import StopRequest
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter, StepNumbers
@@ -66,6 +68,7 @@ class Run:
     cpu_optimizer_before: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
     evaluated_at: dict[str, int] = field(default_factory=dict)
     told_that_all_are_kept: bool = False
+    fitted_length: FittedLength | None = None
 
     @property
     def config(self) -> Config:
@@ -85,6 +88,7 @@ class Run:
         loader = self.loaders["train"]
         assert loader is not None
         self.reporter.restart_clock()
+        self.fitted_length = FittedLength.of(self.config.batch, self.progress)
         launched: Step | None = None
         stop = False
         while not stop and not self.plan.finished(self.progress):
@@ -139,7 +143,22 @@ class Run:
                 f"{step.iteration}: the run has diverged; go on from an earlier checkpoint (--ckpt-step) with a lower "
                 "--lr or a longer warm-up."
             )
+        if self.fitted_length is not None and self.fitted_length.is_due():
+            self.fit_length(self.fitted_length)
         return votes > 0
+
+    def fit_length(self, length: FittedLength) -> None:
+        """Fix the number of steps; all processes take the mean of their times, and so the same number."""
+        seconds, left = (
+            self.trainer.topology.sum_over_all(torch.tensor([*length.measured()], dtype=torch.float64))
+            / self.trainer.topology.layout.world_size
+        ).tolist()
+        self.fitted_length = None
+        self.progress.fitted_iters, sentence = length.decide(self.progress.iteration, seconds, left)
+        self.say(f" > {sentence}")
+        self.plan = self.plan.ending_at(self.progress.fitted_iters, self.progress)
+        self.reporter.follow(self.plan)
+        self.trainer.schedule = make_schedule(self.config, self.plan.train_samples)
 
     def optional_numbers(self) -> tuple[float | None, int | None]:
         """Norm of the parameters and zeros in the gradient, if they were asked for (they wait for the device)."""

@@ -51,6 +51,7 @@ _BY_RULE = {
     Rule.ELSEWHERE: (
         "data.data_sharding data.data_path data.train_data_path data.valid_data_path data.test_data_path "
         "batch.train_iters batch.train_samples batch.train_tokens batch.batch_sizes batch.sample_limit "
+        "batch.train_minutes "
         "optimizer.lr optimizer.min_lr optimizer.lr_decay_style optimizer.lr_decay_iters optimizer.lr_decay_samples "
         "optimizer.lr_decay_tokens optimizer.lr_warmup_fraction optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.lr_warmup_tokens optimizer.lr_warmup_init optimizer.lr_wsd_decay_style optimizer.lr_wsd_decay_iters "
@@ -66,6 +67,7 @@ _BY_RULE = {
         # of the initial weights
         "model.init_method_std "
         "data.data_cache_path data.num_workers data.override_data "
+        "batch.train_iters_needed "
         "batch.micro_batch_size batch.gradient_accumulation_steps batch.exit_interval batch.exit_duration_in_mins "
         "optimizer.override_opt_param_scheduler optimizer.use_checkpoint_opt_param_scheduler "
         # how a dynamic loss scale moves is the run's; where it stands is the checkpoint's

@@ -75,8 +75,8 @@ class Checkout:
     def venv_python(self) -> Path:
         return self.root / ".venv" / "bin" / "python"
 
-    def setup(self, level: str = "run", **environment: str) -> subprocess.CompletedProcess[str]:
-        """Source setup_env.sh from another directory, as a script with arguments of its own does."""
+    def setup(self, level: str = "run", cwd: str | Path = "/", **environment: str) -> subprocess.CompletedProcess[str]:
+        """Source setup_env.sh, usually from another directory, as a script with arguments of its own does."""
         script = 'set -euo pipefail; source "$0" "$1"; echo "$PYTHON"; echo "$PYTHONPATH"'
         base = {
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
@@ -85,8 +85,8 @@ class Checkout:
             "PIP_FIND_LINKS": self.wheels.as_uri(),
             "PIP_CONFIG_FILE": os.devnull,
         }
-        command = ["bash", "-c", script, str(self.root / "tools" / "setup_env.sh"), level]
-        return subprocess.run(command, cwd="/", env=base | environment, capture_output=True, text=True)
+        command = ["bash", "-c", script, os.path.relpath(self.root / "tools" / "setup_env.sh", cwd), level]
+        return subprocess.run(command, cwd=cwd, env=base | environment, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -111,6 +111,13 @@ def test_an_interpreter_with_everything_is_used_as_it_is(checkout):
     assert Path(python).samefile(sys.executable) and path == str(checkout.root)
     assert not (checkout.root / ".venv").exists()
     assert done.stderr == ""
+
+
+def test_an_exported_cdpath_changes_nothing(checkout):
+    checkout.require("numpy>=1.20")
+    done = checkout.setup(cwd=checkout.root, CDPATH=f".:{checkout.root}:/tmp")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1:] == [str(checkout.root)]
 
 
 def test_a_venv_is_made_once_and_remade_when_left_unfinished(checkout):

@@ -1,17 +1,13 @@
-"""The grid of ranks, batch plans and the choice for a machine."""
+"""The grid of ranks and batch plans."""
 
 from __future__ import annotations
 
 import pytest
 
 from gptpar.config.training import BatchConfig
-from gptpar.errors import GptparError
-from gptpar.fit import Machine, choose
 from gptpar.topology import Layout
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
-
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(3, 4, 1), Layout(1, 2, 5), Layout()])
@@ -71,26 +67,3 @@ def test_a_run_counted_in_steps_ends_by_steps_whatever_its_batches_were() -> Non
     assert (plan.train_samples, plan.num_iterations()) == (24, 8)
     assert not plan.finished(Progress(iteration=7, consumed_samples=20))
     assert plan.finished(Progress(iteration=8, consumed_samples=24))
-
-
-def chosen(machine: Machine, vocab_size: int = 1024) -> dict[str, str]:
-    return {choice.flag: choice.value for choice in choose(machine, "350M", vocab_size, minutes=5)}
-
-
-def test_choice_for_two_cpu_cores() -> None:
-    flags = chosen(Machine(0, "bf16", 20 * GIB, 0.6 * 700e9, "test"))
-    assert flags["seq-length"] == "128" and flags["micro-batch-size"] == "4" and "bf16" in flags
-    assert 100 <= int(flags["train-iters"]) <= 240 and flags["lr-warmup-fraction"] == "0.1"
-
-
-def test_choice_for_four_gpus() -> None:
-    flags = chosen(Machine(4, "bf16", 80 * GIB, 4 * 0.35 * 989e12, "test"), 8192)
-    assert (flags["seq-length"], flags["micro-batch-size"], flags["global-batch-size"]) == ("1024", "16", "64")
-    assert flags["train-iters"] == "1000"
-    small = chosen(Machine(1, "fp16", 16 * GIB, 0.35 * 125e12, "test"), 8192)
-    assert int(small["micro-batch-size"]) < 16 and small["global-batch-size"] == "16" and "fp16" in small
-
-
-def test_a_model_that_cannot_fit_is_refused_with_numbers() -> None:
-    with pytest.raises(GptparError, match=r"needs \d+\.\d+ GiB .* has 4\.00 GiB free"):
-        choose(Machine(0, "bf16", 4 * GIB, 1e12, "test"), "350M", 1024, 5)

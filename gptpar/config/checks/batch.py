@@ -113,6 +113,8 @@ def check_duration(config: Config) -> Iterator[str]:
         yield "how long to train is said twice (--train-iters and --train-samples): keep one."
     if b.rampup_batch_size is not None and b.train_iters is not None:
         yield "--rampup-batch-size needs --train-samples or --train-tokens alone: with it, steps differ in size."
+    if b.train_minutes is not None:
+        yield from _fitted_length(config)
     if c.save_interval is not None and not c.save:
         yield "--save-interval is given but --save is not: say where to save."
     yield from _countable(config)
@@ -139,6 +141,24 @@ def _countable(config: Config) -> Iterator[str]:
 def _largest(batch: BatchConfig) -> int:
     sizes = [size for _, size in batch.batch_sizes or ()]
     return max([batch.global_batch_size or 1, *sizes])
+
+
+def _fitted_length(config: Config) -> Iterator[str]:
+    """The first steps are taken before their number is known: their learning rate must not depend on it."""
+    b, o = config.batch, config.optimizer
+    minutes = f"--train-minutes {b.train_minutes:g}"
+    if b.train_iters is None:
+        yield f"{minutes} lowers --train-iters, which is missing: give the most steps that the run may take."
+    if o.lr_warmup_fraction is not None:
+        yield (
+            f"{minutes} chooses the number of steps after the first ten, so --lr-warmup-fraction "
+            f"{o.lr_warmup_fraction:g} has no length before that: give --lr-warmup-iters."
+        )
+    if o.weight_decay_incr_style != "constant":
+        yield (
+            f"{minutes} chooses the number of steps after the first ten, so --weight-decay-incr-style "
+            f"{o.weight_decay_incr_style} has no length before that: keep the weight decay constant."
+        )
 
 
 def check_first_step(config: Config) -> Iterator[str]:

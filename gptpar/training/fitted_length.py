@@ -1,0 +1,72 @@
+"""``--train-minutes``: how many steps fit, decided once from the time that the first ones really took."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gptpar.config import BatchConfig
+from gptpar.training.progress import Progress
+
+MEASURED_STEPS = 10
+"""Steps that are taken before the decision. The first of them also warms up and is not timed."""
+
+
+@dataclass
+class FittedLength:
+    """Times the first steps of a process, then says how many the run has.
+
+    Args:
+        minutes: ``--train-minutes``, counted from the first step of this process.
+        most: ``--train-iters``.
+        needed: ``--train-iters-needed``.
+        now: seconds on a clock that never jumps.
+    """
+
+    minutes: float
+    most: int
+    needed: int | None = None
+    now: Callable[[], float] = time.monotonic
+    _times: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._times.append(self.now())
+
+    @staticmethod
+    def of(batch: BatchConfig, done: Progress) -> FittedLength | None:
+        """``None`` where nothing is to be decided: the flag is absent, or the run has its length already."""
+        if batch.train_minutes is None or batch.train_iters is None or done.fitted_iters is not None:
+            return None
+        return FittedLength(batch.train_minutes, batch.train_iters, batch.train_iters_needed)
+
+    def is_due(self) -> bool:
+        """Called after each step; whether this was the last one before the decision."""
+        self._times.append(self.now())
+        return len(self._times) > MEASURED_STEPS
+
+    def measured(self) -> tuple[float, float]:
+        """(seconds a step takes, seconds that are left)."""
+        start, first, last = self._times[0], self._times[1], self._times[-1]
+        return (last - first) / (len(self._times) - 2), 60 * self.minutes - (last - start)
+
+    def decide(self, done: int, seconds_a_step: float, seconds_left: float) -> tuple[int, str]:
+        """The number of steps of the whole run, and a sentence with the numbers that it rests on.
+
+        Args:
+            done: steps taken so far.
+        """
+        fit = done + max(0, int(seconds_left / seconds_a_step))
+        steps = min(self.most, fit)
+        sentence = f"a step takes {seconds_a_step:.2f} s: {fit:,} steps fit into {self.minutes:.1f} minutes of training"
+        if fit > self.most:
+            sentence += f", and --train-iters {self.most:,} are wanted"
+        if self.needed is not None and steps < self.needed <= self.most:
+            minutes = math.ceil(self.needed * seconds_a_step / 60 + 0.5)
+            sentence += (
+                f". About {self.needed:,} are needed to learn more than the frequencies of the tokens (to get below "
+                f"their unigram entropy): begin anew with --train-minutes {minutes} (in the example: MINUTES={minutes} "
+                "and another RUN), or on a faster or less busy machine"
+            )
+        return steps, sentence

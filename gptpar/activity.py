@@ -23,6 +23,7 @@ More than ``command.OTHERS_FIRST_SECONDS``, for which a failing worker may hold 
 
 SLOT_BYTES = 255
 START = "start-up"
+_PREFIX = "rank"
 # What gloo, NCCL and the store say when the process at the other end of a connection is gone or does not answer.
 _LOST = re.compile(r"gloo/transport|ncclRemoteError|remote process exited|Connection (was likely )?(closed|reset)")
 
@@ -97,8 +98,14 @@ def last_activity(folder: Path, rank: int) -> str:
     return record[_slice(record[0])].rstrip(b"\0").decode(errors="ignore")
 
 
+def all_activities(folder: Path) -> dict[int, str]:
+    """The last note of each worker that has a record in the folder."""
+    ranks = [int(path.name.removeprefix(_PREFIX)) for path in folder.glob(f"{_PREFIX}*")]
+    return {rank: last_activity(folder, rank) for rank in sorted(ranks)}
+
+
 def _path(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}"
+    return folder / f"{_PREFIX}{rank}"
 
 
 def _slice(slot: int) -> slice:

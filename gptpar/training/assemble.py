@@ -15,15 +15,16 @@ from gptpar.config.derive import Derived
 from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
+from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks
+from gptpar.stop import StopRequest
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
 from gptpar.training import resume
 from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import make_loaders, vocabulary_of, with_vocabulary
-from gptpar.training.interrupt import StopRequest
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter
 from gptpar.training.run import Run
@@ -72,6 +73,7 @@ def open_run(
         world_size // model_parallel, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     )
     with ExitStack() as stack:
+        request = stack.enter_context(StopRequest().listening())
         stack.enter_context(memory_explained(config))
         activity = Activity.of_worker()
         stack.enter_context(activity.lost_ranks_explained())
@@ -100,7 +102,7 @@ def open_run(
         sinks = [*more_sinks, *_sinks(config, topology, progress)] if topology.is_main else []
         reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)
         stack.callback(reporter.close)
-        request = stack.enter_context(StopRequest().listening())
+        request.hold()
         yield Run(trainer, progress, plan, loaders, vocabulary, reporter, request, say, started)
 
 
@@ -116,7 +118,7 @@ def _sinks(config: Config, topology: Topology, progress: Progress) -> list[Sink]
         log_memory=log.log_memory_to_tensorboard,
         log_validation_ppl=log.log_validation_ppl_to_tensorboard,
     )
-    return make_sinks(
+    sinks = make_sinks(
         run_folder=Path(folder) if folder else None,
         resume_iteration=progress.iteration,
         world_size=topology.layout.world_size,
@@ -127,6 +129,7 @@ def _sinks(config: Config, topology: Topology, progress: Progress) -> list[Sink]
         wandb_name=log.wandb_exp_name,
         settings=config.to_dict(),
     )
+    return [GuardedSink(sink) for sink in sinks]
 
 
 def _say(line: str) -> None:

@@ -35,6 +35,8 @@ median step. Both MFUs divide by the device's dense peak: mfu counts attention o
 class _Times:
     """A sink that keeps every record."""
 
+    name, keeps_records = "the benchmark", True
+
     def __init__(self) -> None:
         self.records: list[IterationRecord] = []
 
@@ -42,6 +44,8 @@ class _Times:
         self.records.append(record)
 
     def validation(self, record: ValidationRecord) -> None: ...
+
+    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -13,10 +13,10 @@ import torch
 from gptpar.config import Config
 from gptpar.errors import GptparError
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
+from gptpar.stop import StopRequest
 from gptpar.training import resume
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders, Vocabulary
-from gptpar.training.interrupt import StopRequest
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter, StepNumbers
 from gptpar.training.trainer import Step, Trainer
@@ -93,7 +93,7 @@ class Run:
             if self.reads_at_once() or self.something_is_due() or stop:
                 stop |= self.finish(launched)
                 launched = None
-                self.do_what_is_due()
+                stop |= not self.do_what_is_due()
                 stop |= self._is_multiple(self.config.batch.exit_interval)
         if launched is not None:
             self.finish(launched)
@@ -170,20 +170,28 @@ class Run:
         late = limit is not None and (time.time() - self.started) / 60 > limit
         return late or self.request.signal is not None
 
+    def is_to_stop(self) -> bool:
+        """Whether any process was asked to stop. A signal may reach some processes only: all must ask, and agree."""
+        return self.trainer.topology.any_rank(self.request.signal is not None)
+
     def something_is_due(self) -> bool:
         """Whether the step just launched is followed by an evaluation, a save or the end."""
         intervals = (self._eval_interval(), self.config.checkpoint.save_interval, self.config.batch.exit_interval)
         return any(self._is_multiple(interval) for interval in intervals)
 
-    def do_what_is_due(self) -> None:
-        """Evaluate and save at their intervals."""
+    def do_what_is_due(self) -> bool:
+        """Save and evaluate at their intervals; saving comes first, as an evaluation may fail.
+
+        Returns:
+            False if an evaluation was left because a process was asked to stop.
+        """
         if not self.something_is_due():
-            return
-        if self._is_multiple(self._eval_interval()):
-            self.evaluate("valid")
+            return True
         if self._is_multiple(self.config.checkpoint.save_interval):
             self.save()
+        finished = not self._is_multiple(self._eval_interval()) or self.evaluate("valid")
         self.reporter.restart_clock()
+        return finished
 
     def _eval_interval(self) -> int | None:
         return self.config.logging.eval_interval if self.loaders["valid"] is not None else None
@@ -191,21 +199,29 @@ class Run:
     def _is_multiple(self, interval: int | None) -> bool:
         return interval is not None and self.progress.iteration % interval == 0
 
-    def evaluate(self, split: str) -> None:
+    def evaluate(self, split: str) -> bool:
         """Report the mean loss over ``--eval-iters`` global batches of a split.
 
         Which samples is a function of the iteration, so a resumed run evaluates on the same ones.
+
+        Returns:
+            False if it was left because a process was asked to stop.
         """
         loader, log = self.loaders[split], self.config.logging
         if loader is None or self.evaluated_at.get(split) == self.progress.iteration:
-            return
-        self.evaluated_at[split] = self.progress.iteration
+            return True
         assert log.eval_interval and self.config.model.seq_length
         turn = max(0, self.progress.iteration - 1) // log.eval_interval if split == "valid" else 0
         turn = min(turn, self.plan.num_iterations() // log.eval_interval)
         batch = self.plan.full
         start = turn * log.eval_iters * batch
-        losses = [self.trainer.evaluate(loader.fetch(start + i * batch, batch)) for i in range(log.eval_iters)]
+        losses = []
+        for i in range(log.eval_iters):
+            if self.is_to_stop():
+                self.say(f" > left the evaluation on {split} data after {i} of {log.eval_iters} batches")
+                return False
+            losses.append(self.trainer.evaluate(loader.fetch(start + i * batch, batch)))
+        self.evaluated_at[split] = self.progress.iteration
         loss = torch.stack(losses).mean().item()
         samples = self.progress.consumed_samples
         self.reporter.validation(
@@ -217,6 +233,7 @@ class Run:
                 "validation" if split == "valid" else "test",
             )
         )
+        return True
 
     def save(self) -> None:
         """Write a checkpoint, unless this moment is on disk already."""
@@ -224,6 +241,8 @@ class Run:
         if folder is None or self.saved_at == self.progress.iteration:
             return
         self.saved_at = self.progress.iteration
+        self.trainer.activity.note(f"saving the checkpoint of iteration {self.progress.iteration}")
         self.say(f"saving checkpoint at iteration {self.progress.iteration:7d} to {folder}")
         resume.save(self.trainer, self.progress, self.vocabulary.identity)
         self.say(f"  successfully saved checkpoint at iteration {self.progress.iteration:7d} to {folder}")
+        self.reporter.flush()

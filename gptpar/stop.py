@@ -17,7 +17,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 SAME_REQUEST_SECONDS = 1.0
 """A Ctrl-C may reach a worker twice, once directly and once through its launcher."""
 
-AT_ONCE_SECONDS = 10.0
+AT_ONCE_SECONDS = 5.0
 """How long a second Ctrl-C leaves for removing what is unfinished, before the process ends without it."""
 
 
@@ -104,6 +104,7 @@ class StopRequest:
 
 def _end_process() -> None:
     """A thread that hangs in a system call cannot be interrupted, and would be waited for."""
-    with contextlib.suppress(OSError):
-        print(f"error: interrupted; a write did not end within {AT_ONCE_SECONDS:g} s", file=sys.stderr, flush=True)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            print(f"error: interrupted; a write did not end within {AT_ONCE_SECONDS:g} s", file=sys.stderr, flush=True)
     os._exit(128 + signal.SIGINT)

@@ -50,8 +50,11 @@ class Activity:
         self.rank, self.doing = rank, START
         self._record: mmap.mmap | None = None
         if folder is not None:
-            with _path(folder, rank).open("w+b") as file:
-                file.truncate(1 + 2 * SLOT_BYTES)
+            # Without room for a record the note stays here. Zeros are written: a hole that the disk cannot fill later
+            # would end this process with SIGBUS.
+            with contextlib.suppress(OSError), _path(folder, rank).open("w+b") as file:
+                file.write(bytes(1 + 2 * SLOT_BYTES))
+                file.flush()
                 self._record = mmap.mmap(file.fileno(), 1 + 2 * SLOT_BYTES)
             self.note(START)
 
@@ -94,6 +97,8 @@ def last_activity(folder: Path, rank: int) -> str:
     try:
         record = _path(folder, rank).read_bytes()
     except FileNotFoundError:  # it died before it could write anything
+        record = b""
+    if len(record) < 1 + 2 * SLOT_BYTES:
         return START
     return record[_slice(record[0])].rstrip(b"\0").decode(errors="ignore")
 

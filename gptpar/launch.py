@@ -184,17 +184,17 @@ class _Relay:
         doing = last_activity(self._folder, rank)
         if asked is None:
             _tell(f"error: rank {rank} {_ending(code, doing)}")
-        elif self._killed:
+            return max(1, code)
+        if self._killed:
             _tell(f"error: stopped by {asked.name}, and the workers were killed: {self._killed}")
         elif self._at_once is not None:
             _tell("error: interrupted twice: stopped at once, without saving")
-            return 128 + signal.SIGINT
         elif code in (-asked, 128 + asked) and doing == START:
             _tell(f"stopped by {asked.name}{NOTHING_LOST}")
         else:
             _tell(f"error: stopped by {asked.name}, but rank {rank} {_ending(code, doing)}")
             return max(1, code)
-        return 128 + asked if asked is not None else max(1, code)
+        return 128 + (asked if self._at_once is None else signal.SIGINT)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if self._signal is None:

@@ -36,7 +36,7 @@ class GuardedSink:
         self.name, self.keeps_records = sink.name, sink.keeps_records
         self._sink, self._warn = sink, warn
         self._problem: str | None = None
-        self._since = self._missing = 0
+        self._at = self._missing = 0
 
     def iteration(self, record: IterationRecord) -> None:
         self._record(partial(self._sink.iteration, record), record.iteration)
@@ -46,32 +46,32 @@ class GuardedSink:
 
     def flush(self) -> None:
         """Try again what failed: at a checkpoint somebody may have made room."""
-        if self._attempt(self._sink.flush) and self._problem is not None:
+        failed_before = self._problem is not None
+        if self._attempt(self._sink.flush) and failed_before:
             missing = "nothing is" if self.keeps_records else f"{self._missing} records are"
-            self._warn(f"{self.name} is written again; {missing} missing from iteration {self._since} on")
+            self._warn(f"{self.name} is written again; {missing} missing")
             self._problem, self._missing = None, 0
 
     def close(self) -> None:
         closed = self._attempt(self._sink.close)
         if self._problem is not None and not (closed and self.keeps_records):
-            self._warn(f"{self.name} lacks what came from iteration {self._since} on ({self._problem})")
+            self._warn(f"{self.name} lacks records, at first of iteration {self._at} ({self._problem})")
 
     def _record(self, write: Callable[[], None], iteration: int) -> None:
-        was_well = self._problem is None
-        if was_well:
-            self._since = iteration
-        if not self._attempt(write) and was_well:
-            self._warn(
-                f"{self.name} cannot be written from iteration {iteration} on ({self._problem}); the run goes on "
-                "without it, and tries again at each checkpoint"
-            )
-        self._missing += self._problem is not None
+        if self._problem is None:
+            self._at = iteration
+        self._missing += not self._attempt(write)
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         try:
             action()
         except Exception as error:  # a service's client raises what it likes
-            self._problem = reason(error)
+            first, self._problem = self._problem is None, reason(error)
+            if first:
+                self._warn(
+                    f"{self.name} cannot be written at iteration {self._at} ({self._problem}); the run goes on "
+                    "without it, and tries again at each checkpoint"
+                )
             return False
         return True
 

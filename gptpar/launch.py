@@ -39,7 +39,7 @@ GRACE_SECONDS = 5.0
 """Beyond the time after which a worker ends itself."""
 
 POLL_SECONDS = 0.5
-NOTHING_LOST = " during start-up: nothing was lost"
+NOTHING_LOST = " before there was anything to save"
 PR_SET_PDEATHSIG = 1  # Linux: the signal that this process gets when its parent dies
 
 
@@ -186,7 +186,10 @@ class _Relay:
             _tell(f"error: rank {rank} {_ending(code, doing)}")
             return max(1, code)
         if self._killed:
-            _tell(f"error: stopped by {asked.name}, and the workers were killed: {self._killed}")
+            _tell(
+                f"error: stopped by {asked.name}, and the workers were killed, with what they learnt since the last "
+                f"checkpoint: {self._killed}"
+            )
         elif self._at_once is not None:
             _tell("error: interrupted twice: stopped at once, without saving")
         elif code in (-asked, 128 + asked) and doing == START:

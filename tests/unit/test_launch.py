@@ -101,7 +101,7 @@ def test_a_signal_before_there_are_workers(
     monkeypatch.setattr(launch, "_children", set)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert launch.main([]) == 143
-    assert capsys.readouterr().err == "stopped by SIGTERM during start-up: nothing was lost\n"
+    assert capsys.readouterr().err == "stopped by SIGTERM before there was anything to save\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -118,7 +118,8 @@ def test_workers_that_show_no_life_are_killed_and_it_is_said(tmp_path: Path) -> 
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143
     place = "no sign of life for 0.5 s at iteration 12, backward"
-    assert process.communicate()[1] == f"error: stopped by SIGTERM, and the workers were killed: {place}\n"
+    lost = "and the workers were killed, with what they learnt since the last checkpoint"
+    assert process.communicate()[1] == f"error: stopped by SIGTERM, {lost}: {place}\n"
     assert not Path(f"/proc/{worker}").exists() and list(tmp_path.iterdir()) == []
 
 
@@ -158,7 +159,7 @@ def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[s
     assert relay.exit_code(None) == 143
     Activity(1, tmp_path).note(START)
     assert relay.exit_code((1, -signal.SIGTERM)) == 143
-    assert capsys.readouterr().err == "stopped by SIGTERM during start-up: nothing was lost\n"
+    assert capsys.readouterr().err == "stopped by SIGTERM before there was anything to save\n"
 
 
 def test_patience_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

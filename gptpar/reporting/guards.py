@@ -49,7 +49,7 @@ class GuardedSink:
         failed_before = self._problem is not None
         if self._attempt(self._sink.flush) and failed_before:
             missing = "nothing is" if self.keeps_records else f"{self._missing} records are"
-            self._warn(f"{self.name} is written again; {missing} missing")
+            self._warn(f"{self.name} is written again; {missing} missing since then")
             self._problem, self._missing = None, 0
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ def test_metrics_are_told_of_once_and_complete_after_the_next_checkpoint(tmp_pat
     assert said == [
         "metrics.jsonl cannot be written at iteration 3 (File too large); the run goes on without it, and tries "
         "again at each checkpoint",
-        "metrics.jsonl is written again; nothing is missing",
+        "metrics.jsonl is written again; nothing is missing since then",
     ]
 
 
@@ -116,7 +116,7 @@ def test_tensorboard_goes_on_after_a_full_disk_and_the_end_tells_what_is_missing
         sink.close()
     assert [text.split(" (")[0] for text in said] == [
         f"TensorBoard cannot be written at iteration {len(kept) + 1}",
-        "TensorBoard is written again; nothing is missing",
+        "TensorBoard is written again; nothing is missing since then",
         "TensorBoard cannot be written at iteration 21",
         "TensorBoard lacks records, at first of iteration 21",
     ]
@@ -163,7 +163,7 @@ def test_a_dead_service_does_not_end_the_run() -> None:
         "the service cannot be written at iteration 9 (the service is down)",
         "the service lacks records, at first of iteration 9 (the service is down)",
     ]
-    assert said[1].endswith("; 1 records are missing")
+    assert said[1].endswith("; 1 records are missing since then")
 
 
 def test_a_full_disk_under_stdout_is_told_on_stderr(

@@ -4,8 +4,9 @@
 #   bash examples/launch_hostfile.sh [--dry-run] HOSTFILE [flags of gptpar pretrain]
 #
 # HOSTFILE has a line `host slots=4` for each machine (slots: workers there); # starts a comment. The first host is the
-# master. All hosts must have this checkout at this path and let you in by ssh without a password. Ctrl-C stops all;
-# a host that fails ends the job. --dry-run prints the commands and runs nothing.
+# master. All hosts must have this checkout at this path and let you in by ssh without a password. Ctrl-C, SIGTERM or a
+# closed terminal saves and stops all, however long the save takes; a second Ctrl-C stops at once. A host that fails ends
+# the job. --dry-run prints the commands and runs nothing.
 #
 # Environment: MASTER_PORT (29500), IFNAME (network interface for NCCL and gloo), PYTHON (a Python on every host),
 # SSH (the command used: ssh), MASTER_ADDR (the first host's address, if others know it by another name).
@@ -66,11 +67,13 @@ remote_command() { # node rank, then the flags
     [[ -z "${PYTHON:-}" ]] || printf 'export PYTHON=%q && ' "$PYTHON"
     [[ -z "${IFNAME:-}" ]] || printf 'export NCCL_SOCKET_IFNAME=%q GLOO_SOCKET_IFNAME=%q && ' "$IFNAME" "$IFNAME"
     printf 'export OMP_NUM_THREADS=%q && source tools/setup_env.sh run && ' "${OMP_NUM_THREADS:-1}"
-    printf '{ "$PYTHON" -m torch.distributed.run'
+    # torchrun itself would kill the workers 30 seconds after a signal, in the middle of a save.
+    printf '{ "$PYTHON" -m gptpar launch'
     printf ' %q' --nnodes "${#hosts[@]}" --nproc-per-node "${slots[0]}" --node-rank "$rank" \
         --master-addr "$master" --master-port "${MASTER_PORT:-29500}" -m gptpar pretrain "$@"
-    # The end of its input, be it by Ctrl-C here or by a lost connection, tells a host to save and stop.
-    printf '%s' ' </dev/null & child=$!; exec 3<&0; { read -r <&3; kill -TERM $child; } >/dev/null 2>&1 & watcher=$!;' \
+    # A host is told the signals to pass on; the end of its input, as by a lost connection, asks it to save and stop.
+    printf '%s' ' </dev/null & child=$!; exec 3<&0;' \
+        ' { while read -r word <&3; do kill -"$word" $child; done; kill -TERM $child; } >/dev/null 2>&1 & watcher=$!;' \
         ' wait $child; code=$?; kill $watcher 2>/dev/null; exit $code; }'
 }
 
@@ -89,40 +92,56 @@ if $dry_run; then
     exit 0
 fi
 
-# All hosts read from one pipe, on which nothing is ever written; closing it stops them.
+# Each host reads from a pipe the signals that it is to pass on.
 folder="$(mktemp -d)"
-mkfifo "$folder/hold"
-exec {hold}<>"$folder/hold"
 set -m # each host in a process group of its own: a Ctrl-C here is passed on by the trap, once
-pids=()
+pids=() pipes=()
 for i in "${!hosts[@]}"; do
-    {
-        "${ssh[@]}" "${hosts[i]}" "$(over_ssh "$i" "$@")" 2>&1 {hold}>&- |
-            sed -u "s/^/${hosts[i]}: /" {hold}>&-
-    } <"$folder/hold" {hold}>&- &
+    mkfifo "$folder/$i"
+    exec {pipe}<>"$folder/$i"
+    pipes+=("$pipe")
+    (
+        for other in "${pipes[@]}"; do exec {other}>&-; done
+        "${ssh[@]}" "${hosts[i]}" "$(over_ssh "$i" "$@")" 2>&1 | sed -u "s/^/${hosts[i]}: /"
+    ) <"$folder/$i" &
     pids+=("$!")
 done
 rm -r "$folder"
-stop_all() { exec {hold}>&-; }
-trap 'trap - INT TERM HUP; echo "stopping all hosts" >&2; stop_all; wait; exit 130' INT TERM HUP
+tell_all() { # a signal's name
+    for pipe in "${pipes[@]}"; do echo "$1" >&"$pipe"; done
+}
+stopped=0
+on_signal() { # its name and number
+    if ((stopped == 0)); then
+        stopped=$((128 + $2))
+        echo "stopping all hosts; each saves first" >&2 || true # the terminal may be gone
+        tell_all TERM
+    elif [[ "$1" == INT ]]; then
+        echo "stopping all hosts at once" >&2
+        tell_all INT
+    fi
+}
+for name in INT TERM HUP USR1 USR2; do
+    # shellcheck disable=SC2064 # the name of now
+    trap "on_signal $name $(kill -l "$name")" "$name"
+done
 
 status=0
-running=${#pids[@]}
-while ((running > 0)); do
-    code=0
+while ((${#pids[@]} > 0)); do
+    code=0 ended=""
     wait -n -p ended "${pids[@]}" || code=$?
-    running=$((running - 1))
-    for i in "${!pids[@]}"; do
-        [[ "${pids[i]}" == "$ended" ]] || continue
+    for i in "${!pids[@]}"; do # none has ended where a signal came
+        [[ "${pids[i]}" == "${ended:-}" ]] || continue
         unset "pids[i]"
-        if ((code != 0 && status == 0)); then
+        if ((code != 0 && status == 0)) && ! ((stopped && code > 128)); then
             status="$code"
             failed="${hosts[i]}"
-            stop_all
+            tell_all TERM
         fi
     done
 done
 if ((status != 0)); then
     echo "error: ${failed} ended with exit code $status; the other hosts were stopped" >&2
+    exit "$status"
 fi
-exit "$status"
+exit "$stopped"

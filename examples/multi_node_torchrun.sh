@@ -11,7 +11,8 @@
 # IFNAME        network interface for NCCL and gloo, if they choose the wrong one
 #
 # All flags go to `gptpar pretrain`. Data and --save must be the same folders on all machines (a shared file system).
-# Run it again, with --load RUN, to go on from the last checkpoint.
+# SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C on one of them saves and stops all, however long the save takes; a second
+# Ctrl-C stops at once. Run it again, with --load RUN, to go on from the last checkpoint.
 set -euo pipefail
 CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source tools/setup_env.sh run
@@ -31,7 +32,8 @@ if [[ -n "${IFNAME:-}" ]]; then
     export NCCL_SOCKET_IFNAME="$IFNAME" GLOO_SOCKET_IFNAME="$IFNAME"
 fi
 
-exec "$PYTHON" -m torch.distributed.run \
+# torchrun itself would kill the workers 30 seconds after a signal, in the middle of a save.
+exec "$PYTHON" -m gptpar launch \
     --nnodes "$NNODES" --nproc-per-node "$NPROC" \
     --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-localhost}:$MASTER_PORT" --rdzv-id "$JOB_ID" \
     -m gptpar pretrain "$@"

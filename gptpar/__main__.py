@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 
 from gptpar.cli import main
-from gptpar.launch import is_worker
+from gptpar.launch import end_with_launcher, is_worker
 
 
 def leave(status: int) -> None:
@@ -18,12 +19,15 @@ def leave(status: int) -> None:
     on a busy machine).
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            stream.flush()
     os._exit(status)
 
 
 if __name__ == "__main__":
+    if is_worker():
+        end_with_launcher()
     status = main()
     if is_worker():
         leave(status)

@@ -23,6 +23,7 @@ More than ``command.OTHERS_FIRST_SECONDS``, for which a failing worker may hold 
 
 SLOT_BYTES = 255
 START = "start-up"
+_PREFIX = "rank"
 # What gloo, NCCL and the store say when the process at the other end of a connection is gone or does not answer.
 _LOST = re.compile(r"gloo/transport|ncclRemoteError|remote process exited|Connection (was likely )?(closed|reset)")
 
@@ -49,8 +50,11 @@ class Activity:
         self.rank, self.doing = rank, START
         self._record: mmap.mmap | None = None
         if folder is not None:
-            with _path(folder, rank).open("w+b") as file:
-                file.truncate(1 + 2 * SLOT_BYTES)
+            # Without room for a record the note stays here. Zeros are written: a hole that the disk cannot fill later
+            # would end this process with SIGBUS.
+            with contextlib.suppress(OSError), _path(folder, rank).open("w+b") as file:
+                file.write(bytes(1 + 2 * SLOT_BYTES))
+                file.flush()
                 self._record = mmap.mmap(file.fileno(), 1 + 2 * SLOT_BYTES)
             self.note(START)
 
@@ -93,12 +97,20 @@ def last_activity(folder: Path, rank: int) -> str:
     try:
         record = _path(folder, rank).read_bytes()
     except FileNotFoundError:  # it died before it could write anything
+        record = b""
+    if len(record) < 1 + 2 * SLOT_BYTES:
         return START
     return record[_slice(record[0])].rstrip(b"\0").decode(errors="ignore")
 
 
+def all_activities(folder: Path) -> dict[int, str]:
+    """The last note of each worker that has a record in the folder."""
+    ranks = [int(path.name.removeprefix(_PREFIX)) for path in folder.glob(f"{_PREFIX}*")]
+    return {rank: last_activity(folder, rank) for rank in sorted(ranks)}
+
+
 def _path(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}"
+    return folder / f"{_PREFIX}{rank}"
 
 
 def _slice(slot: int) -> slice:

@@ -12,6 +12,7 @@ from gptpar.command import run
 VERBS: dict[str, tuple[str, str]] = {
     "pretrain": ("gptpar.training.main", "train a GPT"),
     "benchmark": ("gptpar.sweep.main", "time training steps on synthetic tokens, in one configuration or in many"),
+    "launch": ("gptpar.launch", "torchrun for several machines, whose workers get the time they need to save"),
     "plan": ("gptpar.plan.main", "predict memory and speed of a run on any number of GPUs, or search the best layout"),
     "check-layouts": ("gptpar.check_layouts.main", "prove that every layout computes the same on this machine"),
     "generate": ("gptpar.generate", "continue a prompt with a trained model"),
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb. Errors meant for the user are printed without a traceback.
 
     Returns:
-        0 on success, 1 after an error, 2 for a wrong command line, 130 after Ctrl-C.
+        0 on success, 1 after an error, 2 for a wrong command line, 128 and the signal's number after a signal
+        (130 after Ctrl-C).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import os
 import signal
@@ -12,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gptpar.activity import FOLDER_VARIABLE
 from gptpar.errors import GptparError
+from gptpar.stop import STOP_SIGNALS, Stopped, handling, stop_at_once
 
 OTHERS_FIRST_SECONDS = 2.0
 """How long a worker other than the first waits before it tells of its failure; torchrun looks every 0.1 s."""
@@ -60,18 +63,22 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Call a verb's `main` and return its exit status.
 
     What the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr and
-    status 1; Ctrl-C is 130.
+    status 1; a signal that asks to stop is 128 and its number.
     """
     try:
-        status = main(argv)
+        # Ctrl-C raises by itself, unless the shell had this process ignore it.
+        with handling(stop_at_once, [number for number in STOP_SIGNALS if number != signal.SIGINT]):
+            status = main(argv)
         sys.stdout.flush()
         return status
     except GptparError as error:
         return _fail(str(error), 1)
     except MemoryError as error:
         return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
+    except Stopped as stopped:
+        return _stop(str(stopped), 128 + stopped.signal)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130) if _local_rank() == 0 else 130  # all were, and knew it
+        return _stop("interrupted", 128 + signal.SIGINT)
     except BrokenPipeError:
         # the reader of our output (`| head`) has left; what stdout still holds must not raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -80,18 +87,25 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
         return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
 
 
+def _stop(message: str, status: int) -> int:
+    """Said by one for all: every worker was told to stop, and a launcher says it itself."""
+    return status if _local_rank() != 0 or FOLDER_VARIABLE in os.environ else _fail(message, status)
+
+
 def _fail(message: str, status: int) -> int:
     """Say it once: workers mostly fail alike, and the first to end makes torchrun end the others while they wait."""
     rank = _local_rank()
     if rank != 0:
         time.sleep(OTHERS_FIRST_SECONDS)
         message = f"local rank {rank}: {message}"
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"error: {message}", file=sys.stderr, flush=True)
     return status
 
 
 def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else 0
 
 
 def not_empty(text: str) -> str:

@@ -2,32 +2,76 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-CGROUP = Path("/sys/fs/cgroup")
 
-
-def available_memory() -> int:
+def available_memory(root: Path = Path("/")) -> int:
     """Bytes of host memory that can be used without swapping; 0 where the system does not say.
 
-    A container's limit counts, less what it uses and could not give back.
+    The limits of all control groups around this process count (a container's, Slurm's, systemd's), each less what it
+    uses and could not give back.
+
+    Args:
+        root: of the file system that is asked.
     """
     try:
-        with open("/proc/meminfo") as lines:
+        with (root / "proc/meminfo").open() as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return 0
+    return max(0, min([free, *_free_in_groups(root)]))
+
+
+@dataclass(frozen=True)
+class _GroupFiles:
+    """How a version of control groups calls its files."""
+
+    limits: tuple[str, ...]
+    used: str
+    reclaimable: str
+
+    def free(self, folder: Path) -> Iterator[int]:
+        """Bytes left below each limit of a group; nothing where there is no limit."""
+        stat: dict[str, str] = {}
+        with contextlib.suppress(OSError, ValueError):
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        for name in self.limits:
+            # no such group, or a limit that is missing or "max"
+            with contextlib.suppress(OSError, ValueError):
+                limit, used = int((folder / name).read_text()), int((folder / self.used).read_text())
+                yield limit - used + int(stat.get(self.reclaimable, 0))
+
+
+_V1 = _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """Of this process's memory group and all groups around it, in both versions, which may exist side by side."""
     try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-            used = int((CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            free = min(free, int(limit) - used)
-    except (OSError, ValueError):  # no such control group
-        pass
-    return max(0, free)
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    mounts = root / "sys/fs/cgroup"
+    # A container may see its own group at the top and still be told the path that the host knows.
+    paths = {"": {PurePosixPath("/")}, "memory": {PurePosixPath("/")}}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in {"", "memory"} & set(controllers.split(",")):
+            group = PurePosixPath("/", *(part for part in path.split("/") if part not in ("", "..")))
+            paths[controller] |= {group, *group.parents}
+    for mount, files, controller in (
+        (mounts, _V2, ""),
+        (mounts / "unified", _V2, ""),
+        (mounts / "memory", _V1, "memory"),
+    ):
+        for group in paths[controller]:
+            yield from files.free(mount / group.relative_to("/"))
 
 
 def process_memory() -> int | None:
@@ -61,5 +105,38 @@ def share_of_cores(place: int, of: int) -> list[int]:
 
 
 def place_on_machine() -> tuple[int, int]:
-    """(this process's number among the run's processes on this machine, their number), as torchrun says."""
-    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """(this process's number among the run's processes on this machine, their number), as its launcher says.
+
+    (0, 1) where nobody says it.
+    """
+    place, number = local_rank(os.environ), _whole(os.environ.get("LOCAL_WORLD_SIZE"))
+    if number is None and "LOCAL_RANK" not in os.environ and "RANK" in os.environ:
+        names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+        number = next((found for name in names if (found := _whole(os.environ.get(name)))), None)
+    return place or 0, number or 1
+
+
+def local_rank(environment: Mapping[str, str]) -> int | None:
+    """This process's number on its machine: torchrun's, else that of mpirun or srun if they started the ranks.
+
+    A batch script's own SLURM_LOCALID is 0 in every process that it starts itself, so its rank has to be RANK.
+    """
+    if (given := _whole(environment.get("LOCAL_RANK"))) is not None:
+        return given
+    for local, world in LOCAL_RANKS:
+        found = _whole(environment.get(local))
+        if found is not None and environment.get(world) in (None, environment.get("RANK")):
+            return found
+    return None
+
+
+LOCAL_RANKS = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_RANK"),
+    ("MPI_LOCALRANKID", "PMI_RANK"),
+    ("SLURM_LOCALID", "SLURM_PROCID"),
+)
+"""A process's number on its machine and in the job, as Open MPI, MPICH and its relatives, and Slurm call them."""
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.errors import GptparError
+from gptpar.host import local_rank
 
 # torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -209,9 +210,47 @@ def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
 
 
 def world_from_environment() -> tuple[int, int, int]:
-    """(rank, local rank, world size) as torchrun set them; (0, 0, 1) without torchrun."""
-    rank, local, size = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-    return rank, local, size
+    """(rank, local rank, world size) as torchrun, mpirun or srun set them; (0, 0, 1) for a process on its own.
+
+    Raises:
+        GptparError: with everything that is wrong with these variables.
+    """
+    environment = os.environ
+    if problems := environment_problems(environment, torch.cuda.device_count()):
+        raise GptparError(
+            f"the environment describes no process of a run: {'; '.join(problems)}. Start the processes with torchrun "
+            "or gptpar launch, which set these variables; set what is missing; or unset RANK, LOCAL_RANK and "
+            "WORLD_SIZE for a run on this machine alone."
+        )
+    if "RANK" not in environment:
+        return 0, 0, 1
+    return int(environment["RANK"]), local_rank(environment) or 0, int(environment["WORLD_SIZE"])
+
+
+def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[str]:
+    """What is wrong with the variables that say which process of which run this is.
+
+    Args:
+        num_gpus: that this process sees.
+    """
+    names = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in environment]
+    problems = [f"{n}={environment[n]} is not a whole number" for n in names if not environment[n].isdecimal()]
+    if ("RANK" in names) != ("WORLD_SIZE" in names):
+        problems.append("of RANK and WORLD_SIZE only one is set")
+    if "RANK" not in names or "WORLD_SIZE" not in names:
+        return problems
+    rank, size = environment["RANK"], environment["WORLD_SIZE"]
+    if not problems and int(rank) >= int(size):
+        problems.append(f"RANK={rank} is not below WORLD_SIZE={size}")
+    if size == "1":
+        return problems
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
+        problems.append(f"{' and '.join(missing)} not set, where the processes meet")
+    elif not environment["MASTER_PORT"].isdecimal():
+        problems.append(f"MASTER_PORT={environment['MASTER_PORT']} is not a whole number")
+    if num_gpus > 1 and local_rank(environment) is None:
+        problems.append(f"LOCAL_RANK is not set, which says which of {num_gpus} GPUs is this process's own")
+    return problems
 
 
 @contextlib.contextmanager
@@ -219,25 +258,37 @@ def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[in
     """Join the other processes, and leave them in order at the end; yields this process's rank and device.
 
     A group that handles CPU tensors beside GPU tensors is ``cpu:gloo,cuda:nccl``. One process alone needs no group.
+
+    Raises:
+        GptparError: the environment or the backend cannot be, or the processes did not meet.
     """
-    rank, local_rank, world_size = world_from_environment()
+    rank, place, world_size = world_from_environment()
     if backend == "nccl" and not torch.cuda.is_available():
         raise GptparError("--distributed-backend nccl needs GPUs and torch sees none here: use gloo, or leave it out.")
     on_gpu = torch.cuda.is_available() and backend != "gloo"
-    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", place % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     if world_size == 1:
         yield rank, device
         return
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=timeout_minutes)
-    )
+    _meet("cpu:gloo,cuda:nccl" if on_gpu else "gloo", datetime.timedelta(minutes=timeout_minutes))
     try:
         yield rank, device
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _meet(backend: str, timeout: datetime.timedelta) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistError as error:
+        where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise GptparError(
+            f"the processes did not meet at {where} ({str(error).splitlines()[0]}): see that rank 0 runs there and can "
+            "be reached by all, and that no other program has this port (else choose another MASTER_PORT)."
+        ) from error
 
 
 @contextlib.contextmanager

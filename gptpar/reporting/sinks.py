@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from gptpar.errors import ConfigError
+from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting import metrics_file
+from gptpar.reporting.record_file import RecordFile
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 from gptpar.reporting.scalars import (
     SAMPLES_SUFFIX,
@@ -23,13 +28,26 @@ from gptpar.reporting.scalars import (
 _TENSORBOARD = ("--tensorboard-dir", "tensorboard")
 _WANDB = ("--wandb-project", "gptpar[wandb]")
 
+TENSORBOARD_FLUSH_SECONDS = 120.0
+"""As TensorBoard's own writer does."""
+
 
 class Sink(Protocol):
-    """Receives every iteration and every evaluation of a run, in order."""
+    """Receives every iteration and every evaluation of a run, in order.
+
+    Attributes:
+        name: for messages.
+        keeps_records: what could not be written is kept, and written once ``flush`` succeeds.
+    """
+
+    name: str
+    keeps_records: bool
 
     def iteration(self, record: IterationRecord) -> None: ...
 
     def validation(self, record: ValidationRecord) -> None: ...
+
+    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -44,16 +62,21 @@ class JsonlSink:
         report: is told of damage in that file.
     """
 
+    name, keeps_records = metrics_file.FILE_NAME, True
+
     def __init__(self, folder: Path, resume_iteration: int = 0, report: Callable[[str], None] = print):
         path = folder / metrics_file.FILE_NAME
         metrics_file.prepare(path, resume_iteration, report)
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._file = RecordFile(path)
 
     def iteration(self, record: IterationRecord) -> None:
-        self._file.write(metrics_file.json_line(metrics_file.iteration_object(record)))
+        self._file.append(metrics_file.json_line(metrics_file.iteration_object(record)).encode())
 
     def validation(self, record: ValidationRecord) -> None:
-        self._file.write(metrics_file.json_line(metrics_file.validation_object(record)))
+        self._file.append(metrics_file.json_line(metrics_file.validation_object(record)).encode())
+
+    def flush(self) -> None:
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()
@@ -62,13 +85,24 @@ class JsonlSink:
 class TensorBoardSink:
     """Writes TensorBoard event files with Megatron-LM's scalar names, each over iterations and over samples.
 
+    TensorBoard's own writer does so in a thread, which a full disk ends for good; its format alone is used here.
+
     Args:
         queue_size: events kept in memory before they are flushed to disk.
     """
 
+    name, keeps_records = "TensorBoard", True
+
     def __init__(self, folder: Path, options: ScalarOptions, world_size: int = 1, queue_size: int = 1000):
-        tensorboard = _import("torch.utils.tensorboard", *_TENSORBOARD)
-        self._writer = tensorboard.SummaryWriter(log_dir=str(folder), max_queue=queue_size)
+        self._events = _import("tensorboard.compat.proto.event_pb2", *_TENSORBOARD)
+        self._summaries = _import("tensorboard.compat.proto.summary_pb2", *_TENSORBOARD)
+        self._records = _import("tensorboard.summary.writer.record_writer", *_TENSORBOARD)
+        now = time.time_ns()
+        name = f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now % 10**9}"
+        header = self._bytes(self._events.Event(wall_time=now / 1e9, file_version="brain.Event:2"))
+        self._file = RecordFile(
+            folder / name, header=header, queue_size=queue_size, flush_seconds=TENSORBOARD_FLUSH_SECONDS
+        )
         self._options = options
         self._world_size = world_size
 
@@ -79,14 +113,24 @@ class TensorBoardSink:
     def validation(self, record: ValidationRecord) -> None:
         self._write(validation_scalars(record, self._options), record)
 
-    def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, record.iteration)
-            if name in VERSUS_SAMPLES:
-                self._writer.add_scalar(f"{name}{SAMPLES_SUFFIX}", value, record.consumed_samples)
+    def flush(self) -> None:
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord) -> None:
+        versus = {f"{name}{SAMPLES_SUFFIX}": value for name, value in scalars.items() if name in VERSUS_SAMPLES}
+        for step, values in ((record.iteration, scalars), (record.consumed_samples, versus)):
+            summary = self._summaries.Summary(
+                value=[self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            )
+            self._file.append(self._bytes(self._events.Event(wall_time=time.time(), step=step, summary=summary)))
+
+    def _bytes(self, event: Any) -> bytes:
+        record = io.BytesIO()
+        self._records.RecordWriter(record).write(event.SerializeToString())
+        return record.getvalue()
 
 
 class WandbSink:
@@ -94,7 +138,12 @@ class WandbSink:
 
     Args:
         settings: the run's configuration, shown beside its curves.
+
+    Raises:
+        GptparError: Weights & Biases cannot be started.
     """
+
+    name, keeps_records = "Weights & Biases", False
 
     def __init__(
         self,
@@ -107,7 +156,12 @@ class WandbSink:
     ):
         wandb = _import("wandb", *_WANDB)
         folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(settings))
+        try:
+            self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(settings))
+        except Exception as error:  # its exceptions have no common base but this
+            raise GptparError(
+                f"Weights & Biases cannot be started ({error}): set WANDB_MODE=offline, or drop --wandb-project."
+            ) from error
         self._options = options
         self._world_size = world_size
 
@@ -118,6 +172,9 @@ class WandbSink:
 
     def validation(self, record: ValidationRecord) -> None:
         self._run.log(validation_scalars(record, self._options), step=record.iteration)
+
+    def flush(self) -> None:
+        pass
 
     def close(self) -> None:
         self._run.finish()
@@ -138,7 +195,7 @@ def require_packages(*, tensorboard: bool, wandb: bool) -> None:
         ConfigError: a sink's package is not installed.
     """
     if tensorboard:
-        _import("torch.utils.tensorboard", *_TENSORBOARD)
+        _import("tensorboard.summary.writer.record_writer", *_TENSORBOARD)
     if wandb:
         _import("wandb", *_WANDB)
 

@@ -15,16 +15,17 @@ from gptpar.config.derive import Derived
 from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
+from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
 from gptpar.run_folder.folder import RunFolder, open_run_folder
+from gptpar.stop import StopRequest
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
 from gptpar.training import resume
 from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import make_loaders, vocabulary_of, with_vocabulary
-from gptpar.training.interrupt import StopRequest
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter
 from gptpar.training.run import Run
@@ -85,6 +86,7 @@ def open_run(
         world_size // model_parallel, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     )
     with ExitStack() as stack:
+        request = stack.enter_context(StopRequest().listening())
         stack.enter_context(memory_explained(config))
         activity = Activity.of_worker()
         stack.enter_context(activity.lost_ranks_explained())
@@ -120,7 +122,7 @@ def open_run(
         sinks = [*more_sinks, *_sinks(config, topology, progress, say, writes)] if topology.is_main else []
         reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)
         stack.callback(reporter.close)
-        request = stack.enter_context(StopRequest().listening())
+        request.hold()
         yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started, permit)
 
 
@@ -162,7 +164,7 @@ def _sinks(
         log_memory=log.log_memory_to_tensorboard,
         log_validation_ppl=log.log_validation_ppl_to_tensorboard,
     )
-    return make_sinks(
+    sinks = make_sinks(
         run_folder=Path(folder) if folder else None,
         resume_iteration=progress.iteration,
         world_size=topology.layout.world_size,
@@ -174,6 +176,7 @@ def _sinks(
         settings=config.to_dict(),
         report=lambda sentence: say(f" > {sentence}"),
     )
+    return [GuardedSink(sink) for sink in sinks]
 
 
 def _say(line: str) -> None:

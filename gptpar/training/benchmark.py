@@ -40,6 +40,8 @@ schedule of batch sizes ends with, and no warm-up."""
 class _Times:
     """A sink that keeps every record."""
 
+    name, keeps_records = "the benchmark", True
+
     def __init__(self) -> None:
         self.records: list[IterationRecord] = []
 
@@ -47,6 +49,8 @@ class _Times:
         self.records.append(record)
 
     def validation(self, record: ValidationRecord) -> None: ...
+
+    def flush(self) -> None: ...
 
     def close(self) -> None: ...
 

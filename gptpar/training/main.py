@@ -10,6 +10,7 @@ from gptpar.config.derive import Derived
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.launch import is_worker, start_workers, workers_wanted
+from gptpar.reporting.guards import guarded_console
 from gptpar.tokenizer import tokenizer_problems
 from gptpar.topology import world_from_environment
 from gptpar.training.assemble import open_run
@@ -37,19 +38,18 @@ def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequenc
     Returns:
         The signal that ended the run early, if one did.
     """
-    with open_run(config, derived, without_effect) as run:
+    with guarded_console(), open_run(config, derived, without_effect) as run:
         if not config.logging.skip_train:
             if run.plan.finished(run.progress):
                 run.say(f" > nothing left to train: iteration {run.progress.iteration} is the last")
             else:
                 run.train()
-        # A signal may have reached some processes only, or one of them later: all must take the same way.
-        if run.trainer.topology.any_rank(run.request.signal is not None):
-            saved = f"; --load {config.checkpoint.save} goes on from here" if config.checkpoint.save else ""
-            run.say(f" > stopped by {run.request.signal.name if run.request.signal else 'a signal'}{saved}")
-        else:
+        if not run.is_to_stop():
             run.evaluate("valid")
             run.evaluate("test")
+        if run.is_to_stop():
+            saved = f"; --load {config.checkpoint.save} goes on from here" if config.checkpoint.save else ""
+            run.say(f" > stopped by {run.request.signal.name if run.request.signal else 'a signal'}{saved}")
         return run.request.signal
 
 

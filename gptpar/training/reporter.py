@@ -162,6 +162,11 @@ class Reporter:
         for sink in self.sinks:
             sink.validation(record)
 
+    def flush(self) -> None:
+        """At a checkpoint: what the sinks kept in memory is to be on the disk, too."""
+        for sink in self.sinks:
+            sink.flush()
+
     def close(self) -> None:
         """Flush and close the sinks."""
         for sink in self.sinks:

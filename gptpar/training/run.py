@@ -14,11 +14,11 @@ from gptpar.config import Config
 from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
+from gptpar.stop import StopRequest
 from gptpar.training import resume
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders
 from gptpar.training.fitted_length import FittedLength
-from gptpar.training.interrupt import StopRequest
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter, StepNumbers
 from gptpar.training.trainer import Step, Trainer
@@ -103,7 +103,7 @@ class Run:
             if self.reads_at_once() or self.something_is_due() or stop:
                 stop |= self.finish(launched)
                 launched = None
-                self.do_what_is_due()
+                stop |= not self.do_what_is_due()
                 stop |= self._is_multiple(self.config.batch.exit_interval)
         if launched is not None:
             self.finish(launched)
@@ -195,20 +195,28 @@ class Run:
         late = limit is not None and (time.time() - self.started) / 60 > limit
         return late or self.request.signal is not None
 
+    def is_to_stop(self) -> bool:
+        """Whether any process was asked to stop. A signal may reach some processes only: all must ask, and agree."""
+        return self.trainer.topology.any_rank(self.request.signal is not None)
+
     def something_is_due(self) -> bool:
         """Whether the step just launched is followed by an evaluation, a save or the end."""
         intervals = (self._eval_interval(), self.config.checkpoint.save_interval, self.config.batch.exit_interval)
         return any(self._is_multiple(interval) for interval in intervals)
 
-    def do_what_is_due(self) -> None:
-        """Evaluate and save at their intervals."""
+    def do_what_is_due(self) -> bool:
+        """Save and evaluate at their intervals; saving comes first, as an evaluation may fail.
+
+        Returns:
+            False if an evaluation was left because a process was asked to stop.
+        """
         if not self.something_is_due():
-            return
-        if self._is_multiple(self._eval_interval()):
-            self.evaluate("valid")
+            return True
         if self._is_multiple(self.config.checkpoint.save_interval):
             self.save()
+        finished = not self._is_multiple(self._eval_interval()) or self.evaluate("valid")
         self.reporter.restart_clock()
+        return finished
 
     def _eval_interval(self) -> int | None:
         return self.config.logging.eval_interval if self.loaders["valid"] is not None else None
@@ -216,26 +224,32 @@ class Run:
     def _is_multiple(self, interval: int | None) -> bool:
         return interval is not None and self.progress.iteration % interval == 0
 
-    def evaluate(self, split: str) -> None:
+    def evaluate(self, split: str) -> bool:
         """Report the mean loss over ``--eval-iters`` global batches of a split, or over all of it.
 
         Which samples is a function of the iteration, so a resumed run evaluates on the same ones.
+
+        Returns:
+            False if it was left because a process was asked to stop.
         """
         loader, log = self.loaders[split], self.config.logging
         if loader is None or self.evaluated_at.get(split) == self.progress.iteration:
-            return
-        self.evaluated_at[split] = self.progress.iteration
+            return True
         assert log.eval_interval and self.config.model.seq_length
-        batch = self.plan.full
-        if split == "valid" and log.full_validation:
-            sums = [self.trainer.evaluate_sum(loader.fetch(*place)) for place in loader.whole(batch)]
-            total, count = torch.stack(sums).sum(0).tolist()
+        whole = split == "valid" and log.full_validation
+        places = loader.whole(self.plan.full) if whole else self._evaluated_places(split)
+        losses = []
+        for number, place in enumerate(places):
+            if self.is_to_stop():
+                self.say(f" > left the evaluation on {split} data after {number} of {len(places)} batches")
+                return False
+            batches = loader.fetch(*place)
+            losses.append(self.trainer.evaluate_sum(batches) if whole else self.trainer.evaluate(batches))
+        self.evaluated_at[split] = self.progress.iteration
+        if whole:
+            total, count = torch.stack(losses).sum(0).tolist()
             loss = total / max(count, 1)
         else:
-            turn = max(0, self.progress.iteration - 1) // log.eval_interval if split == "valid" else 0
-            turn = min(turn, self.plan.num_iterations() // log.eval_interval)
-            start = turn * log.eval_iters * batch
-            losses = [self.trainer.evaluate(loader.fetch(start + i * batch, batch)) for i in range(log.eval_iters)]
             loss = torch.stack(losses).mean().item()
         samples = self.progress.consumed_samples
         self.reporter.validation(
@@ -247,6 +261,15 @@ class Run:
                 "validation" if split == "valid" else "test",
             )
         )
+        return True
+
+    def _evaluated_places(self, split: str) -> list[tuple[int, int]]:
+        """(first sample, samples) of the global batches of this evaluation: the next ones each time."""
+        interval, count, batch = self.config.logging.eval_interval, self.config.logging.eval_iters, self.plan.full
+        assert interval
+        turn = max(0, self.progress.iteration - 1) // interval if split == "valid" else 0
+        turn = min(turn, self.plan.num_iterations() // interval)
+        return [((turn * count + number) * batch, batch) for number in range(count)]
 
     def save(self) -> None:
         """Write a checkpoint, unless this moment is on disk already."""
@@ -254,10 +277,12 @@ class Run:
         if folder is None or self.saved_at == self.progress.iteration:
             return
         self.saved_at = self.progress.iteration
+        self.trainer.activity.note(f"saving the checkpoint of iteration {self.progress.iteration}")
         self.say(f"saving checkpoint at iteration {self.progress.iteration:7d} to {folder}")
         keep = self._checkpoints_to_keep()
         resume.save(self.trainer, self.progress, self.inputs, keep=keep, permit=self.permit)
         self.say(f"  successfully saved checkpoint at iteration {self.progress.iteration:7d} to {folder}")
+        self.reporter.flush()
 
     def _checkpoints_to_keep(self) -> int | None:
         """All of them while steps are skipped: the weights may be broken, and an older checkpoint the last good one."""

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "gptpar"
 # A room may import itself and the rooms of the rows above its own.
 ROWS = [
     ["errors"],
-    ["activity", "pages"],
+    ["activity", "pages", "stop"],
     ["native", "command", "launch", "tensor_parts", "host", "pinned"],
     ["topology", "layer_spec", "kernels"],
     ["config", "init"],

@@ -18,17 +18,97 @@ from gptpar.training.auto_ratio import any_batches, smallest_ratio, with_ratio
 from gptpar.training.trainer import Trainer
 from tests.helpers import tiny_config
 
+GIB = 1 << 30
+NO_LIMIT = 9223372036854771712  # of version 1
 
-def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "CGROUP", tmp_path)
-    free = host.available_memory()
-    assert free > 1 << 28
-    (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("2500000\n")
-    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 400000\n")
-    assert host.available_memory() == 3000000 - 2500000 + 400000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host.available_memory() > 1 << 28
+
+def machine(root: Path, cgroup: str) -> None:
+    """A machine with 8 GiB free, whose kernel says that this process is in these control groups."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal:       9999999 kB\nMemAvailable:   8388608 kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+
+
+def group(folder: Path, limit: object, used: int, inactive: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+
+
+def old_group(folder: Path, limit: int, used: int, inactive: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive}\n")
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert host.available_memory() > 1 << 28  # of this machine
+    assert host.available_memory(tmp_path / "nothing") == 0
+    machine(tmp_path, "0::/\n")
+    group(tmp_path / "sys/fs/cgroup", 3000000, 2500000, 400000)
+    assert host.available_memory(tmp_path) == 3000000 - 2500000 + 400000
+    (tmp_path / "sys/fs/cgroup/memory.stat").unlink()
+    assert host.available_memory(tmp_path) == 3000000 - 2500000
+    group(tmp_path / "sys/fs/cgroup", "max", 2500000, 400000)
+    assert host.available_memory(tmp_path) == 8 * GIB
+
+
+def test_the_smallest_of_nested_limits_counts(tmp_path: Path) -> None:
+    """Slurm limits the job, not the step in which the process is; without a namespace the path is the whole one."""
+    machine(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n")
+    job = tmp_path / "sys/fs/cgroup/system.slice/slurmstepd.scope/job_7"
+    group(job / "step_0/user/task_0", "max", GIB, 0)
+    group(job / "step_0", 6 * GIB, GIB, 0)
+    group(job, 4 * GIB, 2 * GIB, GIB)
+    assert host.available_memory(tmp_path) == 3 * GIB
+    (job / "step_0/memory.high").write_text(f"{2 * GIB}\n")
+    assert host.available_memory(tmp_path) == GIB
+    (job / "step_0/memory.current").write_text(f"{5 * GIB}\n")
+    assert host.available_memory(tmp_path) == 0
+
+
+@pytest.mark.parametrize("path", ["/docker/abc", "/../../outside"])
+def test_groups_of_version_1_and_a_container_that_sees_its_own_at_the_top(tmp_path: Path, path: str) -> None:
+    machine(tmp_path, f"9:name=systemd:/x\n5:cpu,cpuacct:/y\n4:memory:{path}\n0::/\n")
+    memory = tmp_path / "sys/fs/cgroup/memory"
+    old_group(memory, NO_LIMIT, 20 * GIB, 0)
+    assert host.available_memory(tmp_path) == 8 * GIB
+    old_group(memory, 5 * GIB, 2 * GIB, GIB)
+    assert host.available_memory(tmp_path) == 4 * GIB
+    old_group(memory / "docker/abc", 3 * GIB, 2 * GIB, 0)
+    assert host.available_memory(tmp_path) == (GIB if path == "/docker/abc" else 4 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"LOCAL_RANK": "3", "SLURM_LOCALID": "1"}, 3),
+        ({"RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "5"}, 1),
+        ({"RANK": "5", "MPI_LOCALRANKID": "2"}, 2),
+        ({"RANK": "5", "SLURM_LOCALID": "1", "SLURM_PROCID": "5"}, 1),
+        ({"RANK": "5", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}, None),  # a batch script started it, not srun
+        ({"RANK": "5"}, None),
+    ],
+)
+def test_the_place_on_the_machine(environment: dict[str, str], found: int | None) -> None:
+    assert host.local_rank(environment) == found
+
+
+def test_the_number_of_processes_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")  # of the job; this process is on its own
+    assert host.place_on_machine() == (0, 1)
+    monkeypatch.setenv("RANK", "6")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    assert host.place_on_machine() == (2, 4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert host.place_on_machine() == (1, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert host.place_on_machine() == (1, 2)
 
 
 def test_cores_are_shared_out_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:

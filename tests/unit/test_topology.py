@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from gptpar.config.training import BatchConfig
-from gptpar.topology import Layout
+from gptpar.errors import GptparError
+from gptpar.topology import Layout, environment_problems, open_world, world_from_environment
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
 
@@ -67,3 +70,55 @@ def test_a_run_counted_in_steps_ends_by_steps_whatever_its_batches_were() -> Non
     assert (plan.train_samples, plan.num_iterations()) == (24, 8)
     assert not plan.finished(Progress(iteration=7, consumed_samples=20))
     assert plan.finished(Progress(iteration=8, consumed_samples=24))
+
+
+MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "problems"),
+    [
+        ({}, []),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **MEET}, []),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, []),
+        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_LOCALID": "1", "SLURM_PROCID": "1", **MEET}, []),
+        ({"LOCAL_RANK": "x"}, ["LOCAL_RANK=x is not a whole number"]),
+        ({"WORLD_SIZE": "abc"}, ["WORLD_SIZE=abc is not a whole number", "of RANK and WORLD_SIZE only one is set"]),
+        ({"RANK": "5", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ["RANK=5 is not below WORLD_SIZE=1"]),
+        (
+            {"RANK": "-1", "WORLD_SIZE": "2"},
+            [
+                "RANK=-1 is not a whole number",
+                "MASTER_ADDR and MASTER_PORT not set, where the processes meet",
+                "LOCAL_RANK is not set, which says which of 4 GPUs is this process's own",
+            ],
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "http"},
+            ["MASTER_PORT=http is not a whole number"],
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_environment(environment: dict[str, str], problems: list[str]) -> None:
+    assert environment_problems(environment, 4) == problems
+
+
+def test_processes_without_a_local_rank_may_see_one_gpu_each() -> None:
+    assert environment_problems({"RANK": "1", "WORLD_SIZE": "2", **MEET}, 1) == []
+
+
+def test_a_wrong_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(GptparError, match=r"no process of a run: RANK=5 is not below WORLD_SIZE=1\. Start .* torchrun"):
+        world_from_environment()
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MEET, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        message = f"did not meet at 127.0.0.1:{port} .*choose another MASTER_PORT"
+        with pytest.raises(GptparError, match=message), open_world("gloo", 0.05):
+            pass

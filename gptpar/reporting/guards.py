@@ -1,0 +1,141 @@
+"""What a run says may get lost (a full disk, a closed terminal, a dead service); the run may not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TextIO, cast
+
+from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.reporting.sinks import Sink
+
+
+def print_warning(sentence: str) -> None:
+    """The default `warn`: one line on stderr."""
+    print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def reason(error: BaseException) -> str:
+    """An exception in few words."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text.splitlines() or [type(error).__name__])[0]
+
+
+class GuardedSink:
+    """A sink whose failures do not reach the run: told once, tried again at each checkpoint, told again at the end.
+
+    Args:
+        sink: may raise whatever it likes.
+        warn: takes a sentence.
+    """
+
+    def __init__(self, sink: Sink, warn: Callable[[str], None] = print_warning):
+        self.name, self.keeps_records = sink.name, sink.keeps_records
+        self._sink, self._warn = sink, warn
+        self._problem: str | None = None
+        self._at = self._missing = 0
+
+    def iteration(self, record: IterationRecord) -> None:
+        self._record(partial(self._sink.iteration, record), record.iteration)
+
+    def validation(self, record: ValidationRecord) -> None:
+        self._record(partial(self._sink.validation, record), record.iteration)
+
+    def flush(self) -> None:
+        """Try again what failed: at a checkpoint somebody may have made room."""
+        failed_before = self._problem is not None
+        if self._attempt(self._sink.flush) and failed_before:
+            missing = "nothing is" if self.keeps_records else f"{self._missing} records are"
+            self._warn(f"{self.name} is written again; {missing} missing since then")
+            self._problem, self._missing = None, 0
+
+    def close(self) -> None:
+        closed = self._attempt(self._sink.close)
+        if self._problem is not None and not (closed and self.keeps_records):
+            self._warn(f"{self.name} lacks records, at first of iteration {self._at} ({self._problem})")
+
+    def _record(self, write: Callable[[], None], iteration: int) -> None:
+        if self._problem is None:
+            self._at = iteration
+        self._missing += not self._attempt(write)
+
+    def _attempt(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except Exception as error:  # a service's client raises what it likes
+            first, self._problem = self._problem is None, reason(error)
+            if first:
+                self._warn(
+                    f"{self.name} cannot be written at iteration {self._at} ({self._problem}); the run goes on "
+                    "without it, and tries again at each checkpoint"
+                )
+            return False
+        return True
+
+
+class GuardedStream:
+    """A text stream whose reader may leave, or whose disk may fill: what it cannot take is dropped.
+
+    Args:
+        stream: stdout or stderr.
+        name: of the stream, for messages.
+        warn: takes a sentence, once.
+    """
+
+    def __init__(self, stream: TextIO, name: str, warn: Callable[[str], None]):
+        self._stream, self._name, self._warn = stream, name, warn
+        self._failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._attempt(partial(self._stream.write, text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def release(self) -> None:
+        """At the end: Python would fail once more over what the stream still holds, and change the exit code."""
+        if self._failed:
+            self._warn(f"{self._name} lacks lines of this run: it could not always be written")
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            if not self._failed:
+                self._failed = True
+                self._warn(f"{self._name} cannot be written ({reason(error)}); the run goes on without it")
+
+
+@contextlib.contextmanager
+def guarded_console() -> Iterator[None]:
+    """Within the block nothing that prints, wherever it is, can fail because of stdout or stderr."""
+    before = sys.stdout, sys.stderr
+
+    def say_on_stdout(sentence: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"warning: {sentence}", file=before[0], flush=True)
+
+    def say_on_stderr(sentence: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"warning: {sentence}", file=before[1], flush=True)
+
+    out, err = GuardedStream(before[0], "stdout", say_on_stderr), GuardedStream(before[1], "stderr", say_on_stdout)
+    sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        out.release()
+        err.release()

@@ -15,10 +15,10 @@ from gptpar.config.validate import resolve
 from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.data.loader import make_micro_batch
 from gptpar.reporting.records import ValidationRecord
+from gptpar.stop import StopRequest
 from gptpar.topology import Layout
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary, make_loaders
-from gptpar.training.interrupt import StopRequest
 from gptpar.training.progress import Progress
 from gptpar.training.run import Run
 from tests.helpers import make_trainer

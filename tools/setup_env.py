@@ -36,6 +36,7 @@ LOG = VENV / "setup.log"
 UNFINISHED = "unfinished"
 # For each level the extras that it cannot do without, and those that a new .venv gets besides.
 LEVELS = {"run": ([], []), "test": (["test"], ["hf", "zst"]), "dev": (["test", "dev"], ["hf", "zst"])}
+MODULES = {"pytest-xdist": "xdist"}  # distributions whose module has another name
 FREE_GB_NEEDED = 2.0
 LOCK_TIMEOUT_S = 1800
 
@@ -72,7 +73,7 @@ def _is_met(requirement: str) -> bool:
         installed = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return False
-    if importlib.util.find_spec(name.replace("-", "_")) is None:
+    if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None:
         return False
     return _release(installed) >= _release(minimum)
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from gptpar.config.fields import flag
 
+MEASURED_STEPS = 10
+"""Steps after which ``--train-minutes`` fixes the length of a run. The first of them also warms up and is not timed."""
+
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 

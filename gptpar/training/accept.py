@@ -110,6 +110,8 @@ def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Cal
         differ += same_run.other_evaluation(stored.config, stored.corpora or {}, config, inputs.corpora)
     if differ:
         say(printable(f" > unlike the checkpoint: {'; '.join(differ)}"))
+    if config.batch.train_minutes is not None and stored.progress.fitted_iters is not None:
+        say(f" > the run keeps the {stored.progress.fitted_iters:,} steps that were fitted to its minutes once")
     if not config.logging.skip_train:
         _tell_new_order(config, inputs, stored, say)
 

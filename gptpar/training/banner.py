@@ -9,6 +9,7 @@ import torch
 
 from gptpar.config import Config
 from gptpar.config.derive import Derived
+from gptpar.config.training import MEASURED_STEPS
 from gptpar.errors import GptparError
 from gptpar.model.flops import Shape, flops_per_token, num_parameters
 from gptpar.optim.schedule import make_schedule
@@ -20,7 +21,6 @@ from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_c
 from gptpar.topology import Layout, Topology
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary
-from gptpar.training.fitted_length import MEASURED_STEPS
 from gptpar.training.reporter import device_peak
 from gptpar.training.sharded_model import ShardedModel, split_of
 

@@ -18,7 +18,6 @@ from gptpar.errors import DataError
 from gptpar.tokenizer import Tokenizer, build_tokenizer
 from gptpar.topology import Topology
 from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.progress import Progress
 
 Loaders = dict[str, BatchLoader | None]
 
@@ -135,12 +134,8 @@ def _training_order(config: Config, topology: Topology, plan: BatchPlan, there: 
 
 def _samples_needed(plan: BatchPlan) -> int:
     """Samples of all global batches; a last one for which too few samples are left is not trained on."""
-    if plan.train_iters is not None:
-        return plan.train_samples
-    done = Progress()
-    while not plan.finished(done):
-        done.consumed_samples += plan.global_batch_size(done.consumed_samples)
-    return done.consumed_samples
+    read = plan.done.consumed_samples
+    return plan.sizes.samples_after(plan.sizes.steps_within(plan.train_samples, read), read)
 
 
 def _evaluation_order(split: str, there: int, wanted: int, say: Callable[[str], None]) -> SampleOrder:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from gptpar.config import BatchConfig
+from gptpar.config.training import MEASURED_STEPS
 from gptpar.training.progress import Progress
-
-MEASURED_STEPS = 10
-"""Steps that are taken before the decision. The first of them also warms up and is not timed."""
 
 
 @dataclass
@@ -48,8 +48,9 @@ class FittedLength:
 
     def measured(self) -> tuple[float, float]:
         """(seconds a step takes, seconds that are left)."""
-        start, first, last = self._times[0], self._times[1], self._times[-1]
-        return (last - first) / (len(self._times) - 2), 60 * self.minutes - (last - start)
+        steps = [later - earlier for earlier, later in pairwise(self._times[1:])]
+        # The median: an evaluation or a save between two steps is none.
+        return statistics.median(steps), 60 * self.minutes - (self._times[-1] - self._times[0])
 
     def decide(self, done: int, seconds_a_step: float, seconds_left: float) -> tuple[int, str]:
         """The number of steps of the whole run, and a sentence with the numbers that it rests on.

@@ -154,11 +154,15 @@ class Run:
             / self.trainer.topology.layout.world_size
         ).tolist()
         self.fitted_length = None
-        self.progress.fitted_iters, sentence = length.decide(self.progress.iteration, seconds, left)
+        # Where numbers are read a step late, the next step is under way already.
+        taken = self.progress.iteration + (0 if self.reads_at_once() else 1)
+        self.progress.fitted_iters, sentence = length.decide(taken, seconds, left)
         self.say(f" > {sentence}")
         self.plan = self.plan.ending_at(self.progress.fitted_iters, self.progress)
         self.reporter.follow(self.plan)
-        self.trainer.schedule = make_schedule(self.config, self.plan.train_samples)
+        self.trainer.schedule = schedule = make_schedule(self.config, self.plan.train_samples)
+        if schedule.warmup + schedule.wsd_tail >= schedule.total:
+            self.say(" > warm-up and decay are as long as the run that fits: --lr is never reached, or left at once")
 
     def optional_numbers(self) -> tuple[float | None, int | None]:
         """Norm of the parameters and zeros in the gradient, if they were asked for (they wait for the device)."""

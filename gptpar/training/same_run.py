@@ -44,14 +44,14 @@ _BY_RULE = {
     ),
     Rule.TOLD: (
         "model.attention_dropout model.hidden_dropout "
-        "batch.global_batch_size batch.rampup_batch_size batch.step_batch_size_schedule "
+        "batch.global_batch_size batch.rampup_batch_size batch.step_batch_size_schedule batch.train_minutes "
         "optimizer.optimizer optimizer.clip_grad optimizer.adam_beta1 optimizer.adam_beta2 optimizer.adam_eps "
         "precision.fp16 precision.bf16 precision.fp64 precision.loss_scale"
     ),
     Rule.ELSEWHERE: (
         "data.data_sharding data.data_path data.train_data_path data.valid_data_path data.test_data_path "
         "batch.train_iters batch.train_samples batch.train_tokens batch.batch_sizes batch.sample_limit "
-        "batch.train_minutes "
+        ""
         "optimizer.lr optimizer.min_lr optimizer.lr_decay_style optimizer.lr_decay_iters optimizer.lr_decay_samples "
         "optimizer.lr_decay_tokens optimizer.lr_warmup_fraction optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.lr_warmup_tokens optimizer.lr_warmup_init optimizer.lr_wsd_decay_style optimizer.lr_wsd_decay_iters "

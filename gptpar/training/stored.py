@@ -160,7 +160,7 @@ def _problems_of(kind: type, values: object, where: str, negative: Sequence[str]
     for name, hint in hints.items():
         if name in values:
             yield from _problem_of(hint, values[name], f"{where}.{name}", negative=name in negative)
-        else:
+        elif not _fits(None, hint):  # else: saved before there was such a field
             yield f"{where}.{name} is missing"
     for name in sorted(values.keys() - hints):
         yield f"{where} holds {name!r}, which this version does not know"

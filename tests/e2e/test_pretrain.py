@@ -251,4 +251,6 @@ def test_layouts_are_compared_in_other_formats_too(number_format: str, most: flo
     found = gptpar(f"--{number_format} --no-compile --nproc 2 --only 0.6", "check-layouts")
     for layout in ("dp2 x tp1 x pp1, ZeRO-3", "dp1 x tp2 x pp1, sequence parallel"):
         row = re.search(rf"0\.0e\+00 +(\S+) +(\S+) +(\S+) +(\S+)  {layout}, CPU optimizer 0.6\n", found)
-        assert row is not None and all(0 < float(number) < most for number in row.groups()), found
+        assert row is not None, found
+        numbers = [float(number) for number in row.groups()]
+        assert max(numbers) < most and max(numbers) > 0, found  # some are none: sums travel as wide as they are

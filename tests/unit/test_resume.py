@@ -84,6 +84,7 @@ OTHER: dict[str, Any] = {
     "batch.global_batch_size": 4,
     "batch.rampup_batch_size": (2, 2, 4),
     "batch.step_batch_size_schedule": "0:2 1K:4",
+    "batch.train_minutes": 7.0,
     "optimizer.optimizer": "other",
     "optimizer.clip_grad": 2.0,
     "optimizer.adam_beta1": 0.8,
@@ -431,3 +432,19 @@ def test_an_older_checkpoint_in_place_of_a_damaged_one_is_compared_too(tmp_path:
     assert read_manifest(newest).iteration == progress_to_resume(config, inputs_of(config)).iteration == 9
     with pytest.raises(CheckpointError, match=r"iter_0000007 cannot be resumed .*\n.*--seed 5 there, 1234 here"):
         resume.load(make_trainer(config), inputs_of(config), lambda _: None)
+
+
+def test_a_checkpoint_from_before_there_was_a_field_goes_on(tmp_path: Path) -> None:
+    """The length that ``--train-minutes`` fits came later than the format."""
+    saved(tmp_path, change=lambda meta: meta["progress"].pop("fitted_iters"))
+    config = tiny_config(f"--load {tmp_path}")
+    assert resume.progress_to_resume(config, inputs_of(config)).fitted_iters is None
+
+
+def test_a_resumed_run_keeps_its_fitted_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fits = "--train-minutes 3 --lr-warmup-iters 10 --train-iters 20"
+    saved(tmp_path, fits, change=lambda meta: meta["progress"].update(fitted_iters=20))
+    config = tiny_config(f"{fits} --train-minutes 7 --load {tmp_path}")
+    resume.load(make_trainer(config), inputs_of(config), print)
+    said = capsys.readouterr().out
+    assert "--train-minutes 3.0 there, 7.0 here" in said and "keeps the 20 steps that were fitted" in said

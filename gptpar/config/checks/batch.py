@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from gptpar.config import BatchConfig, Config
 from gptpar.config.batch_sizes import BatchSizes, read_schedule, run_samples
 from gptpar.config.fields import Missing
+from gptpar.config.training import MEASURED_STEPS
 
 MAX_INCREMENTS = 10_000
 MAX_TOKENS = 10**18
@@ -154,11 +155,22 @@ def _fitted_length(config: Config) -> Iterator[str]:
             f"{minutes} chooses the number of steps after the first ten, so --lr-warmup-fraction "
             f"{o.lr_warmup_fraction:g} has no length before that: give --lr-warmup-iters."
         )
+    elif o.lr_decay_style != "constant" and o.lr_warmup_iters < MEASURED_STEPS and not _has_own_lengths(config):
+        yield (
+            f"{minutes} chooses the number of steps after the first {MEASURED_STEPS}, whose learning rate would follow "
+            f"a decay of another length: give --lr-warmup-iters {MEASURED_STEPS} or more, or --lr-decay-iters."
+        )
     if o.weight_decay_incr_style != "constant":
         yield (
             f"{minutes} chooses the number of steps after the first ten, so --weight-decay-incr-style "
             f"{o.weight_decay_incr_style} has no length before that: keep the weight decay constant."
         )
+
+
+def _has_own_lengths(config: Config) -> bool:
+    """Whether warm-up or decay are measured otherwise than in steps of this run."""
+    o = config.optimizer
+    return any((o.lr_decay_iters, o.lr_decay_samples, o.lr_decay_tokens, o.lr_warmup_samples, o.lr_warmup_tokens))
 
 
 def check_first_step(config: Config) -> Iterator[str]:

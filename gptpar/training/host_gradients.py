@@ -80,7 +80,7 @@ class HostGradients:
 
     @torch.no_grad()
     def take_early(self, unit: Unit, grad: torch.Tensor, part: slice, addend: torch.Tensor | None) -> None:
-        """Nearly what :meth:`take` will get for the host: it differs in the rows that the host has been told of.
+        """The host's gradient before it is complete: rows that were announced as changing will still change.
 
         Args:
             part: what is formed of it, after the parts before.

@@ -120,7 +120,7 @@ class Run:
         )
 
     def _position(self, coming: int = 0) -> float:
-        """Where the schedules are, in their unit; ``coming``: samples of a step of which it is not known yet."""
+        """Where the schedules are, in their unit; ``coming``: samples of the step under way, as if it will count."""
         assert self.config.model.seq_length
         in_samples = self.progress.scheduled_samples + coming
         return in_samples * (self.config.model.seq_length if self.trainer.schedule.in_tokens else 1)

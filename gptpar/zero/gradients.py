@@ -37,8 +37,9 @@ class GradientSum:
             all of them.
         arriving_dtype: of the gradients that autograd produces. What the host updates of a single micro-batch and a
             single process is never anything else.
-        to_host: takes (unit, the complete sum of its whole shard, the device's elements of ``shard``) of a unit that
-            has others, and fills in the device's; the sum's memory stays as it is until the unit's next backward pass.
+        to_host: takes the gradient of a unit that the CPU updates wholly or in part: (unit, the complete sum of its
+            whole shard, where the device's elements of it belong). It fills in the latter. The sum's memory stays as
+            it is until the unit's next backward pass.
         to_host_early: takes (unit, a sum, a part of it, what is to be added to that or ``None``) before that; see
             :meth:`take_early`.
         ahead: whether to take the memory of those sums at the beginning of a step, so that the step uses it for nothing

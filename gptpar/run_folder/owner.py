@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptpar.checkpoint.folders import find_checkpoints, write_synced
-from gptpar.command import printable
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, printable
 from gptpar.run_folder.process import Process
 
 SIGN_OF_LIFE_SECONDS = 15.0

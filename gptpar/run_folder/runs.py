@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptpar.command import Parser, printable
-from gptpar.errors import CheckpointError
+from gptpar.command import Parser
+from gptpar.errors import CheckpointError, printable
 from gptpar.run_folder.survey import survey
 
 DESCRIPTION = """Show a run folder: its checkpoints (whole or damaged, by manifest and file sizes), the branches that a

@@ -153,10 +153,14 @@ def test_a_folder_whose_checkpoints_are_all_in_branches_is_no_fresh_start(folder
     leave_branch(folder, -1, 0, folder / "tensorboard", lambda _: None)
     assert numbers(folder) == [] and not (folder / "metrics.jsonl").exists()
     before = snapshot(folder)
-    for flags in ("", "--finetune"):
+    branch = folder / "branches" / "1-from-0000000"
+    for flags in ("", "--ckpt-step 4", "--finetune --ckpt-step 5"):
         said = pretrain(f"--train-iters 8 --load {folder} --save {folder} {flags}", expect=1)
-        assert f"left one in --load {folder}/branches/1-from-0000000" in said and snapshot(folder) == before
-    pretrain(f"--train-iters 3 --load {folder}/branches/1-from-0000000 --finetune --save {folder}")
+        assert "there is no readable checkpoint" in said and snapshot(folder) == before
+        assert (f"left one in --load {branch}" in said) == ("5" not in flags)
+    said = pretrain(f"--train-iters 3 --load {folder} --save {folder} --finetune --ckpt-step 6")
+    assert f"all checkpoints of {folder} are in branches: fine-tuning begins with {branch}" in said
+    assert f"loaded {branch}/iter_0000006 (iteration 6)" in said
     assert numbers(folder) == [3] and curve(folder) == [1, 2, 3]
 
 

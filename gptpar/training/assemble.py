@@ -25,7 +25,7 @@ from gptpar.training import resume
 from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.data import make_loaders, vocabulary_of, with_vocabulary
+from gptpar.training.data import Loaders, Vocabulary, make_loaders, vocabulary_of, with_vocabulary
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter
 from gptpar.training.run import Run
@@ -105,15 +105,17 @@ def open_run(
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)
-        loaders = make_loaders(config, topology, BatchPlan.as_told(config.batch, done), vocabulary, say)
-        for loader in loaders.values():
-            if loader is not None:
-                stack.callback(loader.close)
+        loaders = _open_loaders(stack, config, topology, done, vocabulary, say)
         trainer = Trainer(config, topology, make_schedule(config, plan.train_samples), activity)
         stack.callback(trainer.close)
         if trainer.model.host is not None:
             say(offload_line(trainer.model))
         progress = resume.load(trainer, inputs, say)
+        if progress != done:  # the newest checkpoint's data are damaged: what was made for it is made for an older one
+            plan = BatchPlan.of(config.batch, progress)
+            loaders = _open_loaders(stack, config, topology, progress, vocabulary, say)
+            if not config.optimizer.use_checkpoint_opt_param_scheduler:
+                trainer.schedule = make_schedule(config, plan.train_samples)
         if topology.is_main:
             log = config.logging
             require_packages(tensorboard=bool(log.tensorboard_dir), wandb=bool(log.wandb_project))
@@ -124,6 +126,22 @@ def open_run(
         stack.callback(reporter.close)
         request.hold()
         yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started, permit)
+
+
+def _open_loaders(
+    stack: ExitStack,
+    config: Config,
+    topology: Topology,
+    done: Progress,
+    vocabulary: Vocabulary,
+    say: Callable[[str], None],
+) -> Loaders:
+    """The loaders of a run that goes on from ``done``, closed at its end."""
+    loaders = make_loaders(config, topology, BatchPlan.as_told(config.batch, done), vocabulary, say)
+    for loader in loaders.values():
+        if loader is not None:
+            stack.callback(loader.close)
+    return loaders
 
 
 def _run_folder(config: Config, say: Callable[[str], None]) -> AbstractContextManager[RunFolder | None]:

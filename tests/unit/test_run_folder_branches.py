@@ -107,6 +107,26 @@ def test_damaged_newer_checkpoints_are_left_in_a_branch(folder: Path, pretrain: 
     assert numbers(folder / "branches" / "1-from-0000004") == [6, 8]
 
 
+def test_a_damaged_newest_checkpoint_leaves_no_trace_in_the_plan_of_the_run(folder: Path, pretrain: Run) -> None:
+    """Its batches had another size, so that the run would end and decay elsewhere."""
+    same = f"--load {folder} --save {folder} --override-opt-param-scheduler --lr-decay-style linear"
+    shutil.rmtree(folder / "iter_0000008")
+    pretrain(f"{same} --train-iters 8 --global-batch-size 4")
+    other = shutil.copytree(folder, folder.parent / "other")
+    shutil.rmtree(other / "iter_0000008")
+    with open(folder / "iter_0000008" / "rank00000.bin", "r+b") as file:
+        file.write(b"damage")
+    runs = []
+    for root in (folder, other):
+        said = pretrain(f"{same.replace(str(folder), str(root))} --train-iters 10 --global-batch-size 8")
+        assert ("skipped a damaged checkpoint" in said) == (root == folder) and "(iteration 6)" in said
+        assert load_meta(root)["progress"]["consumed_samples"] == 6 * 2 + 4 * 8
+        assert load_meta(root)["schedule"]["total"] == 44
+        lines = read_metrics(root / "metrics.jsonl")
+        runs.append([(line["iteration"], line["lm_loss"], line["learning_rate"]) for line in lines])
+    assert runs[0] == runs[1] and runs[0][-1][0] == 10
+
+
 def test_steps_that_a_crash_takes_again_are_shown_once(folder: Path, pretrain: Run) -> None:
     shutil.rmtree(folder / "iter_0000008")
     pretrain(f"--train-iters 8 --load {folder} --save {folder}")

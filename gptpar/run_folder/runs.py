@@ -45,7 +45,8 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         if not branch["complete"]:
             yield "  the move into it was cut short; the next run that saves into the folder completes it"
         yield from _table(branch["checkpoints"])
-        yield f"  to go on from there: {branch['go_on']}"
+        if branch["go_on"] is not None:
+            yield f"  to go on from there: {branch['go_on']}"
     for save in found["saves"]:
         state = "left by a save that died; the next save removes it" if save["dead"] else "a save in progress"
         yield f"{save['path']}: {state}"

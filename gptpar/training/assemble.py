@@ -18,6 +18,7 @@ from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
+from gptpar.run_folder.branches import is_inside
 from gptpar.run_folder.folder import RunFolder, open_run_folder
 from gptpar.stop import StopRequest
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
@@ -160,7 +161,9 @@ def _put_in_order(folder: RunFolder, config: Config, plan: BatchPlan, progress: 
     """
     if plan.finished(progress):
         return not folder.is_beyond(progress.iteration)
-    folder.go_on_from(progress.iteration, progress.consumed_samples, anew=config.checkpoint.finetune)
+    c = config.checkpoint
+    chosen = c.ckpt_step is not None
+    folder.go_on_from(progress.iteration, progress.consumed_samples, anew=c.finetune, chosen=chosen)
     return True
 
 
@@ -170,7 +173,7 @@ def _sinks(
     """The main process's sinks; in the run folder only if this run writes there."""
     log, folder, tensorboard = config.logging, config.checkpoint.save, config.logging.tensorboard_dir
     if folder is not None and not writes:
-        inside = tensorboard is not None and Path(tensorboard).resolve().is_relative_to(Path(folder).resolve())
+        inside = tensorboard is not None and is_inside(Path(tensorboard), Path(folder))
         folder, tensorboard = None, None if inside else tensorboard
     options = ScalarOptions(
         interval=log.tensorboard_log_interval,

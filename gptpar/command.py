@@ -142,8 +142,3 @@ def positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{value} is not above 0")
     return value
-
-
-def printable(line: str) -> str:
-    """A line in which nothing that a stranger wrote can move the cursor or begin another line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in line)

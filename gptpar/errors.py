@@ -37,3 +37,8 @@ class CheckpointError(GptparError):
 
 class NativeBuildError(GptparError):
     """The C++ helper could not be compiled; holds the compiler's own message."""
+
+
+def printable(text: str) -> str:
+    """What a stranger wrote, with control characters and line ends escaped: they could forge what is told."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)

@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 
 from gptpar.checkpoint.folders import HINT_NAME, find_checkpoints
-from gptpar.checkpoint.manifest import MANIFEST_NAME, printable
+from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.errors import printable
 
 MAX_ENTRIES = 10_000
 """Names looked at in one folder: a folder of more is a data set."""

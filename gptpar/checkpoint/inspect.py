@@ -9,10 +9,10 @@ from typing import Any
 
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.foreign import foreign_checkpoint
-from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, printable, read_manifest
+from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
 from gptpar.checkpoint.verify import verify_checkpoint
 from gptpar.command import Parser
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, printable
 
 
 def main(argv: list[str]) -> int:

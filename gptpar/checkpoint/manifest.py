@@ -142,11 +142,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
-def printable(text: str) -> str:
-    """What a stranger wrote, with control characters and line ends escaped: they could forge what is told."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 def read_manifest(path: str | Path) -> Manifest:
     """Read and check the manifest of one checkpoint directory.
 

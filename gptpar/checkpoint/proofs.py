@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptpar.checkpoint.folders import replace_synced
+from gptpar.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from gptpar.checkpoint.verify import damaged_files
 
 FOLDER_NAME = ".verified"
 
@@ -49,6 +51,18 @@ def recall(path: Path) -> Proof | None:
         return Proof(float(note["seconds"]), tuple(map(str, note["problems"])))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def known_problems(iteration: int, path: Path) -> list[str]:
+    """Damage that the manifest and the files' sizes show, or else what the last re-read found."""
+    try:
+        manifest = read_manifest(path)
+    except DamagedCheckpoint as error:
+        return [str(error)]
+    if manifest.iteration != iteration:
+        return [f"{path} says of itself that it is iteration {manifest.iteration}"]
+    proof = recall(path)
+    return damaged_files(path, manifest) or ([] if proof is None else list(proof.problems))
 
 
 def forget(path: Path) -> None:

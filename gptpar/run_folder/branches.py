@@ -2,7 +2,7 @@
 
     root/branches/1-from-0000010/iter_0000020/    the checkpoints after iteration 10, each moved by one rename
     root/branches/1-from-0000010/metrics.jsonl    the whole history up to there
-    root/branches/1-from-0000010/tensorboard/     likewise
+    root/branches/1-from-0000010/tensorboard/     likewise, where TensorBoard's files are inside the run's folder
     root/branches/1-from-0000010/branch.json      where it begins, and whether all of it has been moved
 
 In ``root`` only what comes up to iteration 10 remains, so its numbers are those of one run again. The branch is first
@@ -19,7 +19,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gptpar.checkpoint import folders, proofs
@@ -44,12 +44,16 @@ class Journal:
         iteration: up to which the run's folder keeps its history; -1 if it keeps nothing.
         consumed_samples: by then.
         checkpoints: that belong to the branch, as iterations.
+        tensorboard: the event files' folder, relative to the run's folder; None if there is none inside it.
+        damaged: whether the run went back because none of the checkpoints was whole.
         complete: whether everything has been moved.
     """
 
     iteration: int
     consumed_samples: int
     checkpoints: tuple[int, ...]
+    tensorboard: str | None = None
+    damaged: bool = False
     complete: bool = False
 
 
@@ -67,8 +71,13 @@ def begins_at(branch: Path) -> int:
     return int(match[2])
 
 
-def how_to_go_on(branch: Path) -> str:
-    """The flags with which a run goes on where the branch ends."""
+def how_to_go_on(branch: Path) -> str | None:
+    """The flags with which a run goes on where the branch ends; None if no checkpoint of it is known to be whole."""
+    journal = read_journal(branch)
+    damaged = journal.checkpoints if journal is not None and journal.damaged else ()
+    found = folders.find_checkpoints(branch)
+    if all(number in damaged or proofs.known_problems(number, path) for number, path in found):
+        return None
     path = shlex.quote(str(branch))
     return f"--load {path} --save {path}"
 
@@ -82,32 +91,53 @@ def branch_with(root: str | Path, iteration: int | None) -> Path | None:
 
 
 def leave_branch(
-    root: Path, iteration: int, consumed_samples: int, tensorboard: Path | None, say: Callable[[str], None]
+    root: Path,
+    iteration: int,
+    consumed_samples: int,
+    tensorboard: Path | None,
+    say: Callable[[str], None],
+    *,
+    damaged: bool = False,
 ) -> None:
     """Move the checkpoints after ``iteration`` out of the run's folder, with the history that led to them.
 
     Args:
         root: the run's folder, which this process owns.
         iteration: that the run goes on from; -1 to begin anew.
-        tensorboard: where this run's event files are.
+        tensorboard: where this run's event files are. Outside ``root`` other runs may write there: nothing is touched.
         say: is told what was moved where; not called where there is nothing to move.
+        damaged: the later checkpoints could not be loaded.
     """
     beyond = sorted(number for number, _ in folders.find_checkpoints(root) if number > iteration)
     if not beyond:
         return
-    journal = Journal(iteration, consumed_samples, tuple(beyond))
-    branch = _publish(root, journal, tensorboard)
-    _finish(root, branch, journal, tensorboard, say)
+    inside = None
+    if tensorboard is not None and is_inside(tensorboard, root):
+        inside = str(tensorboard.resolve().relative_to(root.resolve()))
+    journal = Journal(iteration, consumed_samples, tuple(beyond), inside, damaged)
+    branch = _publish(root, journal)
+    _finish(root, branch, journal, say)
     what = f"checkpoint{'' if len(beyond) == 1 else 's'} {', '.join(map(str, beyond))}"
     if len(beyond) > MAX_NAMED:
         what = f"{len(beyond)} checkpoints, {beyond[0]} to {beyond[-1]}"
+    histories = "metrics and TensorBoard files" if inside else "metrics"
     say(
-        f" > this run goes on from iteration {max(0, iteration)}: what came after it ({what}, with metrics and "
-        f"TensorBoard files) was moved to {branch}; to go on from there: {how_to_go_on(branch)}"
+        f" > this run goes on from iteration {max(0, iteration)}: what came after it ({what}, with {histories}) "
+        f"was moved to {branch}{_advice(branch)}"
     )
 
 
-def finish_branches(root: Path, tensorboard: Path | None, say: Callable[[str], None]) -> None:
+def is_inside(tensorboard: Path, root: Path) -> bool:
+    """Whether the event files are in the run's folder, and so this run's alone."""
+    return tensorboard.resolve().is_relative_to(root.resolve())
+
+
+def _advice(branch: Path) -> str:
+    flags = how_to_go_on(branch)
+    return f"; to go on from there: {flags}" if flags else " (damaged: no run can go on from there)"
+
+
+def finish_branches(root: Path, say: Callable[[str], None]) -> None:
     """Do the rest for a run that was killed while it left a branch; called by the folder's owner, before it loads."""
     folder = root / FOLDER_NAME
     for staged in folder.iterdir() if folder.is_dir() else ():
@@ -116,10 +146,10 @@ def finish_branches(root: Path, tensorboard: Path | None, say: Callable[[str], N
     for _, branch in find_branches(root):
         journal = read_journal(branch)
         if journal is not None and not journal.complete:
-            _finish(root, branch, journal, tensorboard, say)
+            _finish(root, branch, journal, say)
             say(
                 f" > {branch} was completed: a run that went back to iteration {max(0, journal.iteration)} was killed "
-                f"while it moved there what came after; to go on from there: {how_to_go_on(branch)}"
+                f"while it moved there what came after{_advice(branch)}"
             )
 
 
@@ -128,12 +158,20 @@ def read_journal(branch: Path) -> Journal | None:
     try:
         values = json.loads((branch / JOURNAL_NAME).read_text(encoding="utf-8"))
         numbers = tuple(map(int, values["checkpoints"]))
-        return Journal(int(values["iteration"]), int(values["consumed_samples"]), numbers, bool(values["complete"]))
+        inside = values.get("tensorboard")
+        return Journal(
+            int(values["iteration"]),
+            int(values["consumed_samples"]),
+            numbers,
+            None if inside is None else str(inside),
+            bool(values.get("damaged")),
+            bool(values["complete"]),
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _publish(root: Path, journal: Journal, tensorboard: Path | None) -> Path:
+def _publish(root: Path, journal: Journal) -> Path:
     """A branch with copies of the histories and nothing moved yet; it appears by one rename."""
     folder = root / FOLDER_NAME
     staged = folder / f".new-{secrets.token_hex(4)}"
@@ -141,8 +179,9 @@ def _publish(root: Path, journal: Journal, tensorboard: Path | None) -> Path:
     try:
         history = root / metrics_file.FILE_NAME
         copies = [(history, staged / history.name)] if history.exists() else []
-        if tensorboard is not None:
-            copies += [(file, staged / TENSORBOARD_NAME / file.name) for file in event_files.event_files(tensorboard)]
+        if journal.tensorboard is not None:
+            events = event_files.event_files(root / journal.tensorboard)
+            copies += [(file, staged / TENSORBOARD_NAME / file.name) for file in events]
         for source, copy in copies:
             copy.parent.mkdir(exist_ok=True)
             shutil.copy2(source, copy)
@@ -157,7 +196,7 @@ def _publish(root: Path, journal: Journal, tensorboard: Path | None) -> Path:
     return branch
 
 
-def _finish(root: Path, branch: Path, journal: Journal, tensorboard: Path | None, say: Callable[[str], None]) -> None:
+def _finish(root: Path, branch: Path, journal: Journal, say: Callable[[str], None]) -> None:
     """Move the checkpoints and cut the histories that remain. Each step may have been done before."""
     for number in journal.checkpoints:
         source, target = (folders.checkpoint_path(place, number) for place in (root, branch))
@@ -169,8 +208,8 @@ def _finish(root: Path, branch: Path, journal: Journal, tensorboard: Path | None
         metrics_file.cut_after(history, journal.iteration, say)
     else:  # all of it is the branch's
         history.unlink(missing_ok=True)
-    if tensorboard is not None:
-        event_files.cut_after(tensorboard, journal.iteration, journal.consumed_samples)
+    if journal.tensorboard is not None and is_inside(root / journal.tensorboard, root):  # whoever wrote the journal
+        event_files.cut_after(root / journal.tensorboard, journal.iteration, journal.consumed_samples)
     for place in (root, branch):
         newest = next((number for number, _ in folders.find_checkpoints(place)), None)
         if newest is not None:
@@ -178,7 +217,7 @@ def _finish(root: Path, branch: Path, journal: Journal, tensorboard: Path | None
         else:
             hint.unlink(missing_ok=True)
         folders.sync_directory(place)
-    _write(branch, Journal(journal.iteration, journal.consumed_samples, journal.checkpoints, complete=True))
+    _write(branch, replace(journal, complete=True))
 
 
 def _write(branch: Path, journal: Journal) -> None:

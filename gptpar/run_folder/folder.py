@@ -9,7 +9,7 @@ from pathlib import Path
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.reporting import event_files, metrics_file
-from gptpar.run_folder.branches import finish_branches, leave_branch
+from gptpar.run_folder.branches import finish_branches, is_inside, leave_branch
 from gptpar.run_folder.owner import Owner
 
 
@@ -20,13 +20,13 @@ class RunFolder:
 
     Args:
         root: the folder.
-        tensorboard: where this run's event files are.
+        tensorboard: where this run's event files are; left alone where that is outside ``root``.
         say: prints a line.
     """
 
     def __init__(self, root: Path, tensorboard: Path | None, say: Callable[[str], None]):
-        self._root, self._tensorboard, self._say = root, tensorboard, say
-        self._tensorboard_is_inside = tensorboard is not None and tensorboard.resolve().is_relative_to(root.resolve())
+        self._root, self._say = root, say
+        self._tensorboard = tensorboard if tensorboard is not None and is_inside(tensorboard, root) else None
         self._owner: Owner | None = None
         self._ranks = Ranks(None)
 
@@ -40,20 +40,22 @@ class RunFolder:
 
     def _take(self) -> None:
         self._owner = Owner(self._root, self._say)
-        finish_branches(self._root, self._tensorboard, self._say)
+        finish_branches(self._root, self._say)
 
-    def go_on_from(self, iteration: int, consumed_samples: int, *, anew: bool) -> None:
+    def go_on_from(self, iteration: int, consumed_samples: int, *, anew: bool, chosen: bool) -> None:
         """Make the folder's numbers those of this run, after everything was loaded and before the first step.
 
         Args:
             iteration: the last one that is done, 0 at the beginning.
             anew: the run begins at iteration 0 and none of the folder's checkpoints is of its own history.
+            chosen: the iteration was asked for; else it is the newest whole one, and later ones are damaged.
         """
-        self._ranks.lead(lambda: self._go_on_from(-1 if anew else iteration, consumed_samples))
+        damaged = not (anew or chosen)
+        self._ranks.lead(lambda: self._go_on_from(-1 if anew else iteration, consumed_samples, damaged))
 
-    def _go_on_from(self, iteration: int, consumed_samples: int) -> None:
-        leave_branch(self._root, iteration, consumed_samples, self._tensorboard, self._say)
-        if iteration > 0 and self._tensorboard is not None and self._tensorboard_is_inside:
+    def _go_on_from(self, iteration: int, consumed_samples: int, damaged: bool) -> None:
+        leave_branch(self._root, iteration, consumed_samples, self._tensorboard, self._say, damaged=damaged)
+        if iteration > 0 and self._tensorboard is not None:
             self._cut_what_is_taken_again(self._tensorboard, iteration, consumed_samples)
 
     def _cut_what_is_taken_again(self, tensorboard: Path, iteration: int, consumed_samples: int) -> None:

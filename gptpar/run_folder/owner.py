@@ -7,7 +7,8 @@ runs that start together one is refused; a claim whose run has died is not repla
 find it dead one is refused as well, and a run that was only asleep sees that it has lost. No file lock is needed.
 
 Whether a run has died is exact on its own machine. Elsewhere it has died when it gave no sign of life for
-`DEAD_AFTER_SECONDS` of the file system's clock, which wrote all the times that are compared.
+`DEAD_AFTER_SECONDS` of the file system's clock, which wrote all the times that are compared. A new run waits until
+then, and is refused at the next sign of life.
 """
 
 from __future__ import annotations
@@ -23,13 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptpar.checkpoint.folders import find_checkpoints, write_synced
-from gptpar.command import printable
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, printable
 from gptpar.run_folder.process import Process
 
 SIGN_OF_LIFE_SECONDS = 15.0
-SILENT_AFTER_SECONDS = 60.0
-"""A run on another machine that is silent for longer is waited for: it may have died just now."""
 DEAD_AFTER_SECONDS = 180.0
 
 _CLAIM = re.compile(r"owner-(\d+)\.json")
@@ -95,7 +93,6 @@ class Owner:
         self._root, self._say, self._token = root, say, secrets.token_hex(8)
         self._made = [folder for folder in (root, *root.parents) if not folder.exists()]
         try:
-            root.mkdir(parents=True, exist_ok=True)
             self._path = self._take()
         except OSError as error:
             raise CheckpointError(f"cannot write into the run folder {root}: {error.strerror}") from error
@@ -105,7 +102,9 @@ class Owner:
         self._thread.start()
 
     def require(self) -> None:
-        """Ask before anything is written or deleted. A claim that somebody removed is made again if no run came since.
+        """Ask before anything is written or deleted.
+
+        A claim that somebody removed, alone or with the folder, is made again if no run came since.
 
         Raises:
             CheckpointError: the folder is another run's now.
@@ -139,15 +138,16 @@ class Owner:
         process, since = Process.this(), time.strftime("%Y-%m-%d %H:%M:%S")
         draft = self._root / f".owner-{self._token}.tmp"
         text = json.dumps({"token": self._token, "since": since, "process": process.to_dict()}, indent=2)
-        waits = False
+        first_seen: Claim | None = None
         try:
+            self._root.mkdir(parents=True, exist_ok=True)
             while True:
                 write_synced(draft, text)  # each time: its modification time is the file system's clock
                 claim = current_claim(self._root)
                 if claim is not None:
                     silence = draft.stat().st_mtime - claim.sign_of_life
-                    if self._must_wait(claim, silence, waits):
-                        waits = True
+                    if self._must_wait(claim, silence, first_seen):
+                        first_seen = first_seen or claim
                         time.sleep(2.0)
                         continue
                 path = self._root / f"owner-{1 if claim is None else claim.number + 1}.json"
@@ -158,18 +158,23 @@ class Owner:
         finally:
             draft.unlink(missing_ok=True)
 
-    def _must_wait(self, claim: Claim, silence: float, waits: bool) -> bool:
-        """False if the claim's run is dead; True if that is to be seen; else CheckpointError."""
+    def _must_wait(self, claim: Claim, silence: float, first_seen: Claim | None) -> bool:
+        """False if the claim's run is dead; True if that is to be seen; else CheckpointError.
+
+        Args:
+            first_seen: the claim when the waiting began.
+        """
         if claim.is_dead(silence):
             self._say(f" > {self._root} was left by a run that has ended ({claim.describe()}): taken over")
             return False
         local = claim.process is not None and claim.process.is_local()
-        if not local and silence > SILENT_AFTER_SECONDS:
-            if not waits:
-                self._say(
-                    f" > {self._root} is another run's ({claim.describe()}) that has been silent for {silence:.0f} "
-                    f"s: waiting for up to {DEAD_AFTER_SECONDS - silence:.0f} s whether it is still there"
-                )
+        if not local and first_seen is None:
+            self._say(
+                f" > {self._root} is another run's ({claim.describe()}) that has been silent for {max(0, silence):.0f} "
+                f"s: waiting for up to {DEAD_AFTER_SECONDS - silence:.0f} s whether it is still there"
+            )
+            return True
+        if not local and first_seen is not None and claim.sign_of_life <= first_seen.sign_of_life:
             return True
         raise CheckpointError(
             f"{self._root} is in use: another run writes there ({claim.describe()}, last sign of life "

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gptpar.command import Parser, printable
-from gptpar.errors import CheckpointError
+from gptpar.command import Parser
+from gptpar.errors import CheckpointError, printable
 from gptpar.run_folder.survey import survey
 
 DESCRIPTION = """Show a run folder: its checkpoints (whole or damaged, by manifest and file sizes), the branches that a
@@ -45,7 +45,8 @@ def describe(found: dict[str, Any]) -> Iterator[str]:
         if not branch["complete"]:
             yield "  the move into it was cut short; the next run that saves into the folder completes it"
         yield from _table(branch["checkpoints"])
-        yield f"  to go on from there: {branch['go_on']}"
+        if branch["go_on"] is not None:
+            yield f"  to go on from there: {branch['go_on']}"
     for save in found["saves"]:
         state = "left by a save that died; the next save removes it" if save["dead"] else "a save in progress"
         yield f"{save['path']}: {state}"

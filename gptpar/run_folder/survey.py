@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gptpar.checkpoint import DamagedCheckpoint, folders, proofs, read_manifest, verify_checkpoint
+from gptpar.checkpoint import folders, proofs, verify_checkpoint
 from gptpar.checkpoint.manifest import MANIFEST_NAME
-from gptpar.checkpoint.verify import damaged_files
 from gptpar.run_folder.branches import begins_at, find_branches, how_to_go_on, read_journal
 from gptpar.run_folder.owner import current_claim
 
@@ -38,12 +37,11 @@ def _checkpoint(iteration: int, path: Path, verify: bool) -> dict[str, Any] | No
     """One checkpoint; None if the run deleted it meanwhile."""
     if verify:
         proofs.remember(path, verify_checkpoint(path))
-    proof, problems = proofs.recall(path), _visible_problems(iteration, path)
+    proof, problems = proofs.recall(path), proofs.known_problems(iteration, path)
     try:
         stats = [entry.stat() for entry in path.iterdir()]
     except FileNotFoundError:
         return None
-    problems = problems or ([] if proof is None else list(proof.problems))
     return {
         "iteration": iteration,
         "path": str(path),
@@ -53,17 +51,6 @@ def _checkpoint(iteration: int, path: Path, verify: bool) -> dict[str, Any] | No
         "problems": problems,
         "verified": None if proof is None else text_of_time(proof.seconds),
     }
-
-
-def _visible_problems(iteration: int, path: Path) -> list[str]:
-    """Damage that the manifest and the files' sizes show."""
-    try:
-        manifest = read_manifest(path)
-    except DamagedCheckpoint as error:
-        return [str(error)]
-    if manifest.iteration != iteration:
-        return [f"{path} says of itself that it is iteration {manifest.iteration}"]
-    return damaged_files(path, manifest)
 
 
 def _branch(path: Path, verify: bool) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import Any
 
 from gptpar.checkpoint import Manifest
 from gptpar.checkpoint.folders import checkpoint_path
-from gptpar.checkpoint.manifest import printable
 from gptpar.config import Config
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, printable
 from gptpar.optim.schedule import make_schedule
 from gptpar.training import same_run
 from gptpar.training.batch_plan import BatchPlan

@@ -18,6 +18,7 @@ from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
+from gptpar.run_folder.branches import is_inside
 from gptpar.run_folder.folder import RunFolder, open_run_folder
 from gptpar.stop import StopRequest
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
@@ -25,7 +26,7 @@ from gptpar.training import resume
 from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.data import make_loaders, vocabulary_of, with_vocabulary
+from gptpar.training.data import Loaders, Vocabulary, make_loaders, vocabulary_of, with_vocabulary
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter
 from gptpar.training.run import Run
@@ -105,15 +106,17 @@ def open_run(
         say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)
-        loaders = make_loaders(config, topology, BatchPlan.as_told(config.batch, done), vocabulary, say)
-        for loader in loaders.values():
-            if loader is not None:
-                stack.callback(loader.close)
+        loaders = _open_loaders(stack, config, topology, done, vocabulary, say)
         trainer = Trainer(config, topology, make_schedule(config, plan.train_samples), activity)
         stack.callback(trainer.close)
         if trainer.model.host is not None:
             say(offload_line(trainer.model))
         progress = resume.load(trainer, inputs, say)
+        if progress != done:  # the newest checkpoint's data are damaged: what was made for it is made for an older one
+            plan = BatchPlan.of(config.batch, progress)
+            loaders = _open_loaders(stack, config, topology, progress, vocabulary, say)
+            if not config.optimizer.use_checkpoint_opt_param_scheduler:
+                trainer.schedule = make_schedule(config, plan.train_samples)
         if topology.is_main:
             log = config.logging
             require_packages(tensorboard=bool(log.tensorboard_dir), wandb=bool(log.wandb_project))
@@ -124,6 +127,22 @@ def open_run(
         stack.callback(reporter.close)
         request.hold()
         yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started, permit)
+
+
+def _open_loaders(
+    stack: ExitStack,
+    config: Config,
+    topology: Topology,
+    done: Progress,
+    vocabulary: Vocabulary,
+    say: Callable[[str], None],
+) -> Loaders:
+    """The loaders of a run that goes on from ``done``, closed at its end."""
+    loaders = make_loaders(config, topology, BatchPlan.as_told(config.batch, done), vocabulary, say)
+    for loader in loaders.values():
+        if loader is not None:
+            stack.callback(loader.close)
+    return loaders
 
 
 def _run_folder(config: Config, say: Callable[[str], None]) -> AbstractContextManager[RunFolder | None]:
@@ -142,7 +161,9 @@ def _put_in_order(folder: RunFolder, config: Config, plan: BatchPlan, progress: 
     """
     if plan.finished(progress):
         return not folder.is_beyond(progress.iteration)
-    folder.go_on_from(progress.iteration, progress.consumed_samples, anew=config.checkpoint.finetune)
+    c = config.checkpoint
+    chosen = c.ckpt_step is not None
+    folder.go_on_from(progress.iteration, progress.consumed_samples, anew=c.finetune, chosen=chosen)
     return True
 
 
@@ -152,7 +173,7 @@ def _sinks(
     """The main process's sinks; in the run folder only if this run writes there."""
     log, folder, tensorboard = config.logging, config.checkpoint.save, config.logging.tensorboard_dir
     if folder is not None and not writes:
-        inside = tensorboard is not None and Path(tensorboard).resolve().is_relative_to(Path(folder).resolve())
+        inside = tensorboard is not None and is_inside(Path(tensorboard), Path(folder))
         folder, tensorboard = None, None if inside else tensorboard
     options = ScalarOptions(
         interval=log.tensorboard_log_interval,

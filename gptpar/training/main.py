@@ -48,7 +48,7 @@ def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequenc
             run.evaluate("valid")
             run.evaluate("test")
         if run.is_to_stop():
-            saved = f"; --load {config.checkpoint.save} goes on from here" if config.checkpoint.save else ""
+            saved = f"; --load {config.checkpoint.save} goes on from here" if run.saved_at is not None else ""
             run.say(f" > stopped by {run.request.signal.name if run.request.signal else 'a signal'}{saved}")
         return run.request.signal
 

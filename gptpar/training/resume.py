@@ -117,7 +117,7 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
         return None
     if problem := why_not_to_load(c.load, _NEW_WEIGHTS):
         raise CheckpointError(problem)
-    found = find_checkpoints(Path(c.load)) if Path(c.load).is_dir() else []
+    found = find_checkpoints(folder_to_load(config, c.load))
     branch = branch_with(c.load, c.ckpt_step)  # where all checkpoints are in branches, nobody wants random weights
     required = c.exit_on_missing_checkpoint or c.finetune or config.logging.skip_train or c.ckpt_step is not None
     if not found and not required and branch is None:
@@ -129,6 +129,15 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
     wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
     elsewhere = "" if branch is None else f"; a run that went back left one in --load {branch}"
     raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}")
+
+
+def folder_to_load(config: Config, load: str) -> Path:
+    """``--load``, or a branch of it: a fine-tuning in one folder moves all checkpoints there before its first save.
+
+    The same command, given again after a kill in between, then begins with the same weights.
+    """
+    moved = config.checkpoint.finetune and not find_checkpoints(load)
+    return (branch_with(load, config.checkpoint.ckpt_step) if moved else None) or Path(load)
 
 
 def progress_to_resume(config: Config, inputs: Inputs) -> Progress:
@@ -156,16 +165,19 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
             say(f" > no checkpoint in {c.load} yet: starting from the beginning")
         trainer.initialise()
         return Progress()
+    folder = folder_to_load(config, c.load)
+    if folder != Path(c.load):
+        say(f" > all checkpoints of {c.load} are in branches: fine-tuning begins with {folder}")
     weights_only = c.finetune or c.no_load_optim
     targets = checkpoint_tensors(trainer, with_moments=not weights_only)
     if weights_only and (missing := targets.keys() - manifest.tensors.keys()):
         raise CheckpointError(
-            f"the checkpoint in {c.load} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
+            f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
         )
-    loaded = load_checkpoint(c.load, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
+    loaded = load_checkpoint(folder, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
     trainer.model.publish()
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
-    if c.ckpt_step is None and (named := edited_hint(c.load)) not in (None, loaded.iteration):
+    if c.ckpt_step is None and (named := edited_hint(folder)) not in (None, loaded.iteration):
         say(
             f" > {HINT_NAME} names iteration {named}, but the newest checkpoint is taken whatever it says: add "
             f"--ckpt-step {named} to go back to that one"

@@ -23,7 +23,7 @@ def _use(rank: int, root: Path) -> None:
         assert (claim.process.pid == os.getpid()) == (rank == 0)
         with pytest.raises(CheckpointError, match="is in use"), open_run_folder(root, None, said.append):
             pass
-        folder.go_on_from(2, 4, anew=False)
+        folder.go_on_from(2, 4, anew=False, chosen=True)
         assert [number for number, _ in find_checkpoints(root)] == [2]
         assert len(said) == (rank == 0)
         torch.distributed.barrier()

@@ -9,7 +9,7 @@ import pytest
 
 from gptpar import command
 from gptpar.cli import main
-from gptpar.errors import DataError
+from gptpar.errors import DataError, printable
 
 
 def test_a_typo_is_named_rather_than_the_flag_it_leaves_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,3 +67,7 @@ def test_an_empty_path_is_an_unset_variable_to_every_verb(words: list[str], caps
         main(words)
     assert stopped.value.code == 2
     assert "is empty, perhaps by an unset shell variable: set it, or leave the flag out" in capsys.readouterr().err
+
+
+def test_what_a_stranger_wrote_stays_on_its_line() -> None:
+    assert printable("a\x1b[2J\r\nb\u2028c\ud800 é") == r"a\x1b[2J\r\nb\u2028c\ud800 é"

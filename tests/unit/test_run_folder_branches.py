@@ -18,7 +18,7 @@ from gptpar.cli import main
 from gptpar.reporting.metrics_file import read_metrics
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import TensorBoardSink
-from gptpar.run_folder.branches import finish_branches, leave_branch, read_journal
+from gptpar.run_folder.branches import finish_branches, how_to_go_on, leave_branch, read_journal
 from tests.helpers import TINY
 from tests.unit.test_reporting_sinks import record
 
@@ -102,9 +102,77 @@ def test_damaged_newer_checkpoints_are_left_in_a_branch(folder: Path, pretrain: 
         (folder / f"iter_{number:07d}" / "rank00000.bin").write_bytes(b"short")
     said = pretrain(f"--train-iters 8 --load {folder} --save {folder} --save-interval 2 --keep-checkpoints 2")
     assert "skipped a damaged checkpoint" in said and "goes on from iteration 4" in said
+    assert "1-from-0000004 (damaged: no run can go on from there)" in said
     assert numbers(folder) == [6, 8] and steps(folder) == list(range(1, 9))
     assert all(verify_checkpoint(path) == [] for _, path in find_checkpoints(folder))
     assert numbers(folder / "branches" / "1-from-0000004") == [6, 8]
+
+
+def test_a_damaged_newest_checkpoint_leaves_no_trace_in_the_plan_of_the_run(folder: Path, pretrain: Run) -> None:
+    """Its batches had another size, so that the run would end and decay elsewhere."""
+    same = f"--load {folder} --save {folder} --override-opt-param-scheduler --lr-decay-style linear"
+    shutil.rmtree(folder / "iter_0000008")
+    pretrain(f"{same} --train-iters 8 --global-batch-size 4")
+    other = shutil.copytree(folder, folder.parent / "other")
+    shutil.rmtree(other / "iter_0000008")
+    with open(folder / "iter_0000008" / "rank00000.bin", "r+b") as file:
+        file.write(b"damage")
+    runs = []
+    for root in (folder, other):
+        said = pretrain(f"{same.replace(str(folder), str(root))} --train-iters 10 --global-batch-size 8")
+        assert ("skipped a damaged checkpoint" in said) == (root == folder) and "(iteration 6)" in said
+        assert load_meta(root)["progress"]["consumed_samples"] == 6 * 2 + 4 * 8
+        assert load_meta(root)["schedule"]["total"] == 44
+        lines = read_metrics(root / "metrics.jsonl")
+        runs.append([(line["iteration"], line["lm_loss"], line["learning_rate"]) for line in lines])
+    assert runs[0] == runs[1] and runs[0][-1][0] == 10
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_advice_to_go_on_from_damaged_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: bool
+) -> None:
+    """The damage shows in no file's size; the run that could not load them knows."""
+    for number in (2, 4, 6):
+        save_checkpoint(tmp_path, number, {"w": torch.full((8,), float(number))}, {})
+    said: list[str] = []
+    leave_branch(tmp_path, 2, 4, None, said.append, damaged=not whole)
+    branch = tmp_path / "branches" / "1-from-0000002"
+    advice = f"to go on from there: --load {branch} --save {branch}"
+    assert (advice in said[0]) == whole == ("(damaged: no run can go on from there)" not in said[0])
+    assert "(checkpoints 4, 6, with metrics)" in said[0]
+    main(["runs", str(tmp_path)])
+    assert (advice in capsys.readouterr().out) == whole
+    save_checkpoint(branch, 8, {"w": torch.ones(8)}, {})
+    assert how_to_go_on(branch) == f"--load {branch} --save {branch}"
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_tensorboard_files_are_cut_where_they_are_inside_the_folder(tmp_path: Path, killed: bool) -> None:
+    """Elsewhere other runs may write to them; a killed run's are those that its journal names."""
+    root, shared = tmp_path / "run", tmp_path / "shared"
+    for number in (2, 4):
+        save_checkpoint(root, number, {"w": torch.ones(8)}, {})
+    for place in (shared, root / "tensorboard"):
+        sink = TensorBoardSink(place, ScalarOptions())
+        for number in range(1, 5):
+            sink.iteration(record(number))
+        sink.close()
+    before = snapshot(shared)
+    leave_branch(root, 3, 24, shared, lambda _: None)
+    assert snapshot(shared) == before and curve(root) == [1, 2, 3, 4]
+    journal = root / "branches" / "1-from-0000003" / "branch.json"
+    assert json.loads(journal.read_text())["tensorboard"] is None
+    if killed:
+        for named, steps_left in ((str(shared), [1, 2, 3, 4]), ("../shared", [1, 2, 3, 4]), ("tensorboard", [1, 2, 3])):
+            values = json.loads(journal.read_text()) | {"complete": False, "tensorboard": named}
+            journal.write_text(json.dumps(values))
+            finish_branches(root, lambda _: None)
+            assert snapshot(shared) == before and curve(root) == steps_left
+    else:
+        save_checkpoint(root, 4, {"w": torch.ones(8)}, {})
+        leave_branch(root, 2, 16, root / "tensorboard", lambda _: None)
+        assert curve(root) == [1, 2] and curve(root / "branches" / "2-from-0000002") == [1, 2, 3, 4]
 
 
 def test_steps_that_a_crash_takes_again_are_shown_once(folder: Path, pretrain: Run) -> None:
@@ -153,10 +221,14 @@ def test_a_folder_whose_checkpoints_are_all_in_branches_is_no_fresh_start(folder
     leave_branch(folder, -1, 0, folder / "tensorboard", lambda _: None)
     assert numbers(folder) == [] and not (folder / "metrics.jsonl").exists()
     before = snapshot(folder)
-    for flags in ("", "--finetune"):
+    branch = folder / "branches" / "1-from-0000000"
+    for flags in ("", "--ckpt-step 4", "--finetune --ckpt-step 5"):
         said = pretrain(f"--train-iters 8 --load {folder} --save {folder} {flags}", expect=1)
-        assert f"left one in --load {folder}/branches/1-from-0000000" in said and snapshot(folder) == before
-    pretrain(f"--train-iters 3 --load {folder}/branches/1-from-0000000 --finetune --save {folder}")
+        assert "there is no readable checkpoint" in said and snapshot(folder) == before
+        assert (f"left one in --load {branch}" in said) == ("5" not in flags)
+    said = pretrain(f"--train-iters 3 --load {folder} --save {folder} --finetune --ckpt-step 6")
+    assert f"all checkpoints of {folder} are in branches: fine-tuning begins with {branch}" in said
+    assert f"loaded {branch}/iter_0000006 (iteration 6)" in said
     assert numbers(folder) == [3] and curve(folder) == [1, 2, 3]
 
 
@@ -207,7 +279,7 @@ def test_kill_9_at_every_step_of_the_move_loses_nothing(tmp_path: Path) -> None:
             os._exit(0)
         killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
         said: list[str] = []
-        finish_branches(root, root / "tensorboard", said.append)
+        finish_branches(root, said.append)
         branches = list((root / "branches").iterdir()) if (root / "branches").exists() else []
         states.add((moved := bool(branches), bool(said)))
         branch = branches[0] if moved else root

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing as closed_after
@@ -89,17 +91,22 @@ def test_another_machine_is_judged_by_its_signs_of_life(
 ) -> None:
     Owner(tmp_path, silent)
     said: list[str] = []
-    edit(tmp_path, host="elsewhere", silent_seconds=owner.SILENT_AFTER_SECONDS - 20)
-    with pytest.raises(CheckpointError, match="host elsewhere.*last sign of life 4. s ago"):
+
+    def meanwhile(*silent_seconds: float) -> None:
+        """What is seen of the other run after each wait."""
+        coming = iter(silent_seconds)
+        monkeypatch.setattr(time, "sleep", lambda _: edit(tmp_path, host="elsewhere", silent_seconds=next(coming)))
+
+    edit(tmp_path, host="elsewhere", silent_seconds=40)
+    meanwhile(42, 44, 1)  # it lives
+    with pytest.raises(CheckpointError, match="is in use.*host elsewhere.*last sign of life [12] s ago"):
         Owner(tmp_path, said.append)
-    edit(tmp_path, host="elsewhere", silent_seconds=100)
-    monkeypatch.setattr(time, "sleep", lambda _: edit(tmp_path, host="elsewhere"))  # it lives
-    with pytest.raises(CheckpointError, match="is in use"):
-        Owner(tmp_path, said.append)
-    edit(tmp_path, host="elsewhere", silent_seconds=100)
-    monkeypatch.setattr(time, "sleep", lambda _: edit(tmp_path, host="elsewhere", silent_seconds=181))
-    closing(Owner(tmp_path, said.append))
-    assert ["silent for 100 s" in s and "waiting for up to 80 s" in s for s in said] == [True, True, False]
+    for silence in (0, 100):
+        edit(tmp_path, host="elsewhere", silent_seconds=silence)
+        meanwhile(silence + 1, 170, 181)
+        closing(Owner(tmp_path, said.append))
+    told = [re.findall(r"silent for (\d+) s: waiting for up to (\d+) s", sentence) for sentence in said]
+    assert told == [[("40", "140")], [("0", "180")], [], [("100", "80")], []]
     assert "was left by a run that has ended (host elsewhere" in said[-1]
 
 
@@ -110,8 +117,11 @@ def test_the_same_name_in_another_container_or_after_a_restart_is_another_machin
         assert not Process.from_dict(here.to_dict() | change).is_local()
 
 
-def test_an_owner_file_that_cannot_be_read_counts_until_it_is_silent(tmp_path: Path, closing: Closing) -> None:
+def test_an_owner_file_that_cannot_be_read_counts_until_it_is_silent(
+    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "owner-1.json").write_text("\0\0\0")
+    monkeypatch.setattr(time, "sleep", lambda _: os.utime(tmp_path / "owner-1.json", (time.time() + 1,) * 2))
     with pytest.raises(CheckpointError, match=r"in use.*owner-1\.json cannot be read, last sign of life"):
         Owner(tmp_path, silent)
     os.utime(tmp_path / "owner-1.json", (0, 0))
@@ -168,6 +178,17 @@ def test_an_owner_file_that_was_removed_is_written_again_if_nobody_came(tmp_path
     assert [number for number, _ in find_checkpoints(tmp_path)] == [20]
     with pytest.raises(CheckpointError, match="is in use"):
         Owner(tmp_path, silent)
+
+
+def test_a_folder_that_was_removed_is_made_again_by_the_next_save(tmp_path: Path) -> None:
+    root, said = tmp_path / "a" / "run", []
+    with closed_after(Owner(root, said.append)) as mine:
+        save(root, 10, mine)
+        shutil.rmtree(tmp_path / "a")
+        mine.require()
+        save(root, 20, mine)
+        assert [number for number, _ in find_checkpoints(root)] == [20] and (root / "owner-1.json").exists()
+    assert len(said) == 1 and "had been removed, and no other run came: written again" in said[0]
 
 
 @pytest.mark.parametrize("leaves", [False, True])

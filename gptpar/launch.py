@@ -58,12 +58,19 @@ def workers_wanted(nproc_per_node: int | None) -> int:
 
 
 def end_with_launcher() -> None:
-    """In a worker: a launcher that dies without a word (kill -9) is a request to stop; nobody else would make one."""
-    launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher is None or not sys.platform.startswith("linux"):
+    """In a worker: a launcher that dies without a word (kill -9) is a request to stop; nobody else would make one.
+
+    Between the two there may be a wrapper, a profiler or a script of the user. Linux tells of a parent's death alone.
+    """
+    launcher = int(os.environ.get(LAUNCHER_VARIABLE, 0))
+    if not launcher or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != int(launcher):  # it died before it could be watched
+    if os.getppid() == launcher:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        is_gone = os.getppid() != launcher  # it died before it could be watched
+    else:
+        is_gone = not _exists(launcher)
+    if is_gone:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -232,6 +239,16 @@ class _Relay:
     def _kill(self, workers: set[int], reason: str) -> None:
         self._killed = self._killed or reason
         _send(workers, signal.SIGKILL)
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _send(processes: set[int], number: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TextIO, cast
 
+from gptpar.reporting.record_file import RecordDropped
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 from gptpar.reporting.sinks import Sink
 
@@ -27,6 +28,8 @@ def reason(error: BaseException) -> str:
 class GuardedSink:
     """A sink whose failures do not reach the run: told once, tried again at each checkpoint, told again at the end.
 
+    The first try is at once, so that a folder that cannot be written is told before the first step.
+
     Args:
         sink: may raise whatever it likes.
         warn: takes a sentence.
@@ -37,6 +40,7 @@ class GuardedSink:
         self._sink, self._warn = sink, warn
         self._problem: str | None = None
         self._at = self._missing = 0
+        self._attempt(sink.flush)
 
     def iteration(self, record: IterationRecord) -> None:
         self._record(partial(self._sink.iteration, record), record.iteration)
@@ -47,33 +51,40 @@ class GuardedSink:
     def flush(self) -> None:
         """Try again what failed: at a checkpoint somebody may have made room."""
         failed_before = self._problem is not None
-        if self._attempt(self._sink.flush) and failed_before:
-            missing = "nothing is" if self.keeps_records else f"{self._missing} records are"
+        if self._attempt(self._sink.flush) is None and failed_before:
+            missing = f"{self._missing} records are" if self._missing else "nothing is"
             self._warn(f"{self.name} is written again; {missing} missing since then")
             self._problem, self._missing = None, 0
 
     def close(self) -> None:
-        closed = self._attempt(self._sink.close)
-        if self._problem is not None and not (closed and self.keeps_records):
-            self._warn(f"{self.name} lacks records, at first of iteration {self._at} ({self._problem})")
+        complete = self._attempt(self._sink.close) is None and self.keeps_records
+        if self._problem is not None and not (complete and not self._missing):
+            number = f"{self._missing} records" if complete else "records"
+            self._warn(f"{self.name} lacks {number}, at first of iteration {self._at} ({self._problem})")
 
     def _record(self, write: Callable[[], None], iteration: int) -> None:
-        if self._problem is None:
+        if self._problem is None or not self._at:
             self._at = iteration
-        self._missing += not self._attempt(write)
+        error = self._attempt(write)
+        is_lost = error is not None and (not self.keeps_records or isinstance(error, RecordDropped))
+        if is_lost and self.keeps_records and not self._missing:
+            self._at = iteration  # those before it wait
+        self._missing += is_lost
 
-    def _attempt(self, action: Callable[[], None]) -> bool:
+    def _attempt(self, action: Callable[[], None]) -> Exception | None:
+        """Returns what it raised."""
         try:
             action()
         except Exception as error:  # a service's client raises what it likes
             first, self._problem = self._problem is None, reason(error)
             if first:
+                place = f"iteration {self._at}" if self._at else "the start"
                 self._warn(
-                    f"{self.name} cannot be written at iteration {self._at} ({self._problem}); the run goes on "
-                    "without it, and tries again at each checkpoint"
+                    f"{self.name} cannot be written at {place} ({self._problem}); the run goes on without it, and "
+                    "tries again at each checkpoint"
                 )
-            return False
-        return True
+            return error
+        return None
 
 
 class GuardedStream:

@@ -128,7 +128,7 @@ def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print)
             new.flush()
             os.fsync(new.fileno())
         if damage:
-            shutil.copy2(path, aside := _first_free(path, "damaged-"))
+            _copy(path, aside := _first_free(path, "damaged-"))
             more = f" and {len(damage) - 1} more" if len(damage) > 1 else ""
             report(f"{path}: {damage[0]}{more}; the readable lines are kept, the file as it was is {aside}")
         os.replace(temporary, path)
@@ -159,6 +159,15 @@ def _copy_until(old: BinaryIO, new: BinaryIO, iteration: int) -> list[str]:
         except ValueError as error:
             damage.append(f"line {number} {error}")
     return damage
+
+
+def _copy(path: Path, copy: Path) -> None:
+    """All of the file, or nothing."""
+    try:
+        shutil.copy2(path, copy)
+    except OSError:
+        copy.unlink(missing_ok=True)
+        raise
 
 
 def _first_free(path: Path, word: str) -> Path:

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -37,7 +38,8 @@ class Sink(Protocol):
 
     Attributes:
         name: for messages.
-        keeps_records: what could not be written is kept, and written once ``flush`` succeeds.
+        keeps_records: what could not be written is kept, and written once ``flush`` succeeds; what raises
+            :class:`RecordDropped` is not.
     """
 
     name: str
@@ -47,7 +49,8 @@ class Sink(Protocol):
 
     def validation(self, record: ValidationRecord) -> None: ...
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Write what waits; raises as long as what came last could not be written."""
 
     def close(self) -> None: ...
 
@@ -58,7 +61,7 @@ class JsonlSink:
     Args:
         folder: the run's folder, created where missing.
         resume_iteration: iteration of the checkpoint the run goes on from, 0 for a fresh start; see
-            ``metrics_file.prepare`` for what becomes of a file that is already there.
+            ``metrics_file.prepare`` for what becomes of a file that is already there, before the first line.
         report: is told of damage in that file.
     """
 
@@ -66,8 +69,7 @@ class JsonlSink:
 
     def __init__(self, folder: Path, resume_iteration: int = 0, report: Callable[[str], None] = print):
         path = folder / metrics_file.FILE_NAME
-        metrics_file.prepare(path, resume_iteration, report)
-        self._file = RecordFile(path)
+        self._file = RecordFile(path, prepare=partial(metrics_file.prepare, path, resume_iteration, report))
 
     def iteration(self, record: IterationRecord) -> None:
         self._file.append(metrics_file.json_line(metrics_file.iteration_object(record)).encode())
@@ -120,12 +122,14 @@ class TensorBoardSink:
         self._file.close()
 
     def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord) -> None:
+        events = []
         versus = {f"{name}{SAMPLES_SUFFIX}": value for name, value in scalars.items() if name in VERSUS_SAMPLES}
         for step, values in ((record.iteration, scalars), (record.consumed_samples, versus)):
             summary = self._summaries.Summary(
                 value=[self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
             )
-            self._file.append(self._bytes(self._events.Event(wall_time=time.time(), step=step, summary=summary)))
+            events.append(self._bytes(self._events.Event(wall_time=time.time(), step=step, summary=summary)))
+        self._file.append(*events)  # together: where the first cannot be written, the second waits with it
 
     def _bytes(self, event: Any) -> bytes:
         record = io.BytesIO()
@@ -164,20 +168,31 @@ class WandbSink:
             ) from error
         self._options = options
         self._world_size = world_size
+        self._problem: Exception | None = None
 
     def iteration(self, record: IterationRecord) -> None:
         if record.iteration % self._options.interval == 0:
             scalars = iteration_scalars(record, self._options, self._world_size)
-            self._run.log(scalars | {"samples vs steps": record.consumed_samples}, step=record.iteration)
+            self._log(scalars | {"samples vs steps": record.consumed_samples}, record.iteration)
 
     def validation(self, record: ValidationRecord) -> None:
-        self._run.log(validation_scalars(record, self._options), step=record.iteration)
+        self._log(validation_scalars(record, self._options), record.iteration)
 
     def flush(self) -> None:
-        pass
+        """Nothing waits here; only a record tells whether the service takes records again."""
+        if self._problem is not None:
+            raise self._problem
 
     def close(self) -> None:
         self._run.finish()
+
+    def _log(self, values: dict[str, float], iteration: int) -> None:
+        try:
+            self._run.log(values, step=iteration)
+        except Exception as error:  # as above
+            self._problem = error
+            raise
+        self._problem = None
 
 
 def _import(module: str, flag: str, package: str) -> ModuleType:

@@ -92,7 +92,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
     assert process.stdout is not None
     os.killpg(process.pid, number)
     rest = process.stdout.read()
-    assert process.wait(timeout=60) == 128 + number and f"stopped by {number.name}" in rest
+    assert process.wait(timeout=60) == 128 + number and f"> stopped by {number.name}" in rest and "error" not in rest
     progress = load_meta(tmp_path)["progress"]
     assert progress["iteration"] >= 5 and progress["consumed_samples"] == 2 * workers * progress["iteration"]
     again = gptpar(f"{flags} --exit-interval {progress['iteration'] + 1}")

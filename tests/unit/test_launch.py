@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,6 +146,24 @@ def test_workers_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     while Path(f"/proc/{worker}").exists() and "\nState:\tZ" not in Path(f"/proc/{worker}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("launcher", ["parent", "grandparent", "dead"])
+def test_only_a_launcher_that_is_gone_ends_a_worker(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    """A wrapper, a profiler or a script may stand between the two; Linux can watch a parent alone."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    pid = {"parent": os.getppid(), "grandparent": os.getpid(), "dead": ended.pid}[launcher]
+    sent: list[tuple[int, int]] = []
+    watched: list[tuple[int, int]] = []
+    kill = os.kill
+    monkeypatch.setenv(launch.LAUNCHER_VARIABLE, str(pid))
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)) if number else kill(pid, 0))
+    libc = SimpleNamespace(prctl=lambda *arguments: watched.append(arguments))
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: libc)
+    launch.end_with_launcher()
+    assert sent == ([(os.getpid(), signal.SIGTERM)] if launcher == "dead" else [])
+    assert watched == ([(launch.PR_SET_PDEATHSIG, signal.SIGTERM)] if launcher == "parent" else [])
 
 
 def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

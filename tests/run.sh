@@ -11,5 +11,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 echo "tests: $("$PYTHON" -V) at $PYTHON, OMP_NUM_THREADS=$OMP_NUM_THREADS"
 [[ $# -gt 0 ]] || set -- tests/
 # The whole suite takes two cores, a file at a time each; more would only fight over what the ranks' tests need.
-[[ "$1" == tests/ && "$(nproc 2>/dev/null || echo 1)" -gt 1 ]] && set -- -n 2 --dist loadfile "$@"
+# (nproc would count OMP_NUM_THREADS.)
+[[ "$1" == tests/ && "$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)" -gt 1 ]] && set -- -n 2 --dist loadfile "$@"
 exec "$PYTHON" -m pytest "$@"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptpar.optim.adam_update import Hyperparameters, StepNumbers, step_numbers
+from gptpar.optim.adam_update import Hyperparameters, UpdateNumbers, step_numbers
 
 GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,7 +33,7 @@ class AdamStep:
     step: int
     divisor: float = 1.0
 
-    def numbers(self) -> StepNumbers:
+    def numbers(self) -> UpdateNumbers:
         """What the elements are updated with."""
         how = Hyperparameters(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
         return step_numbers(how, self.step, self.divisor)

@@ -57,7 +57,7 @@ class Hyperparameters(NamedTuple):
     weight_decay: float
 
 
-class StepNumbers(NamedTuple):
+class UpdateNumbers(NamedTuple):
     """What the elements of one group are updated with (N2 to N6): fp64, or scalar tensors of the masters' dtype."""
 
     scale: float | Tensor
@@ -90,17 +90,17 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def step_numbers(how: Hyperparameters, step: int, divisor: float) -> StepNumbers:
+def step_numbers(how: Hyperparameters, step: int, divisor: float) -> UpdateNumbers:
     """N2 to N6 in fp64."""
     root = math.sqrt(1 - power(how.beta2, step))
     size = how.lr * root / (1 - power(how.beta1, step))
     decay = 1 - how.lr * how.weight_decay
-    return StepNumbers(1 / divisor, 1 - how.beta1, how.beta2, 1 - how.beta2, how.eps * root, size, decay)
+    return UpdateNumbers(1 / divisor, 1 - how.beta1, how.beta2, 1 - how.beta2, how.eps * root, size, decay)
 
 
 def step_numbers_on_device(
     how: Hyperparameters, steps: Tensor, norm: Tensor, loss_scale: float, max_norm: float, dtype: torch.dtype
-) -> StepNumbers:
+) -> UpdateNumbers:
     """N1 to N6 by torch's operators, without waiting for the device.
 
     Args:
@@ -117,7 +117,7 @@ def step_numbers_on_device(
     root = _root((one - _power_on_device(beta2, steps))[None])[0]
     size = lr * root / (one - _power_on_device(beta1, steps))
     numbers = (one / divisor, one - beta1, beta2, one - beta2, eps * root, size, one - lr * weight_decay)
-    return StepNumbers(*(number.to(dtype) for number in numbers))
+    return UpdateNumbers(*(number.to(dtype) for number in numbers))
 
 
 def _power_on_device(base: Tensor, exponent: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _power_on_device(base: Tensor, exponent: Tensor) -> Tensor:
 def update(
     state: Sequence[Tensor],
     grad: Tensor,
-    numbers: StepNumbers,
+    numbers: UpdateNumbers,
     *,
     into: Sequence[Tensor] | None = None,
     low: Tensor | None = None,
@@ -148,7 +148,7 @@ def update(
         skipped: not zero where nothing is to change (scalar).
     """
     p, *_ = state
-    scalars = StepNumbers(*(torch.as_tensor(number, dtype=p.dtype, device=p.device) for number in numbers))
+    scalars = UpdateNumbers(*(torch.as_tensor(number, dtype=p.dtype, device=p.device) for number in numbers))
     for start in range(0, len(p), _BLOCK):
         block = slice(start, start + _BLOCK)
         old = [t[block] for t in state]
@@ -161,7 +161,7 @@ def update(
             low[block] = new[0]
 
 
-def _updated(state: Sequence[Tensor], grad: Tensor, numbers: StepNumbers) -> list[Tensor]:
+def _updated(state: Sequence[Tensor], grad: Tensor, numbers: UpdateNumbers) -> list[Tensor]:
     """E1 to E4: the new p, m and v. Torch fuses nothing here: a sum of two tensors has no factor to be fused with."""
     (p, m, v), n = state, numbers
     g = grad * n.scale

@@ -14,7 +14,7 @@ from gptpar.optim.adam_update import (
     CLIP_EPS,
     MAX_STEP_BITS,
     Hyperparameters,
-    StepNumbers,
+    UpdateNumbers,
     clipped_divisor,
     step_numbers_on_device,
     update,
@@ -159,7 +159,7 @@ class TorchAdam:
 
 @dataclass(frozen=True)
 class _TorchStep:
-    numbers: StepNumbers
+    numbers: UpdateNumbers
     skipped: torch.Tensor
 
     def update(self, piece: Piece) -> None:

@@ -11,7 +11,7 @@ import torch
 from gptpar.optim.adam_arguments import AdamStep
 from gptpar.optim.adam_update import (
     Hyperparameters,
-    StepNumbers,
+    UpdateNumbers,
     clipped_divisor,
     power,
     step_numbers,
@@ -58,7 +58,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a.view(as_bits) == b.view(as_bits)) | (a.isnan() & b.isnan())).all())
 
 
-def by_operators(case: list[torch.Tensor], numbers: StepNumbers, low: torch.dtype) -> list[torch.Tensor]:
+def by_operators(case: list[torch.Tensor], numbers: UpdateNumbers, low: torch.dtype) -> list[torch.Tensor]:
     """The new p, m, v and 16-bit parameters, as the definition has them."""
     *state, grad = (vector.clone() for vector in case)
     narrow = torch.empty(len(grad), dtype=low, device=grad.device)

@@ -97,7 +97,7 @@ def _ramp(start: int, increment: int, samples: int, full: int) -> Iterator[tuple
     for number in range(1, count + 1):
         span = samples / count
         first = int(number * span)
-        # The first whole number for which Megatron's own division, in floating point, gives this number.
+        # Megatron divides in floating point: find the first sample that its quotient assigns to this size.
         while int(first / span) >= number:
             first -= 1
         while int(first / span) < number:

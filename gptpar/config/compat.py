@@ -69,8 +69,8 @@ DENSE: dict[str, tuple[str, ...]] = {
     "--expert-interval": ANY,
     "--create-moe-param-group": ANY,
 }
-"""Flags for mixture-of-experts -> the values with which they describe a dense model; ``ANY`` for what concerns experts
-alone: it has no effect without them, and --num-experts asks for them."""
+"""Mixture-of-experts flag -> its values that still describe a dense model. ``ANY``: the flag only tunes experts, which
+--num-experts asks for, so without them every value is harmless."""
 
 PLANNED: dict[str, str] = {
     "--context-parallel-size": "context parallelism",

@@ -43,9 +43,9 @@ class DataConfig:
     )
     data_sharding: bool = flag(
         False,
-        "with --dataloader-type cyclic: Megatron's own order, in which every data-parallel process reshuffles a part "
-        "of its own, so that the loss depends on their number and on --micro-batch-size, and a run must be resumed "
-        "with the same of both (Megatron's --no-data-sharding is the default here)",
+        "with --dataloader-type cyclic: Megatron's own order. Every data-parallel process reshuffles its own part, so "
+        "the loss depends on the number of processes and on --micro-batch-size, and a resume needs the same of both "
+        "(Megatron's --no-data-sharding is the default here)",
     )
     reset_position_ids: bool = flag(False, "positions start again after each end of document")
     reset_attention_mask: bool = flag(False, "attention does not cross an end of document")

@@ -53,7 +53,7 @@ def range_problems(config: Config) -> list[str]:
 
 
 def with_defaults(config: Config, names: Iterable[str]) -> Config:
-    """A copy in which these fields (``section.field``) are as if they had not been given."""
+    """A copy whose fields named here (``section.field``) have their defaults again."""
     for name in names:
         section, field = name.split(".")
         config = config.update(section, **{field: getattr(getattr(Config(), section), field)})

@@ -117,7 +117,7 @@ class RepeatingOrder:
 
 
 class WholeOrder:
-    """Samples in the data set's own order, each once; NO_SAMPLE fills the global batch in which it ends."""
+    """Samples in the data set's own order, each once; NO_SAMPLE fills up the last global batch."""
 
     def __init__(self, num_samples: int):
         self.num_samples = num_samples

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gptpar.layer_spec import LayerSpec, TiedLayerSpec
-    from gptpar.optim.twin_flow import TwinFlowAdamW
+    from gptpar.offload.twin_flow import TwinFlowAdamW
     from gptpar.pipeline import PipelineModule
 
 __version__ = "0.1.0"
@@ -17,7 +17,7 @@ _HOMES = {
     "LayerSpec": "gptpar.layer_spec",
     "PipelineModule": "gptpar.pipeline",
     "TiedLayerSpec": "gptpar.layer_spec",
-    "TwinFlowAdamW": "gptpar.optim.twin_flow",
+    "TwinFlowAdamW": "gptpar.offload.twin_flow",
 }
 
 

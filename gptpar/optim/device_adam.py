@@ -20,8 +20,7 @@ from gptpar.optim.adam_update import (
     update,
 )
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.runs import DECAYS, Run
-from gptpar.zero.units import ALIGNMENT
+from gptpar.optim.spans import ALIGNMENT, DECAYS, Run
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

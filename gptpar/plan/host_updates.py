@@ -1,10 +1,10 @@
 """How long a step waits for the CPU optimizer: a walk along one step, from the beginning of the backward pass. Pure.
 
-As :mod:`gptpar.optim.host_share` has it. At that moment the CPU has nothing to do, since the forward pass before has
-waited for all of its updates. Gradients come last layer first and travel one after the other. Where it may speculate,
-the CPU takes, of those that are here, what the next forward pass needs first; when the norm is known it updates the
-rest in the order of the forward pass, of which each layer waits for its own. A tied embedding's gradient comes first,
-too; the rows that were looked up are updated when the backward pass is over.
+As :mod:`gptpar.offload.host_optimizer` has it. At that moment the CPU has nothing to do, since the forward pass
+before has waited for all of its updates. Gradients come last layer first and travel one after the other. Where it may
+speculate, the CPU takes, of those that are here, what the next forward pass needs first; when the norm is known it
+updates the rest in the order of the forward pass, of which each layer waits for its own. A tied embedding's gradient
+comes first, too; the rows that were looked up are updated when the backward pass is over.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gptpar.optim.buckets import BUCKET_ELEMENTS
-from gptpar.optim.placement import KEPT_FREE
-from gptpar.optim.transfers import RING_BYTES
+from gptpar.offload.buckets import BUCKET_ELEMENTS
+from gptpar.offload.placement import KEPT_FREE
+from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart
 

@@ -16,6 +16,7 @@ import torch
 from gptpar.config import Config, ModelConfig
 from gptpar.config.gradients import adds_gradients
 from gptpar.config.graph import wants_graph
+from gptpar.engine.units import Unit
 from gptpar.layer_spec import LayerSpec
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
@@ -26,7 +27,6 @@ from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology import Layout
-from gptpar.zero.units import Unit
 
 NUM_LAYERS_BEFORE_BLOCKS = 2
 """Embedding and positions."""
@@ -105,7 +105,7 @@ class Job:
 
     @property
     def early_elements(self) -> float:
-        """Elements whose gradient the host gets early; see :mod:`gptpar.training.early_rows`."""
+        """Elements whose gradient the host gets early; see :mod:`gptpar.offload.early_rows`."""
         offload = self.config.offload
         used = offload.offload_speculation != "off" and not offload.optimizer_nvme_path
         if not self.ratio or not used or not self.config.model.tied or self.layout.world_size > 1:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from gptpar.engine.gradients import MOST_IN_FLIGHT
 from gptpar.model.memory import layer_activation_bytes_per_token
-from gptpar.optim.transfers import RING_BYTES
+from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Job, StagePart, alive
 from gptpar.tensor_parallel.cross_entropy import num_chunks
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
-from gptpar.zero.gradients import MOST_IN_FLIGHT
 
 BOUNDARIES_IN_FLIGHT = 3
 """Messages between stages that exist beside the activations: two begun receives and what is being sent."""

@@ -94,7 +94,7 @@ class Run:
         while not stop and not self.plan.finished(self.progress):
             samples = self.plan.global_batch_size(self.progress.consumed_samples)
             batches = loader.fetch(self.progress.consumed_samples, samples)
-            self.trainer.foresee(self._position(0 if launched is None else launched.samples))
+            self.trainer.expect_step(self._position(0 if launched is None else launched.samples))
             loss = self.trainer.forward_backward(batches, self.progress.iteration)
             if launched is not None:
                 stop = self.finish(launched)

@@ -15,25 +15,26 @@ import torch
 from gptpar.config import Config
 from gptpar.config.gradients import adds_gradients
 from gptpar.config.graph import wants_graph
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.gradients import GradientSum
+from gptpar.engine.host_gradients import HostGradients, sum_together
+from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.parameters import LiveParameters
+from gptpar.engine.runs import device_runs, divide, runs_of
+from gptpar.engine.step_graph import HostCalls
+from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
-from gptpar.optim.adamw import MasterAdamW
+from gptpar.offload.build import host_pieces, make_host_optimizer
+from gptpar.offload.early_rows import EarlyRows, early_unit
 from gptpar.optim.grad_norm import GradientNorm
-from gptpar.optim.runs import counted, device_runs, divide, runs_of
+from gptpar.optim.spans import counted
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.stage import Fields, ParameterInfo, Stage, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology import Layout, Topology
-from gptpar.training.early_rows import EarlyRows, early_unit
-from gptpar.training.host_gradients import HostGradients, sum_together
-from gptpar.training.offload import host_pieces, make_host_share
-from gptpar.training.step_graph import HostCalls
-from gptpar.zero.gradients import GradientSum
-from gptpar.zero.live import LiveParameters
-from gptpar.zero.place import DataAxis
-from gptpar.zero.units import Unit
 
 
 class ShardedModel:
@@ -68,7 +69,7 @@ class ShardedModel:
         pieces = host_pieces(self.units, runs, on_device)
         sums = adds_gradients(config, topology.layout.world_size)
         early = early_unit(config, topology.layout, self.units, on_device)
-        self.host = None if tries_memory else make_host_share(config, pieces, device, dtype, wide, early, sums=sums)
+        self.host = None if tries_memory else make_host_optimizer(config, pieces, device, dtype, wide, early, sums=sums)
         self.host_calls = None if self.host is None else HostCalls(self.host)
         ahead = device.type == "cuda" and wants_graph(config, topology.layout.data)
         self._norm = GradientNorm({unit: counted(its) for unit, its in runs.items()})
@@ -155,10 +156,10 @@ class ShardedModel:
         """Dropout off."""
         self.pipeline.eval()
 
-    def foresee_tokens(self, tokens: torch.Tensor) -> None:
+    def expect_tokens(self, tokens: torch.Tensor) -> None:
         """A step begins: the tokens of its last micro-batch."""
         if self._early is not None:
-            self._early.foresee(tokens)
+            self._early.expect_step(tokens)
 
     def begin_gradients(self, num_micro_batches: int) -> None:
         """A step begins."""

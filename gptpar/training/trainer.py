@@ -12,6 +12,7 @@ from gptpar.activity import Activity
 from gptpar.config import Config
 from gptpar.config.graph import wants_graph
 from gptpar.data.loader import MicroBatch
+from gptpar.engine.step_graph import StepGraph
 from gptpar.errors import GptparError
 from gptpar.init import initialise
 from gptpar.model.block import Block
@@ -21,7 +22,6 @@ from gptpar.optim.schedule import Schedule
 from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.topology import Topology
 from gptpar.training.sharded_model import ShardedModel
-from gptpar.training.step_graph import StepGraph
 
 POLL_SECONDS = 2e-4
 
@@ -161,10 +161,10 @@ class Trainer:
         initialise(weights, {name: info.init for name, info in self.model.infos.items()}, self.config.data.seed)
         self.model.publish()
 
-    def foresee(self, progress: float) -> None:
+    def expect_step(self, progress: float) -> None:
         """Say where in the schedules the coming step will probably be: the CPU optimizer may begin it early."""
         decay = self.schedule.weight_decay(progress)
-        self.model.optimizer.foresee(self.schedule.learning_rate(progress), decay, self.loss_scale.value)
+        self.model.optimizer.expect_step(self.schedule.learning_rate(progress), decay, self.loss_scale.value)
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.
@@ -178,7 +178,7 @@ class Trainer:
         self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.layout.data))
         self._iteration = iteration
         self.activity.note(f"iteration {iteration + 1}, forward and backward")
-        self.model.foresee_tokens(batches[-1].tokens_BS)
+        self.model.expect_tokens(batches[-1].tokens_BS)
         on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
         return (self._graph or self._forward_backward)(on_device)
 

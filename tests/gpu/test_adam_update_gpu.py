@@ -9,8 +9,7 @@ from gptpar.optim.adam_arguments import AdamStep
 from gptpar.optim.adam_update import clipped_divisor, step_numbers, step_numbers_on_device, update
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.device_adam import DeviceAdam, Piece, TorchAdam, TritonAdam
-from gptpar.optim.runs import DECAYS, DECAYS_NOT, Run
-from gptpar.zero.units import ALIGNMENT
+from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT, Run
 from tests.gpu.test_offload_gpu import OFFLOAD, run
 from tests.unit.test_adam_update import FORMATS, HOW, STEPS, cases, same
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.optim import buckets, placement, transfers
+from gptpar.offload import buckets, placement, transfers
+from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.host_share import HostShare
 from gptpar.optim.schedule import make_schedule
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.topology import Layout, Topology
@@ -40,7 +40,7 @@ def run(
     seen, launched = [], None
     for step in range(steps):
         parts = [MicroBatch(t[:, :-1], t[:, 1:]) for t in random_tokens(4, 16, 60, seed=step).split(4 // micro_batches)]
-        trainer.foresee(4.0 * step)
+        trainer.expect_step(4.0 * step)
         loss = trainer.forward_backward(parts, step)
         if launched is not None:  # one step late, as a run does it
             seen.append(launched.readings.read()[:3])
@@ -127,14 +127,14 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
     with monkeypatch.context() as patch:
         patch.setattr(sharded_model, "early_unit", lambda *_: None)
         plain = run(f"{words} --offload-speculation off --cuda-graph off", micro_batches=micro_batches)
-    offer = HostShare.offer
+    offer = HostOptimizer.submit_gradient
 
-    def held_up(share: HostShare, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+    def held_up(share: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         offer(share, unit, grad, formed=formed)
         if formed is not None:
             torch.cuda._sleep(25_000_000)  # some 15 ms
 
-    monkeypatch.setattr(HostShare, "offer", held_up)
+    monkeypatch.setattr(HostOptimizer, "offer", held_up)
     monkeypatch.setattr(placement, "CpuAdam", InParts)
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)  # cuts rows of 128
     monkeypatch.setattr(placement, "BUCKET_ELEMENTS", 3333)

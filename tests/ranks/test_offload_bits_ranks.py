@@ -26,7 +26,7 @@ def states(rank: int, layout: Layout, words: str) -> list[str]:
     for ratio in RATIOS:
         trainer = make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio}", 2), rank, layout)
         for step in range(10):
-            trainer.foresee(4.0 * step)
+            trainer.expect_step(4.0 * step)
             tokens = random_tokens(2, 16, 60, seed=10 * step + trainer.topology.data_rank).split(1)
             loss = trainer.forward_backward([MicroBatch(t[:, :-1], t[:, 1:]) for t in tokens], step)
             trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False).readings.read()

@@ -13,18 +13,17 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.data.loader import MicroBatch
-from gptpar.optim import buckets, host_share, placement
+from gptpar.offload import buckets, build, host_optimizer, placement
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.transfers import Arrival, SameMemory, Slot
 from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.buckets import HostPiece
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.host_share import HostShare
-from gptpar.optim.runs import Run
-from gptpar.optim.transfers import Arrival, SameMemory, Slot
+from gptpar.optim.spans import HostPiece, Run
 from gptpar.tensor_parallel import cross_entropy
-from gptpar.training import offload, sharded_model
+from gptpar.training import sharded_model
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
-from tests.unit.test_host_share import RATES, SlowNorm, wait_until
+from tests.unit.test_host_optimizer import RATES, SlowNorm, wait_until
 
 STEPS = 8
 ROWS, WIDTH = 64, 32
@@ -76,10 +75,10 @@ def batches(tokens: torch.Tensor, count: int) -> list[MicroBatch]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
     """Trains with early rows or without; ``patient``: the backward pass goes on when they have been tried."""
-    offer, threads = HostShare.offer, torch.get_num_threads()
+    offer, threads = HostOptimizer.submit_gradient, torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny, and threads that look for work would hold up the updating one
 
-    def patient(share: HostShare, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+    def patient(share: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         offer(share, unit, grad, formed=formed)
         if formed is not None and not share._distrust:
             mine = [bucket for bucket in share._of_unit[unit] if bucket.way is not None and bucket.stop <= formed]
@@ -97,15 +96,15 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
         with monkeypatch.context() as patch:
             seen = Counting.seen = Seen()
             patch.setattr(placement, "CpuAdam", Counting)
-            patch.setattr(host_share, "DISTRUST_STEPS", 0)  # it tries again in the step after one that is clipped
+            patch.setattr(host_optimizer, "DISTRUST_STEPS", 0)  # it tries again in the step after one that is clipped
             if not early:
                 patch.setattr(sharded_model, "early_unit", lambda *_: None)
             elif is_patient:
-                patch.setattr(HostShare, "offer", patient)
+                patch.setattr(HostOptimizer, "offer", patient)
             trainer = make_trainer(tiny_config(f"--micro-batch-size {4 // count} {words}"))
             look(trainer)
             for step in range(STEPS):
-                trainer.foresee(4.0 * step)
+                trainer.expect_step(4.0 * step)
                 loss = trainer.forward_backward(batches(tokens(step), count), step)
                 launched = trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False)
                 seen.steps.append(launched.readings.read()[:3])
@@ -187,7 +186,7 @@ def test_an_embedding_that_is_partly_on_the_device(
 def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is given from the last layer on: here it ends within the embedding; the rest is as it was."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 333)
-    monkeypatch.setattr(offload, "_speculated_elements", lambda config, elements, wide, kept: elements - 1000)
+    monkeypatch.setattr(build, "_speculated_elements", lambda config, elements, wide, kept: elements - 1000)
 
     def look(trainer: Trainer) -> None:
         assert trainer.model.host is not None
@@ -243,9 +242,9 @@ def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeyp
     """When the complete gradient comes it has done one of the embedding's seven buckets, and perhaps begun another."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 333)
     words = f"--bf16 {NEVER} {OFFLOAD} 1 --offload-speculation"
-    plain, offer = run(f"{words} off", False, count), HostShare.offer
+    plain, offer = run(f"{words} off", False, count), HostOptimizer.submit_gradient
 
-    def held_up(share: HostShare, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+    def held_up(share: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         if formed is not None:
             monkeypatch.setattr(Counting, "gate", threading.Semaphore(1))
         offer(share, unit, grad, formed=formed)
@@ -255,7 +254,7 @@ def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeyp
             assert Counting.gate is not None
             Counting.gate.release(1000)
 
-    monkeypatch.setattr(HostShare, "offer", held_up)
+    monkeypatch.setattr(HostOptimizer, "offer", held_up)
     early = run(f"{words} on", True, count, is_patient=False)
     assert_same(early, plain)
     assert STEPS <= len(early.completed) <= 2 * STEPS and early.redone == 0
@@ -323,7 +322,7 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     """The early gradient is worked with although the complete one was offered: that is far from being computed."""
     seen, transfers = Seen(), FarBehind()
     monkeypatch.setattr(Counting, "seen", seen)
-    share = HostShare(
+    share = HostOptimizer(
         [
             HostPiece("embedding", 256, (Run(0, 256, 0, False, True),)),
             HostPiece("layer", 128, (Run(0, 128, 0, False, True),)),
@@ -339,11 +338,11 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     assert share.keep_values("embedding")
     final = torch.ones(256)
     final[32:64] = -1.0
-    share.foresee(RATES, 1.0)
-    share.foresee_changes("embedding", np.array([[32, 64]]))
-    share.offer("embedding", torch.ones(256), formed=256)
-    share.offer("layer", torch.ones(128))
-    share.offer("embedding", final)
+    share.expect_step(RATES, 1.0)
+    share.expect_changes("embedding", np.array([[32, 64]]))
+    share.submit_gradient("embedding", torch.ones(256), formed=256)
+    share.submit_gradient("layer", torch.ones(128))
+    share.submit_gradient("embedding", final)
     share.step(torch.tensor(0.5), RATES, 1.0)
     first, layer, second = transfers.made
     first.set()
@@ -365,7 +364,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     """Nor in the steps after one that was clipped."""
     seen = Seen()
     monkeypatch.setattr(Counting, "seen", seen)
-    share = HostShare(
+    share = HostOptimizer(
         [HostPiece("embedding", 128, (Run(0, 128, 0, False, True),))],
         dtype=torch.float32,
         clip_grad=1.0,
@@ -377,14 +376,14 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     share.keep_values("embedding")
     (bucket,) = share._buckets
     for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
-        share.foresee((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
+        share.expect_step((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
         if told:
-            share.foresee_changes("embedding", np.array([[0, 8]]))
-        share.offer("embedding", torch.ones(128), formed=128)
+            share.expect_changes("embedding", np.array([[0, 8]]))
+        share.submit_gradient("embedding", torch.ones(128), formed=128)
         assert (bucket.grad is not None) == (step == 1)
         if step == 1:
             wait_until(lambda: bucket.tried is not None)
-        share.offer("embedding", torch.ones(128))
+        share.submit_gradient("embedding", torch.ones(128))
         share.step(torch.tensor(norm), RATES, 1.0)
         share.finish()
         assert share.num_redone == (step >= 1) and not seen.completed

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gptpar.optim import flat_adam
+from gptpar.engine import flat_adam
+from gptpar.engine.flat_adam import FlatAdam, State
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import TorchAdam
-from gptpar.optim.flat_adam import FlatAdam, State
-from gptpar.optim.runs import DECAYS, DECAYS_NOT, Run
+from gptpar.optim.spans import DECAYS, DECAYS_NOT, Run
 
 RATES = [Hyperparameters(lr, 0.9, 0.95, 1e-8, 0.1) for lr in (1e-2, 3e-3, 2e-2, 1e-2)]
 ENDS = [0, 256, 256 + 128, 1000, 1100]

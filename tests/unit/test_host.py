@@ -10,9 +10,9 @@ import torch
 from gptpar import host
 from gptpar.config.checks.offload import check_offload
 from gptpar.config.graph import graph_obstacles, wants_graph
-from gptpar.optim.buckets import HostPiece, cut_piece
-from gptpar.optim.runs import Run
+from gptpar.offload.buckets import cut_piece
 from gptpar.optim.schedule import make_schedule
+from gptpar.optim.spans import HostPiece, Run
 from gptpar.topology import Layout, Topology
 from gptpar.training.auto_ratio import any_batches, smallest_ratio, with_ratio
 from gptpar.training.trainer import Trainer

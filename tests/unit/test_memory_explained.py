@@ -8,7 +8,7 @@ import pytest
 from gptpar import command
 from gptpar.cli import main
 from gptpar.errors import GptparError
-from gptpar.optim.updates import Updates
+from gptpar.offload.updates import Updates
 from gptpar.training.assemble import memory_explained
 from tests.helpers import TINY, tiny_config
 

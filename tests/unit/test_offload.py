@@ -12,24 +12,23 @@ import torch
 
 from gptpar.checkpoint import load_checkpoint, save_checkpoint
 from gptpar.data.loader import MicroBatch
+from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.runs import device_runs, divide, runs_of
+from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.init import Constant
-from gptpar.optim import placement
-from gptpar.optim.adamw import MasterAdamW
-from gptpar.optim.buckets import HostPiece
-from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.runs import Run, cut, device_runs, divide, runs_of
-from gptpar.optim.transfers import (
+from gptpar.offload import build, placement
+from gptpar.offload.transfers import (
     RING_BYTES,
 )
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.spans import HostPiece, Run, cut
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts
-from gptpar.training import offload
 from gptpar.training.resume import checkpoint_tensors
 from gptpar.training.trainer import Trainer
-from gptpar.zero.units import Unit
 from tests.helpers import make_trainer, random_tokens, tiny_config
-from tests.unit.test_host_share import make_share, wait_until
+from tests.unit.test_host_optimizer import make_share, wait_until
 
 STEPS = 12
 OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
@@ -81,7 +80,7 @@ def train(trainer: Trainer, first: int, last: int, count: int = 2) -> list[list[
     """Loss, norm and skipped of each step; the schedule follows the step."""
     seen = []
     for step in range(first, last):
-        trainer.foresee(4.0 * step)
+        trainer.expect_step(4.0 * step)
         loss = trainer.forward_backward(batches(step, count), step)
         launched = trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False)
         numbers = launched.readings.read()
@@ -173,7 +172,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             plain.step()
         if share is not None:
             share.finish()
-            optimizer.foresee(lr, 0.1, scale)
+            optimizer.expect_step(lr, 0.1, scale)
         base = 0
         for unit in made:
             flat = torch.zeros(unit.length, dtype=torch.bfloat16)
@@ -183,7 +182,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             grad[base : base + here] = flat[:here].float()
             base += here
             if share is not None and here < unit.length:
-                share.offer(unit.name, flat[here:])
+                share.submit_gradient(unit.name, flat[here:])
         if share is not None and speculate and not share._distrust:
             wait_until(lambda: any(bucket.tried for bucket in share._buckets))
         optimizer.step(norm, lr, 0.1, scale)
@@ -274,18 +273,17 @@ def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
     monkeypatch.setattr(placement, "available_memory", lambda: RING_BYTES + (1 << 20))
     config = tiny_config(f"{OFFLOAD} 1")
     with pytest.raises(GptparError, match=r"needs .* of host memory in each of 1 process.*lower --cpu-optimizer-ratio"):
-        offload._speculated_elements(config, 10**9, torch.float32)
+        build._speculated_elements(config, 10**9, torch.float32)
 
 
 def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     elements = 10**8
     free = math.ceil((RING_BYTES + 18 * elements) / 0.9) + 100
     monkeypatch.setattr(placement, "available_memory", lambda: free)
-    automatic = offload._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, torch.float32)
+    automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, torch.float32)
     assert automatic == pytest.approx(elements / 2, rel=1e-6)
     assert (
-        offload._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation off"), elements, torch.float32)
-        == 0
+        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation off"), elements, torch.float32) == 0
     )
     with pytest.raises(GptparError, match="twice for --offload-speculation on"):
-        offload._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), elements, torch.float32)
+        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), elements, torch.float32)

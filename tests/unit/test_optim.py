@@ -11,19 +11,20 @@ import torch
 
 from gptpar.config.gradients import adds_gradients
 from gptpar.data.loader import MicroBatch
+from gptpar.engine import gradients
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.gradients import GradientSum
+from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.runs import device_runs, divide, runs_of
+from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.init import Constant
-from gptpar.optim.adamw import MasterAdamW
 from gptpar.optim.grad_norm import GradientNorm, square_of
 from gptpar.optim.loss_scale import LossScale
-from gptpar.optim.runs import Run, counted, device_runs, divide, runs_of
 from gptpar.optim.schedule import make_schedule
+from gptpar.optim.spans import ALIGNMENT, Run, counted
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel.axis import Split
-from gptpar.zero import gradients
-from gptpar.zero.gradients import GradientSum
-from gptpar.zero.place import DataAxis
-from gptpar.zero.units import ALIGNMENT, Unit
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gptpar.errors import GptparError
-from gptpar.optim.buckets import BUCKET_ELEMENTS
-from gptpar.optim.transfers import RING_BYTES
+from gptpar.offload.buckets import BUCKET_ELEMENTS
+from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, speed_of, waiting
 from gptpar.plan.main import make_planner

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gptpar import TwinFlowAdamW
-from gptpar.optim.host_share import SWITCH_SECONDS
+from gptpar.offload.host_optimizer import SWITCH_SECONDS
 
 
 @pytest.mark.parametrize("first", [0, 1])

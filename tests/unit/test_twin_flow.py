@@ -12,8 +12,8 @@ from torch import nn
 
 from gptpar import TwinFlowAdamW
 from gptpar.errors import GptparError
-from gptpar.optim import placement
-from gptpar.optim.local_parts import LocalPart
+from gptpar.offload import placement
+from gptpar.offload.local_parts import LocalPart
 
 RATIOS = [0.0, 0.3, 0.731, 1.0]
 WIDTH = 24

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gptpar.optim.buckets import Bucket, Buffers, Recipe
+from gptpar.offload.buckets import Bucket, Buffers, Recipe
+from gptpar.offload.transfers import Departure, Transfers
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Done
-from gptpar.optim.transfers import Departure, Transfers
 
 REMEMBERED = 1 << 14
 """Updates of which the times are kept: several steps of the largest models."""

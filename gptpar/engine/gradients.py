@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.units import Unit
 from gptpar.topology import reduce_scatter_single
-from gptpar.zero.place import DataAxis
-from gptpar.zero.units import Unit
 
 MOST_IN_FLIGHT = 2
 """Reductions whose whole-unit buffers are alive at once under ZeRO-2 and 3."""

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from gptpar import pages
+from gptpar.offload.row_ranges import outside
+from gptpar.offload.transfers import Arrival, Departure, Slot
 from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.ranges import outside
-from gptpar.optim.runs import Run, cut
-from gptpar.optim.transfers import Arrival, Departure, Slot
+from gptpar.optim.spans import HostPiece, Run, cut
 
 BUCKET_ELEMENTS = 1 << 23
 """Elements updated, and sent to the device, at a time, at most. After the backward pass the one at work delays what the
@@ -36,20 +36,6 @@ class Recipe:
     divisor: float
 
 
-@dataclass(frozen=True)
-class HostPiece:
-    """The elements of one unit that the host updates.
-
-    Attributes:
-        length: elements.
-        runs: stretches that are treated alike, counted within the piece; they cover it.
-    """
-
-    unit: str
-    length: int
-    runs: tuple[Run, ...]
-
-
 @dataclass
 class Buffers:
     """Master weights and moments of one bucket."""
@@ -65,7 +51,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Cut:
-    """The ranges (:mod:`~gptpar.optim.ranges`) of an early gradient in which values will be changed, and the others.
+    """The ranges (:mod:`~gptpar.offload.row_ranges`) of an early gradient that will change, and the others.
 
     Both are made when it is offered: numpy would make the updating thread wait for Python.
     """

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 
 from gptpar.config import Config
-from gptpar.optim.host_share import HostShare
-from gptpar.optim.ranges import between, ranges_of_rows
+from gptpar.engine.gradients import GradientSum
+from gptpar.engine.units import Unit
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.row_ranges import between, ranges_of_rows
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import VocabParallelEmbedding
 from gptpar.topology import Layout
-from gptpar.zero.gradients import GradientSum
-from gptpar.zero.units import Unit
 
 
 def early_unit(config: Config, layout: Layout, units: Sequence[Unit], on_device: Mapping[str, int]) -> Unit | None:
@@ -45,14 +45,14 @@ class EarlyRows:
         host: ``None``: nobody is told.
     """
 
-    def __init__(self, unit: Unit, kept: int, host: HostShare | None):
+    def __init__(self, unit: Unit, kept: int, host: HostOptimizer | None):
         self._unit, self._kept, self._host = unit, kept, host
 
     @staticmethod
     def of(
         unit: Unit | None,
         on_device: Mapping[str, int],
-        host: HostShare | None,
+        host: HostOptimizer | None,
         stages: Sequence[Stage],
         gradients: GradientSum,
     ) -> EarlyRows | None:
@@ -65,7 +65,7 @@ class EarlyRows:
                 layer.on_output_grad = partial(gradients.take_early, name)
         return EarlyRows(unit, on_device[unit.name], host)
 
-    def foresee(self, tokens: torch.Tensor) -> None:
+    def expect_step(self, tokens: torch.Tensor) -> None:
         """A step begins that looks up these tokens last: in rows looked up earlier the sum has its changes already.
 
         Tokens that are on the device are not waited for: without knowing them, the host uses no early gradient.
@@ -75,4 +75,4 @@ class EarlyRows:
         (slot,) = self._unit.slots.values()
         num_rows, width = slot.shape
         ranges = ranges_of_rows(tokens.flatten().numpy(), num_rows, width)
-        self._host.foresee_changes(self._unit.name, between(ranges, self._kept, slot.stop) - self._kept)
+        self._host.expect_changes(self._unit.name, between(ranges, self._kept, slot.stop) - self._kept)

@@ -23,10 +23,8 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.buckets import (
+from gptpar.offload.buckets import (
     Bucket,
-    HostPiece,
     Recipe,
     bytes_of,
     cut_piece,
@@ -36,12 +34,14 @@ from gptpar.optim.buckets import (
     parts_of,
     shallowest_that_is_here,
 )
+from gptpar.offload.orders import Order
+from gptpar.offload.row_ranges import between
+from gptpar.offload.switch_interval import SWITCH_INTERVAL
+from gptpar.offload.transfers import Transfers
+from gptpar.offload.updates import Updates
+from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.orders import Order
-from gptpar.optim.ranges import between
-from gptpar.optim.switch_interval import SWITCH_INTERVAL
-from gptpar.optim.transfers import Transfers
-from gptpar.optim.updates import Updates
+from gptpar.optim.spans import HostPiece
 
 POLL_SECONDS = 2e-4
 SWITCH_SECONDS = 5e-5
@@ -53,7 +53,7 @@ DISTRUST_STEPS = 10
 """Steps without speculation after one in which it was wrong: clipping comes in spells."""
 
 
-class HostShare:
+class HostOptimizer:
     """Owns the state and the thread; while it lives, Python switches between threads more often.
 
     Args:
@@ -119,7 +119,7 @@ class HostShare:
         """Allow speculation for some elements: the last ones of the model."""
         make_room(self._buckets, elements)
 
-    def foresee(self, rates: tuple[Hyperparameters, ...], loss_scale: float) -> None:
+    def expect_step(self, rates: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """What the coming step will probably be, so that it may be begun during the backward pass."""
         with self._changed:
             self._foreseen = Recipe(rates, loss_scale)
@@ -133,11 +133,11 @@ class HostShare:
             bucket.way, bucket.slot = self._transfers.keeping(bucket.live), self._transfers.set_aside()
         return bool(with_room)
 
-    def foresee_changes(self, unit: str, changed: np.ndarray) -> None:
+    def expect_changes(self, unit: str, changed: np.ndarray) -> None:
         """In which ranges the coming step's gradient of a unit will change after it is offered early."""
         self._will_change[unit] = changed
 
-    def offer(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+    def submit_gradient(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         """A unit's gradient is complete on the device; the memory must stay as it is until the next step.
 
         A second one before that replaces the first.
@@ -243,7 +243,7 @@ class HostShare:
             bucket.steps = count
 
     def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """See :func:`parts_of <gptpar.optim.buckets.parts_of>`."""
+        """See :func:`parts_of <gptpar.offload.buckets.parts_of>`."""
         self.finish()
         yield from parts_of(self._buckets, kind)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gptpar.optim.local_parts import LocalPart, local_of
+from gptpar.offload.local_parts import LocalPart, local_of
 
 Views = Callable[[str], Iterator[tuple[LocalPart, int, torch.Tensor]]]
 """(parameter, first element, live values) of ``weights``, ``exp_avg`` or ``exp_avg_sq``."""

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gptpar.optim.spans import ALIGNMENT
 from gptpar.pipeline.stage import ParameterInfo
-
-ALIGNMENT = 64
-"""Elements; every parameter starts on a multiple, so that its views are aligned for vector and tensor-core loads."""
 
 
 @dataclass(frozen=True)

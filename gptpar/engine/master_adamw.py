@@ -8,21 +8,23 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from gptpar.config import OptimizerConfig
+from gptpar.engine.flat_adam import FlatAdam, State
+from gptpar.engine.runs import Division
+from gptpar.engine.subscriber import Subscriber
+from gptpar.engine.units import Unit
 from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.flat_adam import FlatAdam, State
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.host_share import HostShare
-from gptpar.optim.runs import DECAYS, Division, Run, counted
+from gptpar.optim.spans import DECAYS, Run, counted
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts, parts_of_flat
-from gptpar.zero.units import Unit
 
 
 class MasterAdamW:
     """AdamW (:mod:`gptpar.optim.adam_update`) over this process's shard of the master weights.
 
-    The device's elements are updated in one pass (:class:`~gptpar.optim.flat_adam.FlatAdam`): clipping, loss scale, the
-    skipping of non-finite gradients and the rounding to live parameters happen inside it. The others are the host's.
+    The device's elements are updated in one pass (:class:`~gptpar.engine.flat_adam.FlatAdam`): clipping, loss scale,
+    the skipping of non-finite gradients and the rounding to live parameters happen inside it. The others are
+    the subscriber's.
 
     Args:
         units: all units of this process, in forward order.
@@ -47,7 +49,7 @@ class MasterAdamW:
         shard: int,
         grad: torch.Tensor,
         config: OptimizerConfig,
-        host: HostShare | None = None,
+        host: Subscriber | None = None,
     ):
         self.clip_grad, self.grad, self.host = config.clip_grad, grad, host
         self._units, self._infos, self._shard, self._runs = units, infos, shard, runs
@@ -104,10 +106,10 @@ class MasterAdamW:
             self.host.step(norm, rates, loss_scale)
         return self._adam.step(rates[DECAYS], norm, loss_scale, self.clip_grad)
 
-    def foresee(self, lr: float, weight_decay: float, loss_scale: float) -> None:
+    def expect_step(self, lr: float, weight_decay: float, loss_scale: float) -> None:
         """What :meth:`step` will probably be called with: the host may begin during the backward pass."""
         if self.host is not None:
-            self.host.foresee(self._rates(lr, weight_decay), loss_scale)
+            self.host.expect_step(self._rates(lr, weight_decay), loss_scale)
 
     def _rates(self, lr: float, weight_decay: float) -> tuple[Hyperparameters, Hyperparameters]:
         """By group."""

@@ -14,12 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.buckets import HostPiece
-from gptpar.optim.device_share import DeviceShare
-from gptpar.optim.grad_norm import square_of
-from gptpar.optim.host_share import HostShare
-from gptpar.optim.local_parts import (
+from gptpar.offload.device_optimizer import DeviceOptimizer
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.local_parts import (
     LocalPart,
     NormFn,
     divide_parts,
@@ -30,10 +27,12 @@ from gptpar.optim.local_parts import (
     tensors_of,
     version_of,
 )
-from gptpar.optim.overlap import watch_gradient, watch_readers
-from gptpar.optim.placement import build_host_share, room_beside
-from gptpar.optim.runs import Run
-from gptpar.optim.saved_state import follow_parameters, gather_state, place_state, problems_of_state
+from gptpar.offload.module_hooks import watch_gradient, watch_readers
+from gptpar.offload.placement import build_host_optimizer, room_beside
+from gptpar.offload.saved_state import follow_parameters, gather_state, place_state, problems_of_state
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.grad_norm import square_of
+from gptpar.optim.spans import HostPiece, Run
 
 
 class TwinFlowAdamW(torch.optim.Optimizer):
@@ -96,7 +95,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             + ([] if speculation in ("auto", "off", "on") else [f"speculation is {speculation!r}, not auto, off or on"])
             + ([] if threads is None or threads >= 1 else [f"threads is {threads}, not at least 1"])
         )
-        self._host: HostShare | None = None
+        self._host: HostOptimizer | None = None
         self._parts: list[LocalPart] = []
         super().__init__(given, defaults)
         self._norm_fn = norm_fn or sum_over_shards(tensors)
@@ -105,7 +104,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         self.elements = sum(part.flat.numel() for part in self._parts)
         self.offloaded = sum(part.offloaded for part in self._parts)
         on_device = [part for part in self._parts if part.kept]
-        self._device = DeviceShare(
+        self._device = DeviceOptimizer(
             {part.unit: part.flat[: part.kept] for part in on_device}, {part.unit: part.group for part in on_device}
         )
         self._on_host = {part.unit: part for part in self._parts if part.offloaded}
@@ -135,9 +134,9 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         """torch.distributed.checkpoint steps optimizers whose ``state`` is empty, to see what they will have there."""
         self.state.update((part.parameter, {}) for part in self._parts)
 
-    def _make_host(self, threads: int | None) -> HostShare:
+    def _make_host(self, threads: int | None) -> HostOptimizer:
         parts = self._on_host.values()
-        host = build_host_share(
+        host = build_host_optimizer(
             [HostPiece(p.unit, p.offloaded, (Run(0, p.offloaded, p.group, False, True),)) for p in parts],
             self.skipped.device,
             max(part.flat.dtype.itemsize for part in parts),
@@ -203,7 +202,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         before, old = self._offered.get(part.unit, (None, version))
         if again or before is None or before.data_ptr() != grad.data_ptr() or version != old:
             self._offered[part.unit] = grad, version
-            self._host.offer(part.unit, grad.reshape(-1)[part.kept :])
+            self._host.submit_gradient(part.unit, grad.reshape(-1)[part.kept :])
 
     def _wait_for_unattached(self) -> None:
         """Until the parameters that nobody waits for are finished, or all if somebody will look at them now."""
@@ -302,7 +301,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         self._cancel()
         self._catch_up()
         if self._host is not None and self._streams:
-            self._host.foresee(self._rates(), self._loss_scale)
+            self._host.expect_step(self._rates(), self._loss_scale)
             self._in_last_backward = True
         try:
             yield

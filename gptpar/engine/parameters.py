@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.step_graph import HostCalls
+from gptpar.engine.units import Unit
 from gptpar.pinned import host_tensors
 from gptpar.topology import all_gather_single
-from gptpar.zero.place import DataAxis
-from gptpar.zero.units import Unit
-
-
-class Host(Protocol):
-    """Updates parameters in the background."""
-
-    def wait(self, unit: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class LiveParameters:
         dtype: torch.dtype,
         device: torch.device,
         shared: torch.Tensor | None = None,
-        host: Host | None = None,
+        host: HostCalls | None = None,
         on_host: bool = False,
     ):
         self._axis, self._host = axis, host

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gptpar.offload.buckets import Recipe
+from gptpar.offload.transfers import Later
 from gptpar.optim.adam_update import clipped_divisor
-from gptpar.optim.buckets import Recipe
-from gptpar.optim.transfers import Later
 
 
 @dataclass(frozen=True)

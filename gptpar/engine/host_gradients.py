@@ -7,12 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from gptpar.optim.buckets import HostPiece
+from gptpar.engine.step_graph import HostCalls
+from gptpar.engine.units import Unit
 from gptpar.optim.grad_norm import GradientNorm
-from gptpar.optim.runs import Run, counted
+from gptpar.optim.spans import HostPiece, Run, counted
 from gptpar.tensor_parallel import TensorAxis
-from gptpar.training.step_graph import HostCalls
-from gptpar.zero.units import Unit
 
 
 class HostGradients:
@@ -90,7 +89,7 @@ class HostGradients:
             torch.add(grad[part], addend, out=self._early_sum[part])
             grad = self._early_sum
         if self._host is not None:
-            self._host.offer(unit.name, grad, formed=part.stop)
+            self._host.submit_gradient(unit.name, grad, formed=part.stop)
 
     def finish(self, unit: str, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Sum a late unit's gradient over the stages that share it.
@@ -114,7 +113,7 @@ class HostGradients:
         if self._counts_zeros:
             self._count_zeros(unit, grad, low)
         if self._host is not None:
-            self._host.offer(unit.name, grad[low:])
+            self._host.submit_gradient(unit.name, grad[low:])
 
     def _count_zeros(self, unit: Unit, grad: torch.Tensor, low: int) -> None:
         for first, last in counted(self._pieces[unit.name].runs):

@@ -11,12 +11,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.buckets import NEAR, HostPiece, bring
-from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.host_share import HostShare
-from gptpar.optim.runs import Run
-from gptpar.optim.transfers import (
+from gptpar.offload.buckets import NEAR, bring
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.transfers import (
     OUTGOING,
     RESERVED,
     RING_BYTES,
@@ -27,6 +24,9 @@ from gptpar.optim.transfers import (
     Transfers,
     ring_slots,
 )
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.spans import HostPiece, Run
 
 RUN = Run(0, 128, 0, False, True)
 RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
@@ -39,8 +39,8 @@ def make_share(
     speculated: int = 0,
     pieces: Sequence[HostPiece] = TWO_PIECES,
     transfers: Transfers | None = None,
-) -> HostShare:
-    return HostShare(
+) -> HostOptimizer:
+    return HostOptimizer(
         pieces,
         dtype=torch.float32,
         clip_grad=1.0,
@@ -81,8 +81,8 @@ def test_a_layer_waits_for_its_own_bucket_only() -> None:
     share = make_share(adam)
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
     share.attach(live)
-    share.offer("second", torch.ones(128))
-    share.offer("first", torch.ones(128))
+    share.submit_gradient("second", torch.ones(128))
+    share.submit_gradient("first", torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
     share.wait("first")
     assert adam.lows[0] == live["first"].data_ptr()
@@ -98,10 +98,10 @@ def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
     share = make_share(adam, speculated=256)
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
     share.attach(live)
-    share.foresee(RATES, 1.0)
-    share.offer("second", torch.ones(128))
+    share.expect_step(RATES, 1.0)
+    share.submit_gradient("second", torch.ones(128))
     assert adam.begun.wait(10)  # nothing shallower is there
-    share.offer("first", torch.ones(128))
+    share.submit_gradient("first", torch.ones(128))
     adam.leave.set()
     share.step(torch.tensor(0.5), RATES, 1.0)
     share.finish()
@@ -137,12 +137,12 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
     share = make_share(adam, speculated=256, transfers=transfers)
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
     share.attach(live)
-    share.foresee(RATES, 1.0)
-    share.offer("second", torch.ones(128))
-    share.offer("first", torch.ones(128))
+    share.expect_step(RATES, 1.0)
+    share.submit_gradient("second", torch.ones(128))
+    share.submit_gradient("first", torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
     of_the_step_after_it = Hyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
-    share.foresee((of_the_step_after_it,), 1.0)
+    share.expect_step((of_the_step_after_it,), 1.0)
     adam.leave.set()
     wait_until(lambda: len(adam.lows) == 2)
     assert set(adam.lows) == {values.data_ptr() for values in live.values()}
@@ -187,8 +187,8 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
     transfers, live = Way(), torch.zeros(128)
     share = make_share(Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers)
     share.attach({"first": live})
-    share.foresee(RATES, 1.0)
-    share.offer("first", torch.ones(128))
+    share.expect_step(RATES, 1.0)
+    share.submit_gradient("first", torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
     assert not woken.wait(0.05)
     made.set()
@@ -214,7 +214,7 @@ def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
     share = make_share(Broken(1))
     share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
     for unit in ("first", "second"):
-        share.offer(unit, torch.ones(128))
+        share.submit_gradient(unit, torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
     with pytest.raises(ZeroDivisionError, match="out of order"):
         share.wait("second")
@@ -235,7 +235,7 @@ def test_a_step_that_is_announced_while_the_last_one_ends_is_taken(monkeypatch: 
     monkeypatch.setattr(share.updates, "land", hold_up)
     for step in range(2):
         for unit in ("second", "first"):
-            share.offer(unit, torch.ones(128))
+            share.submit_gradient(unit, torch.ones(128))
         share.step(torch.tensor(0.5), RATES, 1.0)
         if step:
             announced.set()

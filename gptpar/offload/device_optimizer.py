@@ -10,7 +10,7 @@ import torch
 
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import DeviceAdam, Piece, make_device_adam
-from gptpar.optim.runs import DECAYS, Run
+from gptpar.optim.spans import DECAYS, Run
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _Together:
     units: list[str] = field(default_factory=list)
 
 
-class DeviceShare:
+class DeviceOptimizer:
     """AdamW as :mod:`gptpar.optim.adam_update` defines it; nothing waits for the device.
 
     Args:

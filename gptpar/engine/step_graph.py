@@ -13,33 +13,26 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from gptpar.data.loader import MicroBatch
+from gptpar.engine.subscriber import Subscriber
 
 EAGER_STEPS = 2
 """Steps that run launch by launch first: kernels are compiled and chosen, connections made, buffers found."""
 
-Work = Callable[[Sequence[MicroBatch]], torch.Tensor]
+Batch = Any
+"""A dataclass of tensors, some of them ``None``, with a ``clone()``."""
+
+Work = Callable[[Sequence[Batch]], torch.Tensor]
 Action = Callable[[], object]
-
-
-class Host(Protocol):
-    """What acts between launches."""
-
-    def wait(self, unit: str) -> None: ...
-
-    def offer(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 class HostCalls:
     """Passes on what the host is asked amid a step's launches; while the step is recorded, to the recording."""
 
-    def __init__(self, host: Host):
+    def __init__(self, host: Subscriber):
         self._host = host
         self.recorder: Callable[[Action], None] | None = None
 
@@ -47,9 +40,9 @@ class HostCalls:
         """Return when a unit's parameters are updated, or will be before what follows on the device."""
         self._do(partial(self._host.wait, unit))
 
-    def offer(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+    def submit_gradient(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         """A unit's gradient is complete; ``formed``: so many elements are, but for what the host has been told of."""
-        self._do(partial(self._host.offer, unit, grad, formed=formed))
+        self._do(partial(self._host.submit_gradient, unit, grad, formed=formed))
 
     def finish(self) -> None:
         """Return when everything is updated, and no gradient of an earlier step is needed any more."""
@@ -81,11 +74,11 @@ class StepGraph:
         self._calls = 0
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._parts: list[Action] = []
-        self._inputs: list[MicroBatch] = []
+        self._inputs: list[Batch] = []
         self._output = torch.empty(0)
         self._stream = torch.cuda.Stream()
 
-    def __call__(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
+    def __call__(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Do the work; the result is overwritten by the next call."""
         self._calls += 1
         if self._calls <= EAGER_STEPS or (self._parts and _shapes(batches) != _shapes(self._inputs)):
@@ -108,7 +101,7 @@ class StepGraph:
                 graph.reset()
             self._graphs, self._parts, self._calls = [], [], 0
 
-    def _record(self, batches: Sequence[MicroBatch]) -> None:
+    def _record(self, batches: Sequence[Batch]) -> None:
         self._inputs = [batch.clone() for batch in batches]
         self._let_go()
         torch.cuda.synchronize()
@@ -150,12 +143,12 @@ class StepGraph:
         self._parts.append(self._graphs[-1].replay)
 
 
-def _tensors(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+def _tensors(batches: Sequence[Batch]) -> list[torch.Tensor]:
     found = [getattr(batch, field.name) for batch in batches for field in fields(batch)]
     return [tensor for tensor in found if tensor is not None]
 
 
-def _shapes(batches: Sequence[MicroBatch]) -> list[tuple[torch.Size | None, ...]]:
+def _shapes(batches: Sequence[Batch]) -> list[tuple[torch.Size | None, ...]]:
     return [
         tuple(None if (tensor := getattr(batch, field.name)) is None else tensor.shape for field in fields(batch))
         for batch in batches

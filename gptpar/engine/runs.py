@@ -3,37 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from gptpar.zero.units import Unit
-
-DECAYS, DECAYS_NOT = 0, 1
-"""The groups of a model that is trained by :class:`~gptpar.optim.adamw.MasterAdamW`."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A stretch of elements that are treated alike.
-
-    Attributes:
-        group: number of the group whose learning rate, weight decay and so on apply.
-        replicated: whether every tensor-parallel rank has the same elements.
-        counted: whether this process counts them in sums over the model; of replicas, one does.
-    """
-
-    start: int
-    stop: int
-    group: int
-    replicated: bool
-    counted: bool
-
-    def moved(self, start: int, stop: int) -> Run:
-        """The same kind of stretch elsewhere."""
-        return replace(self, start=start, stop=stop)
-
-    def joins(self, other: Run) -> bool:
-        """Whether the other one goes on where this one ends, and is of the same kind."""
-        return self.stop == other.start and self == other.moved(self.start, self.stop)
+from gptpar.engine.units import Unit
+from gptpar.optim.spans import DECAYS, DECAYS_NOT, Run, cut, joined
 
 
 @dataclass(frozen=True)
@@ -102,40 +75,6 @@ def runs_of(unit: Unit, shard: int, *, first_tensor_rank: bool, copies: frozense
     for start, stop, decays, replicated in unit.runs(shard):
         counted = unit.name not in copies and (first_tensor_rank or not replicated)
         yield Run(start, stop, DECAYS if decays else DECAYS_NOT, replicated, counted)
-
-
-def cut(runs: Sequence[Run], low: int, high: int) -> Iterator[Run]:
-    """What of the stretches lies in a range, counted from the range's beginning."""
-    for run in runs:
-        start, stop = max(run.start, low), min(run.stop, high)
-        if start < stop:
-            yield run.moved(start - low, stop - low)
-
-
-def joined(pieces: Sequence[tuple[int, Sequence[Run]]]) -> list[Run]:
-    """Stretches of (length, runs) pieces laid in a row, as long as possible."""
-    found: list[Run] = []
-    base = 0
-    for length, runs in pieces:
-        for run in runs:
-            moved = run.moved(base + run.start, base + run.stop)
-            if found and found[-1].joins(moved):
-                found[-1] = found[-1].moved(found[-1].start, moved.stop)
-            else:
-                found.append(moved)
-        base += length
-    return found
-
-
-def counted(runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """The elements that this process counts, in stretches as long as possible."""
-    found: list[tuple[int, int]] = []
-    for run in runs:
-        if run.counted and found and found[-1][1] == run.start:
-            found[-1] = (found[-1][0], run.stop)
-        elif run.counted:
-            found.append((run.start, run.stop))
-    return found
 
 
 def device_runs(units: Sequence[Unit], on_device: Mapping[str, int], runs: Mapping[str, Sequence[Run]]) -> list[Run]:

@@ -9,16 +9,17 @@ import torch
 
 from gptpar.errors import GptparError
 from gptpar.host import available_memory, place_on_machine, share_of_cores
-from gptpar.optim.buckets import BUCKET_ELEMENTS, HostPiece
+from gptpar.offload.buckets import BUCKET_ELEMENTS
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
 from gptpar.optim.cpu_adam import CpuAdam, default_threads
-from gptpar.optim.host_share import HostShare
-from gptpar.optim.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
+from gptpar.optim.spans import HostPiece
 
 KEPT_FREE = 0.1
 """Part of the host's free memory that is left to everything else."""
 
 
-def build_host_share(
+def build_host_optimizer(
     pieces: Sequence[HostPiece],
     device: torch.device,
     itemsize: int,
@@ -28,7 +29,7 @@ def build_host_share(
     folder: Path | None = None,
     threads: int | None = None,
     speculated_elements: int = 0,
-) -> HostShare:
+) -> HostOptimizer:
     """The host's share on this process's cores, with a way to the device.
 
     Args:
@@ -40,7 +41,7 @@ def build_host_share(
     """
     place, count = place_on_machine()
     cores = share_of_cores(place, count)
-    return HostShare(
+    return HostOptimizer(
         pieces,
         dtype=wide,
         clip_grad=clip_grad,

@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 
 from gptpar.config import Config
+from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.host import place_on_machine
-from gptpar.optim.buckets import HostPiece
-from gptpar.optim.host_share import HostShare
-from gptpar.optim.placement import build_host_share, room_beside
-from gptpar.optim.runs import Run, cut
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.placement import build_host_optimizer, room_beside
+from gptpar.optim.spans import HostPiece, Run, cut
 from gptpar.reporting.banner import format_bytes
-from gptpar.zero.units import Unit
 
 
 def host_pieces(
@@ -35,7 +34,7 @@ def host_pieces(
     ]
 
 
-def make_host_share(
+def make_host_optimizer(
     config: Config,
     pieces: Sequence[HostPiece],
     device: torch.device,
@@ -44,7 +43,7 @@ def make_host_share(
     early: Unit | None = None,
     *,
     sums: bool = True,
-) -> HostShare | None:
+) -> HostOptimizer | None:
     """The host's share, or ``None`` where it has nothing to do.
 
     Args:
@@ -61,7 +60,7 @@ def make_host_share(
     kept = sum(dtype.itemsize * piece.length for piece in pieces if early and piece.unit == early.name)
     if not elements:
         return None
-    return build_host_share(
+    return build_host_optimizer(
         pieces,
         device,
         (wide if sums else dtype).itemsize,

@@ -9,8 +9,7 @@ import torch
 
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import DeviceAdam, Piece, make_device_adam
-from gptpar.optim.runs import DECAYS, Run, cut
-from gptpar.zero.units import ALIGNMENT
+from gptpar.optim.spans import ALIGNMENT, DECAYS, Run, cut
 
 Stretch = tuple[int, int, torch.Tensor | None]
 """First element, the one behind the last, and their live parameters, unless the masters are those."""

@@ -1,0 +1,1 @@
+"""Runs a module's steps over sharded parameters: gathers them, sums gradients, updates; it knows no offload."""

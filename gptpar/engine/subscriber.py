@@ -1,0 +1,62 @@
+"""What the engine tells whoever updates the elements that the device's optimizer does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from gptpar.optim.adam_update import Hyperparameters
+
+
+class Subscriber(Protocol):
+    """Updates some ranges of the master weights in the background.
+
+    A step is: ``expect_step``, a ``submit_gradient`` for each of its units while the backward pass runs, ``step`` when
+    the global norm is about to be known. Before a layer is used again, ``wait``.
+    """
+
+    def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
+        """The coming step's probable numbers, by group; the work may begin with them."""
+
+    def submit_gradient(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+        """A unit's gradient is final; the memory stays as it is until the unit's next gradient.
+
+        Args:
+            formed: it is not final yet, but its first elements are formed, so many.
+        """
+
+    def step(
+        self,
+        norm: torch.Tensor,
+        hyperparameters: tuple[Hyperparameters, ...],
+        loss_scale: float,
+        without: frozenset[str] = frozenset(),
+    ) -> None:
+        """All gradients are submitted; the norm (fp64 scalar on the device) may still be being computed."""
+
+    def wait(self, unit: str, *, block: bool = False) -> None:
+        """Return when what is put on the device afterwards finds the unit's new parameters."""
+
+    def finish(self) -> None:
+        """Return when the last step is done and no gradient of it is needed any more."""
+
+    def publish(self) -> None:
+        """Copy all master weights to the model's parameters."""
+
+    def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(unit, first element, live values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``."""
+
+    def square_of_weights(self) -> float:
+        """Sum of squares of the master weights that this process counts."""
+
+    @property
+    def steps_taken(self) -> int:
+        """Updates made so far, skipped ones not counted."""
+
+    @steps_taken.setter
+    def steps_taken(self, count: int) -> None: ...
+
+    def close(self) -> None:
+        """End the background work."""

@@ -1,1 +1,0 @@
-"""How the data-parallel processes share parameters, gradients and optimizer state (ZeRO, arXiv 1910.02054)."""

@@ -134,7 +134,7 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
         if formed is not None:
             torch.cuda._sleep(25_000_000)  # some 15 ms
 
-    monkeypatch.setattr(HostOptimizer, "offer", held_up)
+    monkeypatch.setattr(HostOptimizer, "submit_gradient", held_up)
     monkeypatch.setattr(placement, "CpuAdam", InParts)
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)  # cuts rows of 128
     monkeypatch.setattr(placement, "BUCKET_ELEMENTS", 3333)

@@ -100,7 +100,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
             if not early:
                 patch.setattr(sharded_model, "early_unit", lambda *_: None)
             elif is_patient:
-                patch.setattr(HostOptimizer, "offer", patient)
+                patch.setattr(HostOptimizer, "submit_gradient", patient)
             trainer = make_trainer(tiny_config(f"--micro-batch-size {4 // count} {words}"))
             look(trainer)
             for step in range(STEPS):
@@ -254,7 +254,7 @@ def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeyp
             assert Counting.gate is not None
             Counting.gate.release(1000)
 
-    monkeypatch.setattr(HostOptimizer, "offer", held_up)
+    monkeypatch.setattr(HostOptimizer, "submit_gradient", held_up)
     early = run(f"{words} on", True, count, is_patient=False)
     assert_same(early, plain)
     assert STEPS <= len(early.completed) <= 2 * STEPS and early.redone == 0

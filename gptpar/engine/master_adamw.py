@@ -35,6 +35,8 @@ class MasterAdamW:
         grad: the gradient sum of the device's elements of all units in a row.
         config: betas, epsilon and clipping.
         host: updates the other elements; ``None`` where there are none.
+        master: memory for the master weights, where the model's parameters are their own masters.
+        live: unit -> the model's parameters that :meth:`step` is to write in the same pass, as long as its masters.
 
     Attributes:
         masters: unit -> the device's piece of the master weights.
@@ -50,25 +52,26 @@ class MasterAdamW:
         grad: torch.Tensor,
         config: OptimizerConfig,
         host: Subscriber | None = None,
+        *,
+        master: torch.Tensor | None = None,
+        live: Mapping[str, torch.Tensor] | None = None,
     ):
         self.clip_grad, self.grad, self.host = config.clip_grad, grad, host
         self._units, self._infos, self._shard, self._runs = units, infos, shard, runs
         self._on_device = division.on_device
         wide = torch.promote_types(grad.dtype, torch.float32)
-        self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad, dtype=wide) for _ in range(3))
+        self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
+        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad, dtype=wide) for _ in range(2))
         lengths = [self._on_device[unit.name] for unit in units]
         self.masters = {u.name: piece for u, piece in zip(units, self.master.split(lengths), strict=True)}
         self._betas, self._eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = State(self.master, self.exp_avg, self.exp_avg_sq, grad, self._steps)
         self._adam = FlatAdam(state, runs)
-        self.attach({})
-
-    def attach(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Say where the parameters live that :meth:`step` is to write: unit -> as long as its piece of the masters."""
-        ends = list(itertools.accumulate((len(piece) for piece in self.masters.values()), initial=0))
-        pieces = zip(itertools.pairwise(ends), self.masters, strict=True)
-        self._adam.lay_out([(start, stop, live.get(unit)) for (start, stop), unit in pieces])
+        ends = itertools.accumulate(lengths, initial=0)
+        self._adam.lay_out(
+            [(*ends, (live or {}).get(unit.name)) for ends, unit in zip(itertools.pairwise(ends), units, strict=True)]
+        )
 
     @property
     def bytes_an_element(self) -> int:

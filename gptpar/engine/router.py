@@ -1,0 +1,130 @@
+"""Final gradients on their way to whoever updates the elements: the device's optimizer or a subscriber."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from gptpar.engine.gradient_memory import GradientMemory
+from gptpar.engine.step_graph import Cuts
+from gptpar.engine.subscriber import Subscriber
+from gptpar.engine.units import Unit
+from gptpar.optim.grad_norm import GradientNorm
+from gptpar.optim.spans import Run, counted
+from gptpar.tensor_parallel import TensorAxis
+
+
+class GradientRouter:
+    """Completes, measures and divides gradients that are final over the data axis.
+
+    Everything that sums is done with a unit's whole shard before it is divided: neither the norm nor the gradient
+    depends on where the division is. Sums travel as they are; a gradient that comes once, in 16 bits, does so, too.
+
+    Units that the device updates wholly are completed together at the end of the step, others as they come.
+
+    Args:
+        units: in forward order.
+        runs: unit -> the ranges of its whole shard.
+        shard: which shard of each unit is this process's.
+        tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
+        subscriber: updates the elements behind the device's; ``None``: their gradients are dropped.
+        counts_zeros: whether zeros are counted.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        memory: GradientMemory,
+        runs: Mapping[str, Sequence[Run]],
+        shard: int,
+        tensor: TensorAxis,
+        tied: Mapping[str, dist.ProcessGroup],
+        subscriber: Subscriber | None,
+        cuts: Cuts,
+        *,
+        counts_zeros: bool,
+    ):
+        self._memory, self._runs, self._shard, self._tensor, self._tied = memory, runs, shard, tensor, tied
+        self._subscriber, self._cuts, self._counts_zeros = subscriber, cuts, counts_zeros
+        self._norm = GradientNorm({unit: counted(its) for unit, its in runs.items()})
+        self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
+        self._zeros = torch.zeros((), dtype=torch.float64, device=memory.shard.device)
+        self.divides = len(memory.undivided) < len(units)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._norm.begin()
+        self._zeros.zero_()
+
+    def route(self, unit: Unit, shard: torch.Tensor) -> None:
+        """This process's shard of a unit's gradient is final over the data axis.
+
+        A subscriber's part of its memory stays as it is until the unit's next backward pass.
+        """
+        on_device = self._memory.shards[unit.name]
+        if on_device.numel() == unit.shard_length:
+            if shard is not on_device:
+                on_device.copy_(shard)
+        elif unit.name in self._tied:
+            self._held_back[unit.name] = (unit, shard)
+        else:
+            self._divide(unit, shard)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All units were routed: complete those that waited for the end of the step."""
+        shards = self._undivided
+        sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor.group)
+        for name, group in self._tied.items():
+            held = self._held_back.pop(name, None)
+            # The stages that share the unit may divide it differently.
+            sum_together([self._memory.shards[name] if held is None else held[1]], group)
+            if held is not None:
+                self._divide(*held)
+
+    def square(self) -> torch.Tensor:
+        """Sum of squares (fp64 scalar on the device) of the elements that this process counts."""
+        self._norm.measure(self._undivided)
+        return self._norm.square(self._memory.shard.device)
+
+    @property
+    def zeros(self) -> torch.Tensor:
+        """How many of the subscriber's elements that this process counts are zero (fp64 scalar on the device)."""
+        return self._zeros
+
+    @property
+    def _undivided(self) -> dict[str, torch.Tensor]:
+        return {unit.name: self._memory.shards[unit.name] for unit in self._memory.undivided}
+
+    def _addends(self, unit: str, shard: torch.Tensor) -> list[torch.Tensor]:
+        """What is still to be summed over the tensor axis: a whole parameter has seen this rank's tokens only."""
+        runs = self._runs[unit] if self._tensor.splits_tokens else ()
+        return [shard[run.start : run.stop] for run in runs if run.replicated]
+
+    @torch.no_grad()
+    def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
+        sum_together(self._addends(unit.name, shard), self._tensor.group)
+        self._norm.measure({unit.name: shard})
+        on_device = self._memory.shards[unit.name]
+        low = on_device.numel()
+        on_device.copy_(shard[:low])
+        if self._counts_zeros:
+            self._count_zeros(unit, shard, low)
+        if self._subscriber is not None:
+            self._cuts.at(partial(self._subscriber.submit_gradient, unit.name, shard[low:]))
+
+    def _count_zeros(self, unit: Unit, shard: torch.Tensor, low: int) -> None:
+        for first, last in counted(self._runs[unit.name]):
+            for *_, start, stop in unit.held_between(self._shard, max(low, first), last):
+                self._zeros += (shard[start:stop] == 0).sum()
+
+
+def sum_together(parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum each part over a group, in one message."""
+    if sum(part.numel() for part in parts):
+        flat = torch.cat(parts)
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))

@@ -11,6 +11,7 @@ from gptpar.engine.step_graph import HostCalls
 from gptpar.engine.units import Unit
 from gptpar.optim.grad_norm import GradientNorm
 from gptpar.optim.spans import HostPiece, Run, counted
+from gptpar.placement import TENSOR
 from gptpar.tensor_parallel import TensorAxis
 
 
@@ -104,9 +105,8 @@ class HostGradients:
 
     @torch.no_grad()
     def _divide(self, unit: Unit, grad: torch.Tensor, on_device: torch.Tensor) -> None:
-        if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
-            replicated = [grad[run.start : run.stop] for run in self._runs[unit.name] if run.replicated]
-            sum_together(replicated, self._tensor.group)
+        addends = [grad[run.start : run.stop] for run in self._runs[unit.name] if TENSOR in run.grad_sums]
+        sum_together(addends, self._tensor.group)
         self._norm.measure({unit.name: grad})
         low = on_device.numel()
         on_device.copy_(grad[:low])

@@ -32,6 +32,7 @@ from gptpar.optim.grad_norm import GradientNorm
 from gptpar.optim.spans import counted
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.stage import Fields, ParameterInfo, Stage, build_on_meta
+from gptpar.placement import TENSOR
 from gptpar.recompute import Keep, recompute_groups
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology import Layout, Topology
@@ -172,10 +173,9 @@ class ShardedModel:
     def finish_gradients(self) -> None:
         """Wait for the sums over the data axis; add what copies of a parameter elsewhere have seen."""
         self.gradients.finish()
-        if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
-            shards = [(shard, run) for unit, shard in self._undivided.items() for run in self._runs[unit]]
-            replicated = [shard[run.start : run.stop] for shard, run in shards if run.replicated]
-            sum_together(replicated, self._tensor.group)
+        shards = [(shard, run) for unit, shard in self._undivided.items() for run in self._runs[unit]]
+        addends = [shard[run.start : run.stop] for shard, run in shards if TENSOR in run.grad_sums]
+        sum_together(addends, self._tensor.group)
         for name, group in self.pipeline.tied_groups.items():
             self._host_gradients.finish(name, self.gradients.shards[name], group)
 

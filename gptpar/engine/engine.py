@@ -118,7 +118,7 @@ class Engine:
             memory,
             layout.runs,
             layout.shard,
-            tensor,
+            tensor.group,
             pipeline.tied_groups,
             subscriber,
             self.cuts,

@@ -14,7 +14,7 @@ from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.units import Unit
 from gptpar.optim.grad_norm import GradientNorm
 from gptpar.optim.spans import Run, counted
-from gptpar.tensor_parallel import TensorAxis
+from gptpar.placement import TENSOR
 
 
 class GradientRouter:
@@ -29,6 +29,7 @@ class GradientRouter:
         units: in forward order.
         runs: unit -> the ranges of its whole shard.
         shard: which shard of each unit is this process's.
+        tensor_group: the ranks that share each layer; ``None`` when alone.
         tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
         subscriber: updates the elements behind the device's; ``None``: their gradients are dropped.
         counts_zeros: whether zeros are counted.
@@ -40,14 +41,15 @@ class GradientRouter:
         memory: GradientMemory,
         runs: Mapping[str, Sequence[Run]],
         shard: int,
-        tensor: TensorAxis,
+        tensor_group: dist.ProcessGroup | None,
         tied: Mapping[str, dist.ProcessGroup],
         subscriber: Subscriber | None,
         cuts: Cuts,
         *,
         counts_zeros: bool,
     ):
-        self._memory, self._runs, self._shard, self._tensor, self._tied = memory, runs, shard, tensor, tied
+        self._memory, self._runs, self._shard, self._tied = memory, runs, shard, tied
+        self._tensor_group = tensor_group
         self._subscriber, self._cuts, self._counts_zeros = subscriber, cuts, counts_zeros
         self._norm = GradientNorm({unit: counted(its) for unit, its in runs.items()})
         self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
@@ -77,7 +79,7 @@ class GradientRouter:
     def finish(self) -> None:
         """All units were routed: complete those that waited for the end of the step."""
         shards = self._undivided
-        sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor.group)
+        sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)
         for name, group in self._tied.items():
             held = self._held_back.pop(name, None)
             # The stages that share the unit may divide it differently.
@@ -100,13 +102,12 @@ class GradientRouter:
         return {unit.name: self._memory.shards[unit.name] for unit in self._memory.undivided}
 
     def _addends(self, unit: str, shard: torch.Tensor) -> list[torch.Tensor]:
-        """What is still to be summed over the tensor axis: a whole parameter has seen this rank's tokens only."""
-        runs = self._runs[unit] if self._tensor.splits_tokens else ()
-        return [shard[run.start : run.stop] for run in runs if run.replicated]
+        """What is declared to be summed over the tensor axis."""
+        return [shard[run.start : run.stop] for run in self._runs[unit] if TENSOR in run.grad_sums]
 
     @torch.no_grad()
     def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
-        sum_together(self._addends(unit.name, shard), self._tensor.group)
+        sum_together(self._addends(unit.name, shard), self._tensor_group)
         self._norm.measure({unit.name: shard})
         on_device = self._memory.shards[unit.name]
         low = on_device.numel()

@@ -72,9 +72,9 @@ def runs_of(unit: Unit, shard: int, *, first_tensor_rank: bool, copies: frozense
         first_tensor_rank: whether this process counts what all tensor-parallel ranks have.
         copies: units that another stage counts.
     """
-    for start, stop, decays, replicated in unit.runs(shard):
+    for start, stop, decays, replicated, grad_sums in unit.runs(shard):
         counted = unit.name not in copies and (first_tensor_rank or not replicated)
-        yield Run(start, stop, DECAYS if decays else DECAYS_NOT, replicated, counted)
+        yield Run(start, stop, DECAYS if decays else DECAYS_NOT, grad_sums, counted)
 
 
 def device_runs(units: Sequence[Unit], on_device: Mapping[str, int], runs: Mapping[str, Sequence[Run]]) -> list[Run]:

@@ -25,6 +25,7 @@ class Slot:
         longest: elements of the longest share of any tensor-parallel rank.
         decays: whether weight decay applies.
         replicated: whether every tensor-parallel rank has the whole parameter.
+        grad_sums: axes over which the gradient is summed, beside the data axis.
     """
 
     start: int
@@ -34,6 +35,7 @@ class Slot:
     shape: torch.Size
     decays: bool
     replicated: bool
+    grad_sums: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ class Unit:
     def of(name: str, parameters: Mapping[str, ParameterInfo], shards: int) -> Unit:
         """Lay out a layer, given in forward order; parameters that are treated alike lie next to each other."""
 
-        def kind(parameter: str) -> tuple[bool, bool]:
+        def kind(parameter: str) -> tuple[bool, list[str], bool]:
             info = parameters[parameter]
-            return info.split is not None, not has_decay(parameter, info.full_shape)
+            return info.split is not None, sorted(info.grad_sums), not has_decay(parameter, info.full_shape)
 
         slots: dict[str, Slot] = {}
         start = 0
@@ -68,8 +70,9 @@ class Unit:
                 sizes[info.split.dim] = info.split.longest
             longest = math.prod(sizes)
             end = _round_up(start + longest, ALIGNMENT)
-            split, bare = kind(parameter)
-            slots[parameter] = Slot(start, start + info.shape.numel(), end, longest, info.shape, not bare, not split)
+            split, _, bare = kind(parameter)
+            stop = start + info.shape.numel()
+            slots[parameter] = Slot(start, stop, end, longest, info.shape, not bare, not split, info.grad_sums)
             start = end
         return Unit(name, slots, _round_up(start, shards * ALIGNMENT), shards)
 
@@ -106,21 +109,21 @@ class Unit:
             if low < high:
                 yield name, low - at, low, high
 
-    def runs(self, shard: int) -> Iterator[tuple[int, int, bool, bool]]:
-        """(start, stop, decays, replicated) of stretches of a shard, counted within it, that are treated alike."""
+    def runs(self, shard: int) -> Iterator[tuple[int, int, bool, bool, frozenset[str]]]:
+        """(start, stop, decays, replicated, grad_sums) of stretches of a shard, counted within it, treated alike."""
         low, high = shard * self.shard_length, (shard + 1) * self.shard_length
         current: list[int] = []
-        kind = (False, False)
+        kind: tuple[bool, bool, frozenset[str]] = (False, False, frozenset())
         for slot in self.slots.values():
             first, last = max(low, slot.start), min(high, slot.end)
             if first >= last:
                 continue
-            if current and kind == (slot.decays, slot.replicated):
+            if current and kind == (slot.decays, slot.replicated, slot.grad_sums):
                 current[1] = last - low
                 continue
             if current:
                 yield current[0], current[1], *kind
-            current, kind = [first - low, last - low], (slot.decays, slot.replicated)
+            current, kind = [first - low, last - low], (slot.decays, slot.replicated, slot.grad_sums)
         if current:
             yield current[0], current[1], *kind
 

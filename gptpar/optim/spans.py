@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 ALIGNMENT = 64
 """Elements; every parameter starts on a multiple, so that its views are aligned for vector and tensor-core loads."""
 
+NO_SUMS: frozenset[str] = frozenset()
+"""Of gradients that are complete."""
+
 DECAYS, DECAYS_NOT = 0, 1
 """The groups of a model that is trained by :class:`~gptpar.engine.master_adamw.MasterAdamW`."""
 
@@ -18,14 +21,14 @@ class Run:
 
     Attributes:
         group: number of the group whose learning rate, weight decay and so on apply.
-        replicated: whether every tensor-parallel rank has the same elements.
+        grad_sums: axes over which the elements' gradient is summed, beside the data axis.
         counted: whether this process counts them in sums over the model; of replicas, one does.
     """
 
     start: int
     stop: int
     group: int
-    replicated: bool
+    grad_sums: frozenset[str]
     counted: bool
 
     def moved(self, start: int, stop: int) -> Run:

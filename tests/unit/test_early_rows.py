@@ -18,7 +18,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import Arrival, SameMemory, Slot
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import HostPiece, Run
+from gptpar.optim.spans import NO_SUMS, HostPiece, Run
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.training import gpt
 from gptpar.training.trainer import Trainer
@@ -325,8 +325,8 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
         [
-            HostPiece("embedding", 256, (Run(0, 256, 0, False, True),)),
-            HostPiece("layer", 128, (Run(0, 128, 0, False, True),)),
+            HostPiece("embedding", 256, (Run(0, 256, 0, NO_SUMS, True),)),
+            HostPiece("layer", 128, (Run(0, 128, 0, NO_SUMS, True),)),
         ],
         dtype=torch.float32,
         clip_grad=1000.0,
@@ -366,7 +366,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     seen = Seen()
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
-        [HostPiece("embedding", 128, (Run(0, 128, 0, False, True),))],
+        [HostPiece("embedding", 128, (Run(0, 128, 0, NO_SUMS, True),))],
         dtype=torch.float32,
         clip_grad=1.0,
         adam=Counting(1),

@@ -11,14 +11,18 @@ from gptpar.engine import flat_adam
 from gptpar.engine.flat_adam import FlatAdam, State
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import TorchAdam
-from gptpar.optim.spans import DECAYS, DECAYS_NOT, Run
+from gptpar.optim.spans import DECAYS, DECAYS_NOT, NO_SUMS, Run
 
 RATES = [Hyperparameters(lr, 0.9, 0.95, 1e-8, 0.1) for lr in (1e-2, 3e-3, 2e-2, 1e-2)]
 ENDS = [0, 256, 256 + 128, 1000, 1100]
 """Of the vectors' stretches: the third ends within a block, so that the fourth begins where no block does."""
 RUNS = [
-    *(Run(0, 100, DECAYS, False, True), Run(128, 300, DECAYS_NOT, False, True), Run(320, 1000, DECAYS, False, True)),
-    *(Run(1000, 1060, DECAYS_NOT, False, True), Run(1064, 1100, DECAYS, False, True)),
+    *(
+        Run(0, 100, DECAYS, NO_SUMS, True),
+        Run(128, 300, DECAYS_NOT, NO_SUMS, True),
+        Run(320, 1000, DECAYS, NO_SUMS, True),
+    ),
+    *(Run(1000, 1060, DECAYS_NOT, NO_SUMS, True), Run(1064, 1100, DECAYS, NO_SUMS, True)),
 ]
 
 

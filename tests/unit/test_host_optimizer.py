@@ -26,9 +26,9 @@ from gptpar.offload.transfers import (
 )
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import HostPiece, Run
+from gptpar.optim.spans import NO_SUMS, HostPiece, Run
 
-RUN = Run(0, 128, 0, False, True)
+RUN = Run(0, 128, 0, NO_SUMS, True)
 RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 TWO_PIECES = (HostPiece("first", 128, (RUN,)), HostPiece("second", 128, (RUN,)))
 

@@ -22,7 +22,7 @@ from gptpar.offload.transfers import (
     RING_BYTES,
 )
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import HostPiece, Run, cut
+from gptpar.optim.spans import NO_SUMS, HostPiece, Run, cut
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
@@ -37,7 +37,9 @@ OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
 def units(*shapes: Sequence[tuple[int, ...]], shards: int = 1) -> list[Unit]:
     made = []
     for number, layer in enumerate(shapes):
-        infos = {f"{number}.{k}": ParameterInfo(torch.Size(s), None, Constant(0.0)) for k, s in enumerate(layer)}
+        infos = {
+            f"{number}.{k}": ParameterInfo(torch.Size(s), None, Constant(0.0), NO_SUMS) for k, s in enumerate(layer)
+        }
         made.append(Unit.of(f"unit {number}", infos, shards))
     return made
 
@@ -138,7 +140,11 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     ]
     share = make_share(CpuAdam(2), pieces=pieces, speculated=total if speculate else 0) if pieces else None
     grad = torch.zeros(kept)
-    infos = {name: ParameterInfo(slot.shape, None, Constant(0.0)) for unit in made for name, slot in unit.slots.items()}
+    infos = {
+        name: ParameterInfo(slot.shape, None, Constant(0.0), NO_SUMS)
+        for unit in made
+        for name, slot in unit.slots.items()
+    }
     config = tiny_config("--clip-grad 1.0").optimizer
     optimizer = MasterAdamW(made, infos, division, device_runs(made, division.on_device, runs), 0, grad, config, share)
     start = {name: torch.randn(info.shape, generator=generator) for name, info in infos.items()}
@@ -251,8 +257,9 @@ def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tm
 
 
 def test_runs_are_cut_and_counted_from_the_cut() -> None:
-    runs = [Run(0, 10, 0, False, True), Run(10, 30, 1, True, False)]
-    assert list(cut(runs, 5, 12)) == [Run(0, 5, 0, False, True), Run(5, 7, 1, True, False)]
+    summed = frozenset({"tensor"})
+    runs = [Run(0, 10, 0, NO_SUMS, True), Run(10, 30, 1, summed, False)]
+    assert list(cut(runs, 5, 12)) == [Run(0, 5, 0, NO_SUMS, True), Run(5, 7, 1, summed, False)]
     assert list(cut(runs, 30, 40)) == []
 
 

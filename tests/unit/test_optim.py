@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,8 @@ from gptpar.init import Constant
 from gptpar.optim.grad_norm import GradientNorm, square_of
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import make_schedule
-from gptpar.optim.spans import ALIGNMENT, Run, counted
+from gptpar.optim.spans import ALIGNMENT, NO_SUMS, Run, counted
 from gptpar.pipeline.stage import ParameterInfo
-from gptpar.tensor_parallel import ALONE
 from gptpar.tensor_parallel.axis import Split
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
@@ -122,7 +122,7 @@ SHAPES = {
 
 
 def infos(shapes: Mapping[str, tuple[int, ...]], splits: Mapping[str, Split] | None = None) -> dict[str, ParameterInfo]:
-    return {n: ParameterInfo(torch.Size(s), (splits or {}).get(n), Constant(0.0)) for n, s in shapes.items()}
+    return {n: ParameterInfo(torch.Size(s), (splits or {}).get(n), Constant(0.0), NO_SUMS) for n, s in shapes.items()}
 
 
 def test_a_unit_is_aligned_and_ordered_by_kind() -> None:
@@ -167,7 +167,7 @@ def test_runs_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> N
     treated = torch.full((unit.length, 2), -1)
     for shard in range(shards):
         stop = 0
-        for start, end, decays, replicated in unit.runs(shard):
+        for start, end, decays, replicated, _ in unit.runs(shard):
             assert stop <= start < end <= unit.shard_length
             treated[shard * unit.shard_length + start : shard * unit.shard_length + end] = torch.tensor(
                 [decays, replicated]
@@ -176,7 +176,26 @@ def test_runs_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> N
     for slot in unit.slots.values():
         assert treated[slot.start : slot.end].unique(dim=0).tolist() == [[slot.decays, slot.replicated]]
     assert int((treated[:, 0] >= 0).sum()) == sum(slot.end - slot.start for slot in unit.slots.values())
-    assert [run[2:] for run in Unit.of("l", infos(SHAPES), 1).runs(0)] == [(True, True), (False, True)]
+    assert [run[2:] for run in Unit.of("l", infos(SHAPES), 1).runs(0)] == [
+        (True, True, NO_SUMS),
+        (False, True, NO_SUMS),
+    ]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_what_is_summed_lies_together_and_is_the_same_on_all_tensor_ranks(shards: int) -> None:
+    """Messages over the tensor axis match by their lengths, however uneven the ranks' shares."""
+    messages = []
+    for rows, start in ((12, 0), (13, 12)):
+        known = infos({**SHAPES, "tokens.weight": (rows, 8)}, {"tokens.weight": Split(0, 25, start, 13)})
+        for name in ("norm.weight", "last.matrix"):
+            known[name] = replace(known[name], grad_sums=frozenset({"tensor"}))
+        unit = Unit.of("layer", known, shards)
+        assert [name for name, slot in unit.slots.items() if slot.grad_sums] == ["last.matrix", "norm.weight"]
+        summed = [[r[:2] for r in unit.runs(shard) if "tensor" in r[4]] for shard in range(shards)]
+        assert sum(stop - start for runs in summed for start, stop in runs) == 128 + 64
+        messages.append(summed)
+    assert messages[0] == messages[1]
 
 
 def make_optimizer(
@@ -245,7 +264,7 @@ def make_gradients(
 ) -> Gradients:
     memory = GradientMemory(units, axis, torch.float32, torch.device("cpu"), on_device=on_device, ahead=ahead)
     runs = {unit.name: list(runs_of(unit, axis.shard, first_tensor_rank=True, copies=frozenset())) for unit in units}
-    router = GradientRouter(units, memory, runs, axis.shard, ALONE, {}, subscriber, Cuts(), counts_zeros=False)
+    router = GradientRouter(units, memory, runs, axis.shard, None, {}, subscriber, Cuts(), counts_zeros=False)
     sums = GradientReducer(memory, axis, torch.float32, router)
     return Gradients(
         memory, GradientCollector(units, [[unit.name for unit in units]], memory, sums, done), sums, router

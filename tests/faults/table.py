@@ -1,0 +1,10 @@
+"""All faults."""
+
+from __future__ import annotations
+
+from tests.faults.gradients import GRADIENTS
+from tests.faults.parallel import PARALLEL
+from tests.faults.state import STATE
+from tests.faults.update import UPDATE
+
+FAULTS = [*UPDATE, *GRADIENTS, *PARALLEL, *STATE]

@@ -98,6 +98,15 @@ def test_dynamic_loss_scale_follows_megatron() -> None:
     assert seen == [16.0, 8.0, 4.0, 4.0, 8.0, 8.0, 8.0, 4.0]
 
 
+def test_good_steps_are_counted_in_a_row() -> None:
+    scale = LossScale(16.0, dynamic=True, window=3, hysteresis=3, tolerance=3)
+    seen = []
+    for overflow in (False, False, True, False, False, False):
+        scale.update(overflow)
+        seen.append(scale.value)
+    assert seen == [16.0] * 5 + [32.0]
+
+
 def test_a_window_shortened_on_resume_still_lets_the_scale_grow() -> None:
     scale = LossScale(8.0, dynamic=True, window=2, hysteresis=2)
     scale.load(LossScale(16.0, dynamic=True, window=1000, good_steps=700).state())

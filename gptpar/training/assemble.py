@@ -23,6 +23,7 @@ from gptpar.run_folder.folder import RunFolder, open_run_folder
 from gptpar.stop import StopRequest
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
 from gptpar.training import resume
+from gptpar.training.auto_gradients import with_gradients
 from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.training.batch_plan import BatchPlan
@@ -103,7 +104,8 @@ def open_run(
         inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
         done = resume.progress_to_resume(config, inputs)
         plan = BatchPlan.of(config.batch, done)
-        say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
+        config, decided = with_gradients(config, topology)
+        say(start_banner(config, topology, plan, vocabulary, [*derived, *decided], without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)
         loaders = _open_loaders(stack, config, topology, done, vocabulary, say)

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.gpu
 ALL = "--cpu-optimizer --cpu-optimizer-ratio 1"
 ONE = "--micro-batch-size 4"
 DEVICE = torch.device("cuda", 0)
-SLEEP = 200_000_000
-"""Cycles of a GPU: about a tenth of a second."""
+SLEEP = 1_000_000_000
+"""Cycles of a GPU: about half a second."""
 
 
 @pytest.mark.parametrize("speculation", ["on", "off"])

@@ -12,6 +12,7 @@ import torch
 from gptpar.activity import Activity
 from gptpar.config import Config
 from gptpar.config.derive import Derived
+from gptpar.config.gradients import offload_gradients_obstacles
 from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
@@ -49,7 +50,8 @@ def memory_explained(config: Config) -> Iterator[None]:
                 f"this machine's memory is full (a very long run's order of samples needs some){_lower_offload(config)}"
             )
         elif isinstance(error, torch.OutOfMemoryError):
-            full = f"the GPU's memory is full ({format_bytes(torch.cuda.max_memory_allocated())} were in use):"
+            used = format_bytes(torch.cuda.max_memory_allocated())
+            full = f"the GPU's memory is full ({used} were in use):{_offload_gradients(config)}"
         elif "can't allocate memory" in str(error):  # the CPU's allocator has no exception of its own
             full = f"this machine's memory is full{_lower_offload(config)}"
         else:
@@ -66,6 +68,13 @@ def _lower_offload(config: Config) -> str:
     return (
         ": set --offload-speculation off or a lower --cpu-optimizer-ratio, or" if config.offload.cpu_optimizer else ":"
     )
+
+
+def _offload_gradients(config: Config) -> str:
+    """Where ``auto`` may have trusted a prediction too much, or was switched off."""
+    offload, world_size = config.offload, world_from_environment()[2]
+    cannot = not offload.cpu_optimizer or any(offload_gradients_obstacles(config, world_size))
+    return "" if cannot or offload.gradients_leave_at_once else " set --offload-gradients on, or"
 
 
 @contextmanager

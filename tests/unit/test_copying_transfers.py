@@ -31,6 +31,8 @@ from gptpar.offload.transfers import OUTGOING, Event
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.spans import HostPiece, Run
+from gptpar.topology import Layout, Topology
+from gptpar.training.auto_gradients import with_gradients
 from gptpar.training.trainer import Trainer
 from tests.helpers import TINY, make_trainer, random_tokens, tiny_config
 
@@ -346,6 +348,21 @@ def test_what_cannot_be_is_told(flags: str, world_size: int, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(parsed, world_size)
     assert told in str(caught.value)
+
+
+def test_auto_is_decided_by_the_memory_that_is_free_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = (Topology(Layout(), 0, torch.device(name)) for name in ("cuda", "cpu"))
+    for free, word in ((8 << 30, "off"), (1 << 30, "on")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 << 30))
+        config, (told,) = with_gradients(tiny_config(f"--bf16 {ALL}"), gpu)
+        assert (told.name, told.value, config.offload.offload_gradients) == ("offload gradients", word, word)
+        needed, there = told.reason.split(" are expected to be needed with all gradients on the GPU, and ")
+        assert 1.5 < float(needed.split()[0]) < 1.8 and there == f"{free >> 30}.00 GiB are free"
+        for flags in ("--offload-gradients on", "--offload-gradients off", "--global-batch-size 4"):
+            given = tiny_config(f"--bf16 {ALL} {flags}")
+            assert with_gradients(given, gpu) == (given, [])
+    given = tiny_config(f"--bf16 {ALL}")
+    assert with_gradients(given, cpu) == (given, []) and not given.offload.gradients_leave_at_once
 
 
 def test_auto_keeps_step_graphs_and_on_switches_them_off() -> None:

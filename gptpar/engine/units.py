@@ -12,28 +12,43 @@ from dataclasses import dataclass
 
 import torch
 
-from gptpar.optim.spans import ALIGNMENT
+from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One parameter's place: ``unit[start:stop]`` viewed as ``shape``.
+class Param:
+    """One parameter of a unit: ``unit[start:stop]`` viewed as ``info.shape``.
 
     Attributes:
-        end: where the next parameter begins; every tensor-parallel rank has the same, however uneven their shares.
-        longest: elements of the longest share of any tensor-parallel rank.
-        decays: whether weight decay applies.
-        replicated: whether every tensor-parallel rank has the whole parameter.
+        name: global.
+        info: what its layer declares: shape, placement of value and gradient, initial values.
+        group: number of its optimizer group.
+        end: where the next parameter begins; every tensor-parallel rank has the same, however uneven their splits.
+        longest: elements of the longest split of any tensor-parallel rank.
     """
 
+    name: str
+    info: ParameterInfo
+    group: int
     start: int
     stop: int
     end: int
     longest: int
-    shape: torch.Size
-    decays: bool
-    replicated: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of this rank's split."""
+        return self.info.shape
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every tensor-parallel rank has the whole parameter."""
+        return self.info.split is None
+
+    @property
+    def decays(self) -> bool:
+        return self.group == DECAYS
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class Unit:
     """
 
     name: str
-    slots: dict[str, Slot]
+    slots: dict[str, Param]
     length: int
     shards: int
 
@@ -59,7 +74,7 @@ class Unit:
             info = parameters[parameter]
             return info.split is not None, not has_decay(parameter, info.full_shape)
 
-        slots: dict[str, Slot] = {}
+        slots: dict[str, Param] = {}
         start = 0
         for parameter in sorted(parameters, key=kind):
             info = parameters[parameter]
@@ -68,8 +83,8 @@ class Unit:
                 sizes[info.split.dim] = info.split.longest
             longest = math.prod(sizes)
             end = _round_up(start + longest, ALIGNMENT)
-            split, bare = kind(parameter)
-            slots[parameter] = Slot(start, start + info.shape.numel(), end, longest, info.shape, not bare, not split)
+            group = DECAYS if has_decay(parameter, info.full_shape) else DECAYS_NOT
+            slots[parameter] = Param(parameter, info, group, start, start + info.shape.numel(), end, longest)
             start = end
         return Unit(name, slots, _round_up(start, shards * ALIGNMENT), shards)
 

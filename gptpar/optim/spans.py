@@ -38,6 +38,35 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Elements that an update treats alike: ``start`` to ``stop`` of a flat vector.
+
+    Attributes:
+        group: number of the optimizer group whose learning rate, weight decay and so on apply.
+    """
+
+    start: int
+    stop: int
+    group: int
+
+
+@dataclass(frozen=True)
+class OffloadedPartition:
+    """The elements of one unit that the CPU optimizer updates, as one flat vector.
+
+    Attributes:
+        length: elements, with padding.
+        spans: elements that are treated alike; they cover every parameter's elements.
+        counted: (start, stop) of the elements that this process counts in sums over the model.
+    """
+
+    unit: str
+    length: int
+    spans: tuple[Span, ...]
+    counted: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class HostPiece:
     """The elements of one unit that the host updates.
 

@@ -27,11 +27,13 @@ class ParameterInfo:
         shape: of this process's tensor-parallel share.
         split: how the whole parameter is split over the tensor axis; ``None`` where every rank has all of it.
         init: how it is initialised.
+        grad_sums: axes over which each process has only an addend of the gradient.
     """
 
     shape: torch.Size
     split: Split | None
     init: Init
+    grad_sums: frozenset[str] = frozenset()
 
     @property
     def full_shape(self) -> torch.Size:
@@ -48,6 +50,19 @@ class ParameterInfo:
             self.split.start if self.split is not None and dim == self.split.dim else 0
             for dim in range(len(self.shape))
         )
+
+
+@dataclass(frozen=True)
+class BufferInfo:
+    """What is known of a layer's buffer.
+
+    Attributes:
+        persistent: whether a module's ``state_dict`` has it.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    persistent: bool
 
 
 class LayerCaller(Protocol):

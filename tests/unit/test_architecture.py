@@ -46,6 +46,8 @@ PROGRAMS = {"data/preprocess.py": "tokenizer", "tokenizer/train.py": "data"}
 PURE = [
     "config",
     "optim/schedule.py",
+    "engine/ranges.py",
+    "engine/table.py",
     "engine/units.py",
     "pipeline/partition.py",
     "pipeline/schedules.py",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 
+from gptpar.engine.ranges import Home
 from gptpar.engine.step_graph import HostCalls
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.optim.grad_norm import GradientNorm
-from gptpar.optim.spans import HostPiece, Run, counted
+from gptpar.optim.spans import OffloadedPartition
 from gptpar.tensor_parallel import TensorAxis
 
 
@@ -24,10 +26,9 @@ class HostGradients:
         host: the receiver; ``None``: what comes is dropped.
         pieces: the host's elements by unit.
         norm: is told of each unit's gradient.
-        shard: which shard of each unit is this process's.
+        table: of this process's parameters.
         late: units whose gradient is complete only at the end of the step, because another stage adds to it.
         wide: dtype of sums.
-        runs: unit -> the ranges of its whole shard.
         counts_zeros: whether zeros are counted.
         early: the unit whose gradient is offered early, if there is one.
 
@@ -38,21 +39,20 @@ class HostGradients:
     def __init__(
         self,
         host: HostCalls | None,
-        pieces: Sequence[HostPiece],
+        pieces: Sequence[OffloadedPartition],
         norm: GradientNorm,
-        shard: int,
+        table: ParameterTable,
         tensor: TensorAxis,
         late: Collection[str],
         wide: torch.dtype,
         device: torch.device,
         *,
-        runs: Mapping[str, Sequence[Run]],
         counts_zeros: bool,
         early: Unit | None = None,
     ):
-        self._host, self._shard, self._tensor, self._norm = host, shard, tensor, norm
+        self._host, self._table, self._tensor, self._norm = host, table, tensor, norm
         self._pieces = {piece.unit: piece for piece in pieces}
-        self._runs, self._late, self._wide, self._counts_zeros = runs, late, wide, counts_zeros
+        self._late, self._wide, self._counts_zeros = late, wide, counts_zeros
         self._held_back: dict[str, tuple[Unit, torch.Tensor, torch.Tensor]] = {}
         self._early = None if early is None else self._pieces[early.name]
         self._early_sum = torch.empty(0)
@@ -105,20 +105,20 @@ class HostGradients:
     @torch.no_grad()
     def _divide(self, unit: Unit, grad: torch.Tensor, on_device: torch.Tensor) -> None:
         if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
-            replicated = [grad[run.start : run.stop] for run in self._runs[unit.name] if run.replicated]
-            sum_together(replicated, self._tensor.group)
+            messages = self._table.messages(unit.name, "tensor")
+            sum_together([grad[start:stop] for start, stop in messages], self._tensor.group)
         self._norm.measure({unit.name: grad})
         low = on_device.numel()
         on_device.copy_(grad[:low])
         if self._counts_zeros:
-            self._count_zeros(unit, grad, low)
+            self._count_zeros(unit, grad)
         if self._host is not None:
             self._host.submit_gradient(unit.name, grad[low:])
 
-    def _count_zeros(self, unit: Unit, grad: torch.Tensor, low: int) -> None:
-        for first, last in counted(self._pieces[unit.name].runs):
-            for *_, start, stop in unit.held_between(self._shard, low + first, low + last):
-                self.zeros += (grad[start:stop] == 0).sum()
+    def _count_zeros(self, unit: Unit, grad: torch.Tensor) -> None:
+        for one in self._table.ranges(unit=unit.name, home=Home.HOST):
+            if one.counted:
+                self.zeros += (grad[one.start : one.stop] == 0).sum()
 
 
 def sum_together(pieces: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -46,10 +46,6 @@ class Param:
         """Whether every tensor-parallel rank has the whole parameter."""
         return self.info.split is None
 
-    @property
-    def decays(self) -> bool:
-        return self.group == DECAYS
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -103,41 +99,6 @@ class Unit:
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's view of a buffer of the unit's length."""
         return {name: buffer[slot.start : slot.stop].view(slot.shape) for name, slot in self.slots.items()}
-
-    def held(self, shard: int) -> Iterator[tuple[str, int, int]]:
-        """(parameter, first, last + 1) of the elements, counted within the parameter, that lie in a shard."""
-        low, high = shard * self.shard_length, (shard + 1) * self.shard_length
-        for name, slot in self.slots.items():
-            first, last = max(low, slot.start), min(high, slot.stop)
-            if first < last:
-                yield name, first - slot.start, last - slot.start
-
-    def held_between(self, shard: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """(parameter, its first element, where it and what follows of it begin and end) of a range of a shard."""
-        base = shard * self.shard_length
-        for name, first, last in self.held(shard):
-            at = self.slots[name].start - base
-            low, high = max(start, at + first), min(stop, at + last)
-            if low < high:
-                yield name, low - at, low, high
-
-    def runs(self, shard: int) -> Iterator[tuple[int, int, bool, bool]]:
-        """(start, stop, decays, replicated) of stretches of a shard, counted within it, that are treated alike."""
-        low, high = shard * self.shard_length, (shard + 1) * self.shard_length
-        current: list[int] = []
-        kind = (False, False)
-        for slot in self.slots.values():
-            first, last = max(low, slot.start), min(high, slot.end)
-            if first >= last:
-                continue
-            if current and kind == (slot.decays, slot.replicated):
-                current[1] = last - low
-                continue
-            if current:
-                yield current[0], current[1], *kind
-            current, kind = [first - low, last - low], (slot.decays, slot.replicated)
-        if current:
-            yield current[0], current[1], *kind
 
 
 def has_decay(name: str, shape: torch.Size) -> bool:

@@ -10,6 +10,7 @@ import torch
 from gptpar.config import Config
 from gptpar.config.derive import Derived
 from gptpar.config.training import MEASURED_STEPS
+from gptpar.engine.ranges import Home
 from gptpar.errors import GptparError
 from gptpar.model.flops import Shape, flops_per_token, num_parameters
 from gptpar.optim.schedule import make_schedule
@@ -53,11 +54,12 @@ def start_banner(
 def offload_line(model: ShardedModel) -> str:
     """What of the first process's optimizer is where."""
     assert model.host is not None
-    division = model.division
+    table = model.table
+    offloaded = f"{table.elements(Home.HOST):,} of {table.elements():,} elements ({table.ratio:.1%})"
     state, beside = map(format_bytes, model.host.state_bytes)
-    on_device = (division.elements - division.offloaded) * model.optimizer.bytes_an_element
+    on_device = table.elements(Home.DEVICE) * model.optimizer.bytes_an_element
     return (
-        f"optimizer: the CPU updates {division.offloaded:,} of {division.elements:,} elements ({division.ratio:.1%}): "
+        f"optimizer: the CPU updates {offloaded}: "
         f"{state} of masters and moments, {beside} beside for speculation; {model.host.kernel}; the device the others: "
         f"{format_bytes(on_device)} of masters, moments and gradients"
     )

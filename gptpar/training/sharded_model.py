@@ -7,6 +7,7 @@ pipeline, then ZeRO over the data axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -20,16 +21,15 @@ from gptpar.engine.gradients import GradientSum
 from gptpar.engine.host_gradients import HostGradients, sum_together
 from gptpar.engine.master_adamw import MasterAdamW
 from gptpar.engine.parameters import LiveParameters
-from gptpar.engine.runs import device_runs, divide, runs_of
+from gptpar.engine.ranges import Home, Place
 from gptpar.engine.step_graph import HostCalls
-from gptpar.engine.units import Unit
+from gptpar.engine.table import ParameterTable
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
-from gptpar.offload.build import host_pieces, make_host_optimizer
+from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.early_rows import EarlyRows, early_unit
 from gptpar.optim.grad_norm import GradientNorm
-from gptpar.optim.spans import counted
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.stage import Fields, ParameterInfo, Stage, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
@@ -47,6 +47,7 @@ class ShardedModel:
 
     Attributes:
         infos: what is known of each parameter of this process.
+        table: of this process's parameters.
         units: the layers' flat ranges, in forward order.
     """
 
@@ -58,31 +59,37 @@ class ShardedModel:
         self.pipeline = make_pipeline(config, topology, tensor, dtype)
         self.stages: list[Stage] = list(self.pipeline.chunks)  # type: ignore[arg-type]
         self.infos: dict[str, ParameterInfo] = {k: v for stage in self.stages for k, v in stage.infos().items()}
+        if tensor.splits_tokens:
+            self.infos = {
+                k: replace(v, grad_sums=frozenset({"tensor"} if v.split is None else ())) for k, v in self.infos.items()
+            }
         layers = {name: params for stage in self.stages for name, params in stage.parameters_by_layer().items()}
-        self.units = [Unit.of(name, {p: self.infos[p] for p in params}, data.shards) for name, params in layers.items()]
+        self.table = ParameterTable.of(
+            {name: {p: self.infos[p] for p in params} for name, params in layers.items()},
+            Place(data.shards, data.shard, data.size // data.shards, tensor.rank, topology.stage),
+            ratio=config.offload.ratio or 0.0,
+            tied=self.pipeline.tied_stages,
+        )
+        self.units = list(self.table.units.values())
         chunks = [[name for name in stage.call_order() if name in layers] for stage in self.stages]
         self._tensor, self._data = tensor, data
-        self.division = divide(self.units, data.shard, config.offload.ratio or 0.0)
-        counting = partial(runs_of, first_tensor_rank=tensor.rank == 0, copies=self.pipeline.copies)
-        self._runs = runs = {unit.name: list(counting(unit, data.shard)) for unit in self.units}
-        on_device, device = self.division.on_device, topology.device
-        pieces = host_pieces(self.units, runs, on_device)
+        on_device, device = self.table.on_device, topology.device
+        pieces = self.table.offloaded()
         sums = adds_gradients(config, topology.layout.world_size)
         early = early_unit(config, topology.layout, self.units, on_device)
         self.host = None if tries_memory else make_host_optimizer(config, pieces, device, dtype, wide, early, sums=sums)
         self.host_calls = None if self.host is None else HostCalls(self.host)
         ahead = device.type == "cuda" and wants_graph(config, topology.layout.data)
-        self._norm = GradientNorm({unit: counted(its) for unit, its in runs.items()})
+        self._norm = GradientNorm({unit: self.table.counted(unit) for unit in self.table.units})
         self._host_gradients = HostGradients(
             self.host_calls,
             pieces,
             self._norm,
-            data.shard,
+            self.table,
             tensor,
             self.pipeline.tied_groups,
             wide,
             device,
-            runs=runs,
             counts_zeros=config.logging.log_num_zeros_in_grad,
             early=early,
         )
@@ -101,18 +108,9 @@ class ShardedModel:
             to_host_early=self._host_gradients.take_early,
             ahead=ahead,
         )
-        self.optimizer = MasterAdamW(
-            self.units,
-            self.infos,
-            self.division,
-            device_runs(self.units, on_device, runs),
-            data.shard,
-            self.gradients.shard,
-            config.optimizer,
-            self.host,
-        )
+        self.optimizer = MasterAdamW(self.table, self.gradients.shard, config.optimizer, self.host)
         on_host = config.offload.cpu_parameters
-        everything_here = self.division.offloaded == 0 and not on_host
+        everything_here = not self.table.elements(Home.HOST) and not on_host
         masters_are_live = dtype == wide and data.shards == 1 and everything_here
         shared = self.optimizer.master if masters_are_live else None
         self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host_calls, on_host)
@@ -173,9 +171,12 @@ class ShardedModel:
         """Wait for the sums over the data axis; add what copies of a parameter elsewhere have seen."""
         self.gradients.finish()
         if self._tensor.splits_tokens:  # a whole parameter has seen this rank's tokens only
-            shards = [(shard, run) for unit, shard in self._undivided.items() for run in self._runs[unit]]
-            replicated = [shard[run.start : run.stop] for shard, run in shards if run.replicated]
-            sum_together(replicated, self._tensor.group)
+            messages = [
+                shard[start:stop]
+                for unit, shard in self._undivided.items()
+                for start, stop in self.table.messages(unit, "tensor")
+            ]
+            sum_together(messages, self._tensor.group)
         for name, group in self.pipeline.tied_groups.items():
             self._host_gradients.finish(name, self.gradients.shards[name], group)
 
@@ -191,13 +192,13 @@ class ShardedModel:
     @property
     def _undivided(self) -> dict[str, torch.Tensor]:
         """Gradients, by unit, of which the device updates every element."""
-        whole = (unit for unit in self.units if self.division.on_device[unit.name] == unit.shard_length)
+        whole = (unit for unit in self.units if self.table.on_device[unit.name] == unit.shard_length)
         return {unit.name: self.gradients.shards[unit.name] for unit in whole}
 
     @property
     def _owners(self) -> int:
         """Data-parallel processes that have the same elements."""
-        return self._data.size if self._data.shards == 1 else 1
+        return self.table.place.replicas
 
     def own_zeros(self) -> torch.Tensor:
         """What this process adds to the number of zeros in the gradient (fp64)."""

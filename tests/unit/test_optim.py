@@ -15,14 +15,15 @@ from gptpar.engine import gradients
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.gradients import GradientSum
 from gptpar.engine.master_adamw import MasterAdamW
-from gptpar.engine.runs import device_runs, divide, runs_of
+from gptpar.engine.ranges import Place
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.init import Constant
 from gptpar.optim.grad_norm import GradientNorm, square_of
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import make_schedule
-from gptpar.optim.spans import ALIGNMENT, Run, counted
+from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel.axis import Split
 from tests.helpers import make_trainer, random_tokens, tiny_config
@@ -143,50 +144,49 @@ def test_uneven_shares_reserve_the_longest() -> None:
     assert [slot.replicated for slot in short.slots.values()] == [True, True, False]
 
 
+def table_of(unit: Unit, shard: int = 0, tensor_rank: int = 0) -> ParameterTable:
+    return ParameterTable([unit], Place(unit.shards, shard, tensor_rank=tensor_rank))
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
 def test_shards_hold_every_element_once(shards: int) -> None:
     unit = Unit.of("layer", infos(SHAPES, {"last.matrix": Split(1, 20, 10, 10)}), shards)
     times = {name: torch.zeros(slot.shape.numel()) for name, slot in unit.slots.items()}
     for shard in range(shards):
-        for name, first, last in unit.held(shard):
-            assert 0 <= first < last
-            times[name][first:last] += 1
+        for one in table_of(unit, shard).ranges():
+            assert 0 <= one.first < one.first + one.length
+            times[one.param][one.first : one.first + one.length] += 1
     assert all(bool((counts == 1).all()) for counts in times.values())
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
-def test_runs_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> None:
+def test_spans_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> None:
+    """On the second tensor-parallel rank, which counts what it alone has."""
     unit = Unit.of("layer", infos(SHAPES, {"last.matrix": Split(1, 20, 10, 10)}), shards)
     treated = torch.full((unit.length, 2), -1)
     for shard in range(shards):
-        stop = 0
-        for start, end, decays, replicated in unit.runs(shard):
-            assert stop <= start < end <= unit.shard_length
-            treated[shard * unit.shard_length + start : shard * unit.shard_length + end] = torch.tensor(
-                [decays, replicated]
-            ).long()
-            stop = end
+        table, low, stop = table_of(unit, shard, tensor_rank=1), shard * unit.shard_length, 0
+        for span in table.spans("layer"):
+            assert stop <= span.start < span.stop <= unit.shard_length
+            treated[low + span.start : low + span.stop] = torch.tensor([span.group, 0])
+            stop = span.stop
+        for start, stop in table.counted("layer"):
+            treated[low + start : low + stop, 1] = 1
     for slot in unit.slots.values():
-        assert treated[slot.start : slot.end].unique(dim=0).tolist() == [[slot.decays, slot.replicated]]
+        assert treated[slot.start : slot.end].unique(dim=0).tolist() == [[slot.group, not slot.replicated]]
     assert int((treated[:, 0] >= 0).sum()) == sum(slot.end - slot.start for slot in unit.slots.values())
-    assert [run[2:] for run in Unit.of("l", infos(SHAPES), 1).runs(0)] == [(True, True), (False, True)]
+    whole = table_of(Unit.of("l", infos(SHAPES), 1))
+    assert [span.group for span in whole.spans("l")] == [DECAYS, DECAYS_NOT] and whole.counted("l") == [(0, 448)]
 
 
-def make_optimizer(
-    unit: Unit, shapes: Mapping[str, tuple[int, ...]], grad: torch.Tensor, shard: int = 0
-) -> MasterAdamW:
-    division, runs = divide([unit], shard, 0.0), all_runs(unit, shard, first_tensor_rank=True)
-    return MasterAdamW([unit], infos(shapes), division, runs, shard, grad, tiny_config().optimizer)
+def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: int = 0) -> MasterAdamW:
+    return MasterAdamW(table_of(unit, shard, tensor_rank), grad, tiny_config().optimizer)
 
 
-def all_runs(unit: Unit, shard: int, *, first_tensor_rank: bool) -> list[Run]:
-    runs = list(runs_of(unit, shard, first_tensor_rank=first_tensor_rank, copies=frozenset()))
-    return device_runs([unit], divide([unit], shard, 0.0).on_device, {unit.name: runs})
-
-
-def square_of_grad(unit: Unit, runs: list[Run], grad: torch.Tensor) -> torch.Tensor:
-    norm = GradientNorm({unit.name: counted(runs)})
-    norm.measure({unit.name: grad})
+def square_of_grad(table: ParameterTable, grad: torch.Tensor) -> torch.Tensor:
+    (unit,) = table.units
+    norm = GradientNorm({unit: table.counted(unit)})
+    norm.measure({unit: grad})
     return norm.square(grad.device)
 
 
@@ -197,7 +197,7 @@ def test_norm_of_a_long_buffer_is_exact() -> None:
     grad = torch.zeros(unit.length)
     for view in unit.views(grad).values():
         view.fill_(0.1)
-    square = square_of_grad(unit, all_runs(unit, 0, first_tensor_rank=True), grad)
+    square = square_of_grad(table_of(unit), grad)
     assert square.dtype == torch.float64
     assert square.sqrt().item() == pytest.approx(0.1 * 50e6**0.5, rel=1e-6)
 
@@ -210,12 +210,11 @@ def test_only_zeros_of_parameters_are_counted() -> None:
         view.fill_(1.0)
     unit.views(whole)["last.matrix"][3:5] = 0
     unit.views(whole)["last.weight"][7] = 0
-    counts = [make_optimizer(unit, SHAPES, grad, k).zeros_in_grad() for k, grad in enumerate(whole.chunk(2))]
+    counts = [make_optimizer(unit, grad, k).zeros_in_grad() for k, grad in enumerate(whole.chunk(2))]
     assert counts == [20, 1]
-    elsewhere, division = all_runs(unit, 0, first_tensor_rank=False), divide([unit], 0, 0.0)
     grad = whole.chunk(2)[0]
-    optimizer = MasterAdamW([unit], infos(SHAPES), division, elsewhere, 0, grad, tiny_config().optimizer)
-    assert optimizer.zeros_in_grad() == 0 and square_of_grad(unit, elsewhere, grad).item() == 0
+    assert make_optimizer(unit, grad, tensor_rank=1).zeros_in_grad() == 0
+    assert square_of_grad(table_of(unit, tensor_rank=1), grad).item() == 0
 
 
 def test_a_norm_of_any_length_is_exact() -> None:

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 from gptpar.engine.ranges import Home, Place
-from gptpar.engine.runs import device_runs, divide, runs_of
 from gptpar.engine.table import ParameterTable
 from gptpar.init import Constant
 from gptpar.model.gpt import gpt_layers
-from gptpar.offload.build import host_pieces
-from gptpar.optim.spans import Run, counted
 from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.axis import Split
@@ -237,52 +234,6 @@ def test_what_the_host_updates_is_what_the_table_says(model: str, tensor: int) -
                 for one in mine:
                     assert groups[one.start - kept : one.stop - kept].unique().tolist() == [one.group]
                     assert counts[one.start - kept : one.stop - kept].unique().tolist() == [one.counted]
-
-
-@every_case
-def test_in_shadow_the_old_coordinates_say_the_same(model: str, tensor: int) -> None:
-    for case in cases(model, tensor):
-        for table in tables_of(case):
-            units, shard = list(table.units.values()), table.place.shard
-            division = divide(units, shard, case.ratio)
-            assert division.on_device == table.on_device and division.ratio == table.ratio
-            assert (division.elements, division.offloaded) == (table.elements(), table.elements(Home.HOST))
-            copies = frozenset(u for u, tie in table.ties.items() if tie.stages[0] != table.place.stage)
-            first = table.place.tensor_rank == 0
-            runs = {u.name: list(runs_of(u, shard, first_tensor_rank=first, copies=copies)) for u in units}
-            for unit in units:
-                assert counted(runs[unit.name]) == table.counted(unit.name)
-                assert groups_of(runs[unit.name]) == [(s.start, s.stop, s.group) for s in table.spans(unit.name)]
-                held = [(name, first, last) for name, first, last in unit.held(shard)]
-                mine = [(r.param, r.first, r.first + r.length) for r in table.ranges(unit=unit.name)]
-                assert held == joined_by_name(mine)
-            on_device = device_runs(units, division.on_device, runs)
-            assert counted(on_device) == table.device_counted()
-            assert groups_of(on_device) == [(s.start, s.stop, s.group) for s in table.device_spans()]
-            pieces = host_pieces(units, runs, division.on_device)
-            assert [(p.unit, p.length, groups_of(p.runs), counted(p.runs)) for p in pieces] == [
-                (p.unit, p.length, [(s.start, s.stop, s.group) for s in p.spans], list(p.counted))
-                for p in table.offloaded()
-            ]
-
-
-def groups_of(runs: list[Run] | tuple[Run, ...]) -> list[tuple[int, int, int]]:
-    found: list[tuple[int, int, int]] = []
-    for run in runs:
-        start = run.start
-        if found and found[-1][1] == start and found[-1][2] == run.group:
-            start = found.pop()[0]
-        found.append((start, run.stop, run.group))
-    return found
-
-
-def joined_by_name(pieces: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    found: list[tuple[str, int, int]] = []
-    for name, first, last in pieces:
-        if found and found[-1][0] == name and found[-1][2] == first:
-            first = found.pop()[1]
-        found.append((name, first, last))
-    return found
 
 
 def test_a_range_between_two_places_knows_its_first_element() -> None:

@@ -30,30 +30,36 @@ class MasterAdamW:
         grad: the gradient sum of the device's elements of all units in a row.
         config: betas, epsilon and clipping.
         host: updates the other elements; ``None`` where there are none.
+        master: memory for the master weights, where the model's parameters are their own masters.
+        live: unit -> the model's parameters that :meth:`step` is to write in the same pass, as long as its masters.
 
     Attributes:
         masters: unit -> the device's piece of the master weights.
     """
 
     def __init__(
-        self, table: ParameterTable, grad: torch.Tensor, config: OptimizerConfig, host: Subscriber | None = None
+        self,
+        table: ParameterTable,
+        grad: torch.Tensor,
+        config: OptimizerConfig,
+        host: Subscriber | None = None,
+        *,
+        master: torch.Tensor | None = None,
+        live: Mapping[str, torch.Tensor] | None = None,
     ):
         self.clip_grad, self.grad, self.host = config.clip_grad, grad, host
         self._table = table
         wide = torch.promote_types(grad.dtype, torch.float32)
-        self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad, dtype=wide) for _ in range(3))
-        self.masters = self._by_unit(self.master)
+        self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
+        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad, dtype=wide) for _ in range(2))
+        self.masters = self._table.split(self.master)
         self._betas, self._eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = State(self.master, self.exp_avg, self.exp_avg_sq, grad, self._steps)
         self._adam = FlatAdam(state, table.device_spans())
-        self.attach({})
-
-    def attach(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Say where the parameters live that :meth:`step` is to write: unit -> as long as its piece of the masters."""
-        ends = list(itertools.accumulate((len(piece) for piece in self.masters.values()), initial=0))
-        pieces = zip(itertools.pairwise(ends), self.masters, strict=True)
-        self._adam.lay_out([(start, stop, live.get(unit)) for (start, stop), unit in pieces])
+        ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
+        parameters = ((live or {}).get(unit) for unit in table.on_device)
+        self._adam.lay_out([(*pair, one) for pair, one in zip(ends, parameters, strict=True)])
 
     @property
     def bytes_an_element(self) -> int:
@@ -67,7 +73,7 @@ class MasterAdamW:
 
     def zeros_in_grad(self) -> int:
         """Zeros among the device's gradient elements that this process counts."""
-        grads = self._by_unit(self.grad)
+        grads = self._table.split(self.grad)
         counted = (one for one in self._table.ranges(home=Home.DEVICE) if one.counted)
         return sum(int((grads[one.unit][one.start : one.stop] == 0).sum()) for one in counted)
 
@@ -119,7 +125,7 @@ class MasterAdamW:
     def _held(self, kind: str) -> Iterator[tuple[Range, torch.Tensor]]:
         """Every range on the device and on the host, or as much of it as lies together, with its values."""
         vectors = {"weights": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "grad": self.grad}
-        device = self._by_unit(vectors[kind])
+        device = self._table.split(vectors[kind])
         for one in self._table.ranges(home=Home.DEVICE):
             yield one, device[one.unit][one.start : one.stop]
         for unit, at, values in self.host.parts(kind) if self.host is not None else ():
@@ -127,11 +133,6 @@ class MasterAdamW:
             for one in self._table.ranges(unit=unit, home=Home.HOST):
                 if part := one.between(low, low + values.numel()):
                     yield part, values[part.start - low : part.stop - low]
-
-    def _by_unit(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each unit's piece of a vector of the device's elements."""
-        lengths = self._table.on_device
-        return dict(zip(lengths, vector.split(list(lengths.values())), strict=True))
 
     @property
     def steps_taken(self) -> int:

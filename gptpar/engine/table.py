@@ -44,7 +44,7 @@ class ParameterTable:
         buffers: of the layers, by global name.
 
     Attributes:
-        units: by name, in forward order.
+        units: in forward order.
         params: by global name, in the units' order.
         on_device: unit -> how many of its shard's elements, the first ones, the device updates.
     """
@@ -59,7 +59,8 @@ class ParameterTable:
         buffers: Mapping[str, BufferInfo] | None = None,
     ):
         self.place, self.buffers = place, dict(buffers or {})
-        self.units = {unit.name: unit for unit in units}
+        self.units = tuple(units)
+        self._unit_of = {unit.name: unit for unit in units}
         self.params: dict[str, Param] = {name: param for unit in units for name, param in unit.slots.items()}
         self.ties = {unit: Tie(unit, tuple(sorted(stages))) for unit, stages in (tied or {}).items() if len(stages) > 1}
         self._counted = {name for unit in units for name, param in unit.slots.items() if self._counts(unit, param)}
@@ -81,7 +82,7 @@ class ParameterTable:
 
     def ranges(self, *, unit: str | None = None, param: str | None = None, home: Home | None = None) -> Iterator[Range]:
         """This process's ranges, in the order of the units' flat ranges."""
-        for name in self.units if unit is None else (unit,):
+        for name in self._ranges if unit is None else (unit,):
             for one in self._ranges[name]:
                 if param in (None, one.param) and home in (None, one.home):
                     yield one
@@ -115,14 +116,16 @@ class ParameterTable:
     def offloaded(self) -> list[OffloadedPartition]:
         """What of each unit the host updates, in forward order; units that the device updates alone are left out."""
         found = []
-        for name, unit in self.units.items():
-            low, high = self.on_device[name], unit.shard_length
+        for unit in self.units:
+            low, high = self.on_device[unit.name], unit.shard_length
             if low < high:
-                pieces = [(max(s.start, low) - low, s.stop - low, s.group) for s in self.spans(name) if s.stop > low]
-                counted = [(max(a, low) - low, b - low) for a, b in self.counted(name) if b > low]
-                spans = tuple(Span(*piece) for piece in pieces)
-                found.append(OffloadedPartition(name, high - low, spans, tuple(counted)))
+                spans, counted = tuple(self.spans(unit.name)), tuple(self.counted(unit.name))
+                found.append(OffloadedPartition(unit.name, high, spans, counted).between(low, high))
         return found
+
+    def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Unit -> its piece of a vector [length(Home.DEVICE)] of the device's elements of all units in a row."""
+        return dict(zip(self.on_device, vector.split(list(self.on_device.values())), strict=True))
 
     def elements(self, home: Home | None = None) -> int:
         """This process's elements without padding; of splits that are uneven over the tensor axis, the longest's."""
@@ -131,7 +134,7 @@ class ParameterTable:
 
     def length(self, home: Home | None = None) -> int:
         """This process's elements with padding: what buffers of its shards take."""
-        whole, device = sum(unit.shard_length for unit in self.units.values()), sum(self.on_device.values())
+        whole, device = sum(unit.shard_length for unit in self.units), sum(self.on_device.values())
         return {None: whole, Home.DEVICE: device, Home.HOST: whole - device}[home]
 
     @property
@@ -151,7 +154,7 @@ class ParameterTable:
                     )
 
     def _extents(self, unit: str) -> Iterator[tuple[int, int, Param]]:
-        return extents(self.units[unit], self.place.shard)
+        return extents(self._unit_of[unit], self.place.shard)
 
     def _on_device(self) -> Iterator[tuple[int, int, Param]]:
         """The device's extents of all units in a row."""

@@ -45,7 +45,7 @@ def _measured(config: Config, topology: Topology) -> float:
     trainer = Trainer(trial, topology, make_schedule(trial, 0), tries_memory=True)
     trainer.initialise()
     trainer.forward_backward(any_batches(config, topology), 0)
-    elements, bytes_an_element = trainer.model.table.elements(), trainer.model.optimizer.bytes_an_element
+    elements, bytes_an_element = trainer.engine.table.elements(), trainer.engine.optimizer.bytes_an_element
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device)
     foreign = torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]

@@ -176,9 +176,9 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
     trainer = Trainer(config, topology, make_schedule(config, 0), tries_memory=True)
     trainer.initialise()
     loss = trainer.forward_backward(any_batches(config, topology), 0)
-    assert loss.isfinite() and trainer.model.host is None
-    optimizer = trainer.model.optimizer
-    assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.model.table.ratio == 1
+    assert loss.isfinite() and trainer.host is None
+    optimizer = trainer.engine.optimizer
+    assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.engine.table.ratio == 1
     trainer.close()
 
 

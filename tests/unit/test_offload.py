@@ -104,12 +104,12 @@ def test_every_ratio_takes_the_same_steps(ratio: str, speculation: str) -> None:
     assert any(norm > 0.9 for _, norm, _ in wanted) and any(norm < 0.9 for _, norm, _ in wanted), wanted
     for one, other in zip(found, wanted, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
-    for kind, views in plain.model.optimizer.state_tensors().items():
-        mine = shared.model.optimizer.state_tensors()[kind]
+    for kind, views in plain.engine.optimizer.state_tensors().items():
+        mine = shared.engine.optimizer.state_tensors()[kind]
         assert mine.keys() == views.keys()
         for name, view in views.items():
             parts_equal(mine[name], view, rtol=1e-10, atol=1e-11)
-    assert shared.model.table.ratio == pytest.approx(float(ratio), abs=1e-4)
+    assert shared.engine.table.ratio == pytest.approx(float(ratio), abs=1e-4)
     shared.close()
 
 
@@ -201,8 +201,8 @@ def test_fp16_overflows_are_skipped_on_both_sides() -> None:
         shared = make_trainer(tiny_config(f"{words} {OFFLOAD} 0.7 --offload-speculation {speculation}"))
         found = train(shared, 0, STEPS)
         assert [skipped for *_, skipped in found] == [skipped for *_, skipped in wanted]
-        assert shared.model.optimizer.steps_taken == plain.model.optimizer.steps_taken
-        assert shared.model.host is not None and shared.model.host.steps_taken == plain.model.optimizer.steps_taken
+        assert shared.engine.optimizer.steps_taken == plain.engine.optimizer.steps_taken
+        assert shared.host is not None and shared.host.steps_taken == plain.engine.optimizer.steps_taken
         assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in wanted], rel=2e-3)
         shared.close()
 
@@ -214,9 +214,9 @@ def test_speculation_changes_no_bit() -> None:
         words = config_words(f"--bf16 --clip-grad 0.9 {OFFLOAD} 1 --offload-speculation {speculation}")
         trainer = make_trainer(tiny_config(words))
         losses = train(trainer, 0, 20)
-        assert trainer.model.host is not None
-        redone.append(trainer.model.host.num_redone)
-        states.append((losses, trainer.model.optimizer.state_tensors()))
+        assert trainer.host is not None
+        redone.append(trainer.host.num_redone)
+        states.append((losses, trainer.engine.optimizer.state_tensors()))
         trainer.close()
     assert redone[0] == 0 and 0 < redone[1] < 20
     assert states[0][0] == states[1][0]
@@ -233,10 +233,10 @@ def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tm
     saving, resuming = (make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio}")) for ratio in ratios)
     train(saving, 0, 4)
     tensors = checkpoint_tensors(saving, with_moments=True)
-    save_checkpoint(tmp_path, 4, tensors, {"steps": saving.model.optimizer.steps_taken})
+    save_checkpoint(tmp_path, 4, tensors, {"steps": saving.engine.optimizer.steps_taken})
     loaded = load_checkpoint(tmp_path, checkpoint_tensors(resuming, with_moments=True))
-    resuming.model.optimizer.steps_taken = loaded.meta["steps"]
-    resuming.model.publish()
+    resuming.engine.optimizer.steps_taken = loaded.meta["steps"]
+    resuming.engine.publish()
     for one, other in zip(train(resuming, 4, 8), wanted, strict=True):
         assert one == pytest.approx(other, rel=1e-12)
     for trainer in (saving, resuming):
@@ -257,9 +257,9 @@ def test_zeros_and_norms_count_both_shares() -> None:
     plain, shared = make_trainer(tiny_config(words)), make_trainer(tiny_config(f"{words} {OFFLOAD} 0.6"))
     for trainer in (plain, shared):
         trainer.forward_backward(batches(0, 2), 0)
-    assert shared.model.own_zeros().item() == plain.model.own_zeros().item() >= 8 * 32
-    assert shared.model.square_of_grad().item() == pytest.approx(plain.model.square_of_grad().item(), rel=1e-12)
-    assert shared.model.square_of_weights().item() == pytest.approx(plain.model.square_of_weights().item(), rel=1e-12)
+    assert shared.engine.own_zeros().item() == plain.engine.own_zeros().item() >= 8 * 32
+    assert shared.engine.square_of_grad().item() == pytest.approx(plain.engine.square_of_grad().item(), rel=1e-12)
+    assert shared.engine.square_of_weights().item() == pytest.approx(plain.engine.square_of_weights().item(), rel=1e-12)
     shared.close()
 
 

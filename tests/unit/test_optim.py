@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from gptpar.config.gradients import adds_gradients
 from gptpar.data.loader import MicroBatch
-from gptpar.engine import gradients
+from gptpar.engine import gradient_memory, reducer
+from gptpar.engine.collector import GradientCollector
 from gptpar.engine.data_axis import DataAxis
-from gptpar.engine.gradients import GradientSum
+from gptpar.engine.gradient_memory import GradientMemory
+from gptpar.engine.gradients import Gradients
 from gptpar.engine.master_adamw import MasterAdamW
 from gptpar.engine.ranges import Place
+from gptpar.engine.reducer import GradientReducer
+from gptpar.engine.router import GradientRouter
+from gptpar.engine.step_graph import Cuts
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
@@ -25,6 +31,7 @@ from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
+from gptpar.tensor_parallel import ALONE
 from gptpar.tensor_parallel.axis import Split
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
@@ -185,8 +192,8 @@ def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: 
 
 def square_of_grad(table: ParameterTable, grad: torch.Tensor) -> torch.Tensor:
     (unit,) = table.units
-    norm = GradientNorm({unit: table.counted(unit)})
-    norm.measure({unit: grad})
+    norm = GradientNorm({unit.name: table.counted(unit.name)})
+    norm.measure({unit.name: grad})
     return norm.square(grad.device)
 
 
@@ -226,6 +233,24 @@ def test_a_norm_of_any_length_is_exact() -> None:
     assert square_of(narrow, grad.device).item() == pytest.approx(exact, rel=1e-6)  # not rounded to 8 bits
 
 
+def make_gradients(
+    units: list[Unit],
+    axis: DataAxis,
+    *,
+    done: Callable[[str], None] = lambda name: None,
+    ratio: float = 0.0,
+    ahead: bool = False,
+    subscriber: Any = None,
+) -> Gradients:
+    table = ParameterTable(units, Place(axis.shards, axis.shard), ratio=ratio)
+    memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
+    router = GradientRouter(table, memory, ALONE, {}, subscriber, Cuts(), counts_zeros=False)
+    sums = GradientReducer(memory, axis, torch.float32, router)
+    return Gradients(
+        memory, GradientCollector(units, [[unit.name for unit in units]], memory, sums, done), sums, router
+    )
+
+
 def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives match by their order alone: it must not depend on which gradient came first, or came at all."""
     started: list[int] = []
@@ -235,20 +260,12 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         started.append(int(piece.storage_offset()))
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
     axis = DataAxis(2, 0, object())  # type: ignore[arg-type]
     for arrivals in ("cba", "abc", "bca", "b"):
         parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
         units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
-        total = GradientSum(
-            units,
-            [[unit.name for unit in units]],
-            axis,
-            torch.float32,
-            torch.device("cpu"),
-            reduce_dtype=torch.float32,
-            done=done.append,
-        )
+        total = make_gradients(units, axis, done=done.append)
         total.shard.fill_(7.0)  # of an earlier step
         total.watch(parameters)
         total.begin(2)
@@ -273,35 +290,25 @@ def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.Monke
     """All of it cannot be zeroed, since the host may not have fetched the last step's gradient; gaps count, too."""
     unit = Unit.of("unit", infos({"a": (3, 5), "b": (10, 10), "c": (64, 2)}), 1)
     assert list(unit.gaps()) == [(15, 64), (164, 192)] and unit.length == 320
-    offered: list[torch.Tensor] = []
-    total = GradientSum(
-        [unit],
-        [["unit"]],
-        DataAxis(1, 0, None),
-        torch.float32,
-        torch.device("cpu"),
-        reduce_dtype=torch.float32,
-        done=lambda name: None,
-        on_device={"unit": 0},
-        to_host=lambda _, grad, on_device: offered.append(grad),
-        ahead=True,
-    )
+    submitted: list[torch.Tensor] = []
+    subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad))
+    total = make_gradients([unit], DataAxis(1, 0, None), ratio=1.0, ahead=True, subscriber=subscriber)
     parameters = {name: torch.nn.Parameter(torch.ones(slot.shape)) for name, slot in unit.slots.items()}
     total.watch(parameters)
-    monkeypatch.setattr(gradients.torch, "empty", lambda n, **k: torch.full((n,), math.nan, **k))
+    monkeypatch.setattr(gradient_memory.torch, "empty", lambda n, **k: torch.full((n,), math.nan, **k))
     total.begin(1)
     total.begin_backward(0, last=True)
     sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
     total.end_backward()
     total.finish()
-    assert offered[0].sum().item() == 15 + 100 + 128
+    assert submitted[0].sum().item() == 15 + 100 + 128
 
 
 def step_once(trainer, poison: float = 0.0) -> list[float]:  # type: ignore[no-untyped-def]
     tokens = random_tokens(2, 16, 60)
     loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 0)
     if poison:
-        trainer.model.optimizer.grad[5] = poison
+        trainer.engine.optimizer.grad[5] = poison
     return trainer.update(loss, iteration=1, samples=2, progress=100, stop=False).readings.read()
 
 
@@ -309,7 +316,7 @@ def step_once(trainer, poison: float = 0.0) -> list[float]:  # type: ignore[no-u
 def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: str) -> None:
     trainer = make_trainer(tiny_config(flags))
     step_once(trainer)
-    optimizer = trainer.model.optimizer
+    optimizer = trainer.engine.optimizer
     before = [b.clone() for b in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)]
     _, norm, skipped, _ = step_once(trainer, float(poison))
     assert skipped == 1 and not math.isfinite(norm) and optimizer.steps_taken == 1
@@ -322,8 +329,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: str) 
 def test_sixteen_bit_weights_are_the_rounded_masters(flags: str) -> None:
     trainer = make_trainer(tiny_config(flags))
     norms = [step_once(trainer)[1] for _ in range(3)]
-    assert trainer.model.optimizer.master.dtype == torch.float32
-    masters, live = trainer.model.optimizer.state_tensors()["weights"], trainer.model.live.views()
+    assert trainer.engine.optimizer.master.dtype == torch.float32
+    masters, live = trainer.engine.optimizer.state_tensors()["weights"], trainer.engine.parameters.views()
     assert masters.keys() == live.keys() and {view.dtype for view in live.values()} != {torch.float32}
     for name, held in masters.items():
         ((_, master),) = held.parts
@@ -350,7 +357,7 @@ def test_only_sums_are_kept_in_fp32() -> None:
         ("--fp64", torch.float64),
         ("--bf16 --global-batch-size 4", torch.float32),
     ):
-        optimizer = make_trainer(tiny_config(flags)).model.optimizer
+        optimizer = make_trainer(tiny_config(flags)).engine.optimizer
         assert optimizer.grad.dtype == dtype, flags
         wide = optimizer.master.element_size()
         assert optimizer.bytes_an_element == 3 * wide + dtype.itemsize
@@ -358,7 +365,7 @@ def test_only_sums_are_kept_in_fp32() -> None:
     assert [adds_gradients(c, size) for c, size in ((growing, 1), (tiny_config(), 2), (tiny_config(), 1))] == [1, 1, 0]
     trainer = make_trainer(tiny_config("--bf16"))
     with pytest.raises(AssertionError):
-        trainer.model.begin_gradients(2)
+        trainer.engine.begin_gradients(2)
 
 
 def test_fp16_loss_scale_leaves_the_step_unchanged() -> None:
@@ -367,5 +374,5 @@ def test_fp16_loss_scale_leaves_the_step_unchanged() -> None:
     for scale in (256, 2048):
         trainer = make_trainer(tiny_config(f"--fp16 --loss-scale {scale}"))
         step_once(trainer)
-        results.append(trainer.model.optimizer.grad / scale)
+        results.append(trainer.engine.optimizer.grad / scale)
     torch.testing.assert_close(results[0], results[1], rtol=2e-2, atol=1e-6)

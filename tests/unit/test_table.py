@@ -127,7 +127,7 @@ def tables_of(case: Case) -> list[ParameterTable]:
 def test_ranges_and_padding_cover_each_shard_once(model: str, tensor: int) -> None:
     for case in cases(model, tensor):
         for table in tables_of(case):
-            for unit in table.units.values():
+            for unit in table.units:
                 times = torch.zeros(unit.shard_length, dtype=torch.int64)
                 low = table.place.shard * unit.shard_length
                 for start, stop in unit.gaps():
@@ -182,11 +182,9 @@ def test_all_tensor_ranks_send_equal_messages_and_cut_alike(model: str, tensor: 
             place = Place(case.shards, data_rank if case.zero else 0, 1 if case.zero else case.data, 0, stage)
             tables = [case.table(replace(place, tensor_rank=rank)) for rank in range(case.tensor)]
             for table in tables:
-                assert [(u.name, u.length) for u in table.units.values()] == [
-                    (u.name, u.length) for u in tables[0].units.values()
-                ]
+                assert [(u.name, u.length) for u in table.units] == [(u.name, u.length) for u in tables[0].units]
                 assert table.on_device == tables[0].on_device
-                for unit in table.units:
+                for unit in table.on_device:
                     messages = table.messages(unit, "tensor")
                     assert messages == tables[0].messages(unit, "tensor")
                     summed = {r.param for r in table.ranges(unit=unit) if "tensor" in r.sums}
@@ -219,7 +217,7 @@ def test_what_the_host_updates_is_what_the_table_says(model: str, tensor: int) -
     for case in cases(model, tensor):
         for table in tables_of(case):
             offloaded = {one.unit: one for one in table.offloaded()}
-            for unit in table.units:
+            for unit in table.on_device:
                 kept = table.on_device[unit]
                 mine = list(table.ranges(unit=unit, home=Home.HOST))
                 if unit not in offloaded:

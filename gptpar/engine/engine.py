@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -34,8 +34,6 @@ def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio
     """
     stages: list[Stage] = list(pipeline.chunks)  # type: ignore[arg-type]
     infos = {name: info for stage in stages for name, info in stage.infos().items()}
-    if tensor.splits_tokens:
-        infos = {n: replace(i, grad_sums=frozenset({"tensor"} if i.split is None else ())) for n, i in infos.items()}
     layers = {name: params for stage in stages for name, params in stage.parameters_by_layer().items()}
     return ParameterTable.of(
         {name: {param: infos[param] for param in params} for name, params in layers.items()},

@@ -15,6 +15,7 @@ from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.optim.grad_norm import GradientNorm
+from gptpar.placement import TENSOR
 from gptpar.tensor_parallel import TensorAxis
 
 
@@ -98,7 +99,7 @@ class GradientRouter:
 
     def _addends(self, unit: str, shard: torch.Tensor) -> list[torch.Tensor]:
         """What is still to be summed over the tensor axis."""
-        return [shard[start:stop] for start, stop in self._table.messages(unit, "tensor")]
+        return [shard[start:stop] for start, stop in self._table.messages(unit, TENSOR)]
 
     @torch.no_grad()
     def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
@@ -119,8 +120,8 @@ class GradientRouter:
 
 
 def sum_together(parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum each part over a group, in one message."""
-    if sum(part.numel() for part in parts):
+    """Sum each part over a group, in one message; ``None``: this process is alone there."""
+    if group is not None and any(part.numel() for part in parts):
         flat = torch.cat(parts)
         dist.all_reduce(flat, group=group)
         torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))

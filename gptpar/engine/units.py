@@ -66,9 +66,9 @@ class Unit:
     def of(name: str, parameters: Mapping[str, ParameterInfo], shards: int) -> Unit:
         """Lay out a layer, given in forward order; parameters that are treated alike lie next to each other."""
 
-        def kind(parameter: str) -> tuple[bool, bool]:
+        def kind(parameter: str) -> tuple[bool, list[str], bool]:
             info = parameters[parameter]
-            return info.split is not None, not has_decay(parameter, info.full_shape)
+            return info.split is not None, sorted(info.grad_sums), not has_decay(parameter, info.full_shape)
 
         slots: dict[str, Param] = {}
         start = 0

@@ -19,6 +19,7 @@ from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
 from gptpar.pipeline.stage import Fields, Stage, build_on_meta
 from gptpar.pipeline.transport import Transport
+from gptpar.placement import TENSOR
 from gptpar.recompute import Keep
 from gptpar.topology import Layout, Topology, make_topology
 
@@ -45,6 +46,8 @@ class PipelineModule(nn.Module):
 
     Raises:
         ConfigError: a partition that is impossible, or neither ``num_stages`` nor ``topology``.
+        TypeError: a topology with tensor parallelism and a layer that does not declare where its parameters' values and
+            gradients lie (:mod:`gptpar.placement`).
     """
 
     def __init__(
@@ -85,6 +88,13 @@ class PipelineModule(nn.Module):
         self.tied_stages = self.split.tied_stages(self.specs)
         tied_groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
         self.tied_groups = {name: group for name, group in tied_groups.items() if group is not None}
+        self._summed_over_tensor = self._declared_sums() if self.topology.layout.tensor > 1 else frozenset()
+
+    def _declared_sums(self) -> frozenset[str]:
+        """Parameters of this process that are declared to need a sum over the tensor axis."""
+        stages: list[Stage] = list(self.chunks)  # type: ignore[arg-type]
+        infos = {name: info for stage in stages for name, info in stage.infos().items()}
+        return frozenset(name for name, info in infos.items() if TENSOR in info.grad_sums)
 
     @property
     def has_loss(self) -> bool:
@@ -162,10 +172,11 @@ class PipelineModule(nn.Module):
         layers = {n: p for chunk in self.chunks for n, p in chunk.parameters_by_layer().items()}  # type: ignore[operator]
         for name, parameters in layers.items():  # a tied layer may be in several chunks, yet is summed once
             tied = self.tied_groups.get(name)
-            for parameter in parameters.values():
+            for full_name, parameter in parameters.items():
+                tensor = self.topology.tensor_group if full_name in self._summed_over_tensor else None
                 if parameter.grad is None and tied is not None:  # unused here, yet perhaps not on the other stage
                     parameter.grad = torch.zeros_like(parameter)
-                for group in (self.topology.data_group, tied):
+                for group in (self.topology.data_group, tensor, tied):
                     if group is not None and parameter.grad is not None:
                         dist.all_reduce(parameter.grad, group=group)
         for parameter, grad in earlier.items():

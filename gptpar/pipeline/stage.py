@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gptpar.init import Init, inits_of
+from gptpar.init import Init
 from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.placement import Split, declared_by
 from gptpar.recompute import Keep, recomputed
-from gptpar.tensor_parallel.axis import Split
 
 Fields = Mapping[str, Any]
 
@@ -27,13 +27,13 @@ class ParameterInfo:
         shape: of this process's tensor-parallel share.
         split: how the whole parameter is split over the tensor axis; ``None`` where every rank has all of it.
         init: how it is initialised.
-        grad_sums: axes over which each process has only an addend of the gradient.
+        grad_sums: axes over which its gradient is summed, beside the data axis.
     """
 
     shape: torch.Size
     split: Split | None
     init: Init
-    grad_sums: frozenset[str] = frozenset()
+    grad_sums: frozenset[str]
 
     @property
     def full_shape(self) -> torch.Size:
@@ -170,16 +170,14 @@ class Stage(nn.Module):
         """Global name -> what is known of the parameter.
 
         Raises:
-            TypeError: a layer does not declare how a parameter is initialised.
+            TypeError: a layer does not declare a parameter (:mod:`gptpar.placement`).
         """
         found: dict[str, ParameterInfo] = {}
         for name, layer in zip(self._names, self.layers, strict=True):
-            inits = inits_of(layer)
-            for prefix, module in layer.named_modules():
-                splits: Mapping[str, Split] = getattr(module, "splits", {})
-                for local, parameter in module.named_parameters(recurse=False):
-                    inner = f"{prefix}.{local}" if prefix else local
-                    found[f"{name}.{inner}"] = ParameterInfo(parameter.shape, splits.get(local), inits[inner])
+            for local, spec in declared_by(layer, name).items():
+                assert spec.init is not None
+                shape = layer.get_parameter(local).shape
+                found[f"{name}.{local}"] = ParameterInfo(shape, spec.split, spec.init, spec.grad_sums)
         return found
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:

@@ -37,7 +37,9 @@ OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
 def units(*shapes: Sequence[tuple[int, ...]], shards: int = 1) -> list[Unit]:
     made = []
     for number, layer in enumerate(shapes):
-        infos = {f"{number}.{k}": ParameterInfo(torch.Size(s), None, Constant(0.0)) for k, s in enumerate(layer)}
+        infos = {
+            f"{number}.{k}": ParameterInfo(torch.Size(s), None, Constant(0.0), frozenset()) for k, s in enumerate(layer)
+        }
         made.append(Unit.of(f"unit {number}", infos, shards))
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,7 +124,9 @@ SHAPES = {
 
 
 def infos(shapes: Mapping[str, tuple[int, ...]], splits: Mapping[str, Split] | None = None) -> dict[str, ParameterInfo]:
-    return {n: ParameterInfo(torch.Size(s), (splits or {}).get(n), Constant(0.0)) for n, s in shapes.items()}
+    return {
+        n: ParameterInfo(torch.Size(s), (splits or {}).get(n), Constant(0.0), frozenset()) for n, s in shapes.items()
+    }
 
 
 def test_a_unit_is_aligned_and_ordered_by_kind() -> None:
@@ -184,6 +187,22 @@ def test_spans_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> 
     assert int((treated[:, 0] >= 0).sum()) == sum(slot.end - slot.start for slot in unit.slots.values())
     whole = table_of(Unit.of("l", infos(SHAPES), 1))
     assert [span.group for span in whole.spans("l")] == [DECAYS, DECAYS_NOT] and whole.counted("l") == [(0, 448)]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_what_is_summed_lies_together_and_is_the_same_on_all_tensor_ranks(shards: int) -> None:
+    """Messages over the tensor axis match by their lengths, however uneven the ranks' shares."""
+    messages = []
+    for rows, start in ((12, 0), (13, 12)):
+        known = infos({**SHAPES, "tokens.weight": (rows, 8)}, {"tokens.weight": Split(0, 25, start, 13)})
+        for name in ("norm.weight", "last.matrix"):
+            known[name] = replace(known[name], grad_sums=frozenset({"tensor"}))
+        unit = Unit.of("layer", known, shards)
+        assert [name for name, slot in unit.slots.items() if slot.info.grad_sums] == ["last.matrix", "norm.weight"]
+        summed = [table_of(unit, shard).messages("layer", "tensor") for shard in range(shards)]
+        assert sum(stop - start for parts in summed for start, stop in parts) == 128 + 64
+        messages.append(summed)
+    assert messages[0] == messages[1]
 
 
 def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: int = 0) -> MasterAdamW:

@@ -15,8 +15,8 @@ from gptpar.engine.table import ParameterTable
 from gptpar.init import Constant
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline.stage import ParameterInfo, Stage
+from gptpar.placement import TENSOR, Split
 from gptpar.tensor_parallel import TensorAxis
-from gptpar.tensor_parallel.axis import Split
 from gptpar.tensor_parts import flat_boxes
 from tests.helpers import tiny_config
 
@@ -65,17 +65,14 @@ class Case:
 
 @cache
 def declared(model: str, tensor: int, rank: int, stages: int, stage: int) -> Layers:
-    """A stage's layers, as one rank of the tensor axis has them; norms' gradients are summed, as with its tokens."""
+    """A stage's layers, as one rank of the tensor axis with tokens of its own has them."""
     if model == "odd sizes":
         return odd_layers(tensor, rank) if stage == 0 else {}
     config = tiny_config(MODELS[model]).update("model", padded_vocab_size=PADDED_VOCABULARY)
-    specs = gpt_layers(config.model, TensorAxis(size=tensor, rank=rank))
+    specs = gpt_layers(config.model, TensorAxis(tensor, rank, sequence_parallel=True))
     middle = len(specs) // 2 if stages == 2 else len(specs)
     made = Stage(specs[:middle] if stage == 0 else specs[middle:])
-    infos = {
-        name: replace(info, grad_sums=frozenset({"tensor"} if "norm" in name and tensor > 1 else ()))
-        for name, info in made.infos().items()
-    }
+    infos = made.infos()
     return {layer: {name: infos[name] for name in params} for layer, params in made.parameters_by_layer().items()}
 
 
@@ -88,7 +85,7 @@ def odd_layers(tensor: int, rank: int) -> Layers:
         if dim is not None:
             start, stop = axis.share(shape[dim])
             sizes[dim], split = stop - start, Split(dim, shape[dim], start, -(-shape[dim] // tensor))
-        sums = frozenset({"tensor"} if summed else ())
+        sums = frozenset({TENSOR} if summed else ())
         return ParameterInfo(torch.Size(sizes), split, Constant(0.0), sums)
 
     return {
@@ -185,9 +182,9 @@ def test_all_tensor_ranks_send_equal_messages_and_cut_alike(model: str, tensor: 
                 assert [(u.name, u.length) for u in table.units] == [(u.name, u.length) for u in tables[0].units]
                 assert table.on_device == tables[0].on_device
                 for unit in table.on_device:
-                    messages = table.messages(unit, "tensor")
-                    assert messages == tables[0].messages(unit, "tensor")
-                    summed = {r.param for r in table.ranges(unit=unit) if "tensor" in r.sums}
+                    messages = table.messages(unit, TENSOR)
+                    assert messages == tables[0].messages(unit, TENSOR)
+                    summed = {r.param for r in table.ranges(unit=unit) if TENSOR in r.sums}
                     within = {
                         r.param for r in table.ranges(unit=unit) for start, stop in messages if r.between(start, stop)
                     }

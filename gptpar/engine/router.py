@@ -75,7 +75,7 @@ class GradientRouter:
     def finish(self) -> None:
         """All units were routed: complete those that waited for the end of the step."""
         shards = self._undivided
-        sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor.group)
+        sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)
         for name, group in self._tied.items():
             held = self._held_back.pop(name, None)
             # The stages that share the unit may divide it differently.
@@ -103,7 +103,7 @@ class GradientRouter:
 
     @torch.no_grad()
     def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
-        sum_together(self._addends(unit.name, shard), self._tensor.group)
+        sum_together(self._addends(unit.name, shard), self._tensor_group)
         self._norm.measure({unit.name: shard})
         on_device = self._memory.shards[unit.name]
         low = on_device.numel()

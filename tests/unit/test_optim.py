@@ -32,7 +32,6 @@ from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
-from gptpar.tensor_parallel import ALONE
 from gptpar.tensor_parallel.axis import Split
 from tests.helpers import make_trainer, random_tokens, tiny_config
 

@@ -21,7 +21,7 @@ from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.pipeline.module import PipelineModule
-from gptpar.pipeline.stage import Stage
+from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.tensor_parallel import TensorAxis
 
 
@@ -40,6 +40,7 @@ def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio
         Place(data.shards, data.shard, data.size // data.shards, tensor.rank, pipeline.stage),
         ratio=ratio,
         tied=pipeline.tied_stages,
+        buffers={name: info for stage in stages for name, info in stage.buffer_infos().items()},
     )
 
 
@@ -129,7 +130,7 @@ class Engine:
         router = GradientRouter(
             table,
             memory,
-            tensor,
+            tensor.group,
             pipeline.tied_groups,
             subscriber,
             self.cuts,
@@ -139,7 +140,7 @@ class Engine:
         collector = GradientCollector(table.units, units_of, memory, reducer, self.gatherer.backward_done)
         self.gradients = Gradients(memory, collector, reducer, router)
         for stage in self.stages:
-            stage.place(parameters.views())
+            stage.place(parameters.views() | memory_for(table.buffers, device))
             stage.caller = self.gatherer
         collector.watch({name: p for stage in self.stages for name, p in stage.global_parameters().items()})
 

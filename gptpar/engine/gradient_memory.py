@@ -76,7 +76,7 @@ class GradientMemory:
             # What is taken ahead holds the last step's gradient until the host has fetched it: only gaps are written.
             new = torch.empty if unit.name in self._ahead else torch.zeros
             total = self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
-            for start, stop in unit.gaps() if unit.name in self._ahead else ():
+            for start, stop in unit.padding() if unit.name in self._ahead else ():
                 total[start:stop].zero_()
         return self._sums[unit.name]
 

@@ -78,7 +78,7 @@ class Range:
 def extents(unit: Unit, shard: int) -> Iterator[tuple[int, int, Param]]:
     """(start, stop, parameter) of each parameter's elements in a shard, and of the padding behind them."""
     low, high = shard * unit.shard_length, (shard + 1) * unit.shard_length
-    for param in unit.slots.values():
+    for param in unit.params.values():
         start, stop = max(low, param.start), min(high, param.end)
         if start < stop:
             yield start - low, stop - low, param
@@ -119,7 +119,7 @@ def device_lengths(units: Sequence[Unit], shard: int, ratio: float) -> tuple[dic
 def _reserved(unit: Unit, shard: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of what the longest tensor-parallel splits take of a shard."""
     low, high = shard * unit.shard_length, (shard + 1) * unit.shard_length
-    for param in unit.slots.values():
+    for param in unit.params.values():
         start, stop = max(low, param.start), min(high, param.start + param.longest)
         if start < stop:
             yield start - low, stop - low

@@ -16,7 +16,6 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.optim.grad_norm import GradientNorm
 from gptpar.placement import TENSOR
-from gptpar.tensor_parallel import TensorAxis
 
 
 class GradientRouter:
@@ -29,6 +28,7 @@ class GradientRouter:
 
     Args:
         table: of this process's parameters.
+        tensor_group: the ranks that share each layer; ``None`` when alone.
         tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
         subscriber: updates the elements behind the device's; ``None``: their gradients are dropped.
         counts_zeros: whether zeros are counted.
@@ -38,15 +38,16 @@ class GradientRouter:
         self,
         table: ParameterTable,
         memory: GradientMemory,
-        tensor: TensorAxis,
+        tensor_group: dist.ProcessGroup | None,
         tied: Mapping[str, dist.ProcessGroup],
         subscriber: Subscriber | None,
         cuts: Cuts,
         *,
         counts_zeros: bool,
     ):
-        self._table, self._memory, self._tensor, self._tied = table, memory, tensor, tied
+        self._table, self._memory, self._tensor_group, self._tied = table, memory, tensor_group, tied
         self._subscriber, self._cuts, self._counts_zeros = subscriber, cuts, counts_zeros
+        self._messages = {unit.name: table.messages(unit.name, TENSOR) for unit in table.units}
         self._norm = GradientNorm({unit.name: table.counted(unit.name) for unit in table.units})
         self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
         self._zeros = torch.zeros((), dtype=torch.float64, device=memory.shard.device)
@@ -99,7 +100,7 @@ class GradientRouter:
 
     def _addends(self, unit: str, shard: torch.Tensor) -> list[torch.Tensor]:
         """What is still to be summed over the tensor axis."""
-        return [shard[start:stop] for start, stop in self._table.messages(unit, TENSOR)]
+        return [shard[start:stop] for start, stop in self._messages[unit]]
 
     @torch.no_grad()
     def _divide(self, unit: Unit, shard: torch.Tensor) -> None:

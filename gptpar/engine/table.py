@@ -61,9 +61,9 @@ class ParameterTable:
         self.place, self.buffers = place, dict(buffers or {})
         self.units = tuple(units)
         self._unit_of = {unit.name: unit for unit in units}
-        self.params: dict[str, Param] = {name: param for unit in units for name, param in unit.slots.items()}
+        self.params: dict[str, Param] = {name: param for unit in units for name, param in unit.params.items()}
         self.ties = {unit: Tie(unit, tuple(sorted(stages))) for unit, stages in (tied or {}).items() if len(stages) > 1}
-        self._counted = {name for unit in units for name, param in unit.slots.items() if self._counts(unit, param)}
+        self._counted = {name for unit in units for name, param in unit.params.items() if self._counts(unit, param)}
         self.on_device, self._elements, self._offloaded = device_lengths(units, place.shard, ratio)
         self._ranges = {unit.name: tuple(self._ranges_of(unit)) for unit in units}
 

@@ -54,11 +54,11 @@ class Unit:
     Attributes:
         name: the layer's.
         length: elements with padding, a multiple of ``shards * ALIGNMENT``.
-        shards: equal pieces into which it is cut.
+        shards: equal ones into which the data axis cuts it.
     """
 
     name: str
-    slots: dict[str, Param]
+    params: dict[str, Param]
     length: int
     shards: int
 
@@ -70,7 +70,7 @@ class Unit:
             info = parameters[parameter]
             return info.split is not None, sorted(info.grad_sums), not has_decay(parameter, info.full_shape)
 
-        slots: dict[str, Param] = {}
+        params: dict[str, Param] = {}
         start = 0
         for parameter in sorted(parameters, key=kind):
             info = parameters[parameter]
@@ -80,25 +80,25 @@ class Unit:
             longest = math.prod(sizes)
             end = _round_up(start + longest, ALIGNMENT)
             group = DECAYS if has_decay(parameter, info.full_shape) else DECAYS_NOT
-            slots[parameter] = Param(parameter, info, group, start, start + info.shape.numel(), end, longest)
+            params[parameter] = Param(parameter, info, group, start, start + info.shape.numel(), end, longest)
             start = end
-        return Unit(name, slots, _round_up(start, shards * ALIGNMENT), shards)
+        return Unit(name, params, _round_up(start, shards * ALIGNMENT), shards)
 
     @property
     def shard_length(self) -> int:
         """Elements of one shard."""
         return self.length // self.shards
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
+    def padding(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of the elements that are padding."""
-        ends = [0, *(slot.stop for slot in self.slots.values())]
-        for end, start in zip(ends, [*(slot.start for slot in self.slots.values()), self.length], strict=True):
+        ends = [0, *(param.stop for param in self.params.values())]
+        for end, start in zip(ends, [*(param.start for param in self.params.values()), self.length], strict=True):
             if end < start:
                 yield end, start
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's view of a buffer of the unit's length."""
-        return {name: buffer[slot.start : slot.stop].view(slot.shape) for name, slot in self.slots.items()}
+        return {name: buffer[param.start : param.stop].view(param.shape) for name, param in self.params.items()}
 
 
 def has_decay(name: str, shape: torch.Size) -> bool:

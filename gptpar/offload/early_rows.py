@@ -32,8 +32,8 @@ def early_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | 
     if not config.model.tied or layout.world_size > 1 or config.offload.offload_speculation == "off":
         return None
     embedding = table.units[0]
-    (slot,) = embedding.slots.values()
-    padded = slot.stop < embedding.length
+    (param,) = embedding.params.values()
+    padded = param.stop < embedding.length
     return None if padded or table.on_device[embedding.name] == embedding.length else embedding
 
 
@@ -72,10 +72,10 @@ class EarlyRows:
         """
         if self._host is None or tokens.device.type != "cpu":
             return
-        (slot,) = self._unit.slots.values()
-        num_rows, width = slot.shape
+        (param,) = self._unit.params.values()
+        num_rows, width = param.shape
         ranges = ranges_of_rows(tokens.flatten().numpy(), num_rows, width)
-        self._host.expect_changes(self._unit.name, between(ranges, self._kept, slot.stop) - self._kept)
+        self._host.expect_changes(self._unit.name, between(ranges, self._kept, param.stop) - self._kept)
 
     def begin(self, num_micro_batches: int) -> None:
         """A step's computation begins."""

@@ -130,12 +130,12 @@ def infos(shapes: Mapping[str, tuple[int, ...]], splits: Mapping[str, Split] | N
 
 def test_a_unit_is_aligned_and_ordered_by_kind() -> None:
     unit = Unit.of("layer", infos(SHAPES), 4)
-    assert list(unit.slots) == ["first.weight", "last.matrix", "first.bias", "norm.weight", "last.weight"]
-    assert [slot.start for slot in unit.slots.values()] == [0, 64, 192, 256, 320]
-    assert [slot.end for slot in unit.slots.values()] == [64, 192, 256, 320, 448]
+    assert list(unit.params) == ["first.weight", "last.matrix", "first.bias", "norm.weight", "last.weight"]
+    assert [param.start for param in unit.params.values()] == [0, 64, 192, 256, 320]
+    assert [param.end for param in unit.params.values()] == [64, 192, 256, 320, 448]
     assert (unit.length, unit.shard_length) == (512, 128)
     assert Unit.of("layer", infos(SHAPES), 3).length == 576 and Unit.of("layer", infos(SHAPES), 1).length == 448
-    assert all(slot.start % ALIGNMENT == 0 for slot in unit.slots.values())
+    assert all(param.start % ALIGNMENT == 0 for param in unit.params.values())
     assert unit.views(torch.arange(512))["norm.weight"].tolist() == [256, 257, 258, 259, 260]
     assert unit.views(torch.arange(512))["last.matrix"].shape == (10, 10)
 
@@ -146,11 +146,11 @@ def test_uneven_shares_reserve_the_longest() -> None:
     longest = {"tokens.weight": Split(0, 25, 0, 13)}
     short = Unit.of("ends", infos(shapes, longest), 2)
     long = Unit.of("ends", infos({**shapes, "tokens.weight": (13, 8)}, {"tokens.weight": Split(0, 25, 12, 13)}), 2)
-    assert list(short.slots) == ["head.weight", "norm.weight", "tokens.weight"]
-    assert [(s.start, s.end) for s in short.slots.values()] == [(s.start, s.end) for s in long.slots.values()]
-    assert [u.slots["tokens.weight"].stop for u in (short, long)] == [128 + 96, 128 + 104]
+    assert list(short.params) == ["head.weight", "norm.weight", "tokens.weight"]
+    assert [(s.start, s.end) for s in short.params.values()] == [(s.start, s.end) for s in long.params.values()]
+    assert [u.params["tokens.weight"].stop for u in (short, long)] == [128 + 96, 128 + 104]
     assert short.length == long.length == 256
-    assert [slot.replicated for slot in short.slots.values()] == [True, True, False]
+    assert [param.replicated for param in short.params.values()] == [True, True, False]
 
 
 def table_of(unit: Unit, shard: int = 0, tensor_rank: int = 0) -> ParameterTable:
@@ -160,7 +160,7 @@ def table_of(unit: Unit, shard: int = 0, tensor_rank: int = 0) -> ParameterTable
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
 def test_shards_hold_every_element_once(shards: int) -> None:
     unit = Unit.of("layer", infos(SHAPES, {"last.matrix": Split(1, 20, 10, 10)}), shards)
-    times = {name: torch.zeros(slot.shape.numel()) for name, slot in unit.slots.items()}
+    times = {name: torch.zeros(param.shape.numel()) for name, param in unit.params.items()}
     for shard in range(shards):
         for one in table_of(unit, shard).ranges():
             assert 0 <= one.first < one.first + one.length
@@ -181,9 +181,9 @@ def test_spans_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> 
             stop = span.stop
         for start, stop in table.counted("layer"):
             treated[low + start : low + stop, 1] = 1
-    for slot in unit.slots.values():
-        assert treated[slot.start : slot.end].unique(dim=0).tolist() == [[slot.group, not slot.replicated]]
-    assert int((treated[:, 0] >= 0).sum()) == sum(slot.end - slot.start for slot in unit.slots.values())
+    for param in unit.params.values():
+        assert treated[param.start : param.end].unique(dim=0).tolist() == [[param.group, not param.replicated]]
+    assert int((treated[:, 0] >= 0).sum()) == sum(param.end - param.start for param in unit.params.values())
     whole = table_of(Unit.of("l", infos(SHAPES), 1))
     assert [span.group for span in whole.spans("l")] == [DECAYS, DECAYS_NOT] and whole.counted("l") == [(0, 448)]
 
@@ -197,7 +197,7 @@ def test_what_is_summed_lies_together_and_is_the_same_on_all_tensor_ranks(shards
         for name in ("norm.weight", "last.matrix"):
             known[name] = replace(known[name], grad_sums=frozenset({"tensor"}))
         unit = Unit.of("layer", known, shards)
-        assert [name for name, slot in unit.slots.items() if slot.info.grad_sums] == ["last.matrix", "norm.weight"]
+        assert [name for name, param in unit.params.items() if param.info.grad_sums] == ["last.matrix", "norm.weight"]
         summed = [table_of(unit, shard).messages("layer", "tensor") for shard in range(shards)]
         assert sum(stop - start for parts in summed for start, stop in parts) == 128 + 64
         messages.append(summed)
@@ -262,7 +262,7 @@ def make_gradients(
 ) -> Gradients:
     table = ParameterTable(units, Place(axis.shards, axis.shard), ratio=ratio)
     memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
-    router = GradientRouter(table, memory, ALONE, {}, subscriber, Cuts(), counts_zeros=False)
+    router = GradientRouter(table, memory, None, {}, subscriber, Cuts(), counts_zeros=False)
     sums = GradientReducer(memory, axis, torch.float32, router)
     return Gradients(
         memory, GradientCollector(units, [[unit.name for unit in units]], memory, sums, done), sums, router
@@ -307,11 +307,11 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
 def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it cannot be zeroed, since the host may not have fetched the last step's gradient; gaps count, too."""
     unit = Unit.of("unit", infos({"a": (3, 5), "b": (10, 10), "c": (64, 2)}), 1)
-    assert list(unit.gaps()) == [(15, 64), (164, 192)] and unit.length == 320
+    assert list(unit.padding()) == [(15, 64), (164, 192)] and unit.length == 320
     submitted: list[torch.Tensor] = []
     subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad))
     total = make_gradients([unit], DataAxis(1, 0, None), ratio=1.0, ahead=True, subscriber=subscriber)
-    parameters = {name: torch.nn.Parameter(torch.ones(slot.shape)) for name, slot in unit.slots.items()}
+    parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in unit.params.items()}
     total.watch(parameters)
     monkeypatch.setattr(gradient_memory.torch, "empty", lambda n, **k: torch.full((n,), math.nan, **k))
     total.begin(1)

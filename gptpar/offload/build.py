@@ -16,13 +16,13 @@ from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.placement import build_host_optimizer, room_beside
 from gptpar.offload.transfers import RING_BYTES
-from gptpar.optim.spans import HostPiece
+from gptpar.optim.spans import OffloadedPartition
 from gptpar.reporting.banner import format_bytes
 
 
 def make_host_optimizer(
     config: Config,
-    pieces: Sequence[HostPiece],
+    pieces: Sequence[OffloadedPartition],
     device: torch.device,
     dtype: torch.dtype,
     wide: torch.dtype,

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(parsed.problems)
     if is_worker():
         return _check_all(words, world_from_environment()[2], parsed.rest.steps, parsed.rest.only)
-    for case in _chosen(count, parsed.rest.only):
+    for case in _chosen(words, count, parsed.rest.only):
         case_config(words, case, count)
     return start_workers(count, ["check-layouts", *_without_nproc(argv)])
 
@@ -65,8 +65,10 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--fp32", action="store_true", help="32-bit floats instead of 64-bit ones")
 
 
-def _chosen(num_processes: int, only: str | None) -> list[Case]:
-    found = [case for case in all_cases(num_processes) if only is None or only in case.name]
+def _chosen(words: Sequence[str], num_processes: int, only: str | None) -> list[Case]:
+    masks = parse_flags([*words], extra=_extra_flags).config.model.has_dropout
+    cases = (case for case in all_cases(num_processes) if not (case.whole_batch and masks))  # a micro-batch has its own
+    found = [case for case in cases if only is None or only in case.name]
     if not found:
         raise ConfigError([f"--only {only}: no combination of {num_processes} processes has these words in its name."])
     return found
@@ -78,7 +80,11 @@ def case_config(words: Sequence[str], case: Case, world_size: int) -> Config:
     Raises:
         ConfigError: the model cannot be cut like that.
     """
-    parsed = parse_flags([*words, *case.flags], extra=_extra_flags)
+    words = [*words, *case.flags]
+    if case.whole_batch:
+        batch = parse_flags(words, extra=_extra_flags).config.batch
+        words += ["--micro-batch-size", str(batch.global_batch_size or batch.micro_batch_size)]
+    parsed = parse_flags(words, extra=_extra_flags)
     try:
         config, _ = resolve(parsed, world_size)
     except ConfigError as error:
@@ -100,7 +106,7 @@ def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | No
             worst = _Worst(base.precision.dtype, rank == 0)
             topologies: dict[Layout, Topology] = {}
             saved: Path | None = None
-            for number, case in enumerate(_chosen(world_size, only)):
+            for number, case in enumerate(_chosen(words, world_size, only)):
                 if case.layout not in topologies:
                     topologies[case.layout] = make_topology(case.layout, rank, device)
                 run = CaseRun(case_config(words, case, world_size), topologies[case.layout])

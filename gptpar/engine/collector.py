@@ -40,7 +40,7 @@ class GradientCollector:
         self._memory, self._reducer, self._done = memory, reducer, done
         self._units = {unit.name: unit for unit in units}
         self._chunks = [list(dict.fromkeys(names)) for names in chunks]
-        self._unit_of = {name: unit for unit in units for name in unit.slots}
+        self._unit_of = {name: unit for unit in units for name in unit.params}
         self.in_last_forward = False
         self._arrived: set[str] = set()
         self._fresh: dict[str, dict[str, torch.Tensor]] = {}
@@ -58,7 +58,7 @@ class GradientCollector:
 
     def begin_backward(self, chunk: int, *, last: bool) -> None:
         """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
-        self._missing = {name: len(self._units[name].slots) for name in self._chunks[chunk]}
+        self._missing = {name: len(self._units[name].params) for name in self._chunks[chunk]}
         if last or not self._memory.keeps_all:
             self._waiting.extend((self._units[name], last) for name in reversed(self._chunks[chunk]))
 
@@ -84,7 +84,7 @@ class GradientCollector:
     def _add(self, unit: Unit) -> None:
         """Add a unit's gradients to its sum, together: launched one by one they would keep the host busy."""
         fresh, total = self._fresh.pop(unit.name), self._memory.sum_of(unit)
-        views = {name: total[(s := unit.slots[name]).start : s.stop].view(s.shape) for name in fresh}
+        views = {name: total[(p := unit.params[name]).start : p.stop].view(p.shape) for name in fresh}
         known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))
         if known:
             torch._foreach_add_([views[name] for name in known], [fresh[name] for name in known])
@@ -95,10 +95,10 @@ class GradientCollector:
     @torch.no_grad()
     def _hand_on(self, unit: Unit, last: bool) -> None:
         total = self._memory.sum_of(unit)
-        for name, slot in unit.slots.items():
+        for name, param in unit.params.items():
             if name not in self._arrived:
-                total[slot.start : slot.stop].zero_()
+                total[param.start : param.stop].zero_()
         if not self._memory.keeps_all:
-            self._arrived.difference_update(unit.slots)
+            self._arrived.difference_update(unit.params)
         self._reducer.reduce(unit, total, last=last)
         self._done(unit.name)

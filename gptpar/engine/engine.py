@@ -12,17 +12,36 @@ from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.gradients import Gradients
-from gptpar.engine.layout import UnitLayout
 from gptpar.engine.master_adamw import MasterAdamW
 from gptpar.engine.parameter_memory import ParameterMemory
+from gptpar.engine.ranges import Home, Place
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.router import GradientRouter
-from gptpar.engine.runs import device_runs
 from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
+from gptpar.engine.table import ParameterTable
 from gptpar.pipeline.module import PipelineModule
-from gptpar.pipeline.stage import Stage
+from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.tensor_parallel import TensorAxis
+
+
+def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio: float) -> ParameterTable:
+    """The table of this process's parameters.
+
+    Args:
+        pipeline: the layers of this process.
+        ratio: the host's share of the elements, 0 to 1.
+    """
+    stages: list[Stage] = list(pipeline.chunks)  # type: ignore[arg-type]
+    infos = {name: info for stage in stages for name, info in stage.infos().items()}
+    layers = {name: params for stage in stages for name, params in stage.parameters_by_layer().items()}
+    return ParameterTable.of(
+        {name: {param: infos[param] for param in params} for name, params in layers.items()},
+        Place(data.shards, data.shard, data.size // data.shards, tensor.rank, pipeline.stage),
+        ratio=ratio,
+        tied=pipeline.tied_stages,
+        buffers={name: info for stage in stages for name, info in stage.buffer_infos().items()},
+    )
 
 
 @dataclass(frozen=True)
@@ -57,7 +76,7 @@ class Engine:
 
     Args:
         pipeline: the layers of this process, without storage.
-        layout: where their parameters lie.
+        table: of their parameters.
         parameters: the memory of the model's parameters.
         optimizer: hyperparameters.
         device: where layers compute.
@@ -71,7 +90,7 @@ class Engine:
     def __init__(
         self,
         pipeline: PipelineModule,
-        layout: UnitLayout,
+        table: ParameterTable,
         parameters: ParameterMemory,
         tensor: TensorAxis,
         data: DataAxis,
@@ -80,30 +99,25 @@ class Engine:
         device: torch.device,
         subscriber: Subscriber | None = None,
     ):
-        self.pipeline, self.layout, self.parameters, self.device = pipeline, layout, parameters, device
-        self._data, self.subscriber, self.cuts = data, subscriber, Cuts()
+        self.pipeline, self.table, self.parameters, self.device = pipeline, table, parameters, device
+        self.subscriber, self.cuts = subscriber, Cuts()
         self.stages: list[Stage] = list(pipeline.chunks)  # type: ignore[arg-type]
         memory = GradientMemory(
-            layout.units,
+            table,
             data,
             settings.wide if settings.adds_gradients else settings.dtype,
             device,
             arriving_dtype=settings.dtype,
-            on_device=layout.on_device,
             ahead=settings.records_steps,
         )
         # Whether the optimizer works on the parameters themselves, writes them beside its masters, or they are copied.
-        all_here = layout.division.offloaded == 0 and not parameters.on_host
+        all_here = not table.elements(Home.HOST) and not parameters.on_host
         masters_are_parameters = settings.dtype == settings.wide and data.shards == 1 and all_here
         writes_parameters = not masters_are_parameters and not parameters.on_host
-        written = {unit: shard[: layout.on_device[unit]] for unit, shard in parameters.shards.items()}
+        written = {unit: shard[: table.on_device[unit]] for unit, shard in parameters.shards.items()}
         self._copies_at_start, self._copies_each_step = not masters_are_parameters, parameters.on_host
         self.optimizer = MasterAdamW(
-            layout.units,
-            layout.infos,
-            layout.division,
-            device_runs(layout.units, layout.on_device, layout.runs),
-            layout.shard,
+            table,
             memory.shard,
             optimizer,
             subscriber,
@@ -114,10 +128,8 @@ class Engine:
         units_of = [[name for name in stage.call_order() if name in parameters.full] for stage in self.stages]
         self.gatherer = ParameterGatherer(parameters, units_of, data, subscriber, self.cuts)
         router = GradientRouter(
-            layout.units,
+            table,
             memory,
-            layout.runs,
-            layout.shard,
             tensor.group,
             pipeline.tied_groups,
             subscriber,
@@ -125,10 +137,10 @@ class Engine:
             counts_zeros=settings.counts_zeros,
         )
         reducer = GradientReducer(memory, data, settings.reduce_dtype, router)
-        collector = GradientCollector(layout.units, units_of, memory, reducer, self.gatherer.backward_done)
+        collector = GradientCollector(table.units, units_of, memory, reducer, self.gatherer.backward_done)
         self.gradients = Gradients(memory, collector, reducer, router)
         for stage in self.stages:
-            stage.place(parameters.views())
+            stage.place(parameters.views() | memory_for(table.buffers, device))
             stage.caller = self.gatherer
         collector.watch({name: p for stage in self.stages for name, p in stage.global_parameters().items()})
 
@@ -187,4 +199,4 @@ class Engine:
     @property
     def _owners(self) -> int:
         """Data-parallel processes that have the same elements."""
-        return self._data.size if self._data.shards == 1 else 1
+        return self.table.place.replicas

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 
 from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.ranges import Home
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 
 
@@ -18,10 +18,9 @@ class GradientMemory:
     optimizer does not update wholly, nothing is kept that a single micro-batch does not need.
 
     Args:
-        units: in forward order.
+        table: of this process's parameters.
         dtype: of sums, fp32 or wider; where nothing is ever added, that of the gradients is enough.
         arriving_dtype: of the gradients that autograd produces.
-        on_device: unit -> how many of its shard's elements, the first ones, the device's optimizer updates.
         ahead: whether to take the memory of sums that are not kept at the beginning of a step, so that the step uses it
             for nothing else: a recording of the step would do so before a subscriber has fetched them.
 
@@ -34,21 +33,19 @@ class GradientMemory:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        table: ParameterTable,
         axis: DataAxis,
         dtype: torch.dtype,
         device: torch.device,
         *,
         arriving_dtype: torch.dtype | None = None,
-        on_device: Mapping[str, int] | None = None,
         ahead: bool = False,
     ):
         self._dtype, self._arriving_dtype, self._alone = dtype, arriving_dtype or dtype, axis.group is None
-        lengths = [unit.shard_length if on_device is None else on_device[unit.name] for unit in units]
-        self.shard = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        self.shards = dict(zip((unit.name for unit in units), self.shard.split(lengths), strict=True))
+        self.shard = torch.zeros(table.length(Home.DEVICE), dtype=dtype, device=device)
+        self.shards = table.split(self.shard)
         self.keeps_all, self.single = axis.zero_stage < 2, True
-        self.undivided = [unit for unit, length in zip(units, lengths, strict=True) if length == unit.shard_length]
+        self.undivided = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
         self._sums: dict[str, torch.Tensor] = {}
         if axis.shards == 1:
             self._sums = {unit.name: self.shards[unit.name] for unit in self.undivided}
@@ -58,7 +55,7 @@ class GradientMemory:
             self._sums = {unit.name: piece for unit, piece in zip(self.undivided, pieces, strict=True)}
         self._fixed = frozenset(self._sums)
         names = {unit.name for unit in self.undivided}
-        self._ahead = {unit.name: unit for unit in units if ahead and unit.name not in names}
+        self._ahead = {unit.name: unit for unit in table.units if ahead and unit.name not in names}
         self._shard_sums: dict[str, torch.Tensor] = {}
 
     @property
@@ -79,7 +76,7 @@ class GradientMemory:
             # What is taken ahead holds the last step's gradient until the host has fetched it: only gaps are written.
             new = torch.empty if unit.name in self._ahead else torch.zeros
             total = self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
-            for start, stop in unit.gaps() if unit.name in self._ahead else ():
+            for start, stop in unit.padding() if unit.name in self._ahead else ():
                 total[start:stop].zero_()
         return self._sums[unit.name]
 

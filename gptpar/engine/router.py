@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from gptpar.engine.gradient_memory import GradientMemory
+from gptpar.engine.ranges import Home
 from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.optim.grad_norm import GradientNorm
-from gptpar.optim.spans import Run, counted
 from gptpar.placement import TENSOR
 
 
@@ -26,9 +27,7 @@ class GradientRouter:
     Units that the device updates wholly are completed together at the end of the step, others as they come.
 
     Args:
-        units: in forward order.
-        runs: unit -> the ranges of its whole shard.
-        shard: which shard of each unit is this process's.
+        table: of this process's parameters.
         tensor_group: the ranks that share each layer; ``None`` when alone.
         tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
         subscriber: updates the elements behind the device's; ``None``: their gradients are dropped.
@@ -37,10 +36,8 @@ class GradientRouter:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        table: ParameterTable,
         memory: GradientMemory,
-        runs: Mapping[str, Sequence[Run]],
-        shard: int,
         tensor_group: dist.ProcessGroup | None,
         tied: Mapping[str, dist.ProcessGroup],
         subscriber: Subscriber | None,
@@ -48,13 +45,13 @@ class GradientRouter:
         *,
         counts_zeros: bool,
     ):
-        self._memory, self._runs, self._shard, self._tied = memory, runs, shard, tied
-        self._tensor_group = tensor_group
+        self._table, self._memory, self._tensor_group, self._tied = table, memory, tensor_group, tied
         self._subscriber, self._cuts, self._counts_zeros = subscriber, cuts, counts_zeros
-        self._norm = GradientNorm({unit: counted(its) for unit, its in runs.items()})
+        self._messages = {unit.name: table.messages(unit.name, TENSOR) for unit in table.units}
+        self._norm = GradientNorm({unit.name: table.counted(unit.name) for unit in table.units})
         self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
         self._zeros = torch.zeros((), dtype=torch.float64, device=memory.shard.device)
-        self.divides = len(memory.undivided) < len(units)
+        self.divides = len(memory.undivided) < len(table.units)
 
     def begin(self) -> None:
         """A step begins."""
@@ -102,8 +99,8 @@ class GradientRouter:
         return {unit.name: self._memory.shards[unit.name] for unit in self._memory.undivided}
 
     def _addends(self, unit: str, shard: torch.Tensor) -> list[torch.Tensor]:
-        """What is declared to be summed over the tensor axis."""
-        return [shard[run.start : run.stop] for run in self._runs[unit] if TENSOR in run.grad_sums]
+        """What is still to be summed over the tensor axis."""
+        return [shard[start:stop] for start, stop in self._messages[unit]]
 
     @torch.no_grad()
     def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
@@ -113,19 +110,19 @@ class GradientRouter:
         low = on_device.numel()
         on_device.copy_(shard[:low])
         if self._counts_zeros:
-            self._count_zeros(unit, shard, low)
+            self._count_zeros(unit, shard)
         if self._subscriber is not None:
             self._cuts.at(partial(self._subscriber.submit_gradient, unit.name, shard[low:]))
 
-    def _count_zeros(self, unit: Unit, shard: torch.Tensor, low: int) -> None:
-        for first, last in counted(self._runs[unit.name]):
-            for *_, start, stop in unit.held_between(self._shard, max(low, first), last):
-                self._zeros += (shard[start:stop] == 0).sum()
+    def _count_zeros(self, unit: Unit, shard: torch.Tensor) -> None:
+        for one in self._table.ranges(unit=unit.name, home=Home.HOST):
+            if one.counted:
+                self._zeros += (shard[one.start : one.stop] == 0).sum()
 
 
 def sum_together(parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum each part over a group, in one message."""
-    if sum(part.numel() for part in parts):
+    """Sum each part over a group, in one message; ``None``: this process is alone there."""
+    if group is not None and any(part.numel() for part in parts):
         flat = torch.cat(parts)
         dist.all_reduce(flat, group=group)
         torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))

@@ -15,8 +15,8 @@ import torch
 from gptpar.config import Config
 from gptpar.engine.engine import Engine
 from gptpar.engine.gradients import Gradients
-from gptpar.engine.layout import UnitLayout
 from gptpar.engine.step_graph import Cuts
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.row_ranges import between, ranges_of_rows
@@ -24,17 +24,20 @@ from gptpar.tensor_parallel import VocabParallelEmbedding
 from gptpar.topology import Layout
 
 
-def early_unit(config: Config, place: Layout, layout: UnitLayout) -> Unit | None:
+def early_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | None:
     """The tied embedding of a single process, whose gradient may be submitted early, if the CPU has some of it.
 
     Others' would be summed over processes first, for which it must be complete.
     """
-    if not config.model.tied or place.world_size > 1 or config.offload.offload_speculation == "off":
+    offload = config.offload
+    if not config.model.tied or layout.world_size > 1 or offload.offload_speculation == "off":
         return None
-    embedding = layout.units[0]
-    (slot,) = embedding.slots.values()
-    padded = slot.stop < embedding.length
-    return None if padded or layout.on_device[embedding.name] == embedding.length else embedding
+    if offload.gradients_leave_at_once:  # this one would stay on the device during the whole backward pass
+        return None
+    embedding = table.units[0]
+    (param,) = embedding.params.values()
+    padded = param.stop < embedding.length
+    return None if padded or table.on_device[embedding.name] == embedding.length else embedding
 
 
 class EarlyRows:
@@ -72,10 +75,10 @@ class EarlyRows:
         """
         if self._host is None or tokens.device.type != "cpu":
             return
-        (slot,) = self._unit.slots.values()
-        num_rows, width = slot.shape
+        (param,) = self._unit.params.values()
+        num_rows, width = param.shape
         ranges = ranges_of_rows(tokens.flatten().numpy(), num_rows, width)
-        self._host.expect_changes(self._unit.name, between(ranges, self._kept, slot.stop) - self._kept)
+        self._host.expect_changes(self._unit.name, between(ranges, self._kept, param.stop) - self._kept)
 
     def begin(self, num_micro_batches: int) -> None:
         """A step's computation begins."""

@@ -41,7 +41,7 @@ from gptpar.offload.transfers import Transfers
 from gptpar.offload.updates import Updates
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import HostPiece
+from gptpar.optim.spans import OffloadedPartition
 
 POLL_SECONDS = 2e-4
 SWITCH_SECONDS = 5e-5
@@ -76,7 +76,7 @@ class HostOptimizer:
 
     def __init__(
         self,
-        pieces: Sequence[HostPiece],
+        pieces: Sequence[OffloadedPartition],
         *,
         dtype: torch.dtype,
         clip_grad: float,
@@ -114,6 +114,7 @@ class HostOptimizer:
         """Say where the parameters live: unit -> memory on the device, of the piece's length."""
         for bucket in self._buckets:
             bucket.live = live[bucket.unit][bucket.start : bucket.stop]
+            bucket.slot = self._transfers.own_slot(bucket.live.nbytes)
 
     def make_room(self, elements: int) -> None:
         """Allow speculation for some elements: the last ones of the model."""
@@ -153,11 +154,12 @@ class HostOptimizer:
                 assert bucket.settled, f"{unit} got a gradient before its last step was done"
                 part = grad[bucket.start : bucket.stop]
                 if formed is None:
-                    bucket.take(self._transfers.fetch(part, None if bucket.grad is None else bucket.slot))
+                    bucket.take(self._transfers.fetch(part, bucket.slot))
                 elif changed is not None and bucket.awaits(formed) and not self._distrust:
                     still_open = between(changed, bucket.start, bucket.stop) - bucket.start
                     bucket.take_early(self._transfers.fetch(part), still_open)
             self._changed.notify_all()
+        self._transfers.hold_back()  # without the lock: what is waited for may need the thread
 
     def step(
         self,
@@ -251,10 +253,9 @@ class HostOptimizer:
         """Sum of squares of the master weights that this process counts."""
         self.finish()
         return sum(
-            self.updates.adam.square(bucket.now.weights[run.start : run.stop])
+            self.updates.adam.square(bucket.now.weights[start:stop])
             for bucket in self._buckets
-            for run in bucket.runs
-            if run.counted
+            for start, stop in bucket.counted
         )
 
     @property

@@ -85,7 +85,9 @@ class PipelineModule(nn.Module):
             make = build or (lambda spec: _seeded(spec, base_seed).to(self.topology.device))
             self.chunks.append(Stage(mine, build=make, recompute=groups, keep=keep, tied=tied))
         self._transport = None if self.topology.links is None else Transport(self.topology.links)
-        self.tied_groups, self.copies = self._tie()
+        self.tied_stages = self.split.tied_stages(self.specs)
+        tied_groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
+        self.tied_groups = {name: group for name, group in tied_groups.items() if group is not None}
         self._summed_over_tensor = self._declared_sums() if self.topology.layout.tensor > 1 else frozenset()
 
     def _declared_sums(self) -> frozenset[str]:
@@ -93,23 +95,6 @@ class PipelineModule(nn.Module):
         stages: list[Stage] = list(self.chunks)  # type: ignore[arg-type]
         infos = {name: info for stage in stages for name, info in stage.infos().items()}
         return frozenset(name for name, info in infos.items() if TENSOR in info.grad_sums)
-
-    def _tie(self) -> tuple[dict[str, dist.ProcessGroup], frozenset[str]]:
-        """Groups that share a layer, by its name, and the layers of which another stage has the first copy."""
-        stages_of: dict[str, set[int]] = {}
-        for part, (start, stop) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
-            for spec in self.specs[start:stop]:
-                if isinstance(spec, TiedLayerSpec):
-                    stages_of.setdefault(spec.name, set()).add(part % self.num_stages)
-        groups: dict[str, dist.ProcessGroup] = {}
-        copies: set[str] = set()
-        for name, stages in stages_of.items():
-            group = self.topology.group_of_stages(sorted(stages)) if len(stages) > 1 else None
-            if group is not None:
-                groups[name] = group
-                if self.stage != min(stages):
-                    copies.add(name)
-        return groups, frozenset(copies)
 
     @property
     def has_loss(self) -> bool:
@@ -223,6 +208,15 @@ class LayerSplit:
         """Numbers of a stage's layers."""
         parts = range(stage, len(self.bounds) - 1, len(self.costs))
         return [layer for part in parts for layer in range(self.bounds[part], self.bounds[part + 1])]
+
+    def tied_stages(self, specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+        """Name -> the stages that have a copy, of every layer that several stages share."""
+        found: dict[str, set[int]] = {}
+        for stage in range(len(self.costs)):
+            for spec in (specs[layer] for layer in self.layers_of(stage)):
+                if isinstance(spec, TiedLayerSpec):
+                    found.setdefault(spec.name, set()).add(stage)
+        return {name: tuple(sorted(stages)) for name, stages in found.items() if len(stages) > 1}
 
 
 def split_layers(

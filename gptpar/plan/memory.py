@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.model.memory import layer_activation_bytes_per_token
+from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Job, StagePart, alive
@@ -109,7 +110,10 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
         gradients += job.ratio * wide * (whole if job.zero_stage < 2 else shard)
     host = 3.0 * wide * job.ratio * shard * (2 if offload.offload_speculation == "on" else 1)
     host = 0.0 if offload.optimizer_nvme_path else host
-    host += RING_BYTES if job.ratio else 0
+    if job.gradients_leave_at_once:
+        host += copying_bytes(job.ratio * shard, job.offloaded_gradient_size)
+    elif job.ratio:
+        host += RING_BYTES
     host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
@@ -121,9 +125,10 @@ def _moments(
 ) -> Iterator[tuple[float, float, float]]:
     """(gradients that go to the host, activations, buffers) when their sum may be largest.
 
-    Such a gradient stays on the device until the host has used it; a sum over micro-batches does so where it was
-    summed. The device keeps the first layers: when all of the host's gradients are there, the activations of those
-    layers are there still. What is sent early is there together with all activations.
+    Such a gradient stays on the device until the host has used it, or, where gradients leave at once, until it is
+    copied; a sum over micro-batches does so where it was summed. The device keeps the first layers: when all of the
+    host's gradients are there, the activations of those layers are there still. What is sent early is there together
+    with all activations.
 
     Args:
         activations: at most.
@@ -134,6 +139,11 @@ def _moments(
     backward = _backward_buffers(job, part, blocks)
     most = max(_loss_buffers(job, part), backward, _end_buffers(job, part))
     remaining = of_one * _share_of_device(job, part)
+    if job.gradients_leave_at_once:
+        lengths = job.gradient_lengths(part)
+        yield 0.0, activations, _loss_buffers(job, part)
+        yield min(leaving, max_bytes_waiting(lengths, size) + max(lengths) * size), activations, backward
+        return
     if not job.graph:
         yield job.early_elements * size, activations, most
         yield leaving, remaining, max(backward, _end_buffers(job, part))

@@ -11,6 +11,7 @@ from gptpar.config import Config
 from gptpar.config.derive import Derived
 from gptpar.config.training import MEASURED_STEPS
 from gptpar.engine.engine import Engine
+from gptpar.engine.ranges import Home
 from gptpar.errors import GptparError
 from gptpar.model.flops import Shape, flops_per_token, num_parameters
 from gptpar.offload.host_optimizer import HostOptimizer
@@ -54,11 +55,12 @@ def start_banner(
 
 def offload_line(engine: Engine, host: HostOptimizer) -> str:
     """What of the first process's optimizer is where."""
-    division = engine.layout.division
+    table = engine.table
+    offloaded = f"{table.elements(Home.HOST):,} of {table.elements():,} elements ({table.ratio:.1%})"
     state, beside = map(format_bytes, host.state_bytes)
-    on_device = (division.elements - division.offloaded) * engine.optimizer.bytes_an_element
+    on_device = table.elements(Home.DEVICE) * engine.optimizer.bytes_an_element
     return (
-        f"optimizer: the CPU updates {division.offloaded:,} of {division.elements:,} elements ({division.ratio:.1%}): "
+        f"optimizer: the CPU updates {offloaded}: "
         f"{state} of masters and moments, {beside} beside for speculation; {host.kernel}; the device the others: "
         f"{format_bytes(on_device)} of masters, moments and gradients"
     )

@@ -13,8 +13,7 @@ from gptpar.config import Config
 from gptpar.config.gradients import adds_gradients
 from gptpar.config.graph import wants_graph
 from gptpar.engine.data_axis import DataAxis
-from gptpar.engine.engine import Engine, EngineSettings
-from gptpar.engine.layout import UnitLayout
+from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
@@ -54,17 +53,17 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     settings, device = engine_settings(config, topology), topology.device
     tensor, data = tensor_axis(config, topology), data_axis(config, topology)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype)
-    layout = UnitLayout.of(pipeline, tensor, data, config.offload.ratio or 0.0)
-    early = early_unit(config, topology.layout, layout)
+    table = table_of(pipeline, tensor, data, config.offload.ratio or 0.0)
+    early = early_unit(config, topology.layout, table)
     host = None
     if not tries_memory:
         sums = settings.adds_gradients
-        host = make_host_optimizer(config, layout.offloaded(), device, settings.dtype, settings.wide, early, sums=sums)
+        host = make_host_optimizer(config, table.offloaded(), device, settings.dtype, settings.wide, early, sums=sums)
     on_host = config.offload.cpu_parameters
-    parameters = ParameterMemory(layout.units, data, settings.dtype, device, on_host=on_host)
+    parameters = ParameterMemory(table.units, data, settings.dtype, device, on_host=on_host)
     if host is not None:
-        host.attach({unit: shard[layout.on_device[unit] :] for unit, shard in parameters.shards.items()})
-    engine = Engine(pipeline, layout, parameters, tensor, data, settings, config.optimizer, device, host)
+        host.attach({unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()})
+    engine = Engine(pipeline, table, parameters, tensor, data, settings, config.optimizer, device, host)
     return GptEngine(engine, host, EarlyRows.of(early, host, engine))
 
 

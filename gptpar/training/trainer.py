@@ -160,7 +160,8 @@ class Trainer:
     def initialise(self) -> None:
         """Give the weights their initial values."""
         weights = self.engine.optimizer.state_tensors()["weights"]
-        initialise(weights, {name: info.init for name, info in self.engine.layout.infos.items()}, self.config.data.seed)
+        inits = {name: param.info.init for name, param in self.engine.table.params.items()}
+        initialise(weights, inits, self.config.data.seed)
         self.engine.publish()
 
     def expect_step(self, progress: float) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar.check_layouts.cases import VARIANTS, Case
+from gptpar.check_layouts.cases import ONE_ADDEND, VARIANTS, Case, all_cases
 from gptpar.check_layouts.main import SMALL, case_config, difference, step_difference
 from gptpar.check_layouts.training import CaseRun, Outcome
 from gptpar.topology import Layout, Topology, make_topology
@@ -133,6 +133,20 @@ def test_in_bf16_the_host_s_gradients_are_the_device_s(variant: str) -> None:
     for name, gradient in on_device.items():
         assert on_both[name].dtype == gradient.dtype == torch.float32
         assert torch.equal(on_both[name], gradient), name
+
+
+@pytest.mark.parametrize("case", list(all_cases(1))[: len(ONE_ADDEND)], ids=list(ONE_ADDEND))
+def test_gradients_that_leave_at_once_equal_those_that_stay(case: Case) -> None:
+    """In one piece of eight samples instead of eight pieces of one."""
+    alone = run_alone(WORDS)
+    assert case.name in ONE_ADDEND
+    run = CaseRun(case_config(WORDS, case, 1), Topology(Layout(), 0, torch.device("cpu")))
+    run.train(0, STEPS + 1)
+    run.trainer.close()
+    assert run.config.offload.gradients_leave_at_once and run.config.batch.micro_batch_size == 8
+    assert step_difference(run.outcome.steps, alone.steps) <= TOLERANCE
+    assert difference(zip(run.outcome.gradients, alone.gradients, strict=True)) <= TOLERANCE
+    assert difference(zip(run.outcome.weights, alone.weights, strict=True)) <= TOLERANCE
 
 
 def test_the_cases_are_a_cover() -> None:

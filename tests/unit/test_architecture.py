@@ -48,6 +48,8 @@ PURE = [
     "config",
     "placement.py",
     "optim/schedule.py",
+    "engine/ranges.py",
+    "engine/table.py",
     "engine/units.py",
     "pipeline/partition.py",
     "pipeline/schedules.py",

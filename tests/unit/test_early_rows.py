@@ -18,7 +18,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import Arrival, SameMemory, Slot
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import NO_SUMS, HostPiece, Run
+from gptpar.optim.spans import OffloadedPartition, Span
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.training import gpt
 from gptpar.training.trainer import Trainer
@@ -116,7 +116,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
                     seen.state |= {f"{kind} {name} {offsets}": part.clone() for offsets, part in parts.parts}
             seen.state |= {
                 f"live {unit.name}": trainer.engine.parameters.shards[unit.name].clone()
-                for unit in trainer.engine.layout.units
+                for unit in trainer.engine.table.units
             }
             seen.redone = trainer.host.num_redone
             trainer.close()
@@ -175,7 +175,7 @@ def test_an_embedding_that_is_partly_on_the_device(
     in_pieces_of_rows(monkeypatch)
 
     def look(trainer: Trainer) -> None:
-        kept = trainer.engine.layout.division.on_device["embedding"]
+        kept = trainer.engine.table.on_device["embedding"]
         assert 0 < kept < ROWS * WIDTH and kept % WIDTH, kept
 
     words = f"--bf16 {SOMETIMES} {OFFLOAD} {ratio} --offload-speculation"
@@ -187,7 +187,7 @@ def test_an_embedding_that_is_partly_on_the_device(
 def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.MonkeyPatch) -> None:
     """Room is given from the last layer on: here it ends within the embedding; the rest is as it was."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 333)
-    monkeypatch.setattr(build, "_speculated_elements", lambda config, elements, wide, kept: elements - 1000)
+    monkeypatch.setattr(build, "_speculated_elements", lambda config, elements, *_: elements - 1000)
 
     def look(trainer: Trainer) -> None:
         assert trainer.host is not None
@@ -272,7 +272,7 @@ def test_it_is_as_it_was_where_it_would_not_be_right() -> None:
         assert (trainer._early is not None) == wanted, words
         trainer.close()
     trainer = make_trainer(tiny_config(f"--bf16 {OFFLOAD} 0.3"))
-    assert trainer.engine.layout.division.on_device["embedding"] == ROWS * WIDTH and trainer._early is None
+    assert trainer.engine.table.on_device["embedding"] == ROWS * WIDTH and trainer._early is None
     trainer.close()
 
 
@@ -325,8 +325,8 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
         [
-            HostPiece("embedding", 256, (Run(0, 256, 0, NO_SUMS, True),)),
-            HostPiece("layer", 128, (Run(0, 128, 0, NO_SUMS, True),)),
+            OffloadedPartition("embedding", 256, (Span(0, 256, 0),), ((0, 256),)),
+            OffloadedPartition("layer", 128, (Span(0, 128, 0),), ((0, 128),)),
         ],
         dtype=torch.float32,
         clip_grad=1000.0,
@@ -366,7 +366,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     seen = Seen()
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
-        [HostPiece("embedding", 128, (Run(0, 128, 0, NO_SUMS, True),))],
+        [OffloadedPartition("embedding", 128, (Span(0, 128, 0),), ((0, 128),))],
         dtype=torch.float32,
         clip_grad=1.0,
         adam=Counting(1),

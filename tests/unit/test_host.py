@@ -12,7 +12,7 @@ from gptpar.config.checks.offload import check_offload
 from gptpar.config.graph import graph_obstacles, wants_graph
 from gptpar.offload.buckets import cut_piece
 from gptpar.optim.schedule import make_schedule
-from gptpar.optim.spans import NO_SUMS, HostPiece, Run
+from gptpar.optim.spans import OffloadedPartition, Span
 from gptpar.topology import Layout, Topology
 from gptpar.training.auto_ratio import any_batches, smallest_ratio, with_ratio
 from gptpar.training.trainer import Trainer
@@ -134,7 +134,7 @@ def test_without_a_gpu_auto_is_nothing() -> None:
 
 
 def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    (bucket,) = cut_piece(HostPiece("unit", 1000, (Run(0, 1000, True, NO_SUMS, True),)), torch.float32, tmp_path)
+    (bucket,) = cut_piece(OffloadedPartition("unit", 1000, (Span(0, 1000, 1),), ((0, 1000),)), torch.float32, tmp_path)
     assert list(tmp_path.iterdir()) == []
     for buffer in bucket.now.all():
         assert buffer.shape == (1000,) and not buffer.any()
@@ -164,7 +164,7 @@ def test_a_folder_for_files_must_be_one() -> None:
     config = tiny_config().update(
         "offload", cpu_optimizer=True, optimizer_nvme_path="/nowhere", offload_speculation="on"
     )
-    assert [problem.split(" ", 2)[0] for problem in check_offload(config)] == [
+    assert [problem.split(" ", 2)[0] for problem in check_offload(config, 1)] == [
         "--offload-speculation",
         "--optimizer-nvme-path",
     ]
@@ -178,7 +178,7 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
     loss = trainer.forward_backward(any_batches(config, topology), 0)
     assert loss.isfinite() and trainer.host is None
     optimizer = trainer.engine.optimizer
-    assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.engine.layout.division.ratio == 1
+    assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.engine.table.ratio == 1
     trainer.close()
 
 

@@ -23,7 +23,7 @@ def hash_of(trainer: Trainer) -> str:
         for name, view in sorted(views.items()):
             elements = [part.flatten().clone() for _, part in sorted(view.parts, key=lambda item: item[0])]
             state.update(f"{kind}/{name}".encode() + torch.cat(elements).view(torch.uint8).numpy().tobytes())
-    for unit in trainer.engine.layout.units:
+    for unit in trainer.engine.table.units:
         state.update(trainer.engine.parameters.shards[unit.name].clone().view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
 

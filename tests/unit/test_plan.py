@@ -22,7 +22,8 @@ from gptpar.pipeline.schedules import simulate
 from gptpar.plan.job import Job, alive
 from gptpar.plan.main import make_planner
 from gptpar.plan.memory import block_bytes_per_token, stage_memory
-from gptpar.plan.planner import Plan, search
+from gptpar.plan.planner import Plan
+from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.reporting.banner import ranges
 from gptpar.topology import Layout, make_topology

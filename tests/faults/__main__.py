@@ -91,8 +91,8 @@ def _run(tests: Sequence[str], copy: Path) -> Verdict:
 
 
 def _line(name: str, verdict: Verdict) -> str:
-    test, _, error = verdict.failure.partition(" - ")
-    return f"{name:50} {verdict.seconds:4.0f} s  {test.partition(' ')[2] or test}  {error[:100]}".rstrip()
+    test, _, error = verdict.failure.removeprefix("FAILED ").partition(" - ")
+    return f"{name:50} {verdict.seconds:4.0f} s  {test}  {error[:100]}".rstrip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

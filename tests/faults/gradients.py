@@ -13,7 +13,7 @@ PLAIN_LOOP = "tests/unit/test_training_reference.py::test_fifty_steps_follow_a_p
 RATIOS = "tests/unit/test_offload_bits.py::test_no_ratio_changes_a_bit"
 RATIOS_ON_RANKS = "tests/ranks/test_offload_bits_ranks.py::test_no_ratio_changes_a_bit"
 TWO_PROCESSES = "tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]"
-LAYOUTS = "tests/ranks/test_layouts.py"
+TWO_WAYS = "tests/ranks/test_two_processes.py"
 
 GRADIENTS = [
     Fault(
@@ -26,7 +26,7 @@ GRADIENTS = [
     Fault(
         "parameter-without-gradient-keeps-the-last-steps",
         COLLECTOR,
-        "            if name not in self._arrived:\n                total[slot.start : slot.stop].zero_()\n",
+        "            if name not in self._arrived:\n                total[param.start : param.stop].zero_()\n",
         "            if name not in self._arrived:\n                pass\n",
         (ONE_ORDER,),
     ),
@@ -45,7 +45,7 @@ GRADIENTS = [
         REDUCER,
         "else total.to(self._dtype)",
         "else total",
-        ("tests/ranks/test_data_parallel.py",),
+        ("tests/unit/test_optim.py::test_gradients_travel_in_the_reductions_dtype",),
     ),
     Fault(
         "reduction-not-waited-for",
@@ -66,14 +66,14 @@ GRADIENTS = [
         REDUCER,
         "self._summed.clear()",
         "pass",
-        (LAYOUTS,),
+        (TWO_WAYS,),
     ),
     Fault(
         "shard-of-the-wrong-rank",
         "gptpar/engine/data_axis.py",
         "return self.rank if self.zero_stage else 0",
         "return self.size - 1 - self.rank if self.zero_stage else 0",
-        (LAYOUTS,),
+        (TWO_WAYS,),
     ),
     Fault(
         "padding-not-zero",
@@ -87,7 +87,7 @@ GRADIENTS = [
         ROUTER,
         "sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)",
         "shards",
-        (LAYOUTS,),
+        (TWO_WAYS, RATIOS_ON_RANKS),
     ),
     Fault(
         "tensor-sum-dropped-before-the-cut",
@@ -101,7 +101,7 @@ GRADIENTS = [
         ROUTER,
         "sum_together([self._memory.shards[name] if held is None else held[1]], group)",
         "pass",
-        (LAYOUTS,),
+        (TWO_WAYS,),
     ),
     Fault(
         "norm-of-the-devices-elements-alone",
@@ -139,27 +139,27 @@ GRADIENTS = [
         "        work = self._pending.pop(name, None)\n        if work is not None:\n            work.wait()\n\n"
         "    def _start",
         "        self._pending.pop(name, None)\n\n    def _start",
-        (LAYOUTS,),
+        (TWO_WAYS,),
     ),
     Fault(
         "not-gathered-again-for-the-backward-pass",
         GATHERER,
         "        self._in_backward.add(name)\n        self._acquire(name)\n",
         "        self._in_backward.add(name)\n",
-        (LAYOUTS,),
+        (TWO_WAYS,),
     ),
     Fault(
         "released-before-the-gradients-are-complete",
         GATHERER,
         "if name not in self._in_backward and not (y.requires_grad and name in self._last):",
         "if not (y.requires_grad and name in self._last):",
-        (LAYOUTS,),
+        (TWO_WAYS,),
     ),
     Fault(
         "old-parameters-used-after-a-step",
         GATHERER,
         "        elif self._axis.shards > 1:\n            self._present.clear()\n",
         "        elif self._axis.shards > 1:\n",
-        (LAYOUTS,),
+        (TWO_WAYS,),
     ),
 ]

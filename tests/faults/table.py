@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.faults.gradients import GRADIENTS
 from tests.faults.parallel import PARALLEL
+from tests.faults.ranges import RANGES
 from tests.faults.state import STATE
 from tests.faults.update import UPDATE
 
-FAULTS = [*UPDATE, *GRADIENTS, *PARALLEL, *STATE]
+FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *PARALLEL, *STATE]

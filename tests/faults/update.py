@@ -131,7 +131,7 @@ UPDATE = [
         "gptpar/optim/loss_scale.py",
         "            return\n        self.good_steps = 0\n",
         "            return\n",
-        (DYNAMIC_SCALE,),
+        ("tests/unit/test_optim.py::test_good_steps_are_counted_in_a_row",),
     ),
     Fault(
         "warm-up-forgets-the-initial-rate",

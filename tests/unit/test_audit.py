@@ -61,9 +61,8 @@ def test_logical_lines_are_those_that_do_something() -> None:
     )
     assert logical_lines("a.py", python) == 3
     assert logical_lines("a.h", '// a\n\n/* b\nc */ int d;\nauto e = "// no comment";  // f\n}\n') == 3
-    rooms = by_room(
-        {"gptpar/a.py": python, "gptpar/b/c.py": python, "gptpar/b/d.py": "x = 1\n", "csrc/a.h": "int d;\n"}
-    )
+    files = {"gptpar/a.py": python, "gptpar/b/c.py": python, "gptpar/b/d.py": "x = 1\n", "csrc/a.h": "int d;\n"}
+    rooms = by_room(files)
     assert rooms == {"gptpar/a": 3, "gptpar/b": 4, "csrc": 1}
 
 

@@ -16,7 +16,7 @@ from gptpar.command import Parser, not_negative_int, positive_int
 from gptpar.config import Config, ModelConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_layers
-from gptpar.pipeline import Stage
+from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.tokenizer import Tokenizer
 from gptpar.training.data import tokenizer_of
 from gptpar.training.stored import stored_model
@@ -50,7 +50,8 @@ def load_model(
             problems.append(str(error))
             print(f"skipped a checkpoint: {error}", file=sys.stderr)
             continue
-        stage.place({name: weights[f"weights/{name}"].to(device, dtype) for name in shapes})
+        values = {name: weights[f"weights/{name}"].to(device, dtype) for name in shapes}
+        stage.place(values | memory_for(stage.buffer_infos(), device))
         return stage.eval().requires_grad_(False), config
     raise CheckpointError(f"no checkpoint in {folder} can be read:\n" + "\n".join(problems))
 

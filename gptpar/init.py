@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from gptpar.tensor_parts import TensorParts, as_parts
 
@@ -46,24 +45,6 @@ def draw(init: Init, shape: torch.Size, seed: int, name: str) -> torch.Tensor:
         return torch.full(shape, init.value)
     generator = torch.Generator().manual_seed(seed_of(seed, name))
     return torch.empty(shape).normal_(std=init.std, generator=generator)
-
-
-def inits_of(module: nn.Module) -> dict[str, Init]:
-    """Every parameter's initialisation, by its name inside the module.
-
-    Layers of this package say it in an attribute ``init`` (parameter name -> Init) beside their parameters.
-
-    Raises:
-        TypeError: a parameter belongs to a module without such a declaration.
-    """
-    found: dict[str, Init] = {}
-    for prefix, child in module.named_modules():
-        for name, _ in child.named_parameters(recurse=False):
-            declared = getattr(child, "init", {})
-            if name not in declared:
-                raise TypeError(f"{type(child).__name__} does not declare how its parameter {name!r} is initialised")
-            found[f"{prefix}.{name}" if prefix else name] = declared[name]
-    return found
 
 
 def initialise(targets: Mapping[str, torch.Tensor | TensorParts], inits: Mapping[str, Init], seed: int) -> None:

@@ -57,7 +57,7 @@ class CaseRun:
         assert size
         for step in range(first, last):
             loss = self.trainer.forward_backward(self._batches(step), step)
-            optimizer = self.trainer.model.optimizer
+            optimizer = self.trainer.engine.optimizer
             self.outcome.gradients.append(self._whole(optimizer.parts("grad")))
             launched = self.trainer.update(
                 loss, iteration=step + 1, samples=size, progress=float(step * size + size), stop=False
@@ -69,16 +69,16 @@ class CaseRun:
     def save(self, folder: Path, iteration: int) -> None:
         """Write a checkpoint."""
         tensors = checkpoint_tensors(self.trainer, with_moments=True)
-        save_checkpoint(folder, iteration, tensors, {"optimizer_steps": self.trainer.model.optimizer.steps_taken})
+        save_checkpoint(folder, iteration, tensors, {"optimizer_steps": self.trainer.engine.optimizer.steps_taken})
 
     def resume(self, folder: Path) -> None:
         """Take the state of whichever layout saved it."""
         loaded = load_checkpoint(folder, checkpoint_tensors(self.trainer, with_moments=True))
-        self.trainer.model.optimizer.steps_taken = loaded.meta["optimizer_steps"]
-        self.trainer.model.publish()
+        self.trainer.engine.optimizer.steps_taken = loaded.meta["optimizer_steps"]
+        self.trainer.engine.publish()
 
     def _state(self, kind: str) -> dict[str, TensorParts]:
-        return self.trainer.model.optimizer.state_tensors()[kind]
+        return self.trainer.engine.optimizer.state_tensors()[kind]
 
     def _batches(self, step: int) -> list[MicroBatch]:
         """This process's micro-batches: number j of data rank r is number ``j * dp + r`` of the global batch."""

@@ -9,7 +9,7 @@ import torch
 
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import DeviceAdam, Piece, make_device_adam
-from gptpar.optim.spans import ALIGNMENT, DECAYS, Run, cut
+from gptpar.optim.spans import ALIGNMENT, DECAYS, Span, spans_between
 
 Stretch = tuple[int, int, torch.Tensor | None]
 """First element, the one behind the last, and their live parameters, unless the masters are those."""
@@ -35,27 +35,27 @@ class FlatAdam:
     """AdamW as :mod:`gptpar.optim.adam_update` defines it; nothing waits for a GPU, whether a step is skipped or not.
 
     Args:
-        runs: which elements decay.
+        spans: which elements are updated, and which of them decay.
         adam: default: the fastest for the state's device.
     """
 
-    def __init__(self, state: State, runs: Sequence[Run], adam: DeviceAdam | None = None):
-        self._state, self._runs = state, runs
+    def __init__(self, state: State, spans: Sequence[Span], adam: DeviceAdam | None = None):
+        self._state, self._spans = state, spans
         self._adam = adam or make_device_adam(state.weights)
         self._pieces: list[Piece] = []
 
     def lay_out(self, stretches: Sequence[Stretch]) -> None:
-        """Say what is to be updated, in order; within a stretch, runs begin at multiples of ``ALIGNMENT``."""
+        """Say what is to be updated, in order; within a stretch, spans begin at multiples of ``ALIGNMENT``."""
         self._pieces = [self._piece(*stretch) for stretch in _joined(stretches)]
 
     def _piece(self, start: int, stop: int, live: torch.Tensor | None) -> Piece:
-        s, runs = self._state, tuple(cut(self._runs, start, stop))
+        s, spans = self._state, spans_between(self._spans, start, stop)
         decays = torch.zeros(-(-(stop - start) // ALIGNMENT), dtype=torch.bool)
-        for run in runs:
-            if run.group == DECAYS:
-                decays[run.start // ALIGNMENT : -(-run.stop // ALIGNMENT)] = True
+        for span in spans:
+            if span.group == DECAYS:
+                decays[span.start // ALIGNMENT : -(-span.stop // ALIGNMENT)] = True
         vectors = s.weights[start:stop], s.exp_avg[start:stop], s.exp_avg_sq[start:stop], s.grad[start:stop]
-        return Piece(vectors, live, runs, decays.to(s.weights.device))
+        return Piece(vectors, live, spans, decays.to(s.weights.device))
 
     @torch.no_grad()
     def step(self, how: Hyperparameters, norm: torch.Tensor, loss_scale: float, max_norm: float) -> torch.Tensor:

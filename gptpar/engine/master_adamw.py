@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from gptpar.config import OptimizerConfig
 from gptpar.engine.flat_adam import FlatAdam, State
-from gptpar.engine.runs import Division
+from gptpar.engine.ranges import Home, Range
 from gptpar.engine.subscriber import Subscriber
-from gptpar.engine.units import Unit
+from gptpar.engine.table import ParameterTable
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.spans import DECAYS, Run, counted
-from gptpar.pipeline.stage import ParameterInfo
-from gptpar.tensor_parts import TensorParts, parts_of_flat
+from gptpar.optim.spans import DECAYS
+from gptpar.tensor_parts import TensorParts
 
 
 class MasterAdamW:
@@ -27,14 +26,12 @@ class MasterAdamW:
     the subscriber's.
 
     Args:
-        units: all units of this process, in forward order.
-        infos: what is known of each parameter.
-        division: which elements of each unit's shard are the device's.
-        runs: how stretches of the device's elements are treated.
-        shard: which shard of each unit is this process's.
+        table: of this process's parameters.
         grad: the gradient sum of the device's elements of all units in a row.
         config: betas, epsilon and clipping.
         host: updates the other elements; ``None`` where there are none.
+        master: memory for the master weights, where the model's parameters are their own masters.
+        live: unit -> the model's parameters that :meth:`step` is to write in the same pass, as long as its masters.
 
     Attributes:
         masters: unit -> the device's piece of the master weights.
@@ -42,33 +39,27 @@ class MasterAdamW:
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        infos: Mapping[str, ParameterInfo],
-        division: Division,
-        runs: Sequence[Run],
-        shard: int,
+        table: ParameterTable,
         grad: torch.Tensor,
         config: OptimizerConfig,
         host: Subscriber | None = None,
+        *,
+        master: torch.Tensor | None = None,
+        live: Mapping[str, torch.Tensor] | None = None,
     ):
         self.clip_grad, self.grad, self.host = config.clip_grad, grad, host
-        self._units, self._infos, self._shard, self._runs = units, infos, shard, runs
-        self._on_device = division.on_device
+        self._table = table
         wide = torch.promote_types(grad.dtype, torch.float32)
-        self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad, dtype=wide) for _ in range(3))
-        lengths = [self._on_device[unit.name] for unit in units]
-        self.masters = {u.name: piece for u, piece in zip(units, self.master.split(lengths), strict=True)}
+        self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
+        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad, dtype=wide) for _ in range(2))
+        self.masters = self._table.split(self.master)
         self._betas, self._eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = State(self.master, self.exp_avg, self.exp_avg_sq, grad, self._steps)
-        self._adam = FlatAdam(state, runs)
-        self.attach({})
-
-    def attach(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Say where the parameters live that :meth:`step` is to write: unit -> as long as its piece of the masters."""
-        ends = list(itertools.accumulate((len(piece) for piece in self.masters.values()), initial=0))
-        pieces = zip(itertools.pairwise(ends), self.masters, strict=True)
-        self._adam.lay_out([(start, stop, live.get(unit)) for (start, stop), unit in pieces])
+        self._adam = FlatAdam(state, table.device_spans())
+        ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
+        parameters = ((live or {}).get(unit) for unit in table.on_device)
+        self._adam.lay_out([(*pair, one) for pair, one in zip(ends, parameters, strict=True)])
 
     @property
     def bytes_an_element(self) -> int:
@@ -77,16 +68,14 @@ class MasterAdamW:
 
     def square_of_weights(self) -> torch.Tensor:
         """Sum of squares (fp64) of the master weights that this process counts, the host's too."""
-        square = square_of([self.master[start:stop] for start, stop in counted(self._runs)], self.grad.device)
+        square = square_of([self.master[start:stop] for start, stop in self._table.device_counted()], self.grad.device)
         return square if self.host is None else square + self.host.square_of_weights()
 
     def zeros_in_grad(self) -> int:
         """Zeros among the device's gradient elements that this process counts."""
-        mask = torch.zeros_like(self.grad, dtype=torch.bool)
-        for start, stop in counted(self._runs):
-            mask[start:stop] = True
-        places = [(view, mask[at : at + view.numel()]) for _, _, view, at in self._held("grad") if at is not None]
-        return sum(int(((view == 0) & counts).sum()) for view, counts in places)
+        grads = self._table.split(self.grad)
+        counted = (one for one in self._table.ranges(home=Home.DEVICE) if one.counted)
+        return sum(int((grads[one.unit][one.start : one.stop] == 0).sum()) for one in counted)
 
     @torch.no_grad()
     def step(self, norm: torch.Tensor, lr: float, weight_decay: float, loss_scale: float) -> torch.Tensor:
@@ -126,30 +115,24 @@ class MasterAdamW:
         The host's gradients are there between the end of the backward pass and the step.
         """
         found: dict[str, TensorParts] = {}
-        for name, first, view, _ in self._held(kind):
-            info = self._infos[name]
-            more = parts_of_flat(info.full_shape, info.shape, info.offsets, first, first + view.numel(), view)
-            if name in found:
-                more = TensorParts(more.shape, found[name].parts + more.parts, more.dtype)
-            found[name] = more
+        for one, values in self._held(kind):
+            more = self._table.parts(one, values)
+            if one.param in found:
+                more = TensorParts(more.shape, found[one.param].parts + more.parts, more.dtype)
+            found[one.param] = more
         return found
 
-    def _held(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor, int | None]]:
-        """(parameter, its first element held, their values, their place in the device's buffers or ``None``)"""
-        of_unit = {unit.name: unit for unit in self._units}
-        buffer = {"weights": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "grad": self.grad}[
-            kind
-        ]
-        base = 0
-        for unit in self._units:
-            length = self._on_device[unit.name]
-            for name, first, start, stop in unit.held_between(self._shard, 0, length):
-                yield name, first, buffer[base + start : base + stop], base + start
-            base += length
-        for name_of_unit, at, values in self.host.parts(kind) if self.host is not None else ():
-            unit, low = of_unit[name_of_unit], self._on_device[name_of_unit] + at
-            for name, first, start, stop in unit.held_between(self._shard, low, low + values.numel()):
-                yield name, first, values[start - low : stop - low], None
+    def _held(self, kind: str) -> Iterator[tuple[Range, torch.Tensor]]:
+        """Every range on the device and on the host, or as much of it as lies together, with its values."""
+        vectors = {"weights": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "grad": self.grad}
+        device = self._table.split(vectors[kind])
+        for one in self._table.ranges(home=Home.DEVICE):
+            yield one, device[one.unit][one.start : one.stop]
+        for unit, at, values in self.host.parts(kind) if self.host is not None else ():
+            low = self._table.on_device[unit] + at
+            for one in self._table.ranges(unit=unit, home=Home.HOST):
+                if part := one.between(low, low + values.numel()):
+                    yield part, values[part.start - low : part.stop - low]
 
     @property
     def steps_taken(self) -> int:

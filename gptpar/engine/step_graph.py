@@ -12,12 +12,9 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
-
-from gptpar.engine.subscriber import Subscriber
 
 EAGER_STEPS = 2
 """Steps that run launch by launch first: kernels are compiled and chosen, connections made, buffers found."""
@@ -29,48 +26,41 @@ Work = Callable[[Sequence[Batch]], torch.Tensor]
 Action = Callable[[], object]
 
 
-class HostCalls:
-    """Passes on what the host is asked amid a step's launches; while the step is recorded, to the recording."""
+class Cuts:
+    """Lets the host act amid a step's launches; while a step is recorded, the recording is cut there.
 
-    def __init__(self, host: Subscriber):
-        self._host = host
+    Attributes:
+        recorder: takes the actions of a step that is being recorded.
+    """
+
+    def __init__(self) -> None:
         self.recorder: Callable[[Action], None] | None = None
 
-    def wait(self, unit: str) -> None:
-        """Return when a unit's parameters are updated, or will be before what follows on the device."""
-        self._do(partial(self._host.wait, unit))
-
-    def submit_gradient(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
-        """A unit's gradient is complete; ``formed``: so many elements are, but for what the host has been told of."""
-        self._do(partial(self._host.submit_gradient, unit, grad, formed=formed))
-
-    def finish(self) -> None:
-        """Return when everything is updated, and no gradient of an earlier step is needed any more."""
-        self._host.finish()
-
-    def _do(self, action: Action) -> None:
-        (self.recorder or _at_once)(action)
-
-
-def _at_once(action: Action) -> None:
-    action()
+    def at(self, action: Action) -> None:
+        """Act here, now or in each replay."""
+        if self.recorder is None:
+            action()
+        else:
+            self.recorder(action)
 
 
 class StepGraph:
     """Calls ``work`` on micro-batches: the first times as it is, then as a recording of it.
 
-    What ``work`` does on the host happens while it is recorded, and not again, except for what it asks of ``calls``. A
+    What ``work`` does on the host happens while it is recorded, and not again, except for what it does at ``cuts``. A
     step whose micro-batches differ in number or shape from the recorded ones runs launch by launch.
 
     Args:
         work: forward and backward on micro-batches that are on the device; draws no random numbers, waits for nothing
             on the host, and leaves everything it began finished. Returns a tensor.
         before: called before each recording and each replay; must leave nothing pending that ``work`` would wait for.
-        calls: what the host is asked in between, with tensors that nothing else in the step writes to.
+        let_go: called before each launched step and each recording: nobody holds memory of the last step's gradients
+            afterwards, so that the step may take it anew.
+        cuts: where the host acts in between, with tensors that nothing else in the step writes to.
     """
 
-    def __init__(self, work: Work, before: Callable[[], None], calls: HostCalls | None = None):
-        self._work, self._before, self._host_calls = work, before, calls
+    def __init__(self, work: Work, before: Callable[[], None], let_go: Callable[[], None], cuts: Cuts):
+        self._work, self._before, self._let_go, self._cuts = work, before, let_go, cuts
         self._calls = 0
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._parts: list[Action] = []
@@ -110,19 +100,12 @@ class StepGraph:
         # The backward pass on this thread, too: a part has to end on the thread on which it began.
         with torch.cuda.stream(self._stream), torch.autograd.set_multithreading_enabled(False):
             self._begin_part()
-            if self._host_calls is not None:
-                self._host_calls.recorder = self._act_between
+            self._cuts.recorder = self._act_between
             try:
                 self._output = self._work(self._inputs)
             finally:
-                if self._host_calls is not None:
-                    self._host_calls.recorder = None
+                self._cuts.recorder = None
                 self._end_part()
-
-    def _let_go(self) -> None:
-        """Of the last step's gradients: launched, a step takes new memory for its own, and so does the recording."""
-        if self._host_calls is not None:
-            self._host_calls.finish()
 
     def _act_between(self, action: Action) -> None:
         self._end_part()

@@ -12,28 +12,39 @@ from dataclasses import dataclass
 
 import torch
 
-from gptpar.optim.spans import ALIGNMENT
+from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One parameter's place: ``unit[start:stop]`` viewed as ``shape``.
+class Param:
+    """One parameter of a unit: ``unit[start:stop]`` viewed as ``info.shape``.
 
     Attributes:
-        end: where the next parameter begins; every tensor-parallel rank has the same, however uneven their shares.
-        longest: elements of the longest share of any tensor-parallel rank.
-        decays: whether weight decay applies.
-        replicated: whether every tensor-parallel rank has the whole parameter.
+        name: global.
+        info: what its layer declares: shape, placement of value and gradient, initial values.
+        group: number of its optimizer group.
+        end: where the next parameter begins; every tensor-parallel rank has the same, however uneven their splits.
+        longest: elements of the longest split of any tensor-parallel rank.
     """
 
+    name: str
+    info: ParameterInfo
+    group: int
     start: int
     stop: int
     end: int
     longest: int
-    shape: torch.Size
-    decays: bool
-    replicated: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of this rank's split."""
+        return self.info.shape
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every tensor-parallel rank has the whole parameter."""
+        return self.info.split is None
 
 
 @dataclass(frozen=True)
@@ -43,11 +54,11 @@ class Unit:
     Attributes:
         name: the layer's.
         length: elements with padding, a multiple of ``shards * ALIGNMENT``.
-        shards: equal pieces into which it is cut.
+        shards: equal ones into which the data axis cuts it.
     """
 
     name: str
-    slots: dict[str, Slot]
+    params: dict[str, Param]
     length: int
     shards: int
 
@@ -55,11 +66,11 @@ class Unit:
     def of(name: str, parameters: Mapping[str, ParameterInfo], shards: int) -> Unit:
         """Lay out a layer, given in forward order; parameters that are treated alike lie next to each other."""
 
-        def kind(parameter: str) -> tuple[bool, bool]:
+        def kind(parameter: str) -> tuple[bool, list[str], bool]:
             info = parameters[parameter]
-            return info.split is not None, not has_decay(parameter, info.full_shape)
+            return info.split is not None, sorted(info.grad_sums), not has_decay(parameter, info.full_shape)
 
-        slots: dict[str, Slot] = {}
+        params: dict[str, Param] = {}
         start = 0
         for parameter in sorted(parameters, key=kind):
             info = parameters[parameter]
@@ -68,61 +79,26 @@ class Unit:
                 sizes[info.split.dim] = info.split.longest
             longest = math.prod(sizes)
             end = _round_up(start + longest, ALIGNMENT)
-            split, bare = kind(parameter)
-            slots[parameter] = Slot(start, start + info.shape.numel(), end, longest, info.shape, not bare, not split)
+            group = DECAYS if has_decay(parameter, info.full_shape) else DECAYS_NOT
+            params[parameter] = Param(parameter, info, group, start, start + info.shape.numel(), end, longest)
             start = end
-        return Unit(name, slots, _round_up(start, shards * ALIGNMENT), shards)
+        return Unit(name, params, _round_up(start, shards * ALIGNMENT), shards)
 
     @property
     def shard_length(self) -> int:
         """Elements of one shard."""
         return self.length // self.shards
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
+    def padding(self) -> Iterator[tuple[int, int]]:
         """(start, stop) of the elements that are padding."""
-        ends = [0, *(slot.stop for slot in self.slots.values())]
-        for end, start in zip(ends, [*(slot.start for slot in self.slots.values()), self.length], strict=True):
+        ends = [0, *(param.stop for param in self.params.values())]
+        for end, start in zip(ends, [*(param.start for param in self.params.values()), self.length], strict=True):
             if end < start:
                 yield end, start
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's view of a buffer of the unit's length."""
-        return {name: buffer[slot.start : slot.stop].view(slot.shape) for name, slot in self.slots.items()}
-
-    def held(self, shard: int) -> Iterator[tuple[str, int, int]]:
-        """(parameter, first, last + 1) of the elements, counted within the parameter, that lie in a shard."""
-        low, high = shard * self.shard_length, (shard + 1) * self.shard_length
-        for name, slot in self.slots.items():
-            first, last = max(low, slot.start), min(high, slot.stop)
-            if first < last:
-                yield name, first - slot.start, last - slot.start
-
-    def held_between(self, shard: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """(parameter, its first element, where it and what follows of it begin and end) of a range of a shard."""
-        base = shard * self.shard_length
-        for name, first, last in self.held(shard):
-            at = self.slots[name].start - base
-            low, high = max(start, at + first), min(stop, at + last)
-            if low < high:
-                yield name, low - at, low, high
-
-    def runs(self, shard: int) -> Iterator[tuple[int, int, bool, bool]]:
-        """(start, stop, decays, replicated) of stretches of a shard, counted within it, that are treated alike."""
-        low, high = shard * self.shard_length, (shard + 1) * self.shard_length
-        current: list[int] = []
-        kind = (False, False)
-        for slot in self.slots.values():
-            first, last = max(low, slot.start), min(high, slot.end)
-            if first >= last:
-                continue
-            if current and kind == (slot.decays, slot.replicated):
-                current[1] = last - low
-                continue
-            if current:
-                yield current[0], current[1], *kind
-            current, kind = [first - low, last - low], (slot.decays, slot.replicated)
-        if current:
-            yield current[0], current[1], *kind
+        return {name: buffer[param.start : param.stop].view(param.shape) for name, param in self.params.items()}
 
 
 def has_decay(name: str, shape: torch.Size) -> bool:

@@ -72,7 +72,8 @@ class Block(nn.Module):
         self.recompute_modules = recompute_modules
         fused = config.normalization == "LayerNorm" and "layernorm" not in recompute_modules
         self.sums_bias = fused and config.hidden_dropout == 0  # else the bias gets some of the stream's gradient only
-        norm = partial(make_norm, config.normalization, config.hidden_size, config.norm_epsilon, residual=fused)
+        width, eps = config.hidden_size, config.norm_epsilon
+        norm = partial(make_norm, config.normalization, width, eps, axis.gradient_between_layers, residual=fused)
         self.attention_norm = norm()
         self.attention = Attention(
             config,

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from gptpar.config import ModelConfig
-from gptpar.init import Init, Normal
+from gptpar.init import Normal
 from gptpar.model.dropout import EMBEDDINGS, HiddenDropout, LayerSeeds
+from gptpar.placement import REPLICATED, ParameterSpec
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy
@@ -28,7 +29,8 @@ class PositionEmbedding(nn.Module):
         self.weight: nn.Parameter | None = None
         if config.position_embedding_type == "learned_absolute":
             assert config.max_position_embeddings
-            self.init: dict[str, Init] = {"weight": Normal(config.init_method_std)}
+            init = Normal(config.init_method_std)
+            self.declared = {"weight": ParameterSpec(init, REPLICATED, axis.gradient_between_layers)}
             self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.dropout = HiddenDropout(config.hidden_dropout, EMBEDDINGS, axis)
 
@@ -85,7 +87,7 @@ def output_and_loss(
     scale = torch.ones((), dtype=wide, device=x_ND.device) if scale is None else scale
     # The function cannot see torch.no_grad(), and would form the weight's gradient in an evaluation too.
     weight_VD = vocabulary.weight if torch.is_grad_enabled() else vocabulary.weight.detach()
-    axis, vocab_size = vocabulary.axis, vocabulary.splits["weight"].full
+    axis, vocab_size = vocabulary.axis, vocabulary.num_embeddings
     hidden_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_ND, axis)
     return LinearCrossEntropy.apply(
         hidden_ND, weight_VD, labels_N, weights_N, scale, axis, vocab_size, vocabulary.on_output_grad

@@ -69,6 +69,6 @@ def gpt_layers(
             )
             for i in range(config.num_layers)
         ),
-        LayerSpec(norm, width, eps=config.norm_epsilon, name="final_norm"),
+        LayerSpec(norm, width, eps=config.norm_epsilon, gradient=axis.gradient_between_layers, name="final_norm"),
         output,
     ]

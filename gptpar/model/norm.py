@@ -1,4 +1,8 @@
-"""Normalisation layers."""
+"""Normalisation layers.
+
+Their parameters are whole on every tensor-parallel rank; whoever builds one says how its gradient is placed, which
+depends on what it normalises (:class:`~gptpar.tensor_parallel.axis.TensorAxis`).
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gptpar.init import Constant, Init
+from gptpar.init import Constant
 from gptpar.kernels.residual_norm import residual_norm
+from gptpar.placement import REPLICATED, Gradient, ParameterSpec
 
 
 class LayerNorm(nn.Module):
     """Layer normalisation (Ba et al. 2016) over the last dimension, with weight and bias."""
 
-    def __init__(self, width: int, *, eps: float):
+    def __init__(self, width: int, *, eps: float, gradient: Gradient):
         super().__init__()
-        self.init: dict[str, Init] = {"weight": Constant(1.0), "bias": Constant(0.0)}
+        self.declared = {
+            "weight": ParameterSpec(Constant(1.0), REPLICATED, gradient),
+            "bias": ParameterSpec(Constant(0.0), REPLICATED, gradient),
+        }
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width))
@@ -40,9 +48,9 @@ class ResidualLayerNorm(LayerNorm):
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation (Zhang and Sennrich 2019) over the last dimension, with weight."""
 
-    def __init__(self, width: int, *, eps: float):
+    def __init__(self, width: int, *, eps: float, gradient: Gradient):
         super().__init__()
-        self.init: dict[str, Init] = {"weight": Constant(1.0)}
+        self.declared = {"weight": ParameterSpec(Constant(1.0), REPLICATED, gradient)}
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width))
 
@@ -51,8 +59,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, cast(list[int], self.weight.shape), self.weight, self.eps)
 
 
-def make_norm(kind: str, width: int, eps: float, *, residual: bool = False) -> nn.Module:
+def make_norm(kind: str, width: int, eps: float, gradient: Gradient, *, residual: bool = False) -> nn.Module:
     """``kind`` is ``LayerNorm`` or ``RMSNorm``; ``residual``: the former as :class:`ResidualLayerNorm`."""
     if kind == "LayerNorm":
-        return (ResidualLayerNorm if residual else LayerNorm)(width, eps=eps)
-    return RMSNorm(width, eps=eps)
+        return (ResidualLayerNorm if residual else LayerNorm)(width, eps=eps, gradient=gradient)
+    return RMSNorm(width, eps=eps, gradient=gradient)

@@ -16,7 +16,7 @@ from gptpar import pages
 from gptpar.offload.row_ranges import outside
 from gptpar.offload.transfers import Arrival, Departure, Slot
 from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.spans import HostPiece, Run, cut
+from gptpar.optim.spans import OffloadedPartition, Span
 
 BUCKET_ELEMENTS = 1 << 23
 """Elements updated, and sent to the device, at a time, at most. After the backward pass the one at work delays what the
@@ -66,6 +66,7 @@ class Bucket:
 
     Attributes:
         start: first element, counted within the piece.
+        spans, counted: see :class:`~gptpar.optim.spans.OffloadedPartition`; numbered from the first element.
         now: the valid state.
         beside: room for a speculated state.
         live: the parameters' memory on the device.
@@ -83,7 +84,8 @@ class Bucket:
     unit: str
     start: int
     stop: int
-    runs: tuple[Run, ...]
+    spans: tuple[Span, ...]
+    counted: tuple[tuple[int, int], ...]
     now: Buffers
     beside: Buffers | None = None
     live: torch.Tensor | None = None
@@ -140,7 +142,7 @@ class Bucket:
         self.grad = self.tried = self.cut = None
 
 
-def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:
+def cut_piece(piece: OffloadedPartition, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:
     """A piece's buckets, with state that is zero; with a folder, in files there.
 
     Equal ones: a small one would cost as much time at its begin and end as a large one.
@@ -148,8 +150,9 @@ def cut_piece(piece: HostPiece, dtype: torch.dtype, folder: Path | None) -> Iter
     size = -(-piece.length // -(-piece.length // BUCKET_ELEMENTS))
     for start in range(0, piece.length, size):
         stop = min(start + size, piece.length)
-        runs = tuple(cut(piece.runs, start, stop))
-        yield Bucket(piece.unit, start, stop, runs, new_buffers(stop - start, dtype, folder))
+        part = piece.between(start, stop)
+        state = new_buffers(stop - start, dtype, folder)
+        yield Bucket(piece.unit, start, stop, part.spans, part.counted, state)
 
 
 def make_room(buckets: Sequence[Bucket], elements: int) -> None:

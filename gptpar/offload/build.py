@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,29 +16,13 @@ from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.placement import build_host_optimizer, room_beside
 from gptpar.offload.transfers import RING_BYTES
-from gptpar.optim.spans import HostPiece, Run, cut
+from gptpar.optim.spans import OffloadedPartition
 from gptpar.reporting.banner import format_bytes
-
-
-def host_pieces(
-    units: Sequence[Unit], runs: Mapping[str, Sequence[Run]], on_device: Mapping[str, int]
-) -> list[HostPiece]:
-    """What of each unit's shard is the host's: all but its first elements.
-
-    Args:
-        runs: unit -> the stretches of its shard.
-        on_device: unit -> how many of its shard's elements the device updates.
-    """
-    return [
-        HostPiece(unit.name, unit.shard_length - kept, tuple(cut(runs[unit.name], kept, unit.shard_length)))
-        for unit in units
-        if (kept := on_device[unit.name]) < unit.shard_length
-    ]
 
 
 def make_host_optimizer(
     config: Config,
-    pieces: Sequence[HostPiece],
+    pieces: Sequence[OffloadedPartition],
     device: torch.device,
     dtype: torch.dtype,
     wide: torch.dtype,

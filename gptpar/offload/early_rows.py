@@ -8,23 +8,24 @@ leaves those rows for the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 
 from gptpar.config import Config
-from gptpar.engine.gradients import GradientSum
+from gptpar.engine.engine import Engine
+from gptpar.engine.gradients import Gradients
+from gptpar.engine.step_graph import Cuts
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.row_ranges import between, ranges_of_rows
-from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import VocabParallelEmbedding
 from gptpar.topology import Layout
 
 
-def early_unit(config: Config, layout: Layout, units: Sequence[Unit], on_device: Mapping[str, int]) -> Unit | None:
-    """The unit whose gradient may be offered early: of a single process the tied embedding, as far as it is the host's.
+def early_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | None:
+    """The tied embedding of a single process, whose gradient may be submitted early, if the CPU has some of it.
 
     Others' would be summed over processes first, for which it must be complete.
     """
@@ -33,49 +34,78 @@ def early_unit(config: Config, layout: Layout, units: Sequence[Unit], on_device:
         return None
     if offload.gradients_leave_at_once:  # this one would stay on the device during the whole backward pass
         return None
-    embedding = units[0]
-    (slot,) = embedding.slots.values()
-    padded = slot.stop < embedding.length
-    return None if padded or on_device[embedding.name] == embedding.length else embedding
+    embedding = table.units[0]
+    (param,) = embedding.params.values()
+    padded = param.stop < embedding.length
+    return None if padded or table.on_device[embedding.name] == embedding.length else embedding
 
 
 class EarlyRows:
-    """Has the gradient offered early, and tells the host in which rows it will change.
+    """Submits the gradient early, and tells the CPU optimizer in which rows it will change.
 
     Args:
         unit: see :func:`early_unit`.
-        kept: how many of its elements, the first ones, the device updates.
         host: ``None``: nobody is told.
+        gradients: of the engine; every row to which nothing is added later keeps its bits, so that the final gradient
+            may be written over memory on its way to the host (but the sign of a zero may differ where several
+            micro-batches are summed, which changes no update).
+        cuts: where the host acts amid the launches of a step.
     """
 
-    def __init__(self, unit: Unit, kept: int, host: HostOptimizer | None):
-        self._unit, self._kept, self._host = unit, kept, host
+    def __init__(self, unit: Unit, host: HostOptimizer | None, gradients: Gradients, cuts: Cuts):
+        self._unit, self._host, self._gradients, self._cuts = unit, host, gradients, cuts
+        self._kept = gradients.shards[unit.name].numel()
+        self._sum = torch.empty(0)
 
     @staticmethod
-    def of(
-        unit: Unit | None,
-        on_device: Mapping[str, int],
-        host: HostOptimizer | None,
-        stages: Sequence[Stage],
-        gradients: GradientSum,
-    ) -> EarlyRows | None:
+    def of(unit: Unit | None, host: HostOptimizer | None, engine: Engine) -> EarlyRows | None:
         """Watch for the gradient that the embedding has as an output layer, if the host has room to use it."""
         if unit is None or (host is not None and not host.keep_values(unit.name)):
             return None
-        (name,) = unit.slots
-        for layer in (layer for stage in stages for layer in stage.layers):
+        early = EarlyRows(unit, host, engine.gradients, engine.cuts)
+        for layer in (layer for stage in engine.stages for layer in stage.layers):
             if isinstance(layer, VocabParallelEmbedding):
-                layer.on_output_grad = partial(gradients.take_early, name)
-        return EarlyRows(unit, on_device[unit.name], host)
+                layer.on_output_grad = early.submit
+        return early
 
-    def expect_step(self, tokens: torch.Tensor) -> None:
+    def expect_tokens(self, tokens: torch.Tensor) -> None:
         """A step begins that looks up these tokens last: in rows looked up earlier the sum has its changes already.
 
         Tokens that are on the device are not waited for: without knowing them, the host uses no early gradient.
         """
         if self._host is None or tokens.device.type != "cpu":
             return
-        (slot,) = self._unit.slots.values()
-        num_rows, width = slot.shape
+        (param,) = self._unit.params.values()
+        num_rows, width = param.shape
         ranges = ranges_of_rows(tokens.flatten().numpy(), num_rows, width)
-        self._host.expect_changes(self._unit.name, between(ranges, self._kept, slot.stop) - self._kept)
+        self._host.expect_changes(self._unit.name, between(ranges, self._kept, param.stop) - self._kept)
+
+    def begin(self, num_micro_batches: int) -> None:
+        """A step's computation begins."""
+        if num_micro_batches > 1:
+            # Taken with the step, not when it is needed: a recorded step must use this memory for nothing else.
+            memory = self._gradients.shard
+            self._sum = torch.empty(self._unit.length - self._kept, dtype=memory.dtype, device=memory.device)
+
+    @torch.no_grad()
+    def submit(self, grad: torch.Tensor, rows: slice) -> None:
+        """Some rows of the output layer's gradient are formed; the lookup will add something in some of them.
+
+        Args:
+            grad: [vocabulary, width] of one micro-batch.
+            rows: those after the ones of the call before.
+        """
+        if not self._gradients.collector.in_last_forward:
+            return
+        memory, width, low = self._gradients.memory, grad.shape[1], self._kept
+        total, flat = memory.sum_of(self._unit), grad.reshape(-1)
+        first, last = rows.start * width, rows.stop * width
+        part = slice(max(low, first) - low, max(low, last) - low)
+        if memory.single:
+            torch.add(flat[first:last], 0.0, out=total[first:last])  # as autograd will add zeros: -0 becomes 0
+            submitted = total[low:]
+        else:  # the sum itself is not complete, and stays as it is
+            torch.add(total[low:][part], flat[low:][part], out=self._sum[part])
+            submitted = self._sum
+        if self._host is not None:
+            self._cuts.at(partial(self._host.submit_gradient, self._unit.name, submitted, formed=part.stop))

@@ -41,7 +41,7 @@ from gptpar.offload.transfers import Transfers
 from gptpar.offload.updates import Updates
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import HostPiece
+from gptpar.optim.spans import OffloadedPartition
 
 POLL_SECONDS = 2e-4
 SWITCH_SECONDS = 5e-5
@@ -76,7 +76,7 @@ class HostOptimizer:
 
     def __init__(
         self,
-        pieces: Sequence[HostPiece],
+        pieces: Sequence[OffloadedPartition],
         *,
         dtype: torch.dtype,
         clip_grad: float,
@@ -253,10 +253,9 @@ class HostOptimizer:
         """Sum of squares of the master weights that this process counts."""
         self.finish()
         return sum(
-            self.updates.adam.square(bucket.now.weights[run.start : run.stop])
+            self.updates.adam.square(bucket.now.weights[start:stop])
             for bucket in self._buckets
-            for run in bucket.runs
-            if run.counted
+            for start, stop in bucket.counted
         )
 
     @property

@@ -14,14 +14,14 @@ from gptpar.offload.copying_transfers import CopyingGpuTransfers, CopyingSameMem
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
 from gptpar.optim.cpu_adam import CpuAdam, default_threads
-from gptpar.optim.spans import HostPiece
+from gptpar.optim.spans import OffloadedPartition
 
 KEPT_FREE = 0.1
 """Part of the host's free memory that is left to everything else."""
 
 
 def build_host_optimizer(
-    pieces: Sequence[HostPiece],
+    pieces: Sequence[OffloadedPartition],
     device: torch.device,
     itemsize: int,
     wide: torch.dtype,

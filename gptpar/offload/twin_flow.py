@@ -32,7 +32,7 @@ from gptpar.offload.placement import build_host_optimizer, room_beside
 from gptpar.offload.saved_state import follow_parameters, gather_state, place_state, problems_of_state
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.spans import HostPiece, Run
+from gptpar.optim.spans import OffloadedPartition, Span
 
 
 class TwinFlowAdamW(torch.optim.Optimizer):
@@ -137,7 +137,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     def _make_host(self, threads: int | None) -> HostOptimizer:
         parts = self._on_host.values()
         host = build_host_optimizer(
-            [HostPiece(p.unit, p.offloaded, (Run(0, p.offloaded, p.group, False, True),)) for p in parts],
+            [OffloadedPartition(p.unit, n := p.offloaded, (Span(0, n, p.group),), ((0, n),)) for p in parts],
             self.skipped.device,
             max(part.flat.dtype.itemsize for part in parts),
             self._wide,

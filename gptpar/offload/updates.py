@@ -69,7 +69,7 @@ class Updates:
         assert bucket.grad is not None
         grad, departure = bucket.grad.tensor(), self._way(bucket)
         how = [AdamStep(*rates, bucket.steps + 1, recipe.divisor) for rates in recipe.rates]
-        stretches = [(run.start, run.stop, how[run.group]) for run in bucket.runs]
+        stretches = [(span.start, span.stop, how[span.group]) for span in bucket.spans]
         beside = None if into is None else into.all()
         wait = self.adam.order(*bucket.now.all(), grad, stretches, into=beside, low=departure.values, only=only)
         self.land()

@@ -20,7 +20,7 @@ from gptpar.optim.adam_update import (
     update,
 )
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import ALIGNMENT, DECAYS, Run
+from gptpar.optim.spans import ALIGNMENT, DECAYS, Span
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -32,13 +32,13 @@ class Piece:
     Attributes:
         vectors: [n] weights, both moments, and the gradient, whose dtype is not wider than theirs.
         live: [n] model parameters to be written, in a dtype of their own; ``None``: the weights are the parameters.
-        runs: the ranges to be updated, and which of them decay.
+        spans: the elements to be updated, and which of them decay.
         decays: [blocks] the same by blocks of ``ALIGNMENT`` elements; ``None``: all decay.
     """
 
     vectors: Vectors
     live: torch.Tensor | None
-    runs: Sequence[Run]
+    spans: Sequence[Span]
     decays: torch.Tensor | None = None
 
 
@@ -102,7 +102,7 @@ class _CpuStep:
         if self.how is None:
             return
         without_decay = AdamStep(**{**vars(self.how), "weight_decay": 0.0})
-        ranges = [(run.start, run.stop, self.how if run.group == DECAYS else without_decay) for run in piece.runs]
+        ranges = [(s.start, s.stop, self.how if s.group == DECAYS else without_decay) for s in piece.spans]
         p, m, v, grad = piece.vectors
         self.kernel.steps(p, m, v, grad, ranges, low=piece.live)
 
@@ -162,8 +162,8 @@ class _TorchStep:
     skipped: torch.Tensor
 
     def update(self, piece: Piece) -> None:
-        for run in piece.runs:
-            *state, grad = (vector[run.start : run.stop] for vector in piece.vectors)
-            numbers = self.numbers if run.group == DECAYS else self.numbers._replace(decay=1.0)
-            low = None if piece.live is None else piece.live[run.start : run.stop]
+        for span in piece.spans:
+            *state, grad = (vector[span.start : span.stop] for vector in piece.vectors)
+            numbers = self.numbers if span.group == DECAYS else self.numbers._replace(decay=1.0)
+            low = None if piece.live is None else piece.live[span.start : span.stop]
             update(state, grad, numbers, low=low, skipped=self.skipped)

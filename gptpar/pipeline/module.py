@@ -19,6 +19,7 @@ from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
 from gptpar.pipeline.stage import Fields, Stage, build_on_meta
 from gptpar.pipeline.transport import Transport
+from gptpar.placement import TENSOR
 from gptpar.recompute import Keep
 from gptpar.topology import Layout, Topology, make_topology
 
@@ -45,6 +46,8 @@ class PipelineModule(nn.Module):
 
     Raises:
         ConfigError: a partition that is impossible, or neither ``num_stages`` nor ``topology``.
+        TypeError: a topology with tensor parallelism and a layer that does not declare where its parameters' values and
+            gradients lie (:mod:`gptpar.placement`).
     """
 
     def __init__(
@@ -82,24 +85,16 @@ class PipelineModule(nn.Module):
             make = build or (lambda spec: _seeded(spec, base_seed).to(self.topology.device))
             self.chunks.append(Stage(mine, build=make, recompute=groups, keep=keep, tied=tied))
         self._transport = None if self.topology.links is None else Transport(self.topology.links)
-        self.tied_groups, self.copies = self._tie()
+        self.tied_stages = self.split.tied_stages(self.specs)
+        tied_groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
+        self.tied_groups = {name: group for name, group in tied_groups.items() if group is not None}
+        self._summed_over_tensor = self._declared_sums() if self.topology.layout.tensor > 1 else frozenset()
 
-    def _tie(self) -> tuple[dict[str, dist.ProcessGroup], frozenset[str]]:
-        """Groups that share a layer, by its name, and the layers of which another stage has the first copy."""
-        stages_of: dict[str, set[int]] = {}
-        for part, (start, stop) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
-            for spec in self.specs[start:stop]:
-                if isinstance(spec, TiedLayerSpec):
-                    stages_of.setdefault(spec.name, set()).add(part % self.num_stages)
-        groups: dict[str, dist.ProcessGroup] = {}
-        copies: set[str] = set()
-        for name, stages in stages_of.items():
-            group = self.topology.group_of_stages(sorted(stages)) if len(stages) > 1 else None
-            if group is not None:
-                groups[name] = group
-                if self.stage != min(stages):
-                    copies.add(name)
-        return groups, frozenset(copies)
+    def _declared_sums(self) -> frozenset[str]:
+        """Parameters of this process that are declared to need a sum over the tensor axis."""
+        stages: list[Stage] = list(self.chunks)  # type: ignore[arg-type]
+        infos = {name: info for stage in stages for name, info in stage.infos().items()}
+        return frozenset(name for name, info in infos.items() if TENSOR in info.grad_sums)
 
     @property
     def has_loss(self) -> bool:
@@ -177,10 +172,11 @@ class PipelineModule(nn.Module):
         layers = {n: p for chunk in self.chunks for n, p in chunk.parameters_by_layer().items()}  # type: ignore[operator]
         for name, parameters in layers.items():  # a tied layer may be in several chunks, yet is summed once
             tied = self.tied_groups.get(name)
-            for parameter in parameters.values():
+            for full_name, parameter in parameters.items():
+                tensor = self.topology.tensor_group if full_name in self._summed_over_tensor else None
                 if parameter.grad is None and tied is not None:  # unused here, yet perhaps not on the other stage
                     parameter.grad = torch.zeros_like(parameter)
-                for group in (self.topology.data_group, tied):
+                for group in (self.topology.data_group, tensor, tied):
                     if group is not None and parameter.grad is not None:
                         dist.all_reduce(parameter.grad, group=group)
         for parameter, grad in earlier.items():
@@ -212,6 +208,15 @@ class LayerSplit:
         """Numbers of a stage's layers."""
         parts = range(stage, len(self.bounds) - 1, len(self.costs))
         return [layer for part in parts for layer in range(self.bounds[part], self.bounds[part + 1])]
+
+    def tied_stages(self, specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
+        """Name -> the stages that have a copy, of every layer that several stages share."""
+        found: dict[str, set[int]] = {}
+        for stage in range(len(self.costs)):
+            for spec in (specs[layer] for layer in self.layers_of(stage)):
+                if isinstance(spec, TiedLayerSpec):
+                    found.setdefault(spec.name, set()).add(stage)
+        return {name: tuple(sorted(stages)) for name, stages in found.items() if len(stages) > 1}
 
 
 def split_layers(

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from gptpar.init import Init, inits_of
+from gptpar.init import Init
 from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.placement import Split, declared_by
 from gptpar.recompute import Keep, recomputed
-from gptpar.tensor_parallel.axis import Split
 
 Fields = Mapping[str, Any]
 
@@ -27,11 +27,13 @@ class ParameterInfo:
         shape: of this process's tensor-parallel share.
         split: how the whole parameter is split over the tensor axis; ``None`` where every rank has all of it.
         init: how it is initialised.
+        grad_sums: axes over which its gradient is summed, beside the data axis.
     """
 
     shape: torch.Size
     split: Split | None
     init: Init
+    grad_sums: frozenset[str]
 
     @property
     def full_shape(self) -> torch.Size:
@@ -48,6 +50,19 @@ class ParameterInfo:
             self.split.start if self.split is not None and dim == self.split.dim else 0
             for dim in range(len(self.shape))
         )
+
+
+@dataclass(frozen=True)
+class BufferInfo:
+    """What is known of a layer's buffer beside its values.
+
+    Attributes:
+        persistent: whether the layer's ``state_dict`` has it.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    persistent: bool
 
 
 class LayerCaller(Protocol):
@@ -155,35 +170,65 @@ class Stage(nn.Module):
         """Global name -> what is known of the parameter.
 
         Raises:
-            TypeError: a layer does not declare how a parameter is initialised.
+            TypeError: a layer does not declare a parameter (:mod:`gptpar.placement`).
         """
         found: dict[str, ParameterInfo] = {}
         for name, layer in zip(self._names, self.layers, strict=True):
-            inits = inits_of(layer)
-            for prefix, module in layer.named_modules():
-                splits: Mapping[str, Split] = getattr(module, "splits", {})
-                for local, parameter in module.named_parameters(recurse=False):
-                    inner = f"{prefix}.{local}" if prefix else local
-                    found[f"{name}.{inner}"] = ParameterInfo(parameter.shape, splits.get(local), inits[inner])
+            for local, spec in declared_by(layer, name).items():
+                assert spec.init is not None
+                shape = layer.get_parameter(local).shape
+                found[f"{name}.{local}"] = ParameterInfo(shape, spec.split, spec.init, spec.grad_sums)
+        return found
+
+    def buffer_infos(self) -> dict[str, BufferInfo]:
+        """Global name -> what is known of the buffer.
+
+        Raises:
+            TypeError: a module was built without storage and cannot fill its buffers.
+        """
+        found: dict[str, BufferInfo] = {}
+        for name, layer in zip(self._names, self.layers, strict=True):
+            persistent = layer.state_dict(keep_vars=True).keys()
+            for prefix, module in layer.named_modules(prefix=name):
+                buffers = dict(module.named_buffers(recurse=False))
+                if any(buffer.is_meta for buffer in buffers.values()) and not hasattr(module, "reset_buffers"):
+                    raise TypeError(
+                        f"layer {name!r}: {type(module).__name__} has buffers {sorted(buffers)} and cannot fill them: "
+                        "layers are built without memory and get it afterwards, so write a method reset_buffers(), "
+                        "which gives its own buffers their first values, and call it in the constructor."
+                    )
+                for local, buffer in buffers.items():
+                    inner = f"{prefix}.{local}".removeprefix(f"{name}.")
+                    found[f"{name}.{inner}"] = BufferInfo(buffer.shape, buffer.dtype, inner in persistent)
         return found
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
-        """Give every parameter the memory it lives in.
+        """Give every parameter, and every buffer without storage, the memory it lives in; fill those buffers.
 
         Args:
-            storage: global name -> tensor of the parameter's shape; it becomes the parameter's own memory.
+            storage: global name -> tensor of the parameter's or buffer's shape; it becomes its own memory.
         """
         for name, layer in zip(self._names, self.layers, strict=True):
             for prefix, module in layer.named_modules(prefix=name):
                 for local, _ in list(module.named_parameters(recurse=False)):
                     # .data: refreshing the memory must not look like an in-place change to autograd
                     module.register_parameter(local, nn.Parameter(storage[f"{prefix}.{local}"].data))
+                empty = [local for local, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+                for local in empty:
+                    setattr(module, local, storage[f"{prefix}.{local}"])
+                if empty:
+                    cast(Any, module).reset_buffers()
 
     def compile_layers(self, kind: type[nn.Module]) -> None:
         """Compile each layer of a kind by itself: compile time does not grow with depth."""
         for layer in self.layers:
             if isinstance(layer, kind):
                 layer.compile()
+
+
+def memory_for(buffers: Mapping[str, BufferInfo], device: torch.device) -> dict[str, torch.Tensor]:
+    """Memory for :meth:`Stage.place`, without values."""
+    return {name: torch.empty(info.shape, dtype=info.dtype, device=device) for name, info in buffers.items()}
 
 
 def build_on_meta(spec: LayerSpec) -> nn.Module:

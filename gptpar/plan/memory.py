@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from gptpar.engine.gradients import MOST_IN_FLIGHT
+from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.transfers import RING_BYTES
@@ -263,7 +263,7 @@ def _backward_buffers(job: Job, part: StagePart, blocks: _Blocks) -> float:
     most = max((group for count in part.blocks for group in blocks.groups(count)), default=0)
     buffers = 2 * hidden / job.token_shares + gathered + inner + block.length * size + most * blocks.whole
     if job.zero_stage >= 2:
-        buffers += (1 + MOST_IN_FLIGHT) * (block.length + block.shard_length) * job.wide_size
+        buffers += (1 + MAX_IN_FLIGHT) * (block.length + block.shard_length) * job.wide_size
     if part.last:  # the output layer's gradient is complete before the blocks' are
         head = job.units[0] if job.config.model.tied else job.units[4]
         buffers += head.length * (size if part.units[0] and job.config.model.tied else 0)

@@ -1,28 +1,12 @@
-"""Where a process stands on the tensor axis, and how a parameter is split over it."""
+"""Where a process stands on the tensor axis, and what follows for the placement of parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch import nn
 
-
-@dataclass(frozen=True)
-class Split:
-    """How one parameter is split.
-
-    Attributes:
-        dim: the dimension that is split.
-        full: its length in the whole tensor.
-        start: where this rank's share begins on it.
-        longest: the longest share of any rank; shares may be uneven (the vocabulary).
-    """
-
-    dim: int
-    full: int
-    start: int
-    longest: int
+from gptpar.placement import SAME, TENSOR, Gradient, Split, Sum
 
 
 @dataclass(frozen=True)
@@ -61,19 +45,15 @@ class TensorAxis:
         """This rank's share of a parameter's dimension."""
         return Split(dim, full, self.share(full)[0], -(-full // self.size))
 
+    @property
+    def gradient_between_layers(self) -> Gradient:
+        """Of a replicated parameter that acts on hidden states between layers: a rank may have its own tokens only."""
+        return self.gradient_inside_layers if self.splits_tokens else SAME
+
+    @property
+    def gradient_inside_layers(self) -> Gradient:
+        """Of a replicated parameter that acts on what a column layer returns: a rank has its own heads or features."""
+        return Sum(frozenset({TENSOR})) if self.size > 1 else SAME
+
 
 ALONE = TensorAxis()
-
-
-def splits_of(module: nn.Module) -> dict[str, Split]:
-    """How each split parameter is split, by its name inside the module; parameters not named are whole everywhere.
-
-    Layers say it in an attribute ``splits`` (parameter name -> Split) beside their parameters.
-    """
-    found: dict[str, Split] = {}
-    for prefix, child in module.named_modules():
-        owned = {name for name, _ in child.named_parameters(recurse=False)}
-        for name, split in getattr(child, "splits", {}).items():
-            if name in owned:
-                found[f"{prefix}.{name}" if prefix else name] = split
-    return found

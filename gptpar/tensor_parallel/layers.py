@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gptpar.init import Constant, Init, Normal
+from gptpar.init import Constant, Normal
+from gptpar.placement import REPLICATED, SAME, ParameterSpec
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 from gptpar.tensor_parallel.collectives import scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
@@ -55,8 +56,10 @@ class ColumnParallelLinear(nn.Module):
         share = _fair_share(length, axis)
         shape = (share,) if parts == 1 else (parts, share)
         split = axis.split(len(shape) - 1, length)
-        self.splits = {"weight": split, "bias": split}
-        self.init: dict[str, Init] = {"weight": Normal(std), "bias": Constant(0.0)}
+        self.declared = {
+            "weight": ParameterSpec(Normal(std), split, SAME),
+            "bias": ParameterSpec(Constant(0.0), split, SAME),
+        }
         self.weight = nn.Parameter(torch.empty(*shape, in_features))
         self.bias = nn.Parameter(torch.empty(shape)) if bias else None
         self.alone, self.group_name = axis.size == 1, axis.group_name
@@ -98,8 +101,10 @@ class RowParallelLinear(nn.Module):
         bias_gradient: bool = True,
     ):
         super().__init__()
-        self.splits = {"weight": axis.split(1, in_features)}
-        self.init: dict[str, Init] = {"weight": Normal(std), "bias": Constant(0.0)}
+        self.declared = {
+            "weight": ParameterSpec(Normal(std), axis.split(1, in_features), SAME),
+            "bias": ParameterSpec(Constant(0.0), REPLICATED, axis.gradient_between_layers),
+        }
         self.weight = nn.Parameter(torch.empty(out_features, _fair_share(in_features, axis)))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.alone, self.group_name = axis.size == 1, axis.group_name
@@ -142,18 +147,17 @@ class VocabParallelEmbedding(nn.Module):
     ):
         super().__init__()
         assert num_embeddings >= axis.size, f"{num_embeddings} pieces for {axis.size} tensor ranks"
-        start, stop = axis.share(num_embeddings)
-        self.axis = axis
-        self.splits = {"weight": axis.split(0, num_embeddings)}
-        self.init: dict[str, Init] = {"weight": Normal(std)}
-        self.weight = nn.Parameter(torch.empty(stop - start, width))
+        self.start, stop = axis.share(num_embeddings)
+        self.axis, self.num_embeddings = axis, num_embeddings
+        self.declared = {"weight": ParameterSpec(Normal(std), axis.split(0, num_embeddings), SAME)}
+        self.weight = nn.Parameter(torch.empty(stop - self.start, width))
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Returns x_ND: all tokens, or under sequence parallelism this rank's."""
         tokens_N = tokens_BS.flatten()
         if self.axis.size == 1:
             return F.embedding(tokens_N, self.weight)
-        local_N = tokens_N - self.splits["weight"].start
+        local_N = tokens_N - self.start
         elsewhere_N = (local_N < 0) | (local_N >= self.weight.shape[0])
         x_ND = F.embedding(local_N.masked_fill(elsewhere_N, 0), self.weight)
         x_ND = x_ND.masked_fill(elsewhere_N[:, None], 0)

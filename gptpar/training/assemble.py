@@ -120,8 +120,8 @@ def open_run(
         loaders = _open_loaders(stack, config, topology, done, vocabulary, say)
         trainer = Trainer(config, topology, make_schedule(config, plan.train_samples), activity)
         stack.callback(trainer.close)
-        if trainer.model.host is not None:
-            say(offload_line(trainer.model))
+        if trainer.host is not None:
+            say(offload_line(trainer.engine, trainer.host))
         progress = resume.load(trainer, inputs, say)
         if progress != done:  # the newest checkpoint's data are damaged: what was made for it is made for an older one
             plan = BatchPlan.of(config.batch, progress)

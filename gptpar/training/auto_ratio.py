@@ -46,7 +46,7 @@ def _measured(config: Config, topology: Topology) -> float:
     trainer = Trainer(trial, topology, make_schedule(trial, 0), tries_memory=True)
     trainer.initialise()
     trainer.forward_backward(any_batches(config, topology), 0)
-    elements, bytes_an_element = trainer.model.division.elements, trainer.model.optimizer.bytes_an_element
+    elements, bytes_an_element = trainer.engine.table.elements(), trainer.engine.optimizer.bytes_an_element
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) + _bytes_waiting(trainer)
     foreign = torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]
@@ -62,8 +62,8 @@ def _bytes_waiting(trainer: Trainer) -> int:
     """Gradients that wait for their copies, where they leave at once: in the trial they are dropped."""
     if not trainer.config.offload.gradients_leave_at_once:
         return 0
-    lengths = [unit.shard_length for unit in trainer.model.units]
-    return max_bytes_waiting(lengths, trainer.model.optimizer.grad.element_size())
+    lengths = [unit.shard_length for unit in trainer.engine.table.units]
+    return max_bytes_waiting(lengths, trainer.engine.optimizer.grad.element_size())
 
 
 def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:

@@ -10,8 +10,11 @@ import torch
 from gptpar.config import Config
 from gptpar.config.derive import Derived
 from gptpar.config.training import MEASURED_STEPS
+from gptpar.engine.engine import Engine
+from gptpar.engine.ranges import Home
 from gptpar.errors import GptparError
 from gptpar.model.flops import Shape, flops_per_token, num_parameters
+from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.module import LayerSplit
 from gptpar.pipeline.schedules import idle_share, simulate
@@ -21,8 +24,8 @@ from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_c
 from gptpar.topology import Layout, Topology
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary
+from gptpar.training.gpt import split_of
 from gptpar.training.reporter import device_peak
-from gptpar.training.sharded_model import ShardedModel, split_of
 
 OVERESTIMATE = 1.1
 """A run is refused only where even this much less would not fit: the expectation may be wrong."""
@@ -50,15 +53,15 @@ def start_banner(
     return banner(sections)
 
 
-def offload_line(model: ShardedModel) -> str:
+def offload_line(engine: Engine, host: HostOptimizer) -> str:
     """What of the first process's optimizer is where."""
-    assert model.host is not None
-    division = model.division
-    state, beside = map(format_bytes, model.host.state_bytes)
-    on_device = (division.elements - division.offloaded) * model.optimizer.bytes_an_element
+    table = engine.table
+    offloaded = f"{table.elements(Home.HOST):,} of {table.elements():,} elements ({table.ratio:.1%})"
+    state, beside = map(format_bytes, host.state_bytes)
+    on_device = table.elements(Home.DEVICE) * engine.optimizer.bytes_an_element
     return (
-        f"optimizer: the CPU updates {division.offloaded:,} of {division.elements:,} elements ({division.ratio:.1%}): "
-        f"{state} of masters and moments, {beside} beside for speculation; {model.host.kernel}; the device the others: "
+        f"optimizer: the CPU updates {offloaded}: "
+        f"{state} of masters and moments, {beside} beside for speculation; {host.kernel}; the device the others: "
         f"{format_bytes(on_device)} of masters, moments and gradients"
     )
 

@@ -227,7 +227,7 @@ def measure(parsed: ParsedFlags, argv: list[str]) -> int:
 def _show(tracer: Tracer, parsed: ParsedFlags, run: Run) -> None:
     topology, path = run.trainer.topology, parsed.rest.trace
     if path is not None:
-        host = run.trainer.model.host
+        host = run.trainer.host
         updates = () if host is None else tuple(host.updates.latest)
         tracer.save(path if topology.is_main else path.with_name(f"{path.name}.rank{topology.rank}"), updates)
     if parsed.rest.breakdown:

@@ -58,7 +58,7 @@ def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, A
     """What a checkpoint says of its run beside the tensors; ``stored_run`` reads it."""
     return {
         "progress": dataclasses.asdict(progress),
-        "optimizer_steps": trainer.model.optimizer.steps_taken,
+        "optimizer_steps": trainer.engine.optimizer.steps_taken,
         "loss_scale": trainer.loss_scale.state(),
         "schedule": dataclasses.asdict(trainer.schedule),
         "rng": {"seed": trainer.config.data.seed, "rule": RNG_RULE},
@@ -74,7 +74,7 @@ def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, Ten
     """Views of the live state by global name: ``weights/NAME``, ``exp_avg/NAME``, ``exp_avg_sq/NAME``."""
     return {
         f"{kind}/{name}": tensor
-        for kind, views in trainer.model.optimizer.state_tensors().items()
+        for kind, views in trainer.engine.optimizer.state_tensors().items()
         for name, tensor in views.items()
         if with_moments or kind == "weights"
     }
@@ -175,7 +175,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
             f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
         )
     loaded = load_checkpoint(folder, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
-    trainer.model.publish()
+    trainer.engine.publish()
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
     if c.ckpt_step is None and (named := edited_hint(folder)) not in (None, loaded.iteration):
         say(
@@ -191,7 +191,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         trainer.schedule = Schedule(**stored.schedule)
     if not weights_only:
-        trainer.model.optimizer.steps_taken = stored.optimizer_steps
+        trainer.engine.optimizer.steps_taken = stored.optimizer_steps
     trainer.loss_scale.load(stored.loss_scale)
     return stored.progress
 

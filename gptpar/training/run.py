@@ -166,7 +166,7 @@ class Run:
 
     def optional_numbers(self) -> tuple[float | None, int | None]:
         """Norm of the parameters and zeros in the gradient, if they were asked for (they wait for the device)."""
-        log, model, topology = self.config.logging, self.trainer.model, self.trainer.topology
+        log, model, topology = self.config.logging, self.trainer.engine, self.trainer.topology
         norm = zeros = None
         if log.log_params_norm:
             norm = topology.sum_over_all(model.square_of_weights()).sqrt().item()
@@ -176,7 +176,7 @@ class Run:
 
     def _cpu_optimizer_times(self) -> CpuOptimizerTimes | None:
         """Of the time since the last call."""
-        host = self.trainer.model.host
+        host = self.trainer.host
         if host is None:
             return None
         before = self.cpu_optimizer_before

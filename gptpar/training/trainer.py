@@ -21,7 +21,7 @@ from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
 from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.topology import Topology
-from gptpar.training.sharded_model import ShardedModel
+from gptpar.training.gpt import make_engine
 
 POLL_SECONDS = 2e-4
 
@@ -98,14 +98,14 @@ class _StepObserver:
 
     def before_forward(self, micro_batch: int, chunk: int) -> None:
         self._note(micro_batch, "forward")
-        self.trainer.model.gradients.begin_forward(last=self._is_last(micro_batch))
+        self.trainer.engine.gradients.begin_forward(last=self._is_last(micro_batch))
 
     def before_backward(self, micro_batch: int, chunk: int) -> None:
         self._note(micro_batch, "backward")
-        self.trainer.model.gradients.begin_backward(chunk, last=self._is_last(micro_batch))
+        self.trainer.engine.gradients.begin_backward(chunk, last=self._is_last(micro_batch))
 
     def after_backward(self, micro_batch: int, chunk: int) -> None:
-        self.trainer.model.gradients.end_backward()
+        self.trainer.engine.gradients.end_backward()
 
     def _is_last(self, micro_batch: int) -> bool:
         return micro_batch == self.num_micro_batches - 1
@@ -122,7 +122,7 @@ class Trainer:
         topology: this process's place.
         schedule: learning rate and weight decay.
         activity: is told what this process is doing.
-        tries_memory: see :class:`ShardedModel`.
+        tries_memory: see :func:`~gptpar.training.gpt.make_engine`.
     """
 
     def __init__(
@@ -137,15 +137,17 @@ class Trainer:
         self.config, self.topology, self.schedule = config, topology, schedule
         self.activity = activity or Activity(topology.rank)
         self.loss_scale: LossScale = make_loss_scale(config.precision)
-        self.model = ShardedModel(config, topology, tries_memory=tries_memory)
+        made = make_engine(config, topology, tries_memory=tries_memory)
+        self.engine, self.host, self._early = made.engine, made.host, made.early
         if config.precision.compile and topology.device.type == "cuda":
-            for chunk in self.model.stages:
+            for chunk in self.engine.stages:
                 chunk.compile_layers(Block)
-        self._layers_with_dropout = layers_with_dropout(spec for stage in self.model.stages for spec in stage.specs)
+        self._layers_with_dropout = layers_with_dropout(spec for stage in self.engine.stages for spec in stage.specs)
         self._graph: StepGraph | None = None
         if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
-            self._graph = StepGraph(self._forward_backward, self.model.live.settle, self.model.host_calls)
-        dtype = self.model.optimizer.master.dtype  # fp16 may be too narrow for the loss scale
+            engine = self.engine
+            self._graph = StepGraph(self._forward_backward, engine.gatherer.settle, engine.finish, engine.cuts)
+        dtype = self.engine.optimizer.master.dtype  # fp16 may be too narrow for the loss scale
         self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss
         self._iteration = 0
 
@@ -153,18 +155,19 @@ class Trainer:
         """Before the processes part."""
         if self._graph is not None:
             self._graph.release()
-        self.model.close()
+        self.engine.close()
 
     def initialise(self) -> None:
         """Give the weights their initial values."""
-        weights = self.model.optimizer.state_tensors()["weights"]
-        initialise(weights, {name: info.init for name, info in self.model.infos.items()}, self.config.data.seed)
-        self.model.publish()
+        weights = self.engine.optimizer.state_tensors()["weights"]
+        inits = {name: param.info.init for name, param in self.engine.table.params.items()}
+        initialise(weights, inits, self.config.data.seed)
+        self.engine.publish()
 
     def expect_step(self, progress: float) -> None:
         """Say where in the schedules the coming step will probably be: the CPU optimizer may begin it early."""
         decay = self.schedule.weight_decay(progress)
-        self.model.optimizer.expect_step(self.schedule.learning_rate(progress), decay, self.loss_scale.value)
+        self.engine.optimizer.expect_step(self.schedule.learning_rate(progress), decay, self.loss_scale.value)
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.
@@ -178,18 +181,21 @@ class Trainer:
         self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.layout.data))
         self._iteration = iteration
         self.activity.note(f"iteration {iteration + 1}, forward and backward")
-        self.model.expect_tokens(batches[-1].tokens_BS)
+        if self._early is not None:
+            self._early.expect_tokens(batches[-1].tokens_BS)
         on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
         return (self._graph or self._forward_backward)(on_device)
 
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
-        self.model.train()
-        self.model.begin_gradients(len(batches))
+        self.engine.train()
+        self.engine.begin_gradients(len(batches))
+        if self._early is not None:
+            self._early.begin(len(batches))
         observer = _StepObserver(self, self._iteration, len(batches))
         inputs = [self._training_input(number, batch) for number, batch in enumerate(batches)]
-        losses = self.model.pipeline.forward_backward(inputs, grad=self._scale, observer=observer)
+        losses = self.engine.pipeline.forward_backward(inputs, grad=self._scale, observer=observer)
         self.activity.note(f"iteration {self._iteration + 1}, gradient reduction")
-        self.model.finish_gradients()
+        self.engine.gradients.finish()
         return torch.stack(losses).mean() if losses else torch.zeros_like(self._scale)
 
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
@@ -211,18 +217,18 @@ class Trainer:
         """
         self.activity.note(f"iteration {iteration}, optimizer step")
         lr, scale = self.schedule.learning_rate(progress), self.loss_scale.value
-        square = self.model.square_of_grad()
+        square = self.engine.square_of_grad()
         sums = torch.stack([square, self._share_of_mean(loss), torch.full_like(square, float(stop))])
         square, mean_loss, votes = self.topology.sum_over_all(sums)
         norm = square.sqrt() / torch.full_like(square, scale)  # a number would be inverted and multiplied on GPUs
-        skipped = self.model.step(norm, lr, self.schedule.weight_decay(progress), scale)
+        skipped = self.engine.step(norm, lr, self.schedule.weight_decay(progress), scale)
         timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
         return Step(iteration, samples, lr, scale, Readings([mean_loss, norm, skipped, votes], timeout_s))
 
     def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""
         share = loss.double() / (self.topology.layout.data * self.topology.layout.tensor)
-        return share if self.model.pipeline.has_loss else torch.zeros_like(share)
+        return share if self.engine.pipeline.has_loss else torch.zeros_like(share)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -246,9 +252,9 @@ class Trainer:
     def _losses(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Each micro-batch's mean loss, on the last stage; none elsewhere."""
         self.activity.note("evaluation")
-        self.model.eval()
+        self.engine.eval()
         on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
-        return self.model.pipeline.evaluate([_stage_input(batch, None) for batch in on_device])
+        return self.engine.pipeline.evaluate([_stage_input(batch, None) for batch in on_device])
 
 
 def _stage_input(batch: MicroBatch, scale: torch.Tensor | None) -> StageInput:

@@ -70,7 +70,7 @@ def test_peak_memory_has_two_gradients_instead_of_all(monkeypatch: pytest.Monkey
         torch.cuda.reset_peak_memory_stats()
         _, _, trainer = run(f"{words} {word}", steps=3, micro_batches=1)
         peaks[word] = torch.cuda.max_memory_allocated() - before
-        units = [2 * unit.length for unit in trainer.model.units]
+        units = [2 * unit.length for unit in trainer.engine.table.units]
         del trainer
     assert sum(units) > 400e6
     spared = sum(units) - (MAX_UNITS_WAITING + 1) * max(units)

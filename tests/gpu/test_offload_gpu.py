@@ -17,7 +17,7 @@ from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.schedule import make_schedule
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.topology import Layout, Topology
-from gptpar.training import sharded_model
+from gptpar.training import gpt
 from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
@@ -50,7 +50,7 @@ def run(
     assert launched is not None
     seen.append(launched.readings.read()[:3])
     whole = {}
-    for name, parts in trainer.model.optimizer.state_tensors()["weights"].items():
+    for name, parts in trainer.engine.optimizer.state_tensors()["weights"].items():
         full = torch.empty(parts.shape, dtype=parts.dtype)
         for offsets, part in parts.parts:
             full[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.cpu()
@@ -125,7 +125,7 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     words = f"--bf16 --clip-grad {clip} {OFFLOAD} {ratio} --micro-batch-size {4 // micro_batches}"
     with monkeypatch.context() as patch:
-        patch.setattr(sharded_model, "early_unit", lambda *_: None)
+        patch.setattr(gpt, "early_unit", lambda *_: None)
         plain = run(f"{words} --offload-speculation off --cuda-graph off", micro_batches=micro_batches)
     offer = HostOptimizer.submit_gradient
 
@@ -182,7 +182,7 @@ def test_the_devices_share_is_what_the_ratio_says() -> None:
     sizes = {}
     for ratio in ("0", "0.5", "1"):
         _, _, trainer = run(f"--bf16 --no-compile {OFFLOAD} {ratio}", steps=1)
-        optimizer = trainer.model.optimizer
+        optimizer = trainer.engine.optimizer
         buffers = (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.grad)
         sizes[ratio] = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
     assert sizes["1"] == 0 and sizes["0.5"] == pytest.approx(sizes["0"] / 2, rel=0.01)

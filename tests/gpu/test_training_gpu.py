@@ -29,7 +29,7 @@ def run(device: str, flags: str) -> tuple[list[float], torch.Tensor]:
         loss = trainer.forward_backward(parts, step)
         launched = trainer.update(loss, iteration=step + 1, samples=4, progress=4 + step, stop=False)
         losses.append(launched.readings.read()[0])
-    return losses, trainer.model.optimizer.master.cpu()
+    return losses, trainer.engine.optimizer.master.cpu()
 
 
 @pytest.mark.parametrize("flags", ["", "--no-compile", "--swiglu --num-query-groups 2 --position-embedding-type rope"])

@@ -26,13 +26,13 @@ def run(rank: int, data: int) -> Result:
         tokens = random_tokens(GLOBAL_BATCH, 16, 60, seed=step)
         mine = tokens.view(GLOBAL_BATCH // data, data, 1, 17)[:, rank]  # micro-batch j of rank r: sample j * dp + r
         loss = trainer.forward_backward([MicroBatch(t[:, :-1], t[:, 1:]) for t in mine], step)
-        grads = trainer.model.gradients.shard.clone()
+        grads = trainer.engine.gradients.shard.clone()
         launched = trainer.update(loss, iteration=step, samples=GLOBAL_BATCH, progress=10 + step, stop=rank == 1)
         mean, norm, _, votes = launched.readings.read()
         assert votes == (1 if data > 1 else 0)
         losses.append(mean)
         norms.append(norm)
-    return losses, norms, grads, trainer.model.optimizer.master.clone()
+    return losses, norms, grads, trainer.engine.optimizer.master.clone()
 
 
 @pytest.mark.parametrize("data", [2, 4])

@@ -30,8 +30,8 @@ def states(rank: int, layout: Layout, words: str) -> list[str]:
             tokens = random_tokens(2, 16, 60, seed=10 * step + trainer.topology.data_rank).split(1)
             loss = trainer.forward_backward([MicroBatch(t[:, :-1], t[:, 1:]) for t in tokens], step)
             trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False).readings.read()
-        if trainer.model.host is not None:
-            trainer.model.host.finish()
+        if trainer.host is not None:
+            trainer.host.finish()
         found.append(hash_of(trainer))
         trainer.close()
     return found

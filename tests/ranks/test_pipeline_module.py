@@ -8,9 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from gptpar.errors import ConfigError
+from gptpar.init import Constant, draw
 from gptpar.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.pipeline.module import PipelineModule
-from gptpar.topology import Layout, Topology
+from gptpar.placement import REPLICATED, ParameterSpec
+from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
+from gptpar.tensor_parts import parts_of_flat
+from gptpar.topology import Layout, Topology, make_topology
 from tests.spawn import spawn
 
 MICRO_BATCHES, ROWS, WIDTH = 4, 3, 6
@@ -163,3 +167,61 @@ def two_calls(rank: int) -> bool:
 
 def test_gradients_of_several_calls_add_up() -> None:
     assert all(spawn(two_calls, 4))
+
+
+class ScaledPair(nn.Module):
+    """A column layer, a row layer, and between them one number that each rank applies to its own features."""
+
+    def __init__(self, axis: TensorAxis, *, declares: bool = True):
+        super().__init__()
+        self.up = ColumnParallelLinear(WIDTH, 8, bias=True, std=0.5, axis=axis)
+        self.scale = nn.Parameter(torch.empty(1))
+        self.down = RowParallelLinear(8, WIDTH, bias=True, std=0.5, axis=axis)
+        if declares:
+            self.declared = {"scale": ParameterSpec(Constant(0.7), REPLICATED, axis.gradient_inside_layers)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.scale * self.up(x)))
+
+
+def tensor_parallel(rank: int, data: int, tensor: int) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
+    """One step of eight micro-batches; where this process's share of each gradient begins, and the share."""
+    torch.set_default_dtype(torch.float64)
+    topology = make_topology(Layout(data=data, tensor=tensor), rank, torch.device("cpu"))
+    axis = TensorAxis(tensor, topology.tensor_rank, topology.tensor_group)
+    pairs = [LayerSpec(ScaledPair, axis), torch.tanh, LayerSpec(ScaledPair, axis, name="second")]
+    module = PipelineModule(pairs, topology=topology, loss_fn=F.mse_loss)
+    infos = module.chunks[0].infos()  # type: ignore[operator]
+    parameters = module.chunks[0].global_parameters()  # type: ignore[operator]
+    for name, parameter in parameters.items():
+        info, flat = infos[name], parameter.data.view(-1)
+        held = parts_of_flat(info.full_shape, info.shape, info.offsets, 0, flat.numel(), flat)
+        held.fill(draw(info.init, info.full_shape, 3, name))
+    module.train_batch(batches(8)[topology.data_rank :: data])
+    return {name: (infos[name].offsets, parameter.grad) for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(1, 2), (2, 2)])
+def test_a_replicated_weight_inside_a_split_layer_gets_its_whole_gradient(data: int, tensor: int) -> None:
+    """Each rank's autograd knows of its own features alone; the declaration makes up for it."""
+    (alone,) = spawn(tensor_parallel, 1, 1, 1)
+    assert alone["layers.0.scale"][1].abs() > 1e-3
+    for found in spawn(tensor_parallel, data * tensor, data, tensor):
+        for name, (offsets, grad) in found.items():
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, grad.shape, strict=True))
+            torch.testing.assert_close(grad, alone[name][1][box], rtol=1e-12, atol=1e-14)
+
+
+def undeclared(rank: int) -> str:
+    topology = make_topology(Layout(tensor=2), rank, torch.device("cpu"))
+    axis = TensorAxis(2, rank, topology.tensor_group)
+    with pytest.raises(TypeError) as caught:
+        PipelineModule([LayerSpec(ScaledPair, axis, declares=False)], topology=topology, loss_fn=F.mse_loss)
+    return str(caught.value)
+
+
+def test_what_a_split_model_does_not_declare_is_refused_at_construction() -> None:
+    for message in spawn(undeclared, 2):
+        assert message.startswith(
+            "layer 'layers.0': ScaledPair does not declare its parameter 'scale': write self.decl"
+        )

@@ -13,7 +13,8 @@ from gptpar.model.block import Block
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
-from gptpar.tensor_parallel import TensorAxis, cross_entropy, splits_of, symmetric_memory_works
+from gptpar.placement import TENSOR
+from gptpar.tensor_parallel import TensorAxis, cross_entropy, symmetric_memory_works
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
 from tests.spawn import spawn
 
@@ -64,19 +65,15 @@ def build(flags: str, axis: TensorAxis, recompute: tuple[str, ...] = ()) -> Stag
 
 
 def global_splits(stage: Stage) -> dict[str, Any]:
-    return {
-        f"{spec.name}.{local}": split
-        for spec, layer in zip(stage.specs, stage.layers, strict=False)  # a tied output has no layer of its own
-        for local, split in splits_of(layer).items()
-    }
+    return {name: info.split for name, info in stage.infos().items() if info.split is not None}
 
 
 def loss_and_whole_gradients(stage: Stage, axis: TensorAxis, wanted: tuple[str, ...], length: int = LENGTH) -> Result:
-    """Gradients put together from the shares; those of whole parameters are summed where tokens are split."""
+    """Gradients put together from the shares; those of whole parameters are summed where that is declared."""
     tokens, fields = micro_batch(wanted, length)
     seeds = seed_fields(layers_with_dropout(stage.specs), 7, 0, 0, torch.device("cpu"))
     loss = stage(tokens, {**fields, **seeds})
-    parameters, splits = stage.global_parameters(), global_splits(stage)
+    parameters, splits, infos = stage.global_parameters(), global_splits(stage), stage.infos()
     found = torch.autograd.grad(loss, list(parameters.values()))
     whole = {}
     for (name, parameter), grad in zip(parameters.items(), found, strict=True):
@@ -88,7 +85,7 @@ def loss_and_whole_gradients(stage: Stage, axis: TensorAxis, wanted: tuple[str, 
             whole[name] = torch.cat(shares, splits[name].dim)
         else:
             whole[name] = grad.clone()
-            if axis.sequence_parallel:
+            if TENSOR in infos[name].grad_sums:
                 dist.all_reduce(whole[name])
         assert parameter.shape == grad.shape
     return loss.detach(), whole

@@ -20,6 +20,7 @@ ROWS = [
     ["native", "command", "launch", "tensor_parts", "host", "pinned"],
     ["topology", "layer_spec", "kernels"],
     ["config", "init"],
+    ["placement"],
     ["tensor_parallel", "recompute"],
     ["model"],
     ["pipeline"],
@@ -45,7 +46,10 @@ PROGRAMS = {"data/preprocess.py": "tokenizer", "tokenizer/train.py": "data"}
 
 PURE = [
     "config",
+    "placement.py",
     "optim/schedule.py",
+    "engine/ranges.py",
+    "engine/table.py",
     "engine/units.py",
     "pipeline/partition.py",
     "pipeline/schedules.py",

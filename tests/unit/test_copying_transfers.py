@@ -14,7 +14,7 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.graph import graph_obstacles
 from gptpar.config.validate import find_problems, resolve
 from gptpar.data.loader import MicroBatch
-from gptpar.engine.gradients import GradientSum
+from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.units import Unit
 from gptpar.errors import ConfigError, GptparError
 from gptpar.offload import buckets, build, copying_transfers, placement
@@ -30,7 +30,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import OUTGOING, Event
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import HostPiece, Run
+from gptpar.optim.spans import OffloadedPartition, Span
 from gptpar.topology import Layout, Topology
 from gptpar.training.auto_gradients import with_gradients
 from gptpar.training.trainer import Trainer
@@ -38,7 +38,9 @@ from tests.helpers import TINY, make_trainer, random_tokens, tiny_config
 
 ALL = "--cpu-optimizer --cpu-optimizer-ratio 1"
 RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
-UNITS = tuple(HostPiece(name, 128, (Run(0, 128, 0, False, True),)) for name in ("first", "second", "third", "fourth"))
+UNITS = tuple(
+    OffloadedPartition(name, 128, (Span(0, 128, 0),), ((0, 128),)) for name in ("first", "second", "third", "fourth")
+)
 
 
 class Signal:
@@ -255,7 +257,7 @@ def train(flags: str, steps: int = 10) -> tuple[list[list[float]], dict[str, tor
             trainer.loss_scale.update(bool(seen[-1][2]))
     state = {
         f"{kind} {name} {number}": part.clone()
-        for kind, held in trainer.model.optimizer.state_tensors().items()
+        for kind, held in trainer.engine.optimizer.state_tensors().items()
         for name, parts in held.items()
         for number, (_, part) in enumerate(parts.parts)
     }
@@ -290,12 +292,12 @@ def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """At each submission the sums of all units before have been given up; the last one when its update has read it."""
     sums: list[Callable[[], bool]] = []
     counts: list[int] = []
-    make, submit = GradientSum._sum_of, HostOptimizer.submit_gradient
+    make, submit = GradientMemory.sum_of, HostOptimizer.submit_gradient
 
-    def making(gradients: GradientSum, unit: Unit) -> torch.Tensor:
-        new = unit.name not in gradients._sums
-        total = make(gradients, unit)
-        if new:
+    def making(memory: GradientMemory, unit: Unit) -> torch.Tensor:
+        num_sums = len(memory.tensors)
+        total = make(memory, unit)
+        if len(memory.tensors) > num_sums:
             sums.append(storage_alive(total))
         return total
 
@@ -304,10 +306,10 @@ def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         submit(share, unit, grad)
         counts.append(sum(alive() for alive in sums))
 
-    monkeypatch.setattr(GradientSum, "_sum_of", making)
+    monkeypatch.setattr(GradientMemory, "sum_of", making)
     monkeypatch.setattr(HostOptimizer, "submit_gradient", submitting)
     _, _, trainer = train(f"--bf16 {ALL} --offload-gradients on", steps=2)
-    units = len(trainer.model.units)
+    units = len(trainer.engine.table.units)
     assert counts == [1] * (2 * units) and len(sums) == 2 * units
     assert not any(alive() for alive in sums)
     sums.clear()
@@ -321,7 +323,7 @@ def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_embedding_s_gradient_is_not_sent_early() -> None:
     """Its sum would stay on the device during the whole backward pass."""
     trainers = [make_trainer(tiny_config(f"{ALL} --offload-gradients {word}")) for word in ("off", "on")]
-    assert [trainer.model._early is None for trainer in trainers] == [False, True]
+    assert [trainer._early is None for trainer in trainers] == [False, True]
     for trainer in trainers:
         trainer.close()
 

@@ -18,9 +18,9 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import Arrival, SameMemory, Slot
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import HostPiece, Run
+from gptpar.optim.spans import OffloadedPartition, Span
 from gptpar.tensor_parallel import cross_entropy
-from gptpar.training import sharded_model
+from gptpar.training import gpt
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.unit.test_host_optimizer import RATES, SlowNorm, wait_until
@@ -98,7 +98,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
             patch.setattr(placement, "CpuAdam", Counting)
             patch.setattr(host_optimizer, "DISTRUST_STEPS", 0)  # it tries again in the step after one that is clipped
             if not early:
-                patch.setattr(sharded_model, "early_unit", lambda *_: None)
+                patch.setattr(gpt, "early_unit", lambda *_: None)
             elif is_patient:
                 patch.setattr(HostOptimizer, "submit_gradient", patient)
             trainer = make_trainer(tiny_config(f"--micro-batch-size {4 // count} {words}"))
@@ -109,15 +109,16 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
                 launched = trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False)
                 seen.steps.append(launched.readings.read()[:3])
                 trainer.loss_scale.update(bool(seen.steps[-1][2]))
-            assert trainer.model.host is not None
-            trainer.model.host.finish()
-            for kind, views in trainer.model.optimizer.state_tensors().items():
+            assert trainer.host is not None
+            trainer.host.finish()
+            for kind, views in trainer.engine.optimizer.state_tensors().items():
                 for name, parts in views.items():
                     seen.state |= {f"{kind} {name} {offsets}": part.clone() for offsets, part in parts.parts}
             seen.state |= {
-                f"live {unit.name}": trainer.model.live.own(unit.name).clone() for unit in trainer.model.units
+                f"live {unit.name}": trainer.engine.parameters.shards[unit.name].clone()
+                for unit in trainer.engine.table.units
             }
-            seen.redone = trainer.model.host.num_redone
+            seen.redone = trainer.host.num_redone
             trainer.close()
         return seen
 
@@ -174,7 +175,7 @@ def test_an_embedding_that_is_partly_on_the_device(
     in_pieces_of_rows(monkeypatch)
 
     def look(trainer: Trainer) -> None:
-        kept = trainer.model.division.on_device["embedding"]
+        kept = trainer.engine.table.on_device["embedding"]
         assert 0 < kept < ROWS * WIDTH and kept % WIDTH, kept
 
     words = f"--bf16 {SOMETIMES} {OFFLOAD} {ratio} --offload-speculation"
@@ -189,8 +190,8 @@ def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.Mon
     monkeypatch.setattr(build, "_speculated_elements", lambda config, elements, *_: elements - 1000)
 
     def look(trainer: Trainer) -> None:
-        assert trainer.model.host is not None
-        kept = [bucket.way is not None for bucket in trainer.model.host._of_unit["embedding"]]
+        assert trainer.host is not None
+        kept = [bucket.way is not None for bucket in trainer.host._of_unit["embedding"]]
         assert any(kept) and not all(kept) and kept == sorted(kept)
 
     words = f"--bf16 {SOMETIMES} {OFFLOAD} 1 --offload-speculation auto"
@@ -268,10 +269,10 @@ def test_it_is_as_it_was_where_it_would_not_be_right() -> None:
         ("--offload-speculation on --cpu-parameters", True),
     ):
         trainer = make_trainer(tiny_config(f"--bf16 {OFFLOAD} 1 {words}"))
-        assert (trainer.model._early is not None) == wanted, words
+        assert (trainer._early is not None) == wanted, words
         trainer.close()
     trainer = make_trainer(tiny_config(f"--bf16 {OFFLOAD} 0.3"))
-    assert trainer.model.division.on_device["embedding"] == ROWS * WIDTH and trainer.model._early is None
+    assert trainer.engine.table.on_device["embedding"] == ROWS * WIDTH and trainer._early is None
     trainer.close()
 
 
@@ -324,8 +325,8 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
         [
-            HostPiece("embedding", 256, (Run(0, 256, 0, False, True),)),
-            HostPiece("layer", 128, (Run(0, 128, 0, False, True),)),
+            OffloadedPartition("embedding", 256, (Span(0, 256, 0),), ((0, 256),)),
+            OffloadedPartition("layer", 128, (Span(0, 128, 0),), ((0, 128),)),
         ],
         dtype=torch.float32,
         clip_grad=1000.0,
@@ -365,7 +366,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     seen = Seen()
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
-        [HostPiece("embedding", 128, (Run(0, 128, 0, False, True),))],
+        [OffloadedPartition("embedding", 128, (Span(0, 128, 0),), ((0, 128),))],
         dtype=torch.float32,
         clip_grad=1.0,
         adam=Counting(1),

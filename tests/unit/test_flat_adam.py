@@ -11,14 +11,14 @@ from gptpar.engine import flat_adam
 from gptpar.engine.flat_adam import FlatAdam, State
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import TorchAdam
-from gptpar.optim.spans import DECAYS, DECAYS_NOT, Run
+from gptpar.optim.spans import DECAYS, DECAYS_NOT, Span
 
 RATES = [Hyperparameters(lr, 0.9, 0.95, 1e-8, 0.1) for lr in (1e-2, 3e-3, 2e-2, 1e-2)]
 ENDS = [0, 256, 256 + 128, 1000, 1100]
 """Of the vectors' stretches: the third ends within a block, so that the fourth begins where no block does."""
-RUNS = [
-    *(Run(0, 100, DECAYS, False, True), Run(128, 300, DECAYS_NOT, False, True), Run(320, 1000, DECAYS, False, True)),
-    *(Run(1000, 1060, DECAYS_NOT, False, True), Run(1064, 1100, DECAYS, False, True)),
+SPANS = [
+    *(Span(0, 100, DECAYS), Span(128, 300, DECAYS_NOT), Span(320, 1000, DECAYS)),
+    *(Span(1000, 1060, DECAYS_NOT), Span(1064, 1100, DECAYS)),
 ]
 
 
@@ -43,7 +43,7 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
     grads = torch.zeros(length, dtype=getattr(torch, grad), device=device)
     steps = torch.zeros((), dtype=torch.float64, device=device)
     state = State(weights, *moments, grads, steps)
-    adam = FlatAdam(state, RUNS, TorchAdam(dtype) if by_torch else None)
+    adam = FlatAdam(state, SPANS, TorchAdam(dtype) if by_torch else None)
     live = torch.zeros(length + 8, dtype=torch.bfloat16, device=device)
     pieces = [live[0:256], live[256:384], None, live[-100:]]
     adam.lay_out([(*ends, piece) for ends, piece in zip(zip(ENDS, ENDS[1:], strict=False), pieces, strict=True)])
@@ -51,24 +51,24 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
 
 
 def follows_torch(case: Case, tolerance: float) -> None:
-    """Four steps, the third skipped; gradients are divided, and gaps between runs stay out of it."""
+    """Four steps, the third skipped; gradients are divided, and gaps between spans stay out of it."""
     start = case.state.weights.cpu().double()
-    leaves = [start[run.start : run.stop].clone().requires_grad_() for run in RUNS]
-    decays = [0.1 if run.group == DECAYS else 0.0 for run in RUNS]
+    leaves = [start[span.start : span.stop].clone().requires_grad_() for span in SPANS]
+    decays = [0.1 if span.group == DECAYS else 0.0 for span in SPANS]
     groups = [{"params": [leaf], "weight_decay": decay} for leaf, decay in zip(leaves, decays, strict=True)]
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     generator = torch.Generator().manual_seed(1)
     device = case.state.weights.device
     for step, rates in enumerate(RATES):
         grad = torch.zeros_like(start)
-        for run in RUNS:
-            grad[run.start : run.stop] = torch.randn(run.stop - run.start, generator=generator, dtype=torch.float64)
+        for span in SPANS:
+            grad[span.start : span.stop] = torch.randn(span.stop - span.start, generator=generator, dtype=torch.float64)
         case.state.grad.copy_(grad)
         given = case.state.grad.clone()
         skipped, divisor = step == 2, float("nan") if step == 2 else 3.0
         if not skipped:
-            for leaf, run in zip(leaves, RUNS, strict=True):
-                leaf.grad = given[run.start : run.stop].cpu().double() / divisor
+            for leaf, span in zip(leaves, SPANS, strict=True):
+                leaf.grad = given[span.start : span.stop].cpu().double() / divisor
             for group in reference.param_groups:
                 group["lr"] = rates.lr
             reference.step()
@@ -77,17 +77,17 @@ def follows_torch(case: Case, tolerance: float) -> None:
         assert torch.equal(case.state.grad, given)
     assert case.state.steps.item() == 3
     weights = case.state.weights.cpu()
-    for leaf, run in zip(leaves, RUNS, strict=True):
+    for leaf, span in zip(leaves, SPANS, strict=True):
         for name, expected in (("weights", leaf.detach()), *reference.state[leaf].items()):
             if name != "step":
-                found = getattr(case.state, name)[run.start : run.stop].cpu().double()
+                found = getattr(case.state, name)[span.start : span.stop].cpu().double()
                 torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     rounded, live = weights.bfloat16(), case.live.cpu()
-    for run in RUNS:
-        if run.stop <= 384:
-            assert torch.equal(live[run.start : run.stop], rounded[run.start : run.stop])
-        elif run.start >= 1000:
-            assert torch.equal(live[8:][run.start : run.stop], rounded[run.start : run.stop])
+    for span in SPANS:
+        if span.stop <= 384:
+            assert torch.equal(live[span.start : span.stop], rounded[span.start : span.stop])
+        elif span.start >= 1000:
+            assert torch.equal(live[8:][span.start : span.stop], rounded[span.start : span.stop])
     assert not live[384:1008].any()
 
 

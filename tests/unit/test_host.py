@@ -12,7 +12,7 @@ from gptpar.config.checks.offload import check_offload
 from gptpar.config.graph import graph_obstacles, wants_graph
 from gptpar.offload.buckets import cut_piece
 from gptpar.optim.schedule import make_schedule
-from gptpar.optim.spans import HostPiece, Run
+from gptpar.optim.spans import OffloadedPartition, Span
 from gptpar.topology import Layout, Topology
 from gptpar.training.auto_ratio import any_batches, smallest_ratio, with_ratio
 from gptpar.training.trainer import Trainer
@@ -134,7 +134,7 @@ def test_without_a_gpu_auto_is_nothing() -> None:
 
 
 def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    (bucket,) = cut_piece(HostPiece("unit", 1000, (Run(0, 1000, True, False, True),)), torch.float32, tmp_path)
+    (bucket,) = cut_piece(OffloadedPartition("unit", 1000, (Span(0, 1000, 1),), ((0, 1000),)), torch.float32, tmp_path)
     assert list(tmp_path.iterdir()) == []
     for buffer in bucket.now.all():
         assert buffer.shape == (1000,) and not buffer.any()
@@ -176,9 +176,9 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
     trainer = Trainer(config, topology, make_schedule(config, 0), tries_memory=True)
     trainer.initialise()
     loss = trainer.forward_backward(any_batches(config, topology), 0)
-    assert loss.isfinite() and trainer.model.host is None
-    optimizer = trainer.model.optimizer
-    assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.model.division.ratio == 1
+    assert loss.isfinite() and trainer.host is None
+    optimizer = trainer.engine.optimizer
+    assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.engine.table.ratio == 1
     trainer.close()
 
 

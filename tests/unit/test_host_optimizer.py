@@ -26,18 +26,18 @@ from gptpar.offload.transfers import (
 )
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import HostPiece, Run
+from gptpar.optim.spans import OffloadedPartition, Span
 
-RUN = Run(0, 128, 0, False, True)
+WHOLE = (Span(0, 128, 0),), ((0, 128),)
 RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
-TWO_PIECES = (HostPiece("first", 128, (RUN,)), HostPiece("second", 128, (RUN,)))
+TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("second", 128, *WHOLE))
 
 
 def make_share(
     adam: CpuAdam,
     *,
     speculated: int = 0,
-    pieces: Sequence[HostPiece] = TWO_PIECES,
+    pieces: Sequence[OffloadedPartition] = TWO_PIECES,
     transfers: Transfers | None = None,
 ) -> HostOptimizer:
     return HostOptimizer(
@@ -273,7 +273,7 @@ class Gradient:
 
 def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -> None:
     """Room for 5: layers 9 down to 5 have it; 4 and 3 are computed since, 2 not yet."""
-    share = make_share(Watched(), pieces=[HostPiece(str(n), 128, TWO_PIECES[0].runs) for n in range(10)])
+    share = make_share(Watched(), pieces=[OffloadedPartition(str(n), 128, *WHOLE) for n in range(10)])
     ring = [0] * 5
     grads = [Gradient(ring, made=n != 2) for n in range(10)]
     for bucket, grad in reversed(list(zip(share._buckets, grads, strict=True))[3:]):
@@ -290,7 +290,7 @@ def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -
 
 def test_what_is_offered_early_takes_room_although_no_layer_is_computed_yet() -> None:
     """Two early ones, then layers of which the last two are computed; then room for one, which the first one needs."""
-    share = make_share(Watched(), pieces=[HostPiece(str(n), 128, TWO_PIECES[0].runs) for n in range(6)])
+    share = make_share(Watched(), pieces=[OffloadedPartition(str(n), 128, *WHOLE) for n in range(6)])
     for room, expected in ((4, [0, 1, 4, 5]), (1, [0])):
         ring = [0] * room
         grads = [Gradient(ring, made=n not in (2, 3)) for n in range(6)]

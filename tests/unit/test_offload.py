@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ import torch
 from gptpar.checkpoint import load_checkpoint, save_checkpoint
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.master_adamw import MasterAdamW
-from gptpar.engine.runs import device_runs, divide, runs_of
+from gptpar.engine.ranges import Home, Place
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.init import Constant
@@ -22,7 +22,7 @@ from gptpar.offload.transfers import (
     RING_BYTES,
 )
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import HostPiece, Run, cut
+from gptpar.optim.spans import OffloadedPartition, Span, spans_between
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
@@ -37,7 +37,9 @@ OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
 def units(*shapes: Sequence[tuple[int, ...]], shards: int = 1) -> list[Unit]:
     made = []
     for number, layer in enumerate(shapes):
-        infos = {f"{number}.{k}": ParameterInfo(torch.Size(s), None, Constant(0.0)) for k, s in enumerate(layer)}
+        infos = {
+            f"{number}.{k}": ParameterInfo(torch.Size(s), None, Constant(0.0), frozenset()) for k, s in enumerate(layer)
+        }
         made.append(Unit.of(f"unit {number}", infos, shards))
     return made
 
@@ -48,17 +50,17 @@ def test_the_ratio_is_exact_to_the_element(ratio: float, shards: int) -> None:
     """The device has the first elements of the forward order."""
     made = units([(3, 5), (7,)], [(13, 11), (65,), (4, 4)], [(100,), (9, 9)], shards=shards)
     for shard in range(shards):
-        division = divide(made, shard, ratio)
-        held = sum(last - first for unit in made for _, first, last in unit.held(shard))
-        assert (division.elements, division.offloaded) == (held, round(ratio * held))
+        table = ParameterTable(made, Place(shards, shard), ratio=ratio)
+        held = sum(one.length for one in table.ranges())
+        assert (table.elements(), table.elements(Home.HOST)) == (held, round(ratio * held))
         kept = 0
         states = []
         for unit in made:
-            on_device = division.on_device[unit.name]
-            kept += sum(stop - start for *_, start, stop in unit.held_between(shard, 0, on_device))
-            if list(unit.held(shard)):
+            on_device = table.on_device[unit.name]
+            kept += sum(one.length for one in table.ranges(unit=unit.name) if one.stop <= on_device)
+            if list(table.ranges(unit=unit.name)):
                 states.append(on_device / unit.shard_length)
-        assert kept == division.elements - division.offloaded
+        assert kept == sum(one.length for one in table.ranges(home=Home.DEVICE)) == table.elements(Home.DEVICE)
         assert sorted(states, reverse=True) == states
 
 
@@ -104,12 +106,12 @@ def test_every_ratio_takes_the_same_steps(ratio: str, speculation: str) -> None:
     assert any(norm > 0.9 for _, norm, _ in wanted) and any(norm < 0.9 for _, norm, _ in wanted), wanted
     for one, other in zip(found, wanted, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
-    for kind, views in plain.model.optimizer.state_tensors().items():
-        mine = shared.model.optimizer.state_tensors()[kind]
+    for kind, views in plain.engine.optimizer.state_tensors().items():
+        mine = shared.engine.optimizer.state_tensors()[kind]
         assert mine.keys() == views.keys()
         for name, view in views.items():
             parts_equal(mine[name], view, rtol=1e-10, atol=1e-11)
-    assert shared.model.division.ratio == pytest.approx(float(ratio), abs=1e-4)
+    assert shared.engine.table.ratio == pytest.approx(float(ratio), abs=1e-4)
     shared.close()
 
 
@@ -127,26 +129,19 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     generator = torch.Generator().manual_seed(0)
     made = units([(40, 30), (30,)], [(50, 30), (7,)])
     total = sum(unit.length for unit in made)
-    division = divide(made, 0, ratio)
-    counting = partial(runs_of, first_tensor_rank=True, copies=frozenset())
-    runs = {unit.name: list(counting(unit, 0)) for unit in made}
-    kept = sum(division.on_device.values())
-    pieces = [
-        HostPiece(unit.name, unit.length - kept_here, tuple(cut(runs[unit.name], kept_here, unit.length)))
-        for unit in made
-        if (kept_here := division.on_device[unit.name]) < unit.length
-    ]
+    table = ParameterTable(made, ratio=ratio)
+    pieces = table.offloaded()
     share = make_share(CpuAdam(2), pieces=pieces, speculated=total if speculate else 0) if pieces else None
-    grad = torch.zeros(kept)
-    infos = {name: ParameterInfo(slot.shape, None, Constant(0.0)) for unit in made for name, slot in unit.slots.items()}
+    grad = torch.zeros(table.length(Home.DEVICE))
+    infos = {name: param.info for name, param in table.params.items()}
     config = tiny_config("--clip-grad 1.0").optimizer
-    optimizer = MasterAdamW(made, infos, division, device_runs(made, division.on_device, runs), 0, grad, config, share)
+    optimizer = MasterAdamW(table, grad, config, share)
     start = {name: torch.randn(info.shape, generator=generator) for name, info in infos.items()}
     for name, parts in optimizer.parts("weights").items():
         parts.fill(start[name])
     live = {unit.name: torch.zeros(unit.length, dtype=torch.bfloat16) for unit in made}
     if share is not None:
-        share.attach({piece.unit: live[piece.unit][division.on_device[piece.unit] :] for piece in pieces})
+        share.attach({piece.unit: live[piece.unit][table.on_device[piece.unit] :] for piece in pieces})
     reference = {name: torch.nn.Parameter(values.clone()) for name, values in start.items()}
     plain = torch.optim.AdamW(
         [
@@ -178,7 +173,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             flat = torch.zeros(unit.length, dtype=torch.bfloat16)
             for name, view in unit.views(flat).items():
                 view.copy_(whole[name])
-            here = division.on_device[unit.name]
+            here = table.on_device[unit.name]
             grad[base : base + here] = flat[:here].float()
             base += here
             if share is not None and here < unit.length:
@@ -189,7 +184,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     if share is not None:
         share.finish()
     for unit in made:
-        here = division.on_device[unit.name]
+        here = table.on_device[unit.name]
         live[unit.name][:here] = optimizer.masters[unit.name].bfloat16()
         for name, view in unit.views(live[unit.name]).items():
             assert bf16_distance(view, reference[name].detach().bfloat16()) <= 2, name
@@ -208,8 +203,8 @@ def test_fp16_overflows_are_skipped_on_both_sides() -> None:
         shared = make_trainer(tiny_config(f"{words} {OFFLOAD} 0.7 --offload-speculation {speculation}"))
         found = train(shared, 0, STEPS)
         assert [skipped for *_, skipped in found] == [skipped for *_, skipped in wanted]
-        assert shared.model.optimizer.steps_taken == plain.model.optimizer.steps_taken
-        assert shared.model.host is not None and shared.model.host.steps_taken == plain.model.optimizer.steps_taken
+        assert shared.engine.optimizer.steps_taken == plain.engine.optimizer.steps_taken
+        assert shared.host is not None and shared.host.steps_taken == plain.engine.optimizer.steps_taken
         assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in wanted], rel=2e-3)
         shared.close()
 
@@ -221,9 +216,9 @@ def test_speculation_changes_no_bit() -> None:
         words = config_words(f"--bf16 --clip-grad 0.9 {OFFLOAD} 1 --offload-speculation {speculation}")
         trainer = make_trainer(tiny_config(words))
         losses = train(trainer, 0, 20)
-        assert trainer.model.host is not None
-        redone.append(trainer.model.host.num_redone)
-        states.append((losses, trainer.model.optimizer.state_tensors()))
+        assert trainer.host is not None
+        redone.append(trainer.host.num_redone)
+        states.append((losses, trainer.engine.optimizer.state_tensors()))
         trainer.close()
     assert redone[0] == 0 and 0 < redone[1] < 20
     assert states[0][0] == states[1][0]
@@ -240,20 +235,23 @@ def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tm
     saving, resuming = (make_trainer(tiny_config(f"{words} {OFFLOAD} {ratio}")) for ratio in ratios)
     train(saving, 0, 4)
     tensors = checkpoint_tensors(saving, with_moments=True)
-    save_checkpoint(tmp_path, 4, tensors, {"steps": saving.model.optimizer.steps_taken})
+    save_checkpoint(tmp_path, 4, tensors, {"steps": saving.engine.optimizer.steps_taken})
     loaded = load_checkpoint(tmp_path, checkpoint_tensors(resuming, with_moments=True))
-    resuming.model.optimizer.steps_taken = loaded.meta["steps"]
-    resuming.model.publish()
+    resuming.engine.optimizer.steps_taken = loaded.meta["steps"]
+    resuming.engine.publish()
     for one, other in zip(train(resuming, 4, 8), wanted, strict=True):
         assert one == pytest.approx(other, rel=1e-12)
     for trainer in (saving, resuming):
         trainer.close()
 
 
-def test_runs_are_cut_and_counted_from_the_cut() -> None:
-    runs = [Run(0, 10, 0, False, True), Run(10, 30, 1, True, False)]
-    assert list(cut(runs, 5, 12)) == [Run(0, 5, 0, False, True), Run(5, 7, 1, True, False)]
-    assert list(cut(runs, 30, 40)) == []
+def test_spans_and_counted_elements_are_numbered_from_where_they_are_cut() -> None:
+    spans = (Span(0, 10, 0), Span(10, 30, 1))
+    whole = OffloadedPartition("unit", 30, spans, ((0, 10),))
+    assert whole.between(5, 12) == OffloadedPartition("unit", 7, (Span(0, 5, 0), Span(5, 7, 1)), ((0, 5),))
+    assert whole.between(10, 30) == OffloadedPartition("unit", 20, (Span(0, 20, 1),), ())
+    assert spans_between(spans, 5, 12) == (Span(0, 5, 0), Span(5, 7, 1))
+    assert spans_between(spans, 30, 40) == ()
 
 
 def test_zeros_and_norms_count_both_shares() -> None:
@@ -261,9 +259,9 @@ def test_zeros_and_norms_count_both_shares() -> None:
     plain, shared = make_trainer(tiny_config(words)), make_trainer(tiny_config(f"{words} {OFFLOAD} 0.6"))
     for trainer in (plain, shared):
         trainer.forward_backward(batches(0, 2), 0)
-    assert shared.model.own_zeros().item() == plain.model.own_zeros().item() >= 8 * 32
-    assert shared.model.square_of_grad().item() == pytest.approx(plain.model.square_of_grad().item(), rel=1e-12)
-    assert shared.model.square_of_weights().item() == pytest.approx(plain.model.square_of_weights().item(), rel=1e-12)
+    assert shared.engine.own_zeros().item() == plain.engine.own_zeros().item() >= 8 * 32
+    assert shared.engine.square_of_grad().item() == pytest.approx(plain.engine.square_of_grad().item(), rel=1e-12)
+    assert shared.engine.square_of_weights().item() == pytest.approx(plain.engine.square_of_weights().item(), rel=1e-12)
     shared.close()
 
 

@@ -19,12 +19,12 @@ RATIOS = ["0", "0.3", "0.731", "1"]
 def hash_of(trainer: Trainer) -> str:
     """Of the masters, moments and model parameters that a process holds."""
     state = hashlib.sha256()
-    for kind, views in sorted(trainer.model.optimizer.state_tensors().items()):
+    for kind, views in sorted(trainer.engine.optimizer.state_tensors().items()):
         for name, view in sorted(views.items()):
             elements = [part.flatten().clone() for _, part in sorted(view.parts, key=lambda item: item[0])]
             state.update(f"{kind}/{name}".encode() + torch.cat(elements).view(torch.uint8).numpy().tobytes())
-    for unit in trainer.model.units:
-        state.update(trainer.model.live.own(unit.name).clone().view(torch.uint8).numpy().tobytes())
+    for unit in trainer.engine.table.units:
+        state.update(trainer.engine.parameters.shards[unit.name].clone().view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
 
 

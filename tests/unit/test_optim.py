@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from gptpar.config.gradients import adds_gradients
 from gptpar.data.loader import MicroBatch
-from gptpar.engine import gradients
+from gptpar.engine import gradient_memory, reducer
+from gptpar.engine.collector import GradientCollector
 from gptpar.engine.data_axis import DataAxis
-from gptpar.engine.gradients import GradientSum
+from gptpar.engine.gradient_memory import GradientMemory
+from gptpar.engine.gradients import Gradients
 from gptpar.engine.master_adamw import MasterAdamW
-from gptpar.engine.runs import device_runs, divide, runs_of
+from gptpar.engine.ranges import Place
+from gptpar.engine.reducer import GradientReducer
+from gptpar.engine.router import GradientRouter
+from gptpar.engine.step_graph import Cuts
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.init import Constant
 from gptpar.optim.grad_norm import GradientNorm, square_of
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import make_schedule
-from gptpar.optim.spans import ALIGNMENT, Run, counted
+from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel.axis import Split
 from tests.helpers import make_trainer, random_tokens, tiny_config
@@ -115,17 +123,19 @@ SHAPES = {
 
 
 def infos(shapes: Mapping[str, tuple[int, ...]], splits: Mapping[str, Split] | None = None) -> dict[str, ParameterInfo]:
-    return {n: ParameterInfo(torch.Size(s), (splits or {}).get(n), Constant(0.0)) for n, s in shapes.items()}
+    return {
+        n: ParameterInfo(torch.Size(s), (splits or {}).get(n), Constant(0.0), frozenset()) for n, s in shapes.items()
+    }
 
 
 def test_a_unit_is_aligned_and_ordered_by_kind() -> None:
     unit = Unit.of("layer", infos(SHAPES), 4)
-    assert list(unit.slots) == ["first.weight", "last.matrix", "first.bias", "norm.weight", "last.weight"]
-    assert [slot.start for slot in unit.slots.values()] == [0, 64, 192, 256, 320]
-    assert [slot.end for slot in unit.slots.values()] == [64, 192, 256, 320, 448]
+    assert list(unit.params) == ["first.weight", "last.matrix", "first.bias", "norm.weight", "last.weight"]
+    assert [param.start for param in unit.params.values()] == [0, 64, 192, 256, 320]
+    assert [param.end for param in unit.params.values()] == [64, 192, 256, 320, 448]
     assert (unit.length, unit.shard_length) == (512, 128)
     assert Unit.of("layer", infos(SHAPES), 3).length == 576 and Unit.of("layer", infos(SHAPES), 1).length == 448
-    assert all(slot.start % ALIGNMENT == 0 for slot in unit.slots.values())
+    assert all(param.start % ALIGNMENT == 0 for param in unit.params.values())
     assert unit.views(torch.arange(512))["norm.weight"].tolist() == [256, 257, 258, 259, 260]
     assert unit.views(torch.arange(512))["last.matrix"].shape == (10, 10)
 
@@ -136,56 +146,71 @@ def test_uneven_shares_reserve_the_longest() -> None:
     longest = {"tokens.weight": Split(0, 25, 0, 13)}
     short = Unit.of("ends", infos(shapes, longest), 2)
     long = Unit.of("ends", infos({**shapes, "tokens.weight": (13, 8)}, {"tokens.weight": Split(0, 25, 12, 13)}), 2)
-    assert list(short.slots) == ["head.weight", "norm.weight", "tokens.weight"]
-    assert [(s.start, s.end) for s in short.slots.values()] == [(s.start, s.end) for s in long.slots.values()]
-    assert [u.slots["tokens.weight"].stop for u in (short, long)] == [128 + 96, 128 + 104]
+    assert list(short.params) == ["head.weight", "norm.weight", "tokens.weight"]
+    assert [(s.start, s.end) for s in short.params.values()] == [(s.start, s.end) for s in long.params.values()]
+    assert [u.params["tokens.weight"].stop for u in (short, long)] == [128 + 96, 128 + 104]
     assert short.length == long.length == 256
-    assert [slot.replicated for slot in short.slots.values()] == [True, True, False]
+    assert [param.replicated for param in short.params.values()] == [True, True, False]
+
+
+def table_of(unit: Unit, shard: int = 0, tensor_rank: int = 0) -> ParameterTable:
+    return ParameterTable([unit], Place(unit.shards, shard, tensor_rank=tensor_rank))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
 def test_shards_hold_every_element_once(shards: int) -> None:
     unit = Unit.of("layer", infos(SHAPES, {"last.matrix": Split(1, 20, 10, 10)}), shards)
-    times = {name: torch.zeros(slot.shape.numel()) for name, slot in unit.slots.items()}
+    times = {name: torch.zeros(param.shape.numel()) for name, param in unit.params.items()}
     for shard in range(shards):
-        for name, first, last in unit.held(shard):
-            assert 0 <= first < last
-            times[name][first:last] += 1
+        for one in table_of(unit, shard).ranges():
+            assert 0 <= one.first < one.first + one.length
+            times[one.param][one.first : one.first + one.length] += 1
     assert all(bool((counts == 1).all()) for counts in times.values())
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
-def test_runs_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> None:
+def test_spans_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> None:
+    """On the second tensor-parallel rank, which counts what it alone has."""
     unit = Unit.of("layer", infos(SHAPES, {"last.matrix": Split(1, 20, 10, 10)}), shards)
     treated = torch.full((unit.length, 2), -1)
     for shard in range(shards):
-        stop = 0
-        for start, end, decays, replicated in unit.runs(shard):
-            assert stop <= start < end <= unit.shard_length
-            treated[shard * unit.shard_length + start : shard * unit.shard_length + end] = torch.tensor(
-                [decays, replicated]
-            ).long()
-            stop = end
-    for slot in unit.slots.values():
-        assert treated[slot.start : slot.end].unique(dim=0).tolist() == [[slot.decays, slot.replicated]]
-    assert int((treated[:, 0] >= 0).sum()) == sum(slot.end - slot.start for slot in unit.slots.values())
-    assert [run[2:] for run in Unit.of("l", infos(SHAPES), 1).runs(0)] == [(True, True), (False, True)]
+        table, low, stop = table_of(unit, shard, tensor_rank=1), shard * unit.shard_length, 0
+        for span in table.spans("layer"):
+            assert stop <= span.start < span.stop <= unit.shard_length
+            treated[low + span.start : low + span.stop] = torch.tensor([span.group, 0])
+            stop = span.stop
+        for start, stop in table.counted("layer"):
+            treated[low + start : low + stop, 1] = 1
+    for param in unit.params.values():
+        assert treated[param.start : param.end].unique(dim=0).tolist() == [[param.group, not param.replicated]]
+    assert int((treated[:, 0] >= 0).sum()) == sum(param.end - param.start for param in unit.params.values())
+    whole = table_of(Unit.of("l", infos(SHAPES), 1))
+    assert [span.group for span in whole.spans("l")] == [DECAYS, DECAYS_NOT] and whole.counted("l") == [(0, 448)]
 
 
-def make_optimizer(
-    unit: Unit, shapes: Mapping[str, tuple[int, ...]], grad: torch.Tensor, shard: int = 0
-) -> MasterAdamW:
-    division, runs = divide([unit], shard, 0.0), all_runs(unit, shard, first_tensor_rank=True)
-    return MasterAdamW([unit], infos(shapes), division, runs, shard, grad, tiny_config().optimizer)
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_what_is_summed_lies_together_and_is_the_same_on_all_tensor_ranks(shards: int) -> None:
+    """Messages over the tensor axis match by their lengths, however uneven the ranks' shares."""
+    messages = []
+    for rows, start in ((12, 0), (13, 12)):
+        known = infos({**SHAPES, "tokens.weight": (rows, 8)}, {"tokens.weight": Split(0, 25, start, 13)})
+        for name in ("norm.weight", "last.matrix"):
+            known[name] = replace(known[name], grad_sums=frozenset({"tensor"}))
+        unit = Unit.of("layer", known, shards)
+        assert [name for name, param in unit.params.items() if param.info.grad_sums] == ["last.matrix", "norm.weight"]
+        summed = [table_of(unit, shard).messages("layer", "tensor") for shard in range(shards)]
+        assert sum(stop - start for parts in summed for start, stop in parts) == 128 + 64
+        messages.append(summed)
+    assert messages[0] == messages[1]
 
 
-def all_runs(unit: Unit, shard: int, *, first_tensor_rank: bool) -> list[Run]:
-    runs = list(runs_of(unit, shard, first_tensor_rank=first_tensor_rank, copies=frozenset()))
-    return device_runs([unit], divide([unit], shard, 0.0).on_device, {unit.name: runs})
+def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: int = 0) -> MasterAdamW:
+    return MasterAdamW(table_of(unit, shard, tensor_rank), grad, tiny_config().optimizer)
 
 
-def square_of_grad(unit: Unit, runs: list[Run], grad: torch.Tensor) -> torch.Tensor:
-    norm = GradientNorm({unit.name: counted(runs)})
+def square_of_grad(table: ParameterTable, grad: torch.Tensor) -> torch.Tensor:
+    (unit,) = table.units
+    norm = GradientNorm({unit.name: table.counted(unit.name)})
     norm.measure({unit.name: grad})
     return norm.square(grad.device)
 
@@ -197,7 +222,7 @@ def test_norm_of_a_long_buffer_is_exact() -> None:
     grad = torch.zeros(unit.length)
     for view in unit.views(grad).values():
         view.fill_(0.1)
-    square = square_of_grad(unit, all_runs(unit, 0, first_tensor_rank=True), grad)
+    square = square_of_grad(table_of(unit), grad)
     assert square.dtype == torch.float64
     assert square.sqrt().item() == pytest.approx(0.1 * 50e6**0.5, rel=1e-6)
 
@@ -210,12 +235,11 @@ def test_only_zeros_of_parameters_are_counted() -> None:
         view.fill_(1.0)
     unit.views(whole)["last.matrix"][3:5] = 0
     unit.views(whole)["last.weight"][7] = 0
-    counts = [make_optimizer(unit, SHAPES, grad, k).zeros_in_grad() for k, grad in enumerate(whole.chunk(2))]
+    counts = [make_optimizer(unit, grad, k).zeros_in_grad() for k, grad in enumerate(whole.chunk(2))]
     assert counts == [20, 1]
-    elsewhere, division = all_runs(unit, 0, first_tensor_rank=False), divide([unit], 0, 0.0)
     grad = whole.chunk(2)[0]
-    optimizer = MasterAdamW([unit], infos(SHAPES), division, elsewhere, 0, grad, tiny_config().optimizer)
-    assert optimizer.zeros_in_grad() == 0 and square_of_grad(unit, elsewhere, grad).item() == 0
+    assert make_optimizer(unit, grad, tensor_rank=1).zeros_in_grad() == 0
+    assert square_of_grad(table_of(unit, tensor_rank=1), grad).item() == 0
 
 
 def test_a_norm_of_any_length_is_exact() -> None:
@@ -227,6 +251,24 @@ def test_a_norm_of_any_length_is_exact() -> None:
     assert square_of(narrow, grad.device).item() == pytest.approx(exact, rel=1e-6)  # not rounded to 8 bits
 
 
+def make_gradients(
+    units: list[Unit],
+    axis: DataAxis,
+    *,
+    done: Callable[[str], None] = lambda name: None,
+    ratio: float = 0.0,
+    ahead: bool = False,
+    subscriber: Any = None,
+) -> Gradients:
+    table = ParameterTable(units, Place(axis.shards, axis.shard), ratio=ratio)
+    memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
+    router = GradientRouter(table, memory, None, {}, subscriber, Cuts(), counts_zeros=False)
+    sums = GradientReducer(memory, axis, torch.float32, router)
+    return Gradients(
+        memory, GradientCollector(units, [[unit.name for unit in units]], memory, sums, done), sums, router
+    )
+
+
 def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives match by their order alone: it must not depend on which gradient came first, or came at all."""
     started: list[int] = []
@@ -236,20 +278,12 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         started.append(int(piece.storage_offset()))
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(gradients.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
     axis = DataAxis(2, 0, object())  # type: ignore[arg-type]
     for arrivals in ("cba", "abc", "bca", "b"):
         parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
         units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
-        total = GradientSum(
-            units,
-            [[unit.name for unit in units]],
-            axis,
-            torch.float32,
-            torch.device("cpu"),
-            reduce_dtype=torch.float32,
-            done=done.append,
-        )
+        total = make_gradients(units, axis, done=done.append)
         total.shard.fill_(7.0)  # of an earlier step
         total.watch(parameters)
         total.begin(2)
@@ -273,36 +307,26 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
 def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it cannot be zeroed, since the host may not have fetched the last step's gradient; gaps count, too."""
     unit = Unit.of("unit", infos({"a": (3, 5), "b": (10, 10), "c": (64, 2)}), 1)
-    assert list(unit.gaps()) == [(15, 64), (164, 192)] and unit.length == 320
-    offered: list[torch.Tensor] = []
-    total = GradientSum(
-        [unit],
-        [["unit"]],
-        DataAxis(1, 0, None),
-        torch.float32,
-        torch.device("cpu"),
-        reduce_dtype=torch.float32,
-        done=lambda name: None,
-        on_device={"unit": 0},
-        to_host=lambda _, grad, on_device: offered.append(grad),
-        ahead=True,
-    )
-    parameters = {name: torch.nn.Parameter(torch.ones(slot.shape)) for name, slot in unit.slots.items()}
+    assert list(unit.padding()) == [(15, 64), (164, 192)] and unit.length == 320
+    submitted: list[torch.Tensor] = []
+    subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad))
+    total = make_gradients([unit], DataAxis(1, 0, None), ratio=1.0, ahead=True, subscriber=subscriber)
+    parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in unit.params.items()}
     total.watch(parameters)
-    monkeypatch.setattr(gradients.torch, "empty", lambda n, **k: torch.full((n,), math.nan, **k))
+    monkeypatch.setattr(gradient_memory.torch, "empty", lambda n, **k: torch.full((n,), math.nan, **k))
     total.begin(1)
     total.begin_backward(0, last=True)
     sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
     total.end_backward()
     total.finish()
-    assert offered[0].sum().item() == 15 + 100 + 128
+    assert submitted[0].sum().item() == 15 + 100 + 128
 
 
 def step_once(trainer, poison: float = 0.0) -> list[float]:  # type: ignore[no-untyped-def]
     tokens = random_tokens(2, 16, 60)
     loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 0)
     if poison:
-        trainer.model.optimizer.grad[5] = poison
+        trainer.engine.optimizer.grad[5] = poison
     return trainer.update(loss, iteration=1, samples=2, progress=100, stop=False).readings.read()
 
 
@@ -310,7 +334,7 @@ def step_once(trainer, poison: float = 0.0) -> list[float]:  # type: ignore[no-u
 def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: str) -> None:
     trainer = make_trainer(tiny_config(flags))
     step_once(trainer)
-    optimizer = trainer.model.optimizer
+    optimizer = trainer.engine.optimizer
     before = [b.clone() for b in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)]
     _, norm, skipped, _ = step_once(trainer, float(poison))
     assert skipped == 1 and not math.isfinite(norm) and optimizer.steps_taken == 1
@@ -323,8 +347,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: str) 
 def test_sixteen_bit_weights_are_the_rounded_masters(flags: str) -> None:
     trainer = make_trainer(tiny_config(flags))
     norms = [step_once(trainer)[1] for _ in range(3)]
-    assert trainer.model.optimizer.master.dtype == torch.float32
-    masters, live = trainer.model.optimizer.state_tensors()["weights"], trainer.model.live.views()
+    assert trainer.engine.optimizer.master.dtype == torch.float32
+    masters, live = trainer.engine.optimizer.state_tensors()["weights"], trainer.engine.parameters.views()
     assert masters.keys() == live.keys() and {view.dtype for view in live.values()} != {torch.float32}
     for name, held in masters.items():
         ((_, master),) = held.parts
@@ -351,7 +375,7 @@ def test_only_sums_are_kept_in_fp32() -> None:
         ("--fp64", torch.float64),
         ("--bf16 --global-batch-size 4", torch.float32),
     ):
-        optimizer = make_trainer(tiny_config(flags)).model.optimizer
+        optimizer = make_trainer(tiny_config(flags)).engine.optimizer
         assert optimizer.grad.dtype == dtype, flags
         wide = optimizer.master.element_size()
         assert optimizer.bytes_an_element == 3 * wide + dtype.itemsize
@@ -359,7 +383,7 @@ def test_only_sums_are_kept_in_fp32() -> None:
     assert [adds_gradients(c, size) for c, size in ((growing, 1), (tiny_config(), 2), (tiny_config(), 1))] == [1, 1, 0]
     trainer = make_trainer(tiny_config("--bf16"))
     with pytest.raises(AssertionError):
-        trainer.model.begin_gradients(2)
+        trainer.engine.begin_gradients(2)
 
 
 def test_fp16_loss_scale_leaves_the_step_unchanged() -> None:
@@ -368,5 +392,5 @@ def test_fp16_loss_scale_leaves_the_step_unchanged() -> None:
     for scale in (256, 2048):
         trainer = make_trainer(tiny_config(f"--fp16 --loss-scale {scale}"))
         step_once(trainer)
-        results.append(trainer.model.optimizer.grad / scale)
+        results.append(trainer.engine.optimizer.grad / scale)
     torch.testing.assert_close(results[0], results[1], rtol=2e-2, atol=1e-6)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptpar.cli import main as cli
+from gptpar.engine.engine import Engine
 from gptpar.errors import ConfigError
 from gptpar.pipeline.schedules import simulate
 from gptpar.plan.job import Job, alive
@@ -26,7 +27,7 @@ from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.reporting.banner import ranges
 from gptpar.topology import Layout, make_topology
-from gptpar.training.sharded_model import ShardedModel, split_of
+from gptpar.training.gpt import make_engine, split_of
 from tests.helpers import tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -147,19 +148,19 @@ def pretended_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def allocated(model: ShardedModel) -> tuple[int, int, int]:
+def allocated(engine: Engine) -> tuple[int, int, int]:
     """Bytes of live parameters, gradient sums, and optimizer state."""
 
     def bytes_of(*groups: list[torch.Tensor]) -> int:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for g in groups for t in g}
         return sum(size for address, size in storages.items() if address)
 
-    model.publish()  # ZeRO-3 releases what it has shown
-    optimizer = [model.optimizer.master, model.optimizer.exp_avg, model.optimizer.exp_avg_sq]
+    engine.publish()  # ZeRO-3 releases what it has shown
+    optimizer = [engine.optimizer.master, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq]
     masters = {optimizer[0].untyped_storage().data_ptr()}
-    live = [*model.live._full.values(), *model.live._shards.values()]
+    live = [*engine.parameters.full.values(), *engine.parameters.shards.values()]
     live = [t for t in live if t.untyped_storage().data_ptr() not in masters]
-    return bytes_of(live), bytes_of([model.gradients.shard, *model.gradients._sums.values()]), bytes_of(optimizer)
+    return bytes_of(live), bytes_of(engine.gradients.memory.tensors), bytes_of(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_states_are_what_the_run_allocates(layout: Layout, flags: str) -> None:
         with pretended_world(rank, layout.world_size):
             topology = make_topology(layout, rank, torch.device("cpu"))
             memory = stage_memory(job, topology.stage)
-            found = allocated(ShardedModel(config, topology))
+            found = allocated(make_engine(config, topology).engine)
         assert found == (memory.parameters, memory.gradients, memory.optimizer)
 
 

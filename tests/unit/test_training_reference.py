@@ -19,7 +19,7 @@ STEPS = 50
 def plain_loop(config, tokens: list[torch.Tensor]) -> list[float]:  # type: ignore[no-untyped-def]
     """Forward, mean cross entropy, clipping, AdamW, linear warm-up, cosine decay: nothing but torch."""
     trainer = make_trainer(config)
-    weights = trainer.model.optimizer.state_tensors()["weights"]
+    weights = trainer.engine.optimizer.state_tensors()["weights"]
     model = Stage(gpt_layers(config.model))
     model.place({name: parts.parts[0][1].clone() for name, parts in weights.items()})
     named = model.global_parameters()

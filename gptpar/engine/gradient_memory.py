@@ -1,0 +1,99 @@
+"""Where gradients are added up: each unit's sum over micro-batches, and this process's shard of the sum over all."""
+
+from __future__ import annotations
+
+import torch
+
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.ranges import Home
+from gptpar.engine.table import ParameterTable
+from gptpar.engine.units import Unit
+
+
+class GradientMemory:
+    """Owns the memory of gradient sums.
+
+    Under ZeRO-0 and 1 a unit's whole sum is kept until the step's last backward pass; under ZeRO-2 and 3 it lives for
+    one micro-batch, and only this process's shard of the sum over micro-batches stays. Of a unit that the device's
+    optimizer does not update wholly, nothing is kept that a single micro-batch does not need.
+
+    Args:
+        table: of this process's parameters.
+        dtype: of sums, fp32 or wider; where nothing is ever added, that of the gradients is enough.
+        arriving_dtype: of the gradients that autograd produces.
+        ahead: whether to take the memory of sums that are not kept at the beginning of a step, so that the step uses it
+            for nothing else: a recording of the step would do so before a subscriber has fetched them.
+
+    Attributes:
+        shard: the final gradient of the elements that the device's optimizer updates: all units' in a row.
+        shards: the same by unit.
+        keeps_all: whether whole sums are kept over micro-batches.
+        single: whether the step has one micro-batch.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        axis: DataAxis,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        arriving_dtype: torch.dtype | None = None,
+        ahead: bool = False,
+    ):
+        self._dtype, self._arriving_dtype, self._alone = dtype, arriving_dtype or dtype, axis.group is None
+        self.shard = torch.zeros(table.length(Home.DEVICE), dtype=dtype, device=device)
+        self.shards = table.split(self.shard)
+        self.keeps_all, self.single = axis.zero_stage < 2, True
+        self.undivided = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
+        self._sums: dict[str, torch.Tensor] = {}
+        if axis.shards == 1:
+            self._sums = {unit.name: self.shards[unit.name] for unit in self.undivided}
+        elif self.keeps_all:
+            whole = torch.zeros(sum(unit.length for unit in self.undivided), dtype=dtype, device=device)
+            pieces = whole.split([unit.length for unit in self.undivided])
+            self._sums = {unit.name: piece for unit, piece in zip(self.undivided, pieces, strict=True)}
+        self._fixed = frozenset(self._sums)
+        names = {unit.name for unit in self.undivided}
+        self._ahead = {unit.name: unit for unit in table.units if ahead and unit.name not in names}
+        self._shard_sums: dict[str, torch.Tensor] = {}
+
+    @property
+    def adds_shards(self) -> bool:
+        """Whether micro-batches are added up after the reduction over processes, not before."""
+        return not self.keeps_all and not self.single
+
+    def begin(self, num_micro_batches: int) -> None:
+        """A step begins."""
+        self.single = num_micro_batches == 1
+        for unit in self._ahead.values():
+            self.sum_of(unit)
+
+    def sum_of(self, unit: Unit) -> torch.Tensor:
+        """[unit.length] the sum of this process's gradients; new memory is zero where it is padding."""
+        if unit.name not in self._sums:
+            dtype = self._arriving_dtype if self._alone and self.single else self._dtype
+            # What is taken ahead holds the last step's gradient until the host has fetched it: only gaps are written.
+            new = torch.empty if unit.name in self._ahead else torch.zeros
+            total = self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
+            for start, stop in unit.padding() if unit.name in self._ahead else ():
+                total[start:stop].zero_()
+        return self._sums[unit.name]
+
+    def release(self, unit: Unit) -> None:
+        """The unit's sum has been handed on: whoever needs it holds it."""
+        if unit.name not in self._fixed and (self.single or not self.keeps_all):
+            self._sums.pop(unit.name, None)
+
+    def shard_sum_of(self, unit: Unit) -> torch.Tensor:
+        """[shard_length] this process's shard of the sum over micro-batches, under ZeRO-2 and 3."""
+        if self.shards[unit.name].numel() == unit.shard_length:
+            return self.shards[unit.name]
+        if unit.name not in self._shard_sums:
+            self._shard_sums[unit.name] = torch.empty(unit.shard_length, dtype=self._dtype, device=self.shard.device)
+        return self._shard_sums[unit.name]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory in use; some of it may be the same."""
+        return [self.shard, *self._sums.values(), *self._shard_sums.values()]

@@ -1,0 +1,137 @@
+"""Parameter ranges: a process's elements, cut where the owner, the home or the parameter changes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeVar
+
+from gptpar.engine.units import Param, Unit
+
+Key = TypeVar("Key")
+
+
+class Home(Enum):
+    """Where an element's master weight and moments are, and its update happens."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands on the named axes, as far as its parameters depend on it.
+
+    Attributes:
+        shards: equal shards into which the data axis cuts each unit.
+        shard: this process's.
+        replicas: processes of the data axis that have the same shard.
+        tensor_rank: position on the tensor axis.
+        stage: position on the pipeline axis.
+    """
+
+    shards: int = 1
+    shard: int = 0
+    replicas: int = 1
+    tensor_rank: int = 0
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Range:
+    """Contiguous elements of one parameter in this process's shard of a unit, all treated alike.
+
+    Attributes:
+        param: the parameter's global name.
+        start, stop: of the elements in the shard.
+        first: the first element's number among the parameter's on this tensor-parallel rank, in row-major order.
+        group: number of the optimizer group.
+        counted: whether this process counts the elements in sums over the model. Of replicas on the tensor axis and
+            of tied copies on other stages one is counted; replicas on the data axis share the count.
+        sums: axes over which each process has only an addend of the gradient.
+    """
+
+    unit: str
+    param: str
+    start: int
+    stop: int
+    first: int
+    home: Home
+    group: int
+    counted: bool
+    sums: frozenset[str]
+
+    @property
+    def length(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def between(self, low: int, high: int) -> Range | None:
+        """What of the range lies between two places of the shard, if anything does."""
+        start, stop = max(self.start, low), min(self.stop, high)
+        if start >= stop:
+            return None
+        return replace(self, start=start, stop=stop, first=self.first + start - self.start)
+
+
+def extents(unit: Unit, shard: int) -> Iterator[tuple[int, int, Param]]:
+    """(start, stop, parameter) of each parameter's elements in a shard, and of the padding behind them."""
+    low, high = shard * unit.shard_length, (shard + 1) * unit.shard_length
+    for param in unit.params.values():
+        start, stop = max(low, param.start), min(high, param.end)
+        if start < stop:
+            yield start - low, stop - low, param
+
+
+def device_lengths(units: Sequence[Unit], shard: int, ratio: float) -> tuple[dict[str, int], int, int]:
+    """Give the host a share of a process's elements, exact to the element, and the device the first layers.
+
+    The device's elements are updated at once, and the next forward pass needs the first layers first. Tensor-parallel
+    ranks cut at the same places, because they sum the gradients of replicated parameters; where their splits of the
+    vocabulary are uneven, the longest counts for all.
+
+    Args:
+        units: in forward order.
+        ratio: the host's share, 0 to 1.
+
+    Returns:
+        (unit -> how many of its shard's elements, the first ones, the device updates; the process's elements without
+        padding; those of them that the host updates)
+    """
+    reserved = {unit.name: list(_reserved(unit, shard)) for unit in units}
+    total = sum(stop - start for ranges in reserved.values() for start, stop in ranges)
+    offloaded = round(ratio * total)
+    left = total - offloaded
+    lengths: dict[str, int] = {}
+    for unit in units:
+        last, whole = 0, True
+        for start, stop in reserved[unit.name]:
+            taken = min(left, stop - start)
+            left -= taken
+            whole &= taken == stop - start
+            if taken:
+                last = start + taken
+        lengths[unit.name] = unit.shard_length if whole else last
+    return lengths, total, offloaded
+
+
+def _reserved(unit: Unit, shard: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of what the longest tensor-parallel splits take of a shard."""
+    low, high = shard * unit.shard_length, (shard + 1) * unit.shard_length
+    for param in unit.params.values():
+        start, stop = max(low, param.start), min(high, param.start + param.longest)
+        if start < stop:
+            yield start - low, stop - low
+
+
+def merged(pieces: Iterable[tuple[int, int, Key]]) -> list[tuple[int, int, Key]]:
+    """(start, stop, key) pieces in order, neighbours with the same key as one."""
+    found: list[tuple[int, int, Key]] = []
+    for start, stop, key in pieces:
+        if start >= stop:
+            continue
+        if found and found[-1][1] == start and found[-1][2] == key:
+            start = found.pop()[0]
+        found.append((start, stop, key))
+    return found

@@ -1,0 +1,100 @@
+"""Sums of gradients over the data axis, while the backward pass still runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.gradient_memory import GradientMemory
+from gptpar.engine.router import GradientRouter
+from gptpar.engine.units import Unit
+from gptpar.topology import reduce_scatter_single
+
+MAX_IN_FLIGHT = 2
+"""Reductions whose whole-unit buffers are alive at once under ZeRO-2 and 3."""
+
+
+class GradientReducer:
+    """Leaves this process's shard of each unit's sum, and hands it on to the router when it is final.
+
+    Args:
+        dtype: in which gradients travel.
+    """
+
+    def __init__(self, memory: GradientMemory, axis: DataAxis, dtype: torch.dtype, router: GradientRouter):
+        self._memory, self._axis, self._dtype, self._router = memory, axis, dtype, router
+        self._summed: set[str] = set()
+        self._pending: deque[tuple[Callable[[], None], tuple[torch.Tensor, ...]]] = deque()
+        self._bounded = not memory.keeps_all or router.divides
+        on_side_stream = router.divides and axis.group is not None and memory.shard.is_cuda
+        self._side_stream = torch.cuda.Stream(memory.shard.device) if on_side_stream else None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._summed.clear()
+
+    @torch.no_grad()
+    def reduce(self, unit: Unit, total: torch.Tensor, *, last: bool) -> None:
+        """Begin to sum a unit's gradient over the data axis.
+
+        Args:
+            total: [unit.length] this process's sum.
+            last: it is final then.
+        """
+        sent = total if self._axis.group is None else total.to(self._dtype)
+        if self._axis.shards > 1:
+            into = torch.empty(unit.shard_length, dtype=sent.dtype, device=sent.device)
+            work = reduce_scatter_single(into, sent, group=self._axis.group, async_op=True)
+            self._pending.append((self._completion(work, unit, into, last), (sent, into)))
+        elif self._axis.group is not None:
+            work = dist.all_reduce(sent, group=self._axis.group, async_op=True)
+            self._pending.append((self._completion(work, unit, sent, last), (sent,)))
+        else:
+            self._add(unit, sent, last)
+        self._memory.release(unit)
+        while self._bounded and len(self._pending) > MAX_IN_FLIGHT:
+            self._complete_one()
+
+    def _completion(self, work: Any, unit: Unit, shard: torch.Tensor, last: bool) -> Callable[[], None]:
+        """What is to be called when the reduction's result is needed.
+
+        A shard that a subscriber waits for is not queued behind the layers whose backward pass is already launched.
+        """
+        if self._side_stream is None:
+
+            def complete() -> None:
+                work.wait()
+                self._add(unit, shard, last)
+
+            return complete
+        with torch.cuda.stream(self._side_stream):
+            work.wait()
+            self._add(unit, shard, last)
+            there = self._side_stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(there)
+
+    def _add(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
+        """Add a micro-batch's shard to those before, where that was not done before the reduction."""
+        if self._memory.adds_shards:
+            total = self._memory.shard_sum_of(unit)
+            # A new sum begins here and not with the step: the CPU may still be reading the last one until it has
+            # updated this unit, and the forward pass has waited for that.
+            shard = total.add_(shard) if unit.name in self._summed else total.copy_(shard)
+            self._summed.add(unit.name)
+        if last:
+            self._router.route(unit, shard)
+
+    def _complete_one(self) -> None:
+        complete, _in_use = self._pending.popleft()  # until then other streams read or write these
+        complete()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait until this process's shards are complete."""
+        while self._pending:
+            self._complete_one()

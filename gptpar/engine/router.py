@@ -1,0 +1,128 @@
+"""Final gradients on their way to whoever updates the elements: the device's optimizer or a subscriber."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from gptpar.engine.gradient_memory import GradientMemory
+from gptpar.engine.ranges import Home
+from gptpar.engine.step_graph import Cuts
+from gptpar.engine.subscriber import Subscriber
+from gptpar.engine.table import ParameterTable
+from gptpar.engine.units import Unit
+from gptpar.optim.grad_norm import GradientNorm
+from gptpar.placement import TENSOR
+
+
+class GradientRouter:
+    """Completes, measures and divides gradients that are final over the data axis.
+
+    Everything that sums is done with a unit's whole shard before it is divided: neither the norm nor the gradient
+    depends on where the division is. Sums travel as they are; a gradient that comes once, in 16 bits, does so, too.
+
+    Units that the device updates wholly are completed together at the end of the step, others as they come.
+
+    Args:
+        table: of this process's parameters.
+        tensor_group: the ranks that share each layer; ``None`` when alone.
+        tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
+        subscriber: updates the elements behind the device's; ``None``: their gradients are dropped.
+        counts_zeros: whether zeros are counted.
+    """
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        memory: GradientMemory,
+        tensor_group: dist.ProcessGroup | None,
+        tied: Mapping[str, dist.ProcessGroup],
+        subscriber: Subscriber | None,
+        cuts: Cuts,
+        *,
+        counts_zeros: bool,
+    ):
+        self._table, self._memory, self._tensor_group, self._tied = table, memory, tensor_group, tied
+        self._subscriber, self._cuts, self._counts_zeros = subscriber, cuts, counts_zeros
+        self._messages = {unit.name: table.messages(unit.name, TENSOR) for unit in table.units}
+        self._norm = GradientNorm({unit.name: table.counted(unit.name) for unit in table.units})
+        self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
+        self._zeros = torch.zeros((), dtype=torch.float64, device=memory.shard.device)
+        self.divides = len(memory.undivided) < len(table.units)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._norm.begin()
+        self._zeros.zero_()
+
+    def route(self, unit: Unit, shard: torch.Tensor) -> None:
+        """This process's shard of a unit's gradient is final over the data axis.
+
+        A subscriber's part of its memory stays as it is until the unit's next backward pass.
+        """
+        on_device = self._memory.shards[unit.name]
+        if on_device.numel() == unit.shard_length:
+            if shard is not on_device:
+                on_device.copy_(shard)
+        elif unit.name in self._tied:
+            self._held_back[unit.name] = (unit, shard)
+        else:
+            self._divide(unit, shard)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All units were routed: complete those that waited for the end of the step."""
+        shards = self._undivided
+        sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)
+        for name, group in self._tied.items():
+            held = self._held_back.pop(name, None)
+            # The stages that share the unit may divide it differently.
+            sum_together([self._memory.shards[name] if held is None else held[1]], group)
+            if held is not None:
+                self._divide(*held)
+
+    def square(self) -> torch.Tensor:
+        """Sum of squares (fp64 scalar on the device) of the elements that this process counts."""
+        self._norm.measure(self._undivided)
+        return self._norm.square(self._memory.shard.device)
+
+    @property
+    def zeros(self) -> torch.Tensor:
+        """How many of the subscriber's elements that this process counts are zero (fp64 scalar on the device)."""
+        return self._zeros
+
+    @property
+    def _undivided(self) -> dict[str, torch.Tensor]:
+        return {unit.name: self._memory.shards[unit.name] for unit in self._memory.undivided}
+
+    def _addends(self, unit: str, shard: torch.Tensor) -> list[torch.Tensor]:
+        """What is still to be summed over the tensor axis."""
+        return [shard[start:stop] for start, stop in self._messages[unit]]
+
+    @torch.no_grad()
+    def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
+        sum_together(self._addends(unit.name, shard), self._tensor_group)
+        self._norm.measure({unit.name: shard})
+        on_device = self._memory.shards[unit.name]
+        low = on_device.numel()
+        on_device.copy_(shard[:low])
+        if self._counts_zeros:
+            self._count_zeros(unit, shard)
+        if self._subscriber is not None:
+            self._cuts.at(partial(self._subscriber.submit_gradient, unit.name, shard[low:]))
+
+    def _count_zeros(self, unit: Unit, shard: torch.Tensor) -> None:
+        for one in self._table.ranges(unit=unit.name, home=Home.HOST):
+            if one.counted:
+                self._zeros += (shard[one.start : one.stop] == 0).sum()
+
+
+def sum_together(parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum each part over a group, in one message; ``None``: this process is alone there."""
+    if group is not None and any(part.numel() for part in parts):
+        flat = torch.cat(parts)
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_(parts, list(flat.split([part.numel() for part in parts])))

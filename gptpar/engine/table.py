@@ -1,0 +1,176 @@
+"""The parameter table: for each element of a process who owns it, where it is updated, and what is summed. Pure.
+
+One picture: parameter -> ranges -> owner -> update. A layer is a unit, its parameters in one flat range. The data axis
+cuts every unit into equal shards, and the twin-flow ratio cuts each shard into elements that the device updates, the
+first ones, and elements that the host updates. What remains are ranges: contiguous elements of one parameter that are
+all treated alike. Whatever has to know where an element is asks the table. A table needs no other process: any rank's
+can be made anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gptpar.engine.ranges import Home, Place, Range, device_lengths, extents, merged
+from gptpar.engine.units import Param, Unit
+from gptpar.optim.spans import OffloadedPartition, Span
+from gptpar.pipeline.stage import BufferInfo, ParameterInfo
+from gptpar.tensor_parts import TensorParts, parts_of_flat
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A unit that several pipeline stages have a copy of: their gradients are summed, one copy is counted.
+
+    Attributes:
+        stages: in rising order.
+    """
+
+    unit: str
+    stages: tuple[int, ...]
+
+
+class ParameterTable:
+    """All parameters of one process.
+
+    Args:
+        units: in forward order.
+        place: the process's.
+        ratio: the host's share of the elements, 0 to 1.
+        tied: unit -> the stages that have a copy of it, for units of several stages.
+        buffers: of the layers, by global name.
+
+    Attributes:
+        units: in forward order.
+        params: by global name, in the units' order.
+        on_device: unit -> how many of its shard's elements, the first ones, the device updates.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        place: Place = Place(),  # noqa: B008
+        *,
+        ratio: float = 0.0,
+        tied: Mapping[str, Sequence[int]] | None = None,
+        buffers: Mapping[str, BufferInfo] | None = None,
+    ):
+        self.place, self.buffers = place, dict(buffers or {})
+        self.units = tuple(units)
+        self._unit_of = {unit.name: unit for unit in units}
+        self.params: dict[str, Param] = {name: param for unit in units for name, param in unit.params.items()}
+        self.ties = {unit: Tie(unit, tuple(sorted(stages))) for unit, stages in (tied or {}).items() if len(stages) > 1}
+        self._counted = {name for unit in units for name, param in unit.params.items() if self._counts(unit, param)}
+        self.on_device, self._elements, self._offloaded = device_lengths(units, place.shard, ratio)
+        self._ranges = {unit.name: tuple(self._ranges_of(unit)) for unit in units}
+
+    @staticmethod
+    def of(
+        layers: Mapping[str, Mapping[str, ParameterInfo]],
+        place: Place = Place(),  # noqa: B008
+        *,
+        ratio: float = 0.0,
+        tied: Mapping[str, Sequence[int]] | None = None,
+        buffers: Mapping[str, BufferInfo] | None = None,
+    ) -> ParameterTable:
+        """Lay out a process's layers: name -> its parameters' declarations by global name, both in forward order."""
+        units = [Unit.of(name, infos, place.shards) for name, infos in layers.items()]
+        return ParameterTable(units, place, ratio=ratio, tied=tied, buffers=buffers)
+
+    def ranges(self, *, unit: str | None = None, param: str | None = None, home: Home | None = None) -> Iterator[Range]:
+        """This process's ranges, in the order of the units' flat ranges."""
+        for name in self._ranges if unit is None else (unit,):
+            for one in self._ranges[name]:
+                if param in (None, one.param) and home in (None, one.home):
+                    yield one
+
+    def parts(self, one: Range, values: torch.Tensor) -> TensorParts:
+        """The boxes of the global parameter that a range covers, each with its view of the range's values [n]."""
+        info = self.params[one.param].info
+        return parts_of_flat(info.full_shape, info.shape, info.offsets, one.first, one.first + one.length, values)
+
+    def spans(self, unit: str) -> list[Span]:
+        """What the optimizer treats alike of this process's shard of a unit, padding between parameters included."""
+        return [Span(*span) for span in merged((a, b, param.group) for a, b, param in self._extents(unit))]
+
+    def device_spans(self) -> list[Span]:
+        """The same of the device's elements of all units in a row."""
+        return [Span(*span) for span in merged((a, b, param.group) for a, b, param in self._on_device())]
+
+    def counted(self, unit: str) -> list[tuple[int, int]]:
+        """(start, stop) in the shard of what this process counts in sums over the model, padding included."""
+        return _only_true(merged((a, b, param.name in self._counted) for a, b, param in self._extents(unit)))
+
+    def device_counted(self) -> list[tuple[int, int]]:
+        """The same of the device's elements of all units in a row."""
+        return _only_true(merged((a, b, param.name in self._counted) for a, b, param in self._on_device()))
+
+    def messages(self, unit: str, axis: str) -> list[tuple[int, int]]:
+        """(start, stop) in the shard of gradients to be summed over an axis; all of the axis's ranks have the same."""
+        pieces = ((a, b, axis in param.info.grad_sums) for a, b, param in self._extents(unit))
+        return _only_true(merged(pieces))
+
+    def offloaded(self) -> list[OffloadedPartition]:
+        """What of each unit the host updates, in forward order; units that the device updates alone are left out."""
+        found = []
+        for unit in self.units:
+            low, high = self.on_device[unit.name], unit.shard_length
+            if low < high:
+                spans, counted = tuple(self.spans(unit.name)), tuple(self.counted(unit.name))
+                found.append(OffloadedPartition(unit.name, high, spans, counted).between(low, high))
+        return found
+
+    def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Unit -> its piece of a vector [length(Home.DEVICE)] of the device's elements of all units in a row."""
+        return dict(zip(self.on_device, vector.split(list(self.on_device.values())), strict=True))
+
+    def elements(self, home: Home | None = None) -> int:
+        """This process's elements without padding; of splits that are uneven over the tensor axis, the longest's."""
+        on_host = self._offloaded
+        return {None: self._elements, Home.HOST: on_host, Home.DEVICE: self._elements - on_host}[home]
+
+    def length(self, home: Home | None = None) -> int:
+        """This process's elements with padding: what buffers of its shards take."""
+        whole, device = sum(unit.shard_length for unit in self.units), sum(self.on_device.values())
+        return {None: whole, Home.DEVICE: device, Home.HOST: whole - device}[home]
+
+    @property
+    def ratio(self) -> float:
+        """The host's share of the elements, as it came out."""
+        return self._offloaded / self._elements if self._elements else 0.0
+
+    def _ranges_of(self, unit: Unit) -> Iterator[Range]:
+        low, cut = self.place.shard * unit.shard_length, self.on_device[unit.name]
+        for a, b, param in self._extents(unit.name):
+            start, stop = a, min(b, param.stop - low)
+            for home, first, last in ((Home.DEVICE, start, min(stop, cut)), (Home.HOST, max(start, cut), stop)):
+                if first < last:
+                    at, counted = low + first - param.start, param.name in self._counted
+                    yield Range(
+                        unit.name, param.name, first, last, at, home, param.group, counted, param.info.grad_sums
+                    )
+
+    def _extents(self, unit: str) -> Iterator[tuple[int, int, Param]]:
+        return extents(self._unit_of[unit], self.place.shard)
+
+    def _on_device(self) -> Iterator[tuple[int, int, Param]]:
+        """The device's extents of all units in a row."""
+        base = 0
+        for unit, length in self.on_device.items():
+            for start, stop, param in self._extents(unit):
+                if start < length:
+                    yield base + start, base + min(stop, length), param
+            base += length
+
+    def _counts(self, unit: Unit, param: Param) -> bool:
+        """Whether this process counts a parameter's elements in sums over the model."""
+        tie = self.ties.get(unit.name)
+        first_copy = tie is None or self.place.stage == tie.stages[0]
+        return first_copy and (self.place.tensor_rank == 0 or not param.replicated)
+
+
+def _only_true(pieces: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int]]:
+    return [(start, stop) for start, stop, chosen in pieces if chosen]

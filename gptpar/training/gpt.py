@@ -1,0 +1,135 @@
+"""The engine of a GPT run: its layers cut into stages, its place on each axis, its CPU optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+
+from gptpar.config import Config
+from gptpar.config.gradients import adds_gradients
+from gptpar.config.graph import wants_graph
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.engine import Engine, EngineSettings, table_of
+from gptpar.engine.parameter_memory import ParameterMemory
+from gptpar.model.dtypes import DTYPES
+from gptpar.model.flops import Shape, layer_flops
+from gptpar.model.gpt import gpt_layers
+from gptpar.offload.build import make_host_optimizer
+from gptpar.offload.early_rows import EarlyRows, early_unit
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
+from gptpar.pipeline.stage import Fields, build_on_meta
+from gptpar.recompute import Keep, recompute_groups
+from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
+from gptpar.topology import Layout, Topology
+
+
+@dataclass(frozen=True)
+class GptEngine:
+    """The engine, and what a GPT adds to it.
+
+    Attributes:
+        host: the CPU optimizer; ``None`` where it has nothing to do.
+        early: submits the tied embedding's gradient early, where that is possible.
+    """
+
+    engine: Engine
+    host: HostOptimizer | None
+    early: EarlyRows | None
+
+
+def make_engine(config: Config, topology: Topology, *, tries_memory: bool = False) -> GptEngine:
+    """Apply the parallelisms: tensor (inside the layers), recompute, pipeline, then ZeRO over the data axis.
+
+    Args:
+        config: resolved, with the padded vocabulary filled.
+        topology: this process's place.
+        tries_memory: the CPU optimizer has no state: gradients that it would get are dropped, no step can be taken.
+    """
+    settings, device = engine_settings(config, topology), topology.device
+    tensor, data = tensor_axis(config, topology), data_axis(config, topology)
+    pipeline = make_pipeline(config, topology, tensor, settings.dtype)
+    table = table_of(pipeline, tensor, data, config.offload.ratio or 0.0)
+    early = early_unit(config, topology.layout, table)
+    host = None
+    if not tries_memory:
+        sums = settings.adds_gradients
+        host = make_host_optimizer(config, table.offloaded(), device, settings.dtype, settings.wide, early, sums=sums)
+    on_host = config.offload.cpu_parameters
+    parameters = ParameterMemory(table.units, data, settings.dtype, device, on_host=on_host)
+    if host is not None:
+        host.attach({unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()})
+    engine = Engine(pipeline, table, parameters, tensor, data, settings, config.optimizer, device, host)
+    return GptEngine(engine, host, EarlyRows.of(early, host, engine))
+
+
+def engine_settings(config: Config, topology: Topology) -> EngineSettings:
+    """How the engine keeps and moves numbers."""
+    dtype = DTYPES[config.precision.dtype]
+    wide = torch.promote_types(dtype, torch.float32)
+    return EngineSettings(
+        dtype,
+        torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide,
+        adds_gradients(config, topology.layout.world_size),
+        topology.device.type == "cuda" and wants_graph(config, topology.layout.data),
+        config.logging.log_num_zeros_in_grad,
+    )
+
+
+def tensor_axis(config: Config, topology: Topology) -> TensorAxis:
+    """This process's place on the tensor axis."""
+    group, parallel = topology.tensor_group, config.parallel
+    fused = parallel.tp_comm_overlap and group is not None and symmetric_memory_works(group)
+    return TensorAxis(topology.layout.tensor, topology.tensor_rank, group, parallel.sequence_parallel, fused)
+
+
+def data_axis(config: Config, topology: Topology) -> DataAxis:
+    """This process's place on the data axis; alone there, nothing is sharded."""
+    size = topology.layout.data
+    stage = (config.parallel.zero_stage or 0) if size > 1 else 0
+    return DataAxis(size, topology.data_rank, topology.data_group, stage)
+
+
+def make_pipeline(config: Config, topology: Topology, tensor: TensorAxis, dtype: torch.dtype) -> PipelineModule:
+    """The GPT cut into stages, its layers without storage."""
+    recompute, modules = config.recompute, frozenset(config.recompute.recompute_modules or ())
+    width = config.model.hidden_size
+    assert width is not None
+
+    def boundary(sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
+        return torch.Size([x.numel() // (tensor.size if tensor.splits_tokens else 1), width]), dtype
+
+    partition = None
+    if recompute.distribute_saved_activations and tensor.group is not None:
+        partition = (tensor.group, tensor.rank, tensor.size)
+    return PipelineModule(
+        gpt_layers(config.model, tensor, recompute_modules=modules),
+        topology=topology,
+        partition_method=config.parallel.pipeline_partition_method,
+        num_virtual_stages=config.parallel.num_chunks,
+        flops=layer_flops(cast(Shape, config.model)),
+        build=build_on_meta,
+        recompute=partial(recomputed_blocks, config),
+        keep=Keep(partition, recompute.checkpoint_in_cpu, random=False),  # masks are functions of their seeds
+        boundary=boundary,
+    )
+
+
+def recomputed_blocks(config: Config, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The groups of blocks that are recomputed together, of the layers (by name) of one piece of the pipeline."""
+    return recompute_groups(config.recompute, [name for name in names if name.startswith("layers.")])
+
+
+def split_of(config: Config, layout: Layout) -> LayerSplit:
+    """Which layers go to which stage."""
+    return split_layers(
+        gpt_layers(config.model),
+        layout.pipeline,
+        config.parallel.num_chunks,
+        config.parallel.pipeline_partition_method,
+        layer_flops(cast(Shape, config.model)),
+    )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from gptpar.engine.reducer import MAX_IN_FLIGHT
+from gptpar.model.flops import normed_width
 from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.transfers import RING_BYTES
@@ -21,8 +22,8 @@ from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
 BOUNDARIES_IN_FLIGHT = 3
 """Messages between stages that exist beside the activations: two begun receives and what is being sent."""
-STATISTICS_BYTES = 16
-"""Of a token and block: mean and reciprocal deviation of both norms, in fp32."""
+STATISTICS_BYTES = 8
+"""Of a norm: mean and reciprocal deviation, in fp32, of each vector that it normalises."""
 
 PRODUCT_WORKSPACE = 64 << 20
 """Bytes that the library of matrix products asks for: 32 MiB on each of two streams (Hopper)."""
@@ -217,10 +218,14 @@ class _Blocks:
 def block_bytes_per_token(job: Job) -> float:
     """Bytes that a block keeps of a token on a rank, without what selective recomputation forgets."""
     shape, size = job.shape, job.element_size
-    statistics = STATISTICS_BYTES / job.token_shares + 4 * shape.num_attention_heads / job.layout.tensor
+    head_norms = STATISTICS_BYTES * normed_width(shape) / shape.kv_channels
+    log_sums = 4 * shape.num_attention_heads
+    statistics = 2 * STATISTICS_BYTES / job.token_shares + (head_norms + log_sums) / job.layout.tensor
     forgotten = 0.0
     if job.config.recompute.recompute_granularity == "selective":
         modules = job.config.recompute.recompute_modules or ()
+        if "core_attn" in modules:
+            forgotten += (normed_width(shape) * size + head_norms) / job.layout.tensor
         if "mlp" in modules:
             forgotten += shape.ffn_hidden_size * (3 if shape.swiglu else 2) * size / job.layout.tensor
         if "layernorm" in modules:

@@ -124,7 +124,8 @@ def test_auto_compares_the_prediction_with_the_memory_that_is_free(monkeypatch: 
     topology = Topology(Layout(), 0, DEVICE)
 
     def decided(flags: str = "") -> tuple[str, str]:
-        found, told = with_gradients(tiny_config(f"--bf16 {ALL} {flags}"), topology)
+        wide = "--num-layers 12 --hidden-size 512"
+        found, told = with_gradients(tiny_config(f"--bf16 {ALL} {wide} {flags}"), topology)
         return found.offload.offload_gradients, told[0].reason if told else ""
 
     assert decided()[0] == "off" and "GiB are free" in decided()[1]

@@ -353,17 +353,18 @@ def test_what_cannot_be_is_told(flags: str, world_size: int, told: str) -> None:
 
 
 def test_auto_is_decided_by_the_memory_that_is_free_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = f"--bf16 {ALL} --num-layers 12 --hidden-size 512"
     gpu, cpu = (Topology(Layout(), 0, torch.device(name)) for name in ("cuda", "cpu"))
     for free, word in ((8 << 30, "off"), (1 << 30, "on")):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 << 30))
-        config, (told,) = with_gradients(tiny_config(f"--bf16 {ALL}"), gpu)
+        config, (told,) = with_gradients(tiny_config(wide), gpu)
         assert (told.name, told.value, config.offload.offload_gradients) == ("offload gradients", word, word)
         needed, there = told.reason.split(" are expected to be needed with all gradients on the GPU, and ")
         assert 1.5 < float(needed.split()[0]) < 1.8 and there == f"{free >> 30}.00 GiB are free"
         for flags in ("--offload-gradients on", "--offload-gradients off", "--global-batch-size 4"):
-            given = tiny_config(f"--bf16 {ALL} {flags}")
+            given = tiny_config(f"{wide} {flags}")
             assert with_gradients(given, gpu) == (given, [])
-    given = tiny_config(f"--bf16 {ALL}")
+    given = tiny_config(wide)
     assert with_gradients(given, cpu) == (given, []) and not given.offload.gradients_leave_at_once
 
 

@@ -175,6 +175,7 @@ def allocated(engine: Engine) -> tuple[int, int, int]:
         *((Layout(data=2), f"--bf16 --zero-stage {stage}") for stage in range(4)),
         (Layout(2, 2, 2), "--bf16 --zero-stage 1 --sequence-parallel"),
         (Layout(2, 2, 2), "--zero-stage 3 --untie-embeddings-and-output-weights --swiglu"),
+        (Layout(2, 2, 2), "--zero-stage 1 --qk-layernorm"),
         (Layout(1, 1, 2), "--bf16 --num-virtual-stages-per-pipeline-rank 2 --pipeline-partition-method flops"),
     ],
 )

@@ -51,16 +51,23 @@ PARALLEL = [
     Fault(
         "gradient-of-own-tokens-declared-complete",
         AXIS,
-        "return self.gradient_inside_layers if self.splits_tokens else SAME",
+        "return ADDEND if self.splits_tokens else SAME",
         "return SAME",
         ("tests/unit/test_placement.py::test_gpt_parameters_are_summed_where_ranks_hold_their_own_tokens",),
     ),
     Fault(
         "gradient-of-own-heads-declared-complete-without-sequence-parallelism",
         AXIS,
-        "return Sum(frozenset({TENSOR})) if self.size > 1 else SAME",
-        "return Sum(frozenset({TENSOR})) if self.splits_tokens else SAME",
+        "return ADDEND if self.size > 1 else SAME",
+        "return ADDEND if self.splits_tokens else SAME",
         ("tests/ranks/test_pipeline_module.py::test_a_replicated_weight_inside_a_split_layer_gets_its_whole_gradient",),
+    ),
+    Fault(
+        "norm-of-heads-declared-as-if-between-layers",
+        "gptpar/model/attention.py",
+        "config.kv_channels, eps, axis.gradient_inside_layers)",
+        "config.kv_channels, eps, axis.gradient_between_layers)",
+        ("tests/unit/test_placement.py::test_norms_of_heads_are_summed_with_and_without_split_tokens",),
     ),
     Fault(
         "undeclared-parameter-let-through",

@@ -201,12 +201,15 @@ def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:
         os.unlink(name)
 
 
-def drop_what_came_too_late(buckets: Sequence[Bucket]) -> None:
-    """Early gradients with which nothing was tried until the complete ones were made."""
+def drop_what_came_too_late(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Drop early gradients with which nothing was tried until the complete ones were made; returns whose."""
+    late = []
     for bucket in buckets:
         if bucket.tried is None and bucket.again is not None and bucket.cut is not None and bucket.again.made():
             bucket.replace_grad()
             bucket.cut = None
+            late.append(bucket)
+    return late
 
 
 def shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:

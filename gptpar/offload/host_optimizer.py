@@ -34,6 +34,7 @@ from gptpar.offload.buckets import (
     parts_of,
     shallowest_that_is_here,
 )
+from gptpar.offload.events import EventLog, What
 from gptpar.offload.orders import Order
 from gptpar.offload.row_ranges import between
 from gptpar.offload.switch_interval import SWITCH_INTERVAL
@@ -65,6 +66,7 @@ class HostOptimizer:
         folder: on a disk that the state is to be kept on.
         cores: the only ones the thread and the kernel's threads, which it starts, may run on.
         speculated_elements: see :meth:`make_room`.
+        log: is told what happens to each bucket.
 
     Attributes:
         updates: how long they take, and which were the latest.
@@ -72,6 +74,7 @@ class HostOptimizer:
         num_redone: steps in which speculation was wrong.
         num_ahead: elements, over all steps, for which it was right: they were updated before the norm was known.
         num_elements: that one step updates.
+        log: see above.
     """
 
     def __init__(
@@ -85,8 +88,10 @@ class HostOptimizer:
         folder: Path | None = None,
         cores: Sequence[int] | None = None,
         speculated_elements: int = 0,
+        log: EventLog | None = None,
     ):
-        self._clip, self._transfers, self.updates = clip_grad, transfers, Updates(adam, transfers)
+        self._clip, self._transfers, self.log = clip_grad, transfers, log
+        self.updates = Updates(adam, transfers, log)
         self._buckets: list[Bucket] = []
         for piece in pieces:
             self._buckets += cut_piece(piece, dtype, folder)
@@ -131,6 +136,7 @@ class HostOptimizer:
         for bucket in with_room:
             assert bucket.live is not None
             bucket.way, bucket.slot = self._transfers.keeping(bucket.live), self._transfers.set_aside()
+            self._record(What.PREPARED, bucket)
         return bool(with_room)
 
     def expect_changes(self, unit: str, changed: np.ndarray) -> None:
@@ -154,9 +160,11 @@ class HostOptimizer:
                 part = grad[bucket.start : bucket.stop]
                 if formed is None:
                     bucket.take(self._transfers.fetch(part, None if bucket.grad is None else bucket.slot))
+                    self._record(What.SUBMITTED, bucket)
                 elif changed is not None and bucket.awaits(formed) and not self._distrust:
                     still_open = between(changed, bucket.start, bucket.stop) - bucket.start
                     bucket.take_early(self._transfers.fetch(part), still_open)
+                    self._record(What.SUBMITTED_PARTIAL, bucket)
             self._changed.notify_all()
 
     def step(
@@ -190,6 +198,8 @@ class HostOptimizer:
         Raises:
             BaseException: what went wrong in the thread.
         """
+        if self.log is not None:
+            self.log.record(What.WAITED, unit)
         self._wait_for(self._of_unit.get(unit, ()), block)
 
     def finish(self) -> None:
@@ -219,6 +229,11 @@ class HostOptimizer:
             SWITCH_INTERVAL.restore(SWITCH_SECONDS)
             if not self._thread.is_alive():
                 self._transfers.close()
+
+    @property
+    def backs_off(self) -> bool:
+        """Whether nothing is speculated in the coming step, because that was wrong in a recent one."""
+        return self._distrust > 0
 
     @property
     def steps_taken(self) -> int:
@@ -269,6 +284,8 @@ class HostOptimizer:
 
     def _announce(self, order: Order) -> None:
         with self._changed:
+            if self.log is not None:
+                self.log.record(What.STEP_REQUESTED)
             for bucket in self._buckets:
                 assert bucket.grad is not None or bucket.unit in order.without, f"{bucket.unit} has got no gradient"
                 bucket.settled = False
@@ -285,6 +302,10 @@ class HostOptimizer:
             if bucket.settle_device is not None:
                 bucket.settle_device(block)
                 bucket.settle_device = None
+
+    def _record(self, what: What, bucket: Bucket) -> None:
+        if self.log is not None:
+            self.log.record(what, bucket.unit, bucket.start, bucket.stop)
 
     def _raise(self) -> None:
         if self._failure is not None:
@@ -307,7 +328,8 @@ class HostOptimizer:
     def _next_work(self) -> Callable[[], None] | None:
         with self._changed:
             while True:
-                drop_what_came_too_late(self._buckets)
+                for late in drop_what_came_too_late(self._buckets):
+                    self._record(What.DROPPED_PARTIAL, late)
                 order = self._order
                 recipe = self._foreseen if order is None else order.unclipped
                 speculates = recipe is not None and not self._distrust
@@ -333,6 +355,7 @@ class HostOptimizer:
         only = None if bucket.cut is None else bucket.cut.closed
         self.updates.begin(bucket, recipe, bucket.beside, bucket.grad.release, only, sends=bucket.cut is None)
         bucket.tried = recipe, bucket.grad
+        self._record(What.SPECULATED, bucket)
 
     def _take_step(self, order: Order) -> None:
         recipe = order.decided(self._clip)
@@ -344,6 +367,8 @@ class HostOptimizer:
             self._fetch_ahead(number, recipe)
             redone |= self._settle(bucket, None if bucket.unit in order.without else recipe)
         self.updates.land()
+        if self.log is not None:
+            self.log.record(What.STEP_TAKEN)
         self.num_redone += redone
         self._distrust = DISTRUST_STEPS if redone else max(0, self._distrust - 1)
         with self._changed:
@@ -365,15 +390,18 @@ class HostOptimizer:
         if recipe is None:
             if tried:
                 self.updates.send(bucket)
-            self._settled(bucket, updated=False)
+            self._settled(bucket, What.SKIPPED)
         elif wrong is None:
-            self.updates.begin(bucket, recipe, None, partial(self._settled, bucket, updated=True))
+            self._record(What.UPDATED, bucket)
+            self.updates.begin(bucket, recipe, None, partial(self._settled, bucket, What.SETTLED))
         elif len(wrong):
+            self._record(What.COMPLETED, bucket)
             self.updates.begin(bucket, recipe, bucket.beside, partial(self._adopt, bucket), wrong)
         else:
             if bucket.cut is not None:
                 assert bucket.way is not None
                 bucket.settle_device = bucket.way.send()
+                self._record(What.SENT, bucket)
             self._adopt(bucket)
         return tried and wrong is None
 
@@ -381,11 +409,12 @@ class HostOptimizer:
         assert bucket.beside is not None
         bucket.now, bucket.beside = bucket.beside, bucket.now
         self.num_ahead += bucket.stop - bucket.start
-        self._settled(bucket, updated=True)
+        self._settled(bucket, What.COMMITTED)
 
-    def _settled(self, bucket: Bucket, *, updated: bool) -> None:
+    def _settled(self, bucket: Bucket, how: What) -> None:
         bucket.forget()
-        bucket.steps += updated
+        bucket.steps += how != What.SKIPPED
         with self._changed:
             bucket.settled = True
+            self._record(how, bucket)
             self._changed.notify_all()

@@ -63,6 +63,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     Attributes:
         elements, offloaded: of this process, and of those the host's.
+        attached: whether to a module, see :meth:`attach`.
         skipped: 1.0 if the last step changed nothing because the gradient was not finite, else 0.0, on the device.
 
     Raises:
@@ -112,7 +113,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         self.skipped = torch.zeros((), device=self._parts[0].flat.device)
         self._offered: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}
         self._hooks: list[Any] = []
-        self._attached = self._streams = self._in_last_backward = self._closed = False
+        self.attached = self._streams = self._in_last_backward = self._closed = False
         self._awaited: set[str] = set()
         self._loss_scale = 1.0
         if self._on_host:
@@ -207,7 +208,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     def _wait_for_unattached(self) -> None:
         """Until the parameters that nobody waits for are finished, or all if somebody will look at them now."""
         watched = self._optimizer_step_post_hooks or torch_optimizer._global_optimizer_post_hooks
-        if self._host is not None and (watched or not self._attached):
+        if self._host is not None and (watched or not self.attached):
             self._host.finish()
         elif self._host is not None:
             for unit in self._on_host.keys() - self._awaited:
@@ -238,6 +239,19 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         if self._parts:
             raise RuntimeError("TwinFlowAdamW's elements are divided and it takes no further group: make a new one.")
         super().add_param_group(param_group)
+
+    @property
+    def homes(self) -> list[tuple[int, int]]:
+        """For each parameter how many of this process's elements have their state on the device, and on the host."""
+        counts = {part.unit: [0, 0] for part in self._parts}
+        for part, at, values in self._state("weights"):
+            counts[part.unit][at >= part.kept] += values.numel()
+        return [(on_device, on_host) for on_device, on_host in counts.values()]
+
+    @property
+    def num_redone(self) -> int:
+        """Steps that the host computed twice, because what it had assumed about clipping was wrong."""
+        return 0 if self._host is None else self._host.num_redone
 
     def finish(self) -> None:
         """Return when the last step is done, so that anyone may read the parameters."""
@@ -272,9 +286,9 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: a module is attached already.
         """
-        if self._attached or self._closed:
+        if self.attached or self._closed:
             raise RuntimeError("TwinFlowAdamW is attached to a module already, or closed.")
-        self._attached = True
+        self.attached = True
         self._streams = not any(isinstance(part, DistributedDataParallel) for part in module.modules())
         if self._host is None:
             return
@@ -296,7 +310,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         are changed afterwards all the same are sent once more. Under DistributedDataParallel, which sums gradients
         later, nothing is sent ahead.
         """
-        if not self._attached:
+        if not self.attached:
             raise RuntimeError("last_backward() needs attach(module) first.")
         self._cancel()
         self._catch_up()

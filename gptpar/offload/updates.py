@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gptpar.offload.buckets import Bucket, Buffers, Recipe
+from gptpar.offload.events import EventLog, What
 from gptpar.offload.transfers import Departure, Transfers
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Done
 
@@ -31,14 +32,15 @@ class Updates:
     Args:
         adam: the kernel.
         transfers: the way to the device.
+        log: is told of each update.
 
     Attributes:
         busy_s: time in which the kernel worked.
         latest: unit, begin and end (:func:`time.monotonic`) of the latest updates.
     """
 
-    def __init__(self, adam: CpuAdam, transfers: Transfers):
-        self.adam, self._transfers = adam, transfers
+    def __init__(self, adam: CpuAdam, transfers: Transfers, log: EventLog | None = None):
+        self.adam, self._transfers, self._log = adam, transfers, log
         self.busy_s = 0.0
         self.latest: deque[tuple[str, float, float]] = deque(maxlen=REMEMBERED)
         self._at_work: _AtWork | None = None
@@ -68,6 +70,7 @@ class Updates:
         """
         assert bucket.grad is not None
         grad, departure = bucket.grad.tensor(), self._way(bucket)
+        self._record(What.ARRIVED, bucket)
         how = [AdamStep(*rates, bucket.steps + 1, recipe.divisor) for rates in recipe.rates]
         stretches = [(run.start, run.stop, how[run.group]) for run in bucket.runs]
         beside = None if into is None else into.all()
@@ -83,8 +86,10 @@ class Updates:
         done = work.wait()
         self.latest.append((work.bucket.unit, done.begin, done.end))
         self.busy_s += done.end - done.begin
+        self._record(What.LANDED, work.bucket)
         if work.sends:
             work.bucket.settle_device = work.departure.send()
+            self._record(What.SENT, work.bucket)
         work.landed()
 
     def send(self, bucket: Bucket) -> None:
@@ -92,6 +97,11 @@ class Updates:
         departure = self._way(bucket)
         departure.values.copy_(bucket.now.weights)
         bucket.settle_device = departure.send()
+        self._record(What.SENT, bucket)
+
+    def _record(self, what: What, bucket: Bucket) -> None:
+        if self._log is not None:
+            self._log.record(what, bucket.unit, bucket.start, bucket.stop)
 
     def _way(self, bucket: Bucket) -> Departure:
         assert bucket.live is not None

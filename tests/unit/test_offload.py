@@ -18,6 +18,7 @@ from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.init import Constant
 from gptpar.offload import build, placement
+from gptpar.offload.events import EventLog, What
 from gptpar.offload.transfers import (
     RING_BYTES,
 )
@@ -28,6 +29,7 @@ from gptpar.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.offload_log import starts_of
 from tests.unit.test_host_optimizer import make_share, wait_until
 
 STEPS = 12
@@ -136,7 +138,9 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
         for unit in made
         if (kept_here := division.on_device[unit.name]) < unit.length
     ]
-    share = make_share(CpuAdam(2), pieces=pieces, speculated=total if speculate else 0) if pieces else None
+    log, share = EventLog(), None
+    if pieces:
+        share = make_share(CpuAdam(2), pieces=pieces, speculated=total if speculate else 0, log=log)
     grad = torch.zeros(kept)
     infos = {name: ParameterInfo(slot.shape, None, Constant(0.0)) for unit in made for name, slot in unit.slots.items()}
     config = tiny_config("--clip-grad 1.0").optimizer
@@ -183,8 +187,8 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             base += here
             if share is not None and here < unit.length:
                 share.submit_gradient(unit.name, flat[here:])
-        if share is not None and speculate and not share._distrust:
-            wait_until(lambda: any(bucket.tried for bucket in share._buckets))
+        if share is not None and speculate and not share.backs_off:
+            wait_until(lambda: bool(starts_of(log, What.SPECULATED)))
         optimizer.step(norm, lr, 0.1, scale)
     if share is not None:
         share.finish()

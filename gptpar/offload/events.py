@@ -11,27 +11,31 @@ from enum import StrEnum
 
 
 class What(StrEnum):
-    """What happened: to one bucket, to one unit (waited), or to the whole step (the last two)."""
+    """What happened to a bucket; :mod:`~gptpar.offload.bucket_state` says which of these change its state."""
 
-    PREPARED = "prepared for partial gradients"
     SUBMITTED_PARTIAL = "partial gradient submitted"
     SUBMITTED = "gradient submitted"
-    DROPPED_PARTIAL = "partial gradient dropped"
+    PARTIAL_DROPPED = "partial gradient dropped"
+    SPECULATION_BEGUN = "speculation begun"
+    COMPLETION_BEGUN = "completion of the speculated state begun"
+    UPDATE_BEGUN = "update in place begun"
+    COMMITTED = "speculated state committed"
+    UPDATED = "updated in place"
+    SKIPPED = "skipped"
+
+    PREPARED = "prepared for partial gradients"
     ARRIVED = "gradient in host memory"
-    SPECULATED = "update begun in the double buffer"
-    COMPLETED = "update of the open ranges begun in the double buffer"
-    UPDATED = "update begun in place"
     LANDED = "kernel done"
-    SENT = "new parameters on their way to the device"
-    COMMITTED = "step done: the double buffer is the state"
-    SETTLED = "step done: updated in place"
-    SKIPPED = "step done: nothing changed"
-    WAITED = "the training loop waited"
+    SENT = "parameters being copied to the device"
+
+    WAITED = "waited"
+    """The training loop, for a unit."""
     STEP_REQUESTED = "step requested"
     STEP_TAKEN = "step taken"
+    """The step is the training loop's whole one, then the thread's."""
 
 
-STEP_DONE = frozenset({What.COMMITTED, What.SETTLED, What.SKIPPED})
+STEP_DONE = frozenset({What.COMMITTED, What.UPDATED, What.SKIPPED})
 """A bucket's last event of a step."""
 
 
@@ -40,7 +44,7 @@ class Event:
     """Something that happened.
 
     Attributes:
-        unit: whose bucket; empty for the whole step.
+        unit: whose bucket; empty where it concerns the whole step.
         start, stop: the bucket's elements within its unit's offloaded range.
     """
 
@@ -57,7 +61,7 @@ class EventLog:
         self.events: list[Event] = []
 
     def record(self, what: What, unit: str = "", start: int = 0, stop: int = 0) -> None:
-        """Add an event; whoever overrides this may delay the thread that calls it."""
+        """Add an event. A subclass may delay the thread that calls this."""
         self.events.append(Event(what, unit, start, stop))
 
     def of(self, *what: What, unit: str | None = None) -> list[Event]:

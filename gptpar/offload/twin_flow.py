@@ -293,7 +293,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         if self._host is None:
             return
         if self._streams:
-            self._host.make_room(self._room)
+            self._host.add_double_buffers(self._room)
         unit_of = {id(part.parameter): unit for unit, part in self._on_host.items()}
         for units, hooks in watch_readers(module, unit_of, partial(_before_forward, self), partial(_finish, self)):
             self._awaited.update(units)

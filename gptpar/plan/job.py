@@ -105,7 +105,7 @@ class Job:
 
     @property
     def early_elements(self) -> float:
-        """Elements whose gradient the host gets early; see :mod:`gptpar.offload.early_rows`."""
+        """Elements whose gradient the host gets early; see :mod:`gptpar.offload.tied_embedding`."""
         offload = self.config.offload
         used = offload.offload_speculation != "off" and not offload.optimizer_nvme_path
         if not self.ratio or not used or not self.config.model.tied or self.layout.world_size > 1:

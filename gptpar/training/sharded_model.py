@@ -27,7 +27,7 @@ from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.offload.build import host_pieces, make_host_optimizer
-from gptpar.offload.early_rows import EarlyRows, early_unit
+from gptpar.offload.tied_embedding import PartialGradient, partial_unit
 from gptpar.optim.grad_norm import GradientNorm
 from gptpar.optim.spans import counted
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
@@ -68,7 +68,7 @@ class ShardedModel:
         on_device, device = self.division.on_device, topology.device
         pieces = host_pieces(self.units, runs, on_device)
         sums = adds_gradients(config, topology.layout.world_size)
-        early = early_unit(config, topology.layout, self.units, on_device)
+        early = partial_unit(config, topology.layout, self.units, on_device)
         self.host = None if tries_memory else make_host_optimizer(config, pieces, device, dtype, wide, early, sums=sums)
         self.host_calls = None if self.host is None else HostCalls(self.host)
         ahead = device.type == "cuda" and wants_graph(config, topology.layout.data)
@@ -117,7 +117,8 @@ class ShardedModel:
         shared = self.optimizer.master if masters_are_live else None
         self.live = LiveParameters(self.units, chunks, data, dtype, device, shared, self.host_calls, on_host)
         if self.host is not None:
-            self.host.attach({p.unit: self.live.own(p.unit)[on_device[p.unit] :] for p in pieces})
+            own = {p.unit: self.live.own(p.unit)[on_device[p.unit] :] for p in pieces}
+            self.host.attach(own, None if early is None else early.name)
         self._writes_live = not masters_are_live and not on_host
         if self._writes_live:
             self.optimizer.attach({unit.name: self.live.own(unit.name)[: on_device[unit.name]] for unit in self.units})
@@ -126,7 +127,7 @@ class ShardedModel:
             stage.place(storage)
             stage.caller = self.live
         self.gradients.watch({k: v for stage in self.stages for k, v in stage.global_parameters().items()})
-        self._early = EarlyRows.of(early, on_device, self.host, self.stages, self.gradients)
+        self._early = PartialGradient.of(early, on_device, self.host, self.stages, self.gradients)
 
     def publish(self) -> None:
         """Make the live parameters equal to the masters."""

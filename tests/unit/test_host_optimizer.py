@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gptpar.offload.buckets import NEAR, Bucket, bring, cut_piece
+from gptpar.offload.buckets import Bucket, cut_piece
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.next_action import NEAR, begin_copies
 from gptpar.offload.transfers import (
     OUTGOING,
     RESERVED,
@@ -212,11 +213,11 @@ def test_room_for_some_is_given_to_the_deepest() -> None:
     for unit in ("second", "first"):
         share.submit_gradient(unit, torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
-    wait_until(lambda: bool(log.of(What.SPECULATED)))
+    wait_until(lambda: bool(log.of(What.SPECULATION_BEGUN)))
     transfers.computed.set()
     share.finish()
-    assert [event.unit for event in log.of(What.SPECULATED)] == ["second"]
-    assert [event.unit for event in log.of(What.UPDATED)] == ["first"]
+    assert [event.unit for event in log.of(What.SPECULATION_BEGUN)] == ["second"]
+    assert [event.unit for event in log.of(What.UPDATE_BEGUN)] == ["first"]
     share.close()
 
 
@@ -255,7 +256,7 @@ def test_a_step_that_is_announced_while_the_last_one_ends_is_taken() -> None:
         if step:
             announced.set()
         wait_until(lambda step=step: len(log.of(*STEP_DONE)) == 2 * (step + 1))
-        assert [len(log.of(What.SETTLED, unit=unit)) for unit in ("first", "second")] == [step + 1, step + 1]
+        assert [len(log.of(What.UPDATED, unit=unit)) for unit in ("first", "second")] == [step + 1, step + 1]
     assert [share.steps_of(unit) for unit in ("first", "second")] == [2, 2]
     share.close()
 
@@ -302,7 +303,7 @@ def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -
         grad.begin(urgent=False)
     buckets[2].grad = cast(Any, grads[2])
     assert [grad.has_room for grad in grads] == [False] * 5 + [True] * 5
-    bring(buckets[2:])
+    begin_copies(buckets[2:])
     assert [grad.has_room for grad in grads] == [False] * 3 + [True] * (NEAR + 1) + [False] * 2
 
 
@@ -314,5 +315,5 @@ def test_what_is_offered_early_takes_room_although_no_layer_is_computed_yet() ->
         grads = [Gradient(ring, made=n not in (2, 3)) for n in range(6)]
         for bucket, grad in zip(buckets, grads, strict=True):
             bucket.grad = cast(Any, grad)
-        bring(buckets)
+        begin_copies(buckets)
         assert [n for n, grad in enumerate(grads) if grad.has_room] == expected

@@ -188,7 +188,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             if share is not None and here < unit.length:
                 share.submit_gradient(unit.name, flat[here:])
         if share is not None and speculate and not share.backs_off:
-            wait_until(lambda: bool(starts_of(log, What.SPECULATED)))
+            wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
         optimizer.step(norm, lr, 0.1, scale)
     if share is not None:
         share.finish()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.data.loader import MicroBatch
-from gptpar.offload import buckets, build, host_optimizer, placement
+from gptpar.offload import buckets, build, placement, updating_thread
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import Arrival, SameMemory, Slot
@@ -85,8 +85,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
         if formed is not None and not share.backs_off:
             assert share.log is not None
             mine = {event.start for event in share.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
-            wait_until(lambda: mine <= starts_of(share.log, What.SPECULATED, unit))
-            assert mine <= starts_of(share.log, What.SPECULATED, unit)
+            wait_until(lambda: mine <= starts_of(share.log, What.SPECULATION_BEGUN, unit))
+            assert mine <= starts_of(share.log, What.SPECULATION_BEGUN, unit)
 
     def train(
         words: str,
@@ -99,9 +99,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
         with monkeypatch.context() as patch, logged():
             seen = Counting.seen = Seen()
             patch.setattr(placement, "CpuAdam", Counting)
-            patch.setattr(host_optimizer, "DISTRUST_STEPS", 0)  # it tries again in the step after one that is clipped
+            patch.setattr(updating_thread, "BACK_OFF_STEPS", 0)  # it tries again in the step after one that is clipped
             if not early:
-                patch.setattr(sharded_model, "early_unit", lambda *_: None)
+                patch.setattr(sharded_model, "partial_unit", lambda *_: None)
             elif is_patient:
                 patch.setattr(HostOptimizer, "submit_gradient", patient)
             trainer = make_trainer(tiny_config(f"--micro-batch-size {4 // count} {words}"))
@@ -255,7 +255,7 @@ def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeyp
             monkeypatch.setattr(Counting, "gate", threading.Semaphore(1))
         offer(share, unit, grad, formed=formed)
         if formed is not None:
-            wait_until(lambda: bool(starts_of(share.log, What.SPECULATED, unit)))
+            wait_until(lambda: bool(starts_of(share.log, What.SPECULATION_BEGUN, unit)))
         elif unit == "embedding":
             assert Counting.gate is not None
             Counting.gate.release(1000)
@@ -342,12 +342,12 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
         speculated_elements=384,
     )
     live = {"embedding": torch.zeros(256), "layer": torch.zeros(128)}
-    share.attach(live)
-    assert share.keep_values("embedding")
+    share.attach(live, "embedding")
+    assert share.partial_unit == "embedding"
     final = torch.ones(256)
     final[32:64] = -1.0
     share.expect_step(RATES, 1.0)
-    share.expect_changes("embedding", np.array([[32, 64]]))
+    share.expect_open_ranges("embedding", np.array([[32, 64]]))
     share.submit_gradient("embedding", torch.ones(256), formed=256)
     share.submit_gradient("layer", torch.ones(128))
     share.submit_gradient("embedding", final)
@@ -381,17 +381,16 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
         speculated_elements=128,
         log=log,
     )
-    share.attach({"embedding": torch.zeros(128)})
-    share.keep_values("embedding")
+    share.attach({"embedding": torch.zeros(128)}, "embedding")
     for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
         share.expect_step((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
         if told:
-            share.expect_changes("embedding", np.array([[0, 8]]))
+            share.expect_open_ranges("embedding", np.array([[0, 8]]))
         share.submit_gradient("embedding", torch.ones(128), formed=128)
         assert bool(starts_of(log, What.SUBMITTED_PARTIAL)) == (step == 1)
         if step == 1:
-            wait_until(lambda: bool(starts_of(log, What.SPECULATED)))
-            assert starts_of(log, What.SPECULATED)
+            wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
+            assert starts_of(log, What.SPECULATION_BEGUN)
         share.submit_gradient("embedding", torch.ones(128))
         share.step(torch.tensor(norm), RATES, 1.0)
         share.finish()

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from gptpar import pages
-from gptpar.offload.bucket_state import BucketState
+from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
+from gptpar.offload.events import What
 from gptpar.offload.index_ranges import outside
 from gptpar.offload.step_request import StepHyperparameters
 from gptpar.offload.transfers import Arrival, Departure, Slot
@@ -88,6 +89,17 @@ class Bucket:
     speculated_with: StepHyperparameters | None = None
     steps: int = 0
     sent: Callable[[bool], None] | None = None
+
+    def advance(self, what: What) -> None:
+        """Move to the state after an event.
+
+        Raises:
+            ForbiddenEvent: the state does not allow it; naming bucket, state and event.
+        """
+        following = TRANSITIONS.get((self.state, what))
+        if following is None:
+            raise ForbiddenEvent(what, self.unit, self.start, self.stop, self.state)
+        self.state = following
 
     def take_partial(self, grad: Arrival, open_ranges: np.ndarray) -> None:
         """Work with a gradient that is final but for these ranges."""

@@ -186,6 +186,7 @@ class HostOptimizer(UpdatingThread):
             for bucket in self._buckets:
                 if bucket.state not in HAS_FINAL and bucket.unit not in request.without:
                     raise ForbiddenEvent(What.STEP_REQUESTED, bucket.unit, bucket.start, bucket.stop, bucket.state)
+            for bucket in self._buckets:
                 bucket.due = True
             if self.log is not None:
                 self.log.record(What.STEP_REQUESTED)
@@ -219,9 +220,9 @@ class HostOptimizer(UpdatingThread):
         self.waited_s += time.perf_counter() - started
         self._raise()
         for bucket in buckets:
-            if bucket.sent is not None:
-                bucket.sent(block)
-                bucket.sent = None
+            sent, bucket.sent = bucket.sent, None
+            if sent is not None:
+                sent(block)
 
     def _raise(self) -> None:
         if self._failure is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gptpar.offload.bucket_state import HOLDS_SPECULATION, TRANSITIONS, BucketState, ForbiddenEvent, way_to_step
+from gptpar.offload.bucket_state import HOLDS_SPECULATION, BucketState, way_to_step
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, speculable
@@ -90,6 +90,8 @@ class UpdatingThread:
         self._expected: StepHyperparameters | None = None
         self._steps_to_back_off = 0
         self._at_work: _AtWork | None = None
+        self._groups: Sequence[AdamStep] = ()
+        self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
         self._failure: BaseException | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -227,12 +229,19 @@ class UpdatingThread:
         assert bucket.grad is not None
         grad, copy = bucket.grad.tensor(), self._parameter_copy(bucket)
         self._record(What.ARRIVED, bucket)
-        groups = [AdamStep(*group, bucket.steps + 1, hyperparameters.divisor) for group in hyperparameters.groups]
+        groups = self._groups_of(hyperparameters, bucket.steps + 1)
         ranges = [(run.start, run.stop, groups[run.group]) for run in bucket.runs]
         new = None if into is None else into.all()
         wait = self._adam.order(*bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
         self._land()
         self._at_work = _AtWork(bucket, copy, wait, bucket.grad, ends_with, sends)
+
+    def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[AdamStep]:
+        """What the kernel is told of each group; most buckets of a step are told the same."""
+        if self._groups_are_of != (hyperparameters, step):
+            self._groups_are_of = (hyperparameters, step)
+            self._groups = [AdamStep(*group, step, hyperparameters.divisor) for group in hyperparameters.groups]
+        return self._groups
 
     def _land(self) -> None:
         """Wait for the update at work, if there is one, and send its result."""
@@ -280,10 +289,7 @@ class UpdatingThread:
 
     def _advance(self, bucket: Bucket, what: What) -> None:
         """Move a bucket to its next state; the caller has the lock, or the bucket is due and so the thread's alone."""
-        following = TRANSITIONS.get((bucket.state, what))
-        if following is None:
-            raise ForbiddenEvent(what, bucket.unit, bucket.start, bucket.stop, bucket.state)
-        bucket.state = following
+        bucket.advance(what)
         if self.log is not None:
             self.log.record(what, bucket.unit, bucket.start, bucket.stop)
 

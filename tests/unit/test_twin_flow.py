@@ -13,7 +13,7 @@ from torch import nn
 from gptpar import TwinFlowAdamW
 from gptpar.errors import GptparError
 from gptpar.offload import placement
-from gptpar.offload.local_parts import LocalPart
+from gptpar.offload.local_parameters import LocalParameter
 
 RATIOS = [0.0, 0.3, 0.731, 1.0]
 WIDTH = 24
@@ -321,5 +321,5 @@ def test_what_cannot_be_done_is_refused_with_a_sentence(closing: Any) -> None:
 
 def test_parts_say_what_is_the_hosts() -> None:
     values = torch.zeros(4, 3, dtype=torch.bfloat16)
-    part = LocalPart(values, "0", 0, 5, values, values.view(-1))
+    part = LocalParameter(values, "0", 0, 5, values, values.view(-1))
     assert part.offloaded == 7 and part.has_masters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -216,3 +217,22 @@ def test_an_optimizer_that_is_dropped_ends_its_thread() -> None:
     del optimizer
     gc.collect()
     assert threading.active_count() == before
+
+
+def test_a_copy_of_an_attached_module_is_a_module_of_its_own(closing: Any) -> None:
+    """Copied or pickled, it is neither waited for nor updated."""
+    model = Model()
+    optimizer = closing(TwinFlowAdamW(model.parameters(), lr=1e-2))
+    optimizer.attach(model)
+    train(model, optimizer, range(2))
+    optimizer.finish()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        equal(other, model, rtol=0, atol=0)
+        assert torch.equal(other(inputs(0)), model(inputs(0))) and len(other.state_dict()) == len(model.state_dict())
+        with optimizer.last_backward():
+            other(inputs(0)).backward()
+        optimizer.finish()
+        equal(other, model, rtol=0, atol=0)

@@ -6,9 +6,9 @@ pass, and each module waits for its own parameters before its forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,16 +18,6 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.local_parameters import LocalParameter, version_of
 from gptpar.offload.module_hooks import watch_gradient, watch_readers
 from gptpar.optim.adam_update import Hyperparameters
-
-
-class NoOverlap:
-    """What the hooks of a copied or loaded module call: nobody updates its parameters."""
-
-    def before_forward(self, units: list[str], block: bool, *_: object) -> None:
-        """Nothing to wait for."""
-
-    def before_state_dict(self, *_: object) -> None:
-        """Nothing to wait for."""
 
 
 class Overlap:
@@ -124,13 +114,17 @@ class Overlap:
             for unit in self.parameters.keys() - self._awaited:
                 self.host.wait(unit)
 
-    def remove_hooks(self) -> None:
-        """Let go of the module."""
+    def close(self) -> None:
+        """Let go of the module, and end the thread."""
         for hook in self._hooks:
             hook.remove()
+        try:
+            self.cancel()
+        finally:
+            self.host.close()
 
-    def __reduce__(self) -> tuple[type[NoOverlap], tuple[()]]:
-        return NoOverlap, ()  # hooks are copied and pickled with their module
+    def __reduce__(self) -> tuple[Callable[[], Overlap], tuple[()]]:
+        return _of_a_copy, ()  # hooks are copied and pickled with their module
 
     def before_forward(self, units: list[str], block: bool, *_: object) -> None:
         """A hook: see :func:`~gptpar.offload.module_hooks.watch_readers`."""
@@ -151,3 +145,16 @@ class Overlap:
             raise RuntimeError(f"{which}: open it for the last backward pass alone, or choose speculation='off'.")
         self.host.wait(local.unit)
         self.submit(local, local.gradient())
+
+
+class _NoHost:
+    """Updates nothing, so that there is nothing to wait for."""
+
+    def wait(self, unit: str, *, block: bool = False) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def _of_a_copy() -> Overlap:
+    """What the hooks of a copied or loaded module call."""
+    return Overlap(cast(HostOptimizer, _NoHost()), {}, 0)

@@ -114,7 +114,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         if self.offloaded:
             self._overlap = self._make_overlap(speculation, threads)
             follow_parameters(set(self._overlap.parameters), self._state)
-            self._end = weakref.finalize(self, self._overlap.host.close)
+            self._end = weakref.finalize(self, self._overlap.close)
         self._versions = [version_of(local.parameter) for local in self._parameters]
         self._say_it_has_state()
 
@@ -240,7 +240,6 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         if not self._closed:
             self.finish()
             if self._overlap is not None:
-                self._overlap.remove_hooks()
                 self._end()
             self._closed = True
 

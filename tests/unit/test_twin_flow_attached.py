@@ -236,3 +236,17 @@ def test_a_copy_of_an_attached_module_is_a_module_of_its_own(closing: Any) -> No
             other(inputs(0)).backward()
         optimizer.finish()
         equal(other, model, rtol=0, atol=0)
+
+
+def test_an_optimizer_that_is_dropped_amid_a_step_leaves_the_old_parameters() -> None:
+    """Speculation has written coming values; the module goes on without waiting for anybody."""
+    before, model, untouched = threading.active_count(), Model(), Model()
+    optimizer = TwinFlowAdamW(model.parameters(), speculation="on")
+    optimizer.attach(model)
+    with optimizer.last_backward():
+        model(inputs(1)).backward()
+    del optimizer
+    gc.collect()
+    assert threading.active_count() == before
+    equal(model, untouched, rtol=0, atol=0)
+    model(inputs(2)).backward()

@@ -1,4 +1,4 @@
-"""What this process holds of the parameters that an optimizer was given, and whether the optimizer can take them."""
+"""This process's elements of the parameters that an optimizer was given, and whether the optimizer can take them."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def problems_of_hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[str
 
 
 def sum_over_shards(parameters: Sequence[torch.Tensor]) -> NormFn | None:
-    """How the local sum of squares becomes the global one, as far as the parameters tell; ``None``: nothing to add.
+    """What makes the global sum of squares of the local one, as far as the parameters tell; ``None``: nothing to add.
 
     Raises:
-        ValueError: DTensors that are not all divided alike.
+        ValueError: DTensors that are not all placed alike.
     """
     layouts = {(getattr(p, "device_mesh", None), getattr(p, "placements", ())) for p in parameters}
     if layouts == {(None, ())}:

@@ -13,7 +13,7 @@ Views = Callable[[str], Iterator[tuple[LocalParameter, int, torch.Tensor]]]
 """(parameter, first element, live values) of ``weights``, ``exp_avg`` or ``exp_avg_sq``."""
 
 NAMES = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("weights", "master"))
-"""The engine's names and the saved ones."""
+"""Names of the state here, and torch's names, which are saved."""
 
 
 def gather_state(parameters: Sequence[LocalParameter], views: Views) -> dict[str, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""AdamW for any module, whose state and work are divided between the device and the host's memory and cores."""
+"""AdamW for any module, whose state and work are split between the device and the host's memory and cores."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from gptpar.optim.spans import HostPiece, Run
 class TwinFlowAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019) with exactly ``offload_ratio`` of the elements updated by the CPU.
 
-    The first elements, in the order of the parameters, are the device's. Masters and moments of the others are in host
+    The device updates the first elements, in the order of the parameters. Masters and moments of the others are in host
     memory. Where an element is updated changes no bit of it (:mod:`gptpar.optim.adam_update`). 16-bit parameters get
-    fp32 masters on both sides. Of parameters that are divided over processes (FSDP2, tensor or pipeline parallelism)
-    each process updates what it holds.
+    fp32 masters on both sides. Where parameters are sharded or split over processes (FSDP2, tensor or pipeline
+    parallelism), each process updates its own elements.
 
     :meth:`step` returns when everything is done, unless the module was :meth:`attached <attach>`. A step in which the
     gradient is not finite changes nothing. Parameters without gradient are passed over, as torch does. ``.grad`` stays
@@ -49,23 +49,23 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     Args:
         params: as of ``torch.optim.AdamW``, all on one device; contiguous fp32, bf16 or fp16, or all fp64.
         lr, betas, eps, weight_decay: of groups that do not say theirs.
-        offload_ratio: the host's share of the elements, 0 to 1.
+        offload_ratio: the twin-flow ratio, 0 to 1: which fraction of the elements the CPU updates.
         max_norm: all gradients are clipped to this global norm (0: never).
-        speculation: whether an attached optimizer updates before the norm is known, into memory as large as masters
+        speculation: whether an attached optimizer updates before the norm is known, into a double buffer of masters
             and moments: ``on``, ``off``, or ``auto``, as far as host memory allows. It changes no number.
         threads: of the CPU optimizer; default: the cores of this process but two.
         norm_fn: turns this process's sum of squares of the gradient (fp64 scalar, on the device) into that of all
-            processes. To be given where parameters are divided over processes; DTensors that are all divided alike
+            processes. To be given where parameters are spread over processes; DTensors that are all placed alike
             bring it along. Without it, processes would clip and skip differently.
 
     Attributes:
-        elements, offloaded: of this process, and of those the host's.
+        elements, offloaded: how many this process updates, and how many of them on the CPU.
         attached: whether to a module, see :meth:`attach`.
         skipped: 1.0 if the last step changed nothing because the gradient was not finite, else 0.0, on the device.
 
     Raises:
         ValueError: naming every argument and parameter that does not fit.
-        GptparError: the host's memory does not suffice.
+        GptparError: host memory does not suffice.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf before step()
@@ -252,7 +252,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     # Overlap.
 
     def attach(self, module: nn.Module) -> None:
-        """Overlap the host's work with the module's: :meth:`step` then returns at once.
+        """Overlap the CPU optimizer's work with the module's: :meth:`step` then returns at once.
 
         Before its forward each module inside waits for its own parameters, and ``state_dict`` of modules for all.
         Whoever reads them otherwise calls :meth:`finish` first.
@@ -312,7 +312,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         """As ``torch.optim.AdamW``'s, whatever the ratio, which can load it; a copy in host memory.
 
         16-bit parameters have ``master`` (fp32) besides ``step``, ``exp_avg`` and ``exp_avg_sq``. The state of
-        DTensors is DTensors, divided as they are.
+        DTensors is DTensors, placed as they are.
         """
         self.finish()
         found, steps = gather_state(self._parameters, self._state), self._steps()

@@ -112,41 +112,45 @@ class UpdatingThread:
     def _do_next(self) -> bool:
         """Wait for something to do, and do it; returns whether to go on."""
         with self._changed:
-            while True:
-                request = self._request
-                expected = self._expected if request is None else request.unclipped
-                candidates = self._candidates() if expected is not None else []
-                step_known = request is not None and (not candidates or request.norm.known())
-                ending = self._closing and request is None
-                on_its_way = not (step_known or ending) and begin_copies(candidates)
-                action, bucket = next_action(
-                    candidates,
-                    step_known=step_known,
-                    on_its_way=on_its_way,
-                    at_work=self._at_work is not None,
-                    ending=ending,
-                )
-                if action is not Action.WAIT:
-                    break
-                self._changed.wait(POLL_SECONDS if candidates else None)
-            if bucket is not None:
+            action, bucket = self._wait_for_action()
+            request, expected = self._request, self._expected_now()
+            if bucket is not None:  # under the lock: the loop may submit another gradient in a moment
                 self._advance(bucket, What.SPECULATION_BEGUN)
-                partial = bucket.partial
-        if action is Action.TAKE_STEP:
-            assert request is not None
-            self._take_step(request)
-        elif bucket is not None:
-            assert expected is not None
-            bucket.speculated_with = expected
-            # Of a partial gradient the closed ranges alone, whose parameters wait in host memory: the training loop
+                bucket.speculated_with, partial = expected, bucket.partial
+        if action is Action.SPECULATE:
+            assert bucket is not None and expected is not None
+            # Of a partial gradient the closed ranges alone, and their parameters wait in host memory: the training loop
             # may still compute with the old ones.
             closed = None if partial is None else partial.closed
             self._begin(bucket, expected, bucket.double_buffer, None, only=closed, sends=partial is None)
+        elif action is Action.TAKE_STEP:
+            assert request is not None
+            self._take_step(request)
         elif action is Action.LAND:
             self._land()
         elif action is Action.WAKE:
             self._adam.wake()
         return action is not Action.END
+
+    def _wait_for_action(self) -> tuple[Action, Bucket | None]:
+        """What there is to do, as soon as there is something, and with which bucket; the caller has the lock."""
+        while True:
+            request = self._request
+            candidates = self._candidates() if self._expected_now() is not None else []
+            step_known = request is not None and (not candidates or request.norm.known())
+            ending = self._closing and request is None
+            on_its_way = not (step_known or ending) and begin_copies(candidates)
+            at_work = self._at_work is not None
+            action, bucket = next_action(
+                candidates, step_known=step_known, on_its_way=on_its_way, at_work=at_work, ending=ending
+            )
+            if action is not Action.WAIT:
+                return action, bucket
+            self._changed.wait(POLL_SECONDS if candidates else None)
+
+    def _expected_now(self) -> StepHyperparameters | None:
+        """What the coming step will do if nothing is clipped, as far as that is known."""
+        return self._expected if self._request is None else self._request.unclipped
 
     def _candidates(self) -> list[Bucket]:
         for bucket in late_partials(self._buckets):

@@ -1,4 +1,4 @@
-"""The optimizer's state in host memory, cut into the pieces that are updated at a time."""
+"""The optimizer's state in host memory, cut into buckets: the ranges that are updated, and copied, at a time."""
 
 from __future__ import annotations
 
@@ -6,34 +6,22 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from gptpar import pages
-from gptpar.offload.row_ranges import outside
+from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
+from gptpar.offload.events import What
+from gptpar.offload.index_ranges import outside
+from gptpar.offload.step_request import StepHyperparameters
 from gptpar.offload.transfers import Arrival, Departure, Slot
-from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.spans import OffloadedPartition, Span
 
 BUCKET_ELEMENTS = 1 << 23
-"""Elements updated, and sent to the device, at a time, at most. After the backward pass the one at work delays what the
-next forward pass waits for: small ones do so less, but have to take longer than Python needs between two."""
-
-NOWHERE = np.empty((0, 2), dtype=np.int64)
-
-NEAR = 4
-"""Buckets that are brought to the host ahead of the one at work, whatever else is there."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What one step does to each element: the rates by group, and what gradients are divided by."""
-
-    rates: tuple[Hyperparameters, ...]
-    divisor: float
+"""Elements of a bucket, at most. After the backward pass the bucket at work delays what the next forward pass waits
+for: small ones do so less, but have to take longer than Python needs between two."""
 
 
 @dataclass
@@ -50,35 +38,38 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The ranges (:mod:`~gptpar.offload.row_ranges`) of an early gradient that will change, and the others.
+class PartialRanges:
+    """Which ranges (:mod:`~gptpar.offload.index_ranges`) of a partial gradient will change, and which will not.
 
-    Both are made when it is offered: numpy would make the updating thread wait for Python.
+    Both are made when it is submitted: numpy would make the updating thread wait for Python.
     """
 
     open: np.ndarray
     closed: np.ndarray
 
 
-@dataclass
+@dataclass(slots=True)
 class Bucket:
-    """A range of a piece.
+    """A range of one unit's offloaded elements.
 
     Attributes:
-        start: first element, counted within the piece.
+        start, stop: its elements, counted within the unit's offloaded range.
         spans, counted: see :class:`~gptpar.optim.spans.OffloadedPartition`; numbered from the first element.
-        now: the valid state.
-        beside: room for a speculated state.
-        live: the parameters' memory on the device.
-        way: one of its own for the parameters' values; default: one that it shares.
-        grad: this step's gradient.
-        again: the gradient that is to replace it, because its values were changed after they were offered.
-        slot: room of its own for complete gradients, if it has any.
-        cut: where its values will be changed, if it was offered before it was complete; else any of them may be.
-        tried: what the state beside was computed with, but for the open ranges.
+        buffers: the valid state.
+        double_buffer: where a speculated state is written; ``None``: nothing is speculated here.
+        parameters: their memory on the device.
+        own_copy: an H2D copy that only this bucket uses, whose host memory keeps speculated values until they are
+            sent; ``None``: it uses the shared ones.
+        own_slot: host memory for its final gradients alone; ``None``: they come through the ring.
+        state: how far it is with the coming step.
+        due: whether a step was requested that is not done here yet.
+        grad: the D2H copy of the gradient that the thread works with.
+        newer: that of the gradient which is to replace it.
+        partial: of a partial gradient, what will change.
+        speculated_with: the hyperparameters of the state in the double buffer.
         steps: updates made so far.
-        settled: whether the last announced step is done here.
-        settle_device: lets later work on the device wait for the new parameters, or waits itself if told to.
+        sent: lets later work on the device wait for the new parameters, or, given ``True``, returns when they are
+            there; ``None``: there is nothing to wait for.
     """
 
     unit: str
@@ -86,60 +77,56 @@ class Bucket:
     stop: int
     spans: tuple[Span, ...]
     counted: tuple[tuple[int, int], ...]
-    now: Buffers
-    beside: Buffers | None = None
-    live: torch.Tensor | None = None
-    way: Departure | None = None
+    buffers: Buffers
+    double_buffer: Buffers | None = None
+    parameters: torch.Tensor | None = None
+    own_copy: Departure | None = None
+    own_slot: Slot | None = None
+    state: BucketState = BucketState.IDLE
+    due: bool = False
     grad: Arrival | None = None
-    again: Arrival | None = None
-    slot: Slot | None = None
-    cut: Cut | None = None
-    tried: tuple[Recipe, Arrival] | None = None
+    newer: Arrival | None = None
+    partial: PartialRanges | None = None
+    speculated_with: StepHyperparameters | None = None
     steps: int = 0
-    settled: bool = True
-    settle_device: Callable[[bool], None] | None = None
+    sent: Callable[[bool], None] | None = None
 
-    def awaits(self, formed: int) -> bool:
-        """Whether an early gradient is of use here, of which so many elements of the piece are formed, and new."""
-        return self.way is not None and self.grad is None and self.stop <= formed
+    def advance(self, what: What) -> None:
+        """Move to the state after an event.
 
-    def take_early(self, grad: Arrival, still_open: np.ndarray) -> None:
-        """Have a gradient that will be complete, but for these ranges."""
-        self.grad, self.cut = grad, Cut(still_open, outside(still_open, self.stop - self.start))
+        Raises:
+            ForbiddenEvent: the state does not allow it; naming bucket, state and event.
+        """
+        following = TRANSITIONS.get((self.state, what))
+        if following is None:
+            raise ForbiddenEvent(what, self.unit, self.start, self.stop, self.state)
+        self.state = following
+
+    def take_partial(self, grad: Arrival, open_ranges: np.ndarray) -> None:
+        """Work with a gradient that is final but for these ranges."""
+        self.grad, self.partial = grad, PartialRanges(open_ranges, outside(open_ranges, self.stop - self.start))
 
     def take(self, grad: Arrival) -> None:
-        """Have a gradient, which replaces one that came before."""
+        """Work with a gradient, or keep it until the thread is done with the one before."""
         if self.grad is None:
             self.grad = grad
         else:
-            self.again = grad
+            if self.newer is not None:
+                self.newer.release()
+            self.newer = grad
 
-    def replace_grad(self) -> None:
-        """Go on with the second gradient, if there is one."""
-        if self.again is not None:
+    def use_newer(self) -> None:
+        """Go on with the newer gradient, if there is one."""
+        if self.newer is not None:
             assert self.grad is not None
             self.grad.release()
-            self.grad, self.again = self.again, None
+            self.grad, self.newer = self.newer, None
 
-    @property
-    def speculable(self) -> bool:
-        """Whether the state beside can be computed, with a gradient that will hold at least nearly everywhere."""
-        lasting = self.again is None or self.cut is not None
-        return self.beside is not None and self.grad is not None and self.tried is None and lasting
-
-    def wrong(self, recipe: Recipe | None) -> np.ndarray | None:
-        """The ranges in which the state beside is not what a recipe makes of the gradient; ``None``: anywhere."""
-        if self.tried is None or self.tried[0] != recipe:
-            return None
-        if self.tried[1] is self.grad:
-            return NOWHERE
-        return None if self.cut is None else self.cut.open
-
-    def forget(self) -> None:
-        """The gradient and what was tried with it."""
+    def forget_gradient(self) -> None:
+        """The step is done: release the gradient, and what was speculated with it."""
         if self.grad is not None:
             self.grad.release()
-        self.grad = self.tried = self.cut = None
+        self.grad = self.partial = self.speculated_with = None
 
 
 def cut_piece(piece: OffloadedPartition, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:
@@ -155,33 +142,33 @@ def cut_piece(piece: OffloadedPartition, dtype: torch.dtype, folder: Path | None
         yield Bucket(piece.unit, start, stop, part.spans, part.counted, state)
 
 
-def make_room(buckets: Sequence[Bucket], elements: int) -> None:
+def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
     """Allow speculation for some elements: the last ones of the model, since gradients come in that order."""
     for bucket in reversed(buckets):
         elements -= bucket.stop - bucket.start
         if elements < 0:
             break
-        bucket.beside = new_buffers(bucket.stop - bucket.start, bucket.now.weights.dtype)
+        bucket.double_buffer = new_buffers(bucket.stop - bucket.start, bucket.buffers.weights.dtype)
 
 
 def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """(unit, first element within its piece, values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``.
+    """(unit, first element within its offloaded range, values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``.
 
     Gradients, which may have come in 16 bits, are given in the masters' dtype.
     """
     for bucket in buckets:
         if kind == "grad":
-            grad = bucket.again or bucket.grad
+            grad = bucket.newer or bucket.grad
             assert grad is not None
-            yield bucket.unit, bucket.start, grad.tensor().to(bucket.now.weights.dtype)
+            yield bucket.unit, bucket.start, grad.tensor().to(bucket.buffers.weights.dtype)
         else:
-            yield bucket.unit, bucket.start, getattr(bucket.now, kind)
+            yield bucket.unit, bucket.start, getattr(bucket.buffers, kind)
 
 
 def bytes_of(buckets: Sequence[Bucket]) -> tuple[int, int]:
-    """Memory of masters and moments, and of what is beside them for speculation."""
-    sizes = [(b.stop - b.start) * 3 * b.now.weights.element_size() for b in buckets]
-    return sum(sizes), sum(size for size, b in zip(sizes, buckets, strict=True) if b.beside is not None)
+    """Memory of masters and moments, and of their double buffers."""
+    sizes = [(b.stop - b.start) * 3 * b.buffers.weights.element_size() for b in buckets]
+    return sum(sizes), sum(size for size, b in zip(sizes, buckets, strict=True) if b.double_buffer is not None)
 
 
 def new_buffers(length: int, dtype: torch.dtype, folder: Path | None = None) -> Buffers:
@@ -202,43 +189,3 @@ def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:
     finally:
         os.close(handle)
         os.unlink(name)
-
-
-def drop_what_came_too_late(buckets: Sequence[Bucket]) -> None:
-    """Early gradients with which nothing was tried until the complete ones were made."""
-    for bucket in buckets:
-        if bucket.tried is None and bucket.again is not None and bucket.cut is not None and bucket.again.made():
-            bucket.replace_grad()
-            bucket.cut = None
-
-
-def shallowest_that_is_here(buckets: Sequence[Bucket]) -> Bucket | None:
-    """The one that the next forward pass needs first, of those whose gradient has arrived.
-
-    Not the shallowest that was offered: the host runs far ahead of the device, and that one may be long in coming.
-    """
-    bring(buckets)
-    return next((bucket for bucket in buckets if bucket.grad is not None and bucket.grad.arrived()), None)
-
-
-def one_is_on_its_way(buckets: Sequence[Bucket]) -> bool:
-    """Whether the next gradient will be here in a moment."""
-    made = next((bucket.grad for bucket in buckets if bucket.grad is not None and bucket.grad.made()), None)
-    return made is not None and made.begin(urgent=False)
-
-
-def bring(buckets: Sequence[Bucket]) -> None:
-    """Start the transfers of what is needed first; where there is no room left, what is needed last makes room.
-
-    Gradients arrive last layer first. If those that came early kept the room, the optimizer would work on them, and
-    leave for the end of the step what the next forward pass begins with. Only what is offered before its time comes
-    with the last layers, or before: it is at the other end.
-    """
-    coming = [bucket.grad for bucket in buckets if bucket.grad is not None]
-    early = list(takewhile(lambda grad: grad.made(), coming))
-    in_order = takewhile(lambda grad: grad.made(), reversed(coming[len(early) :]))  # those before are not yet, either
-    made = early + list(in_order)[::-1]
-    near, later = made[:NEAR], made[NEAR:]
-    for grad in near:
-        while not grad.begin(urgent=False) and later:
-            later.pop().release()

@@ -1,4 +1,4 @@
-"""The elements of any parameters that the device itself updates."""
+"""AdamW over any parameters' elements that the device updates, beside a CPU optimizer for the others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gptpar.optim.spans import DECAYS, Span
 
 
 @dataclass
-class _Together:
-    """Units of one parameter group that have taken the same steps.
+class _StepGroup:
+    """Units of one parameter group that have taken the same steps, so that one set of numbers updates them.
 
     Attributes:
         steps: how many (fp64 scalar on the device).
@@ -46,7 +46,7 @@ class DeviceOptimizer:
         self._live = {unit: values for unit, values in live.items() if values.dtype.itemsize == 2}
         self._moments = {unit: (torch.zeros_like(p), torch.zeros_like(p)) for unit, p in self.masters.items()}
         self._groups = dict(groups)
-        self._together: list[_Together] = []
+        self._step_groups: list[_StepGroup] = []
         self._take_steps(dict.fromkeys(live, 0))
 
     @torch.no_grad()
@@ -67,12 +67,12 @@ class DeviceOptimizer:
             grads: unit -> [n]; units without one stay as they are.
         """
         self._separate(grads)
-        for together in self._together:
-            if together.units[0] not in grads:
+        for step_group in self._step_groups:
+            if step_group.units[0] not in grads:
                 continue
-            how = hyperparameters[together.group]
-            step = together.adam.begin_step(how, norm, loss_scale, max_norm, together.steps)
-            for unit in together.units:
+            how = hyperparameters[step_group.group]
+            step = step_group.adam.begin_step(how, norm, loss_scale, max_norm, step_group.steps)
+            for unit in step_group.units:
                 step.update(self._piece(unit, grads[unit]))
 
     def _piece(self, unit: str, grad: torch.Tensor) -> Piece:
@@ -81,24 +81,24 @@ class DeviceOptimizer:
 
     def _separate(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Count apart, from now on, what takes a step and what does not."""
-        for together in list(self._together):
-            staying = [unit for unit in together.units if unit not in grads]
-            if staying and len(staying) < len(together.units):
-                together.units = [unit for unit in together.units if unit in grads]
-                self._together.append(self._new_together(together.group, together.steps.clone(), staying))
+        for step_group in list(self._step_groups):
+            staying = [unit for unit in step_group.units if unit not in grads]
+            if staying and len(staying) < len(step_group.units):
+                step_group.units = [unit for unit in step_group.units if unit in grads]
+                self._step_groups.append(self._new_step_group(step_group.group, step_group.steps.clone(), staying))
 
-    def _new_together(self, group: int, steps: torch.Tensor, units: list[str]) -> _Together:
-        return _Together(group, steps, make_device_adam(self.masters[units[0]]), units)
+    def _new_step_group(self, group: int, steps: torch.Tensor, units: list[str]) -> _StepGroup:
+        return _StepGroup(group, steps, make_device_adam(self.masters[units[0]]), units)
 
     def _take_steps(self, steps: Mapping[str, int]) -> None:
         """Go on as if each unit had taken so many steps."""
         alike: dict[tuple[int, int], list[str]] = defaultdict(list)
         for unit, count in steps.items():
             alike[self._groups[unit], count].append(unit)
-        self._together = []
+        self._step_groups = []
         for (group, count), units in alike.items():
             counter = torch.full((), float(count), dtype=torch.float64, device=self.masters[units[0]].device)
-            self._together.append(self._new_together(group, counter, units))
+            self._step_groups.append(self._new_step_group(group, counter, units))
 
     def values(self, unit: str, kind: str) -> torch.Tensor:
         """[n] live ``weights``, ``exp_avg`` or ``exp_avg_sq``; of a unit that is not here, none."""
@@ -109,7 +109,7 @@ class DeviceOptimizer:
     @property
     def steps_taken(self) -> dict[str, int]:
         """Each unit's updates so far; waits for the device."""
-        return {unit: int(together.steps.item()) for together in self._together for unit in together.units}
+        return {unit: int(step_group.steps.item()) for step_group in self._step_groups for unit in step_group.units}
 
     @steps_taken.setter
     def steps_taken(self, steps: Mapping[str, int]) -> None:

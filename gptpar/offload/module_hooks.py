@@ -1,4 +1,4 @@
-"""Hooks by which a module's forward waits for the optimizer, and its gradients go there."""
+"""Hooks: a module's forward pass waits for the optimizer, and a parameter's gradient is submitted when it is there."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def watch_readers(
 
     Args:
         unit_of: ``id`` of a parameter -> its name.
-        before_forward: is called with names, and whether they are read on other streams than the current one; like the
-            others here, with arguments of torch's behind, that are of no interest.
+        before_forward: is called with the names of the parameters that are about to be read, whether that happens on
+            other streams than the current one, and torch's arguments.
+        before_state_dict: is called with torch's arguments.
 
     Yields:
         (names, hooks that can be removed)
@@ -41,7 +42,7 @@ def watch_readers(
 
 
 def watch_gradient(parameter: torch.Tensor, ready: Callable[..., None]) -> list[Any]:
-    """The hooks, at most one, that tell of a parameter's gradient."""
+    """Have ``ready`` called when a backward pass has added to ``.grad``; returns the hook, if there can be one."""
     return [parameter.register_post_accumulate_grad_hook(ready)] if parameter.requires_grad else []
 
 

@@ -7,26 +7,26 @@ from typing import Any
 
 import torch
 
-from gptpar.offload.local_parts import LocalPart, local_of
+from gptpar.offload.local_parameters import LocalParameter, local_of
 
-Views = Callable[[str], Iterator[tuple[LocalPart, int, torch.Tensor]]]
+Views = Callable[[str], Iterator[tuple[LocalParameter, int, torch.Tensor]]]
 """(parameter, first element, live values) of ``weights``, ``exp_avg`` or ``exp_avg_sq``."""
 
 NAMES = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("weights", "master"))
-"""The engine's names and the saved ones."""
+"""Names of the state here, and torch's names, which are saved."""
 
 
-def gather_state(parts: Sequence[LocalPart], views: Views) -> dict[str, dict[str, torch.Tensor]]:
+def gather_state(parameters: Sequence[LocalParameter], views: Views) -> dict[str, dict[str, torch.Tensor]]:
     """unit -> name -> a copy in host memory, in the parameter's shape; ``master`` of 16-bit parameters only."""
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for part in parts:
-        wide = torch.promote_types(part.flat.dtype, torch.float32)
-        names = [name for _, name in NAMES if name != "master" or part.has_masters]
-        found[part.unit] = {name: torch.empty(part.local.shape, dtype=wide) for name in names}
+    for local in parameters:
+        wide = torch.promote_types(local.flat.dtype, torch.float32)
+        names = [name for _, name in NAMES if name != "master" or local.has_masters]
+        found[local.unit] = {name: torch.empty(local.local.shape, dtype=wide) for name in names}
     for kind, name in NAMES:
-        for part, at, values in views(kind):
-            if name in found[part.unit]:
-                found[part.unit][name].view(-1)[at : at + values.numel()] = values
+        for local, at, values in views(kind):
+            if name in found[local.unit]:
+                found[local.unit][name].view(-1)[at : at + values.numel()] = values
     return found
 
 
@@ -37,10 +37,10 @@ def place_state(states: Mapping[str, Mapping[str, Any]], views: Views) -> None:
         states: unit -> what was saved of it.
     """
     for kind, name in NAMES:
-        for part, at, values in views(kind):
-            saved = states[part.unit].get(name)
-            if name == "master" and (saved is None or not part.has_masters):
-                saved = part.flat
+        for local, at, values in views(kind):
+            saved = states[local.unit].get(name)
+            if name == "master" and (saved is None or not local.has_masters):
+                saved = local.flat
             if saved is None:
                 values.zero_()
             else:
@@ -52,20 +52,20 @@ def follow_parameters(changed: set[str], views: Views) -> None:
 
     A master that rounds to the parameter stays: a model's checkpoint may be loaded after the optimizer's.
     """
-    for part, at, master in views("weights"):
-        if part.unit in changed:
-            values = part.flat[at : at + master.numel()].to(master.device)
+    for local, at, master in views("weights"):
+        if local.unit in changed:
+            values = local.flat[at : at + master.numel()].to(master.device)
             master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(master.dtype)))
 
 
 def problems_of_state(
-    parts: Sequence[LocalPart], states: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+    parameters: Sequence[LocalParameter], states: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Sentences on what cannot be loaded."""
     problems = [f"{word} is not supported" for word in ("amsgrad", "maximize") if any(g.get(word) for g in groups)]
-    for part, state in zip(parts, states, strict=False):
+    for local, state in zip(parameters, states, strict=False):
         for _, name in NAMES:
-            count = local_of(state[name]).numel() if name in state else part.flat.numel()
-            if count != part.flat.numel():
-                problems.append(f"{name} of parameter {part.unit} has {count} elements, not {part.flat.numel()}")
+            count = local_of(state[name]).numel() if name in state else local.flat.numel()
+            if count != local.flat.numel():
+                problems.append(f"{name} of parameter {local.unit} has {count} elements, not {local.flat.numel()}")
     return problems

@@ -148,7 +148,7 @@ class CpuAdam:
             into: where the new p, m and v go, while p, m and v stay as they are; default: in place.
             low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even. It may be ``grad`` itself,
                 or lie in the same place.
-            only: ranges (:mod:`~gptpar.offload.row_ranges`, in one piece) to which it may keep, because elsewhere the
+            only: ranges (:mod:`~gptpar.offload.index_ranges`, in one piece) to which it may keep, because elsewhere the
                 outputs have their new values already, or get them later. Torch's operators write them all each time.
 
         Raises:

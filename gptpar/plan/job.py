@@ -114,7 +114,7 @@ class Job:
 
     @property
     def early_elements(self) -> float:
-        """Elements whose gradient the host gets early; see :mod:`gptpar.offload.early_rows`."""
+        """Elements whose gradient the host gets early; see :mod:`gptpar.offload.tied_embedding`."""
         offload = self.config.offload
         used = offload.offload_speculation != "off" and not offload.optimizer_nvme_path
         used = used and not self.gradients_leave_at_once

@@ -228,7 +228,7 @@ def _show(tracer: Tracer, parsed: ParsedFlags, run: Run) -> None:
     topology, path = run.trainer.topology, parsed.rest.trace
     if path is not None:
         host = run.trainer.host
-        updates = () if host is None else tuple(host.updates.latest)
+        updates = () if host is None else tuple(host.latest_updates)
         tracer.save(path if topology.is_main else path.with_name(f"{path.name}.rank{topology.rank}"), updates)
     if parsed.rest.breakdown:
         ranks: list[Any] = [tracer.breakdown()] * topology.layout.world_size

@@ -19,8 +19,8 @@ from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.offload.build import make_host_optimizer
-from gptpar.offload.early_rows import EarlyRows, early_unit
 from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.tied_embedding import PartialGradient, partial_unit
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.stage import Fields, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
@@ -34,12 +34,12 @@ class GptEngine:
 
     Attributes:
         host: the CPU optimizer; ``None`` where it has nothing to do.
-        early: submits the tied embedding's gradient early, where that is possible.
+        partial_gradient: submits the tied embedding's gradient in part before it is final, where that is possible.
     """
 
     engine: Engine
     host: HostOptimizer | None
-    early: EarlyRows | None
+    partial_gradient: PartialGradient | None
 
 
 def make_engine(config: Config, topology: Topology, *, tries_memory: bool = False) -> GptEngine:
@@ -54,17 +54,18 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     tensor, data = tensor_axis(config, topology), data_axis(config, topology)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype)
     table = table_of(pipeline, tensor, data, config.offload.ratio or 0.0)
-    early = early_unit(config, topology.layout, table)
+    tied = partial_unit(config, topology.layout, table)
     host = None
     if not tries_memory:
         sums = settings.adds_gradients
-        host = make_host_optimizer(config, table.offloaded(), device, settings.dtype, settings.wide, early, sums=sums)
+        host = make_host_optimizer(config, table.offloaded(), device, settings.dtype, settings.wide, tied, sums=sums)
     on_host = config.offload.cpu_parameters
     parameters = ParameterMemory(table.units, data, settings.dtype, device, on_host=on_host)
     if host is not None:
-        host.attach({unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()})
+        offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
+        host.attach(offloaded, None if tied is None else tied.name)
     engine = Engine(pipeline, table, parameters, tensor, data, settings, config.optimizer, device, host)
-    return GptEngine(engine, host, EarlyRows.of(early, host, engine))
+    return GptEngine(engine, host, PartialGradient.of(tied, host, engine))
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:

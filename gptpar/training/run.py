@@ -180,7 +180,7 @@ class Run:
         if host is None:
             return None
         before = self.cpu_optimizer_before
-        self.cpu_optimizer_before = now = (host.waited_s, host.updates.busy_s, host.num_redone, host.num_ahead)
+        self.cpu_optimizer_before = now = (host.waited_s, host.busy_s, host.num_redone, host.num_ahead)
         waited, busy, redone, ahead = (after - earlier for earlier, after in zip(before, now, strict=True))
         return CpuOptimizerTimes(waited * 1e3, busy * 1e3, int(redone), ahead / host.num_elements)
 

@@ -138,7 +138,7 @@ class Trainer:
         self.activity = activity or Activity(topology.rank)
         self.loss_scale: LossScale = make_loss_scale(config.precision)
         made = make_engine(config, topology, tries_memory=tries_memory)
-        self.engine, self.host, self._early = made.engine, made.host, made.early
+        self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
         if config.precision.compile and topology.device.type == "cuda":
             for chunk in self.engine.stages:
                 chunk.compile_layers(Block)
@@ -181,16 +181,16 @@ class Trainer:
         self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.layout.data))
         self._iteration = iteration
         self.activity.note(f"iteration {iteration + 1}, forward and backward")
-        if self._early is not None:
-            self._early.expect_tokens(batches[-1].tokens_BS)
+        if self._partial_gradient is not None:
+            self._partial_gradient.expect_tokens(batches[-1].tokens_BS)
         on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
         return (self._graph or self._forward_backward)(on_device)
 
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
         self.engine.train()
         self.engine.begin_gradients(len(batches))
-        if self._early is not None:
-            self._early.begin(len(batches))
+        if self._partial_gradient is not None:
+            self._partial_gradient.begin(len(batches))
         observer = _StepObserver(self, self._iteration, len(batches))
         inputs = [self._training_input(number, batch) for number, batch in enumerate(batches)]
         losses = self.engine.pipeline.forward_backward(inputs, grad=self._scale, observer=observer)

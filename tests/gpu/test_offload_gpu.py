@@ -125,7 +125,7 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     words = f"--bf16 --clip-grad {clip} {OFFLOAD} {ratio} --micro-batch-size {4 // micro_batches}"
     with monkeypatch.context() as patch:
-        patch.setattr(gpt, "early_unit", lambda *_: None)
+        patch.setattr(gpt, "partial_unit", lambda *_: None)
         plain = run(f"{words} --offload-speculation off --cuda-graph off", micro_batches=micro_batches)
     offer = HostOptimizer.submit_gradient
 

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gptpar import TwinFlowAdamW
+from gptpar.offload.events import What
+from tests.offload_log import logged
 from tests.spawn import spawn
 
 RANKS, STEPS, ROWS = 2, 8, 6
@@ -55,7 +57,10 @@ def fsdp(rank: int, ratio: float, attached: bool, device: str = "cpu") -> list[t
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with TwinFlowAdamW(model.parameters(), lr=1e-2, offload_ratio=ratio, max_norm=MAX_NORM) as optimizer:
+    with (
+        logged() as log,
+        TwinFlowAdamW(model.parameters(), lr=1e-2, offload_ratio=ratio, max_norm=MAX_NORM) as optimizer,
+    ):
         assert optimizer.elements == sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
         assert optimizer.offloaded == round(ratio * optimizer.elements)
         if attached:
@@ -72,7 +77,8 @@ def fsdp(rank: int, ratio: float, attached: bool, device: str = "cpu") -> list[t
             if attached:
                 with optimizer.last_backward():
                     loss.backward()
-                assert len(optimizer._offered) == len(optimizer._on_host)  # FSDP2 tells of each gradient
+                told = {event.unit for event in log.this_step() if event.what == What.SUBMITTED}
+                assert len(told) == sum(on_host > 0 for _, on_host in optimizer.homes)  # FSDP2 tells of each gradient
             else:
                 loss.backward()
             optimizer.step()

@@ -82,7 +82,12 @@ class SlowCopies(CopyingSameMemory):
         there.pass_()
 
 
-def make_share(transfers: CopyingSameMemory, speculated: int = 0, adam: CpuAdam | None = None) -> HostOptimizer:
+def make_share(
+    transfers: CopyingSameMemory,
+    speculated: int = 0,
+    adam: CpuAdam | None = None,
+    parameters: dict[str, torch.Tensor] | None = None,
+) -> HostOptimizer:
     share = HostOptimizer(
         UNITS,
         dtype=torch.float32,
@@ -91,7 +96,7 @@ def make_share(transfers: CopyingSameMemory, speculated: int = 0, adam: CpuAdam 
         transfers=transfers,
         speculated_elements=speculated,
     )
-    share.attach({piece.unit: torch.zeros(128) for piece in UNITS})
+    share.attach(parameters or {piece.unit: torch.zeros(128) for piece in UNITS})
     return share
 
 
@@ -176,7 +181,8 @@ def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
             begun.set()
             return super().order(*args, **kwargs)
 
-    share = make_share(transfers, speculated=512, adam=Noting(1))
+    parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
+    share = make_share(transfers, 512, Noting(1), parameters)
     share.expect_step(RATES, 1.0)
     for unit in ("fourth", "third"):
         share.submit_gradient(unit, torch.full((128,), 1e-3))
@@ -195,9 +201,8 @@ def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
     share.step(torch.tensor(0.5), RATES, 1.0)
     share.finish()
     assert share.num_ahead > 0 and share.num_redone == 0
-    for bucket in share._buckets:
-        assert bucket.live is not None
-        torch.testing.assert_close(bucket.live, torch.full((128,), -0.1), rtol=1e-4, atol=0)
+    for values in parameters.values():
+        torch.testing.assert_close(values, torch.full((128,), -0.1), rtol=1e-4, atol=0)
     share.close()
 
 
@@ -323,7 +328,7 @@ def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_embedding_s_gradient_is_not_sent_early() -> None:
     """Its sum would stay on the device during the whole backward pass."""
     trainers = [make_trainer(tiny_config(f"{ALL} --offload-gradients {word}")) for word in ("off", "on")]
-    assert [trainer._early is None for trainer in trainers] == [False, True]
+    assert [trainer._partial_gradient is None for trainer in trainers] == [False, True]
     for trainer in trainers:
         trainer.close()
 

@@ -13,7 +13,7 @@ import torch
 
 from gptpar import native
 from gptpar.errors import NativeBuildError
-from gptpar.offload.row_ranges import ranges_of_rows
+from gptpar.offload.index_ranges import ranges_of_rows
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 

@@ -136,10 +136,10 @@ def test_without_a_gpu_auto_is_nothing() -> None:
 def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
     (bucket,) = cut_piece(OffloadedPartition("unit", 1000, (Span(0, 1000, 1),), ((0, 1000),)), torch.float32, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    for buffer in bucket.now.all():
+    for buffer in bucket.buffers.all():
         assert buffer.shape == (1000,) and not buffer.any()
         buffer.fill_(2.5)
-    assert bucket.now.weights.sum() == 2500
+    assert bucket.buffers.weights.sum() == 2500
 
 
 def test_what_needs_the_host_during_a_step_speaks_against_a_graph() -> None:

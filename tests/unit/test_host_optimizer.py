@@ -11,8 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gptpar.offload.buckets import NEAR, bring
+from gptpar.offload.buckets import Bucket, cut_piece
+from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.next_action import NEAR, begin_copies
 from gptpar.offload.transfers import (
     OUTGOING,
     RESERVED,
@@ -39,6 +41,7 @@ def make_share(
     speculated: int = 0,
     pieces: Sequence[OffloadedPartition] = TWO_PIECES,
     transfers: Transfers | None = None,
+    log: EventLog | None = None,
 ) -> HostOptimizer:
     return HostOptimizer(
         pieces,
@@ -47,6 +50,7 @@ def make_share(
         adam=adam,
         transfers=transfers or SameMemory(),
         speculated_elements=speculated,
+        log=log,
     )
 
 
@@ -201,8 +205,19 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
 
 
 def test_room_for_some_is_given_to_the_deepest() -> None:
-    share = make_share(Watched(), speculated=200)
-    assert [bucket.beside is not None for bucket in share._buckets] == [False, True]
+    log, transfers = EventLog(), SlowNorm()
+    share = make_share(CpuAdam(1), speculated=200, transfers=transfers, log=log)
+    assert share.state_bytes == (2 * 128 * 12, 128 * 12)
+    share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
+    share.expect_step(RATES, 1.0)
+    for unit in ("second", "first"):
+        share.submit_gradient(unit, torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    wait_until(lambda: bool(log.of(What.SPECULATION_BEGUN)))
+    transfers.computed.set()
+    share.finish()
+    assert [event.unit for event in log.of(What.SPECULATION_BEGUN)] == ["second"]
+    assert [event.unit for event in log.of(What.UPDATE_BEGUN)] == ["first"]
     share.close()
 
 
@@ -221,26 +236,28 @@ def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
     share.close()
 
 
-def test_a_step_that_is_announced_while_the_last_one_ends_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_announced_while_the_last_one_ends_is_taken() -> None:
     """The loop goes on when the last bucket is settled, and may come round before the thread has noted the end."""
-    share = make_share(CpuAdam(1))
+    announced = threading.Event()
+
+    class HoldsUp(EventLog):
+        def record(self, what: What, unit: str = "", start: int = 0, stop: int = 0) -> None:
+            super().record(what, unit, start, stop)
+            if what == What.STEP_TAKEN:
+                assert announced.wait(10)
+
+    log = HoldsUp()
+    share = make_share(CpuAdam(1), log=log)
     share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
-    announced, land = threading.Event(), share.updates.land
-
-    def hold_up() -> None:
-        land()
-        if share._order is not None and all(bucket.settled for bucket in share._buckets):
-            assert announced.wait(10)
-
-    monkeypatch.setattr(share.updates, "land", hold_up)
     for step in range(2):
         for unit in ("second", "first"):
             share.submit_gradient(unit, torch.ones(128))
         share.step(torch.tensor(0.5), RATES, 1.0)
         if step:
             announced.set()
-        wait_until(lambda: all(bucket.settled for bucket in share._buckets))
-        assert [bucket.steps for bucket in share._buckets] == [step + 1, step + 1]
+        wait_until(lambda step=step: len(log.of(*STEP_DONE)) == 2 * (step + 1))
+        assert [len(log.of(What.UPDATED, unit=unit)) for unit in ("first", "second")] == [step + 1, step + 1]
+    assert [share.steps_of(unit) for unit in ("first", "second")] == [2, 2]
     share.close()
 
 
@@ -271,33 +288,32 @@ class Gradient:
         self.has_room = False
 
 
+def make_buckets(count: int) -> list[Bucket]:
+    pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(count)]
+    return [bucket for piece in pieces for bucket in cut_piece(piece, torch.float32, None)]
+
+
 def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -> None:
     """Room for 5: layers 9 down to 5 have it; 4 and 3 are computed since, 2 not yet."""
-    share = make_share(Watched(), pieces=[OffloadedPartition(str(n), 128, *WHOLE) for n in range(10)])
+    buckets = make_buckets(10)
     ring = [0] * 5
     grads = [Gradient(ring, made=n != 2) for n in range(10)]
-    for bucket, grad in reversed(list(zip(share._buckets, grads, strict=True))[3:]):
+    for bucket, grad in reversed(list(zip(buckets, grads, strict=True))[3:]):
         bucket.grad = cast(Any, grad)
         grad.begin(urgent=False)
-    share._buckets[2].grad = cast(Any, grads[2])
+    buckets[2].grad = cast(Any, grads[2])
     assert [grad.has_room for grad in grads] == [False] * 5 + [True] * 5
-    bring(share._buckets[2:])
+    begin_copies(buckets[2:])
     assert [grad.has_room for grad in grads] == [False] * 3 + [True] * (NEAR + 1) + [False] * 2
-    for bucket in share._buckets:
-        bucket.grad = None
-    share.close()
 
 
 def test_what_is_offered_early_takes_room_although_no_layer_is_computed_yet() -> None:
     """Two early ones, then layers of which the last two are computed; then room for one, which the first one needs."""
-    share = make_share(Watched(), pieces=[OffloadedPartition(str(n), 128, *WHOLE) for n in range(6)])
+    buckets = make_buckets(6)
     for room, expected in ((4, [0, 1, 4, 5]), (1, [0])):
         ring = [0] * room
         grads = [Gradient(ring, made=n not in (2, 3)) for n in range(6)]
-        for bucket, grad in zip(share._buckets, grads, strict=True):
+        for bucket, grad in zip(buckets, grads, strict=True):
             bucket.grad = cast(Any, grad)
-        bring(share._buckets)
+        begin_copies(buckets)
         assert [n for n, grad in enumerate(grads) if grad.has_room] == expected
-    for bucket in share._buckets:
-        bucket.grad = None
-    share.close()

@@ -9,7 +9,7 @@ import torch
 from gptpar import command
 from gptpar.cli import main
 from gptpar.errors import GptparError
-from gptpar.offload.updates import Updates
+from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.training.assemble import memory_explained
 from tests.helpers import TINY, tiny_config
 
@@ -50,7 +50,7 @@ def test_a_failing_updating_thread_ends_the_run_with_the_sentence(
     def full(*_: object, **__: object) -> None:
         raise MemoryError("the CPU optimizer could not allocate its sums")
 
-    monkeypatch.setattr(Updates, "begin", full)
+    monkeypatch.setattr(CpuAdam, "order", full)
     assert main(["pretrain", *TINY.split(), "--cpu-optimizer"]) == 1
     error = capsys.readouterr().err
     what = " What failed: the CPU optimizer could not allocate its sums\n"

@@ -18,6 +18,7 @@ from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.init import Constant
 from gptpar.offload import build, placement
+from gptpar.offload.events import EventLog, What
 from gptpar.offload.transfers import (
     RING_BYTES,
 )
@@ -28,6 +29,7 @@ from gptpar.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.offload_log import starts_of
 from tests.unit.test_host_optimizer import make_share, wait_until
 
 STEPS = 12
@@ -131,7 +133,9 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     total = sum(unit.length for unit in made)
     table = ParameterTable(made, ratio=ratio)
     pieces = table.offloaded()
-    share = make_share(CpuAdam(2), pieces=pieces, speculated=total if speculate else 0) if pieces else None
+    log, share = EventLog(), None
+    if pieces:
+        share = make_share(CpuAdam(2), pieces=pieces, speculated=total if speculate else 0, log=log)
     grad = torch.zeros(table.length(Home.DEVICE))
     infos = {name: param.info for name, param in table.params.items()}
     config = tiny_config("--clip-grad 1.0").optimizer
@@ -178,8 +182,8 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             base += here
             if share is not None and here < unit.length:
                 share.submit_gradient(unit.name, flat[here:])
-        if share is not None and speculate and not share._distrust:
-            wait_until(lambda: any(bucket.tried for bucket in share._buckets))
+        if share is not None and speculate and not share.backs_off:
+            wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
         optimizer.step(norm, lr, 0.1, scale)
     if share is not None:
         share.finish()

@@ -13,7 +13,7 @@ from torch import nn
 from gptpar import TwinFlowAdamW
 from gptpar.errors import GptparError
 from gptpar.offload import placement
-from gptpar.offload.local_parts import LocalPart
+from gptpar.offload.local_parameters import LocalParameter
 
 RATIOS = [0.0, 0.3, 0.731, 1.0]
 WIDTH = 24
@@ -56,7 +56,7 @@ def train(
 ) -> None:
     """Two micro-batches a step; every third step leaves one parameter without gradient."""
     dtype = next(model.parameters()).dtype
-    last = isinstance(optimizer, TwinFlowAdamW) and optimizer._attached
+    last = isinstance(optimizer, TwinFlowAdamW) and optimizer.attached
     for step in steps:
         one, other = inputs(step, dtype)
         optimizer.zero_grad()
@@ -100,9 +100,8 @@ def test_the_device_has_exactly_the_first_elements(closing: Any) -> None:
     total = sum(p.numel() for p in model.parameters())
     for ratio in (0.0, 0.1, 0.3, 0.5, 0.731, 0.999, 1.0):
         optimizer = closing(TwinFlowAdamW(model.parameters(), offload_ratio=ratio))
-        kept = [master.numel() for master in optimizer._device.masters.values()]
-        on_host = [values.numel() for _, _, values in (optimizer._host.parts("weights") if optimizer._host else ())]
-        assert sum(on_host) == optimizer.offloaded == round(ratio * total)
+        kept = [on_device for on_device, _ in optimizer.homes if on_device]
+        assert sum(on_host for _, on_host in optimizer.homes) == optimizer.offloaded == round(ratio * total)
         assert sum(kept) == optimizer.elements - optimizer.offloaded == total - round(ratio * total)
         sizes = [p.numel() for p in model.parameters()]
         assert kept[:-1] == sizes[: max(0, len(kept) - 1)]
@@ -322,5 +321,5 @@ def test_what_cannot_be_done_is_refused_with_a_sentence(closing: Any) -> None:
 
 def test_parts_say_what_is_the_hosts() -> None:
     values = torch.zeros(4, 3, dtype=torch.bfloat16)
-    part = LocalPart(values, "0", 0, 5, values, values.view(-1))
+    part = LocalParameter(values, "0", 0, 5, values, values.view(-1))
     assert part.offloaded == 7 and part.has_masters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,10 @@ import torch.utils.checkpoint
 from torch import nn
 
 from gptpar import TwinFlowAdamW
+from gptpar.offload import placement
+from gptpar.offload.events import What
 from gptpar.optim.cpu_adam import CpuAdam, Done
+from tests.offload_log import logged, starts_of
 from tests.unit.test_twin_flow import WIDTH, Model, equal, inputs, scheduler, train, two_groups
 
 
@@ -33,7 +37,7 @@ def test_attached_is_bit_for_bit_the_same(ratio: float, speculation: str, dtype:
         train(model, optimizer, range(30), scheduler(optimizer))
     optimizers[1].finish()
     equal(models[1], models[0], rtol=0, atol=0)
-    redone = [optimizer._host.num_redone for optimizer in optimizers]
+    redone = [optimizer.num_redone for optimizer in optimizers]
     assert redone[0] == 0 and (0 < redone[1] < 30) == (speculation == "on")
 
 
@@ -54,12 +58,11 @@ class Watched(CpuAdam):
         return wait
 
 
-def test_each_layer_waits_for_its_own_parameters_only(closing: Any) -> None:
+def test_each_layer_waits_for_its_own_parameters_only(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adam = Watched()
+    monkeypatch.setattr(placement, "CpuAdam", lambda threads: adam)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
     optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
-    adam = Watched()
-    assert optimizer._host is not None
-    optimizer._host.updates.adam = adam
     optimizer.attach(model)
     before = copy.deepcopy(model)
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -116,14 +119,15 @@ def test_a_step_that_is_not_taken_leaves_no_trace(closing: Any) -> None:
 def test_more_than_the_last_backward_is_noticed(closing: Any) -> None:
     """A second micro-batch inside begins anew; a second backward of one forward would read coming values."""
     ours, plain = Model(), Model()
-    optimizer = closing(TwinFlowAdamW(ours.parameters(), speculation="on"))
+    with logged() as log:
+        optimizer = closing(TwinFlowAdamW(ours.parameters(), speculation="on"))
     optimizer.attach(ours)
     reference = torch.optim.AdamW(plain.parameters())
     for step in range(3):
         optimizer.zero_grad()
         with optimizer.last_backward():
             ours(inputs(step)[0]).backward()
-            assert optimizer._offered
+            assert starts_of(log, What.SUBMITTED)
             ours(inputs(step)[1]).backward()
         optimizer.step()
     for step in range(3):
@@ -139,12 +143,11 @@ def test_more_than_the_last_backward_is_noticed(closing: Any) -> None:
         other.backward()
 
 
-def test_the_forward_inside_last_backward_overlaps_too(closing: Any) -> None:
+def test_the_forward_inside_last_backward_overlaps_too(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adam = Watched()
+    monkeypatch.setattr(placement, "CpuAdam", lambda threads: adam)
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
-    adam = Watched()
-    assert optimizer._host is not None
-    optimizer._host.updates.adam = adam
     optimizer.attach(model)
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
@@ -192,14 +195,19 @@ def test_attention_and_recomputation_overlap_without_changing_a_bit(closing: Any
     torch.manual_seed(0)
     models = [Recomputed()]
     models.append(copy.deepcopy(models[0]))
-    optimizers = [closing(TwinFlowAdamW(model.parameters(), lr=1e-2, speculation="on")) for model in models]
+    with logged() as log:
+        optimizers = [closing(TwinFlowAdamW(model.parameters(), lr=1e-2, speculation="on")) for model in models]
     optimizers[1].attach(models[1])
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, range(10))
     optimizers[1].finish()
     equal(models[1], models[0], rtol=0, atol=0)
-    assert optimizers[1]._host.num_redone == 0
-    assert optimizers[1]._awaited == optimizers[1]._on_host.keys()
+    assert optimizers[1].num_redone == 0
+    log.events.clear()
+    optimizers[1].step()
+    assert not log.of(What.WAITED)  # every parameter is read by a module that will wait for it
+    models[1](inputs(0)[0])
+    assert {event.unit for event in log.of(What.WAITED)} == {str(place) for place in range(len(optimizers[1].homes))}
 
 
 def test_an_optimizer_that_is_dropped_ends_its_thread() -> None:
@@ -209,3 +217,36 @@ def test_an_optimizer_that_is_dropped_ends_its_thread() -> None:
     del optimizer
     gc.collect()
     assert threading.active_count() == before
+
+
+def test_a_copy_of_an_attached_module_is_a_module_of_its_own(closing: Any) -> None:
+    """Copied or pickled, it is neither waited for nor updated."""
+    model = Model()
+    optimizer = closing(TwinFlowAdamW(model.parameters(), lr=1e-2))
+    optimizer.attach(model)
+    train(model, optimizer, range(2))
+    optimizer.finish()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        equal(other, model, rtol=0, atol=0)
+        assert torch.equal(other(inputs(0)), model(inputs(0))) and len(other.state_dict()) == len(model.state_dict())
+        with optimizer.last_backward():
+            other(inputs(0)).backward()
+        optimizer.finish()
+        equal(other, model, rtol=0, atol=0)
+
+
+def test_an_optimizer_that_is_dropped_amid_a_step_leaves_the_old_parameters() -> None:
+    """Speculation has written coming values; the module goes on without waiting for anybody."""
+    before, model, untouched = threading.active_count(), Model(), Model()
+    optimizer = TwinFlowAdamW(model.parameters(), speculation="on")
+    optimizer.attach(model)
+    with optimizer.last_backward():
+        model(inputs(1)).backward()
+    del optimizer
+    gc.collect()
+    assert threading.active_count() == before
+    equal(model, untouched, rtol=0, atol=0)
+    model(inputs(2)).backward()

@@ -1,4 +1,4 @@
-"""What this process holds of the parameters that an optimizer was given, and whether the optimizer can take them."""
+"""This process's elements of the parameters that an optimizer was given, and whether the optimizer can take them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ NormFn = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class LocalPart:
-    """This process's elements of one parameter.
+class LocalParameter:
+    """One parameter, and this process's elements of it.
 
     Attributes:
         unit: the parameter's place among all, as text.
         group: number of its group.
-        kept: how many of the elements, the first ones, are the device's.
-        local: them in the parameter's shape.
+        on_device: how many of the elements, the first ones, the device updates.
+        local: this process's elements in the parameter's shape.
         flat: [n] the same memory, for the optimizer's own writes.
     """
 
     parameter: torch.Tensor
     unit: str
     group: int
-    kept: int
+    on_device: int
     local: torch.Tensor
     flat: torch.Tensor
 
     @property
     def offloaded(self) -> int:
-        """Elements that are the host's."""
-        return self.flat.numel() - self.kept
+        """Elements that the CPU updates."""
+        return self.flat.numel() - self.on_device
 
     @property
     def has_masters(self) -> bool:
@@ -55,7 +55,7 @@ class LocalPart:
             raise RuntimeError(f"parameter {self.unit} has a sparse gradient: make its embedding with sparse=False.")
         return None if grad is None else local_of(grad)
 
-    def divided_alike(self, values: torch.Tensor) -> torch.Tensor:
+    def placed_alike(self, values: torch.Tensor) -> torch.Tensor:
         """This process's elements as what the parameter is; a DTensor's stay in the memory they are in."""
         spec = getattr(self.parameter, "_spec", None)
         return values if spec is None else DTensor(values, spec, requires_grad=False)
@@ -72,18 +72,18 @@ def version_of(values: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if values is None else (values._version, local_of(values)._version)
 
 
-def divide_parts(groups: Sequence[Mapping[str, Any]], ratio: float) -> list[LocalPart]:
-    """The parameters of all groups in order; the first elements are the device's, to the element."""
+def split_parameters(groups: Sequence[Mapping[str, Any]], ratio: float) -> list[LocalParameter]:
+    """The parameters of all groups in order; the device updates the first elements, exact to the element."""
     local = [(p, number, local_of(p)) for number, group in enumerate(groups) for p in group["params"]]
     total = sum(values.numel() for *_, values in local)
     left = total - round(ratio * total)
-    parts = []
+    split = []
     for place, (parameter, group, values) in enumerate(local):
-        kept = min(left, values.numel())
-        left -= kept
+        on_device = min(left, values.numel())
+        left -= on_device
         # .data counts its own versions, so that the optimizer's writes are told from others'.
-        parts.append(LocalPart(parameter, str(place), group, kept, values, values.data.view(-1)))
-    return parts
+        split.append(LocalParameter(parameter, str(place), group, on_device, values, values.data.view(-1)))
+    return split
 
 
 def tensors_of(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
@@ -130,8 +130,8 @@ def _problems_of_one(tensor: Any) -> list[str]:
     return problems
 
 
-def problems_of_rates(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Sentences on the groups' numbers, each once."""
+def problems_of_hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Sentences on the groups' hyperparameters, each once."""
     problems: dict[str, None] = {}
     for group in groups:
         wrong = [name for name in ("lr", "eps", "weight_decay") if not group[name] >= 0]
@@ -141,10 +141,10 @@ def problems_of_rates(groups: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def sum_over_shards(parameters: Sequence[torch.Tensor]) -> NormFn | None:
-    """How the local sum of squares becomes the global one, as far as the parameters tell; ``None``: nothing to add.
+    """What makes the global sum of squares of the local one, as far as the parameters tell; ``None``: nothing to add.
 
     Raises:
-        ValueError: DTensors that are not all divided alike.
+        ValueError: DTensors that are not all placed alike.
     """
     layouts = {(getattr(p, "device_mesh", None), getattr(p, "placements", ())) for p in parameters}
     if layouts == {(None, ())}:

@@ -1,9 +1,9 @@
-"""The tied embedding's gradient goes to the CPU optimizer before it is complete.
+"""The tied embedding's gradient goes to the CPU optimizer in part before it is final.
 
-As an output layer the embedding has its gradient before the backward pass begins, as a lookup when that ends; and the
-next forward pass begins with it. But a lookup has a gradient in the rows of its tokens only. So the CPU gets the output
-layer's, with what earlier micro-batches have added, with the loss, works with it while the device is at the layers, and
-leaves those rows for the end.
+A tied embedding gets its gradient as output layer first, before the backward pass of any other layer, and its gradient
+as lookup last; and the next forward pass begins with it. The lookup has a gradient only in the rows of its tokens. So
+the CPU optimizer gets the output layer's gradient, with what earlier micro-batches have added, at once ("partial
+gradient"). It updates the embedding while the device is at the other layers, and those rows ("open ranges") at the end.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from gptpar.engine.step_graph import Cuts
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.row_ranges import between, ranges_of_rows
+from gptpar.offload.index_ranges import between, ranges_of_rows
 from gptpar.tensor_parallel import VocabParallelEmbedding
 from gptpar.topology import Layout
 
 
-def early_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | None:
-    """The tied embedding of a single process, whose gradient may be submitted early, if the CPU has some of it.
+def partial_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | None:
+    """The tied embedding's unit, if its partial gradient may be submitted: on a single process, where it is offloaded.
 
-    Others' would be summed over processes first, for which it must be complete.
+    On several processes a gradient is summed over them first, for which it must be final.
     """
     offload = config.offload
     if not config.model.tied or layout.world_size > 1 or offload.offload_speculation == "off":
@@ -40,13 +40,13 @@ def early_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | 
     return None if padded or table.on_device[embedding.name] == embedding.length else embedding
 
 
-class EarlyRows:
-    """Submits the gradient early, and tells the CPU optimizer in which rows it will change.
+class PartialGradient:
+    """Submits the tied embedding's partial gradient, and tells the CPU optimizer in which rows it will change.
 
     Args:
-        unit: see :func:`early_unit`.
+        unit: see :func:`partial_unit`.
         host: ``None``: nobody is told.
-        gradients: of the engine; every row to which nothing is added later keeps its bits, so that the final gradient
+        gradients: of the engine. Every row to which nothing is added later keeps its bits, so that the final gradient
             may be written over memory on its way to the host (but the sign of a zero may differ where several
             micro-batches are summed, which changes no update).
         cuts: where the host acts amid the launches of a step.
@@ -54,38 +54,43 @@ class EarlyRows:
 
     def __init__(self, unit: Unit, host: HostOptimizer | None, gradients: Gradients, cuts: Cuts):
         self._unit, self._host, self._gradients, self._cuts = unit, host, gradients, cuts
-        self._kept = gradients.shards[unit.name].numel()
+        self._on_device = gradients.shards[unit.name].numel()
         self._sum = torch.empty(0)
 
     @staticmethod
-    def of(unit: Unit | None, host: HostOptimizer | None, engine: Engine) -> EarlyRows | None:
-        """Watch for the gradient that the embedding has as an output layer, if the host has room to use it."""
-        if unit is None or (host is not None and not host.keep_values(unit.name)):
+    def of(unit: Unit | None, host: HostOptimizer | None, engine: Engine) -> PartialGradient | None:
+        """Watch for the gradient that the embedding has as output layer, if the CPU optimizer can use it.
+
+        Args:
+            host: the CPU optimizer, attached for this unit.
+        """
+        if unit is None or (host is not None and host.partial_unit != unit.name):
             return None
-        early = EarlyRows(unit, host, engine.gradients, engine.cuts)
+        partial_gradient = PartialGradient(unit, host, engine.gradients, engine.cuts)
         for layer in (layer for stage in engine.stages for layer in stage.layers):
             if isinstance(layer, VocabParallelEmbedding):
-                layer.on_output_grad = early.submit
-        return early
+                layer.on_output_grad = partial_gradient.submit
+        return partial_gradient
 
     def expect_tokens(self, tokens: torch.Tensor) -> None:
-        """A step begins that looks up these tokens last: in rows looked up earlier the sum has its changes already.
+        """A step begins whose last micro-batch looks up these tokens: the sum has the changes of earlier ones already.
 
-        Tokens that are on the device are not waited for: without knowing them, the host uses no early gradient.
+        Tokens that are on the device are not waited for: without knowing them, no partial gradient is used.
         """
         if self._host is None or tokens.device.type != "cpu":
             return
         (param,) = self._unit.params.values()
         num_rows, width = param.shape
         ranges = ranges_of_rows(tokens.flatten().numpy(), num_rows, width)
-        self._host.expect_changes(self._unit.name, between(ranges, self._kept, param.stop) - self._kept)
+        offloaded = between(ranges, self._on_device, param.stop) - self._on_device
+        self._host.expect_open_ranges(self._unit.name, offloaded)
 
     def begin(self, num_micro_batches: int) -> None:
         """A step's computation begins."""
         if num_micro_batches > 1:
             # Taken with the step, not when it is needed: a recorded step must use this memory for nothing else.
             memory = self._gradients.shard
-            self._sum = torch.empty(self._unit.length - self._kept, dtype=memory.dtype, device=memory.device)
+            self._sum = torch.empty(self._unit.length - self._on_device, dtype=memory.dtype, device=memory.device)
 
     @torch.no_grad()
     def submit(self, grad: torch.Tensor, rows: slice) -> None:
@@ -97,7 +102,7 @@ class EarlyRows:
         """
         if not self._gradients.collector.in_last_forward:
             return
-        memory, width, low = self._gradients.memory, grad.shape[1], self._kept
+        memory, width, low = self._gradients.memory, grad.shape[1], self._on_device
         total, flat = memory.sum_of(self._unit), grad.reshape(-1)
         first, last = rows.start * width, rows.stop * width
         part = slice(max(low, first) - low, max(low, last) - low)

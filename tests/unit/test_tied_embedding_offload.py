@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.data.loader import MicroBatch
-from gptpar.offload import buckets, build, host_optimizer, placement
+from gptpar.offload import buckets, build, placement, updating_thread
+from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import Arrival, SameMemory, Slot
 from gptpar.optim.adam_update import Hyperparameters
@@ -23,6 +24,7 @@ from gptpar.tensor_parallel import cross_entropy
 from gptpar.training import gpt
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.offload_log import logged, starts_of
 from tests.unit.test_host_optimizer import RATES, SlowNorm, wait_until
 
 STEPS = 8
@@ -80,10 +82,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
 
     def patient(share: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         offer(share, unit, grad, formed=formed)
-        if formed is not None and not share._distrust:
-            mine = [bucket for bucket in share._of_unit[unit] if bucket.way is not None and bucket.stop <= formed]
-            wait_until(lambda: all(bucket.tried for bucket in mine))
-            assert all(bucket.tried for bucket in mine)
+        if formed is not None and not share.backs_off:
+            assert share.log is not None
+            mine = {event.start for event in share.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
+            wait_until(lambda: mine <= starts_of(share.log, What.SPECULATION_BEGUN, unit))
+            assert mine <= starts_of(share.log, What.SPECULATION_BEGUN, unit)
 
     def train(
         words: str,
@@ -93,12 +96,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
         is_patient: bool = True,
         look: Callable[[Trainer], None] = lambda trainer: None,
     ) -> Seen:
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, logged():
             seen = Counting.seen = Seen()
             patch.setattr(placement, "CpuAdam", Counting)
-            patch.setattr(host_optimizer, "DISTRUST_STEPS", 0)  # it tries again in the step after one that is clipped
+            patch.setattr(updating_thread, "BACK_OFF_STEPS", 0)  # it tries again in the step after one that is clipped
             if not early:
-                patch.setattr(gpt, "early_unit", lambda *_: None)
+                patch.setattr(gpt, "partial_unit", lambda *_: None)
             elif is_patient:
                 patch.setattr(HostOptimizer, "submit_gradient", patient)
             trainer = make_trainer(tiny_config(f"--micro-batch-size {4 // count} {words}"))
@@ -191,7 +194,10 @@ def test_room_for_a_part_of_it(run: Callable[..., Seen], monkeypatch: pytest.Mon
 
     def look(trainer: Trainer) -> None:
         assert trainer.host is not None
-        kept = [bucket.way is not None for bucket in trainer.host._of_unit["embedding"]]
+        assert trainer.host.log is not None
+        prepared = {event.start for event in trainer.host.log.of(What.PREPARED, unit="embedding")}
+        buckets_of_it = [first for unit, first, _ in trainer.host.parts("weights") if unit == "embedding"]
+        kept = [first in prepared for first in buckets_of_it]
         assert any(kept) and not all(kept) and kept == sorted(kept)
 
     words = f"--bf16 {SOMETIMES} {OFFLOAD} 1 --offload-speculation auto"
@@ -250,7 +256,7 @@ def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeyp
             monkeypatch.setattr(Counting, "gate", threading.Semaphore(1))
         offer(share, unit, grad, formed=formed)
         if formed is not None:
-            wait_until(lambda: any(bucket.tried for bucket in share._of_unit[unit]))
+            wait_until(lambda: bool(starts_of(share.log, What.SPECULATION_BEGUN, unit)))
         elif unit == "embedding":
             assert Counting.gate is not None
             Counting.gate.release(1000)
@@ -268,11 +274,13 @@ def test_it_is_as_it_was_where_it_would_not_be_right() -> None:
         ("--untie-embeddings-and-output-weights", False),
         ("--offload-speculation on --cpu-parameters", True),
     ):
-        trainer = make_trainer(tiny_config(f"--bf16 {OFFLOAD} 1 {words}"))
-        assert (trainer._early is not None) == wanted, words
+        with logged() as log:
+            trainer = make_trainer(tiny_config(f"--bf16 {OFFLOAD} 1 {words}"))
+        assert bool(log.of(What.PREPARED)) == wanted, words
         trainer.close()
-    trainer = make_trainer(tiny_config(f"--bf16 {OFFLOAD} 0.3"))
-    assert trainer.engine.table.on_device["embedding"] == ROWS * WIDTH and trainer._early is None
+    with logged() as log:
+        trainer = make_trainer(tiny_config(f"--bf16 {OFFLOAD} 0.3"))
+    assert trainer.engine.table.on_device["embedding"] == ROWS * WIDTH and not log.of(What.PREPARED)
     trainer.close()
 
 
@@ -335,12 +343,12 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
         speculated_elements=384,
     )
     live = {"embedding": torch.zeros(256), "layer": torch.zeros(128)}
-    share.attach(live)
-    assert share.keep_values("embedding")
+    share.attach(live, "embedding")
+    assert share.partial_unit == "embedding"
     final = torch.ones(256)
     final[32:64] = -1.0
     share.expect_step(RATES, 1.0)
-    share.expect_changes("embedding", np.array([[32, 64]]))
+    share.expect_open_ranges("embedding", np.array([[32, 64]]))
     share.submit_gradient("embedding", torch.ones(256), formed=256)
     share.submit_gradient("layer", torch.ones(128))
     share.submit_gradient("embedding", final)
@@ -363,7 +371,7 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
 
 def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor in the steps after one that was clipped."""
-    seen = Seen()
+    seen, log = Seen(), EventLog()
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
         [OffloadedPartition("embedding", 128, (Span(0, 128, 0),), ((0, 128),))],
@@ -372,18 +380,18 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
         adam=Counting(1),
         transfers=SameMemory(),
         speculated_elements=128,
+        log=log,
     )
-    share.attach({"embedding": torch.zeros(128)})
-    share.keep_values("embedding")
-    (bucket,) = share._buckets
+    share.attach({"embedding": torch.zeros(128)}, "embedding")
     for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
         share.expect_step((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
         if told:
-            share.expect_changes("embedding", np.array([[0, 8]]))
+            share.expect_open_ranges("embedding", np.array([[0, 8]]))
         share.submit_gradient("embedding", torch.ones(128), formed=128)
-        assert (bucket.grad is not None) == (step == 1)
+        assert bool(starts_of(log, What.SUBMITTED_PARTIAL)) == (step == 1)
         if step == 1:
-            wait_until(lambda: bucket.tried is not None)
+            wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
+            assert starts_of(log, What.SPECULATION_BEGUN)
         share.submit_gradient("embedding", torch.ones(128))
         share.step(torch.tensor(norm), RATES, 1.0)
         share.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gptpar.offload.row_ranges import between, outside, ranges_of_rows
+from gptpar.offload.index_ranges import between, outside, ranges_of_rows
 
 
 def elements(ranges: np.ndarray) -> list[int]:

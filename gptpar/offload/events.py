@@ -1,0 +1,77 @@
+"""What happens to the optimizer state that the CPU updates, in order: for tests, and for who looks for a fault.
+
+Nothing is recorded unless a log is given to :class:`~gptpar.offload.host_optimizer.HostOptimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class What(StrEnum):
+    """What happened to a bucket; :mod:`~gptpar.offload.bucket_state` says which of these change its state."""
+
+    SUBMITTED_PARTIAL = "partial gradient submitted"
+    SUBMITTED = "gradient submitted"
+    PARTIAL_DROPPED = "partial gradient dropped"
+    SPECULATION_BEGUN = "speculation begun"
+    COMPLETION_BEGUN = "completion of the speculated state begun"
+    UPDATE_BEGUN = "update in place begun"
+    COMMITTED = "speculated state committed"
+    UPDATED = "updated in place"
+    SKIPPED = "skipped"
+
+    PREPARED = "prepared for partial gradients"
+    ARRIVED = "gradient in host memory"
+    LANDED = "kernel done"
+    SENT = "parameters being copied to the device"
+
+    WAITED = "waited"
+    """The training loop, for a unit."""
+    STEP_REQUESTED = "step requested"
+    STEP_TAKEN = "step taken"
+    """The step is the training loop's whole one, then the thread's."""
+
+
+STEP_DONE = frozenset({What.COMMITTED, What.UPDATED, What.SKIPPED})
+"""A bucket's last event of a step."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        unit: whose bucket; empty where it concerns the whole step.
+        start, stop: the bucket's elements within its unit's offloaded range.
+    """
+
+    what: What
+    unit: str = ""
+    start: int = 0
+    stop: int = 0
+
+
+class EventLog:
+    """Events in the order in which they were recorded, by any thread."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def record(self, what: What, unit: str = "", start: int = 0, stop: int = 0) -> None:
+        """Add an event. A subclass may delay the thread that calls this."""
+        self.events.append(Event(what, unit, start, stop))
+
+    def of(self, *what: What, unit: str | None = None) -> list[Event]:
+        """The events of some kinds, of all units or of one."""
+        return [event for event in list(self.events) if event.what in what and unit in (None, event.unit)]
+
+    def this_step(self, unit: str | None = None) -> Iterator[Event]:
+        """What happened to each bucket, of all units or of one, since its last step was done."""
+        events = list(self.events)
+        done = {(e.unit, e.start): place for place, e in enumerate(events) if e.what in STEP_DONE}
+        for place, event in enumerate(events):
+            if unit in (None, event.unit) and place > done.get((event.unit, event.start), -1):
+                yield event

@@ -1,0 +1,308 @@
+"""What a CPU optimizer's thread does: it takes each gradient from its D2H copy to the kernel, and the result back.
+
+The kernel works on one bucket while Python sends off the one before and prepares the next.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from gptpar.offload.bucket_state import HOLDS_SPECULATION, BucketState, way_to_step
+from gptpar.offload.buckets import Bucket, Buffers
+from gptpar.offload.events import EventLog, What
+from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, speculable
+from gptpar.offload.step_request import StepHyperparameters, StepRequest
+from gptpar.offload.transfers import Arrival, Departure, Transfers
+from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Done
+
+POLL_SECONDS = 2e-4
+
+BACK_OFF_STEPS = 10
+"""Steps without speculation after one in which it was wrong: clipping comes in spells."""
+
+NUM_LATEST_UPDATES = 1 << 14
+"""Updates whose times are kept: several steps of the largest models."""
+
+
+class _AtWork(NamedTuple):
+    """An update that the kernel was given.
+
+    Attributes:
+        copy: takes the new parameters to the device.
+        wait: returns when the kernel is done.
+        read: the gradient; released afterwards where the update does not end the bucket's step.
+        ends_with: the event that does; ``None``: the step goes on.
+        sends: whether the new parameters are sent at once.
+    """
+
+    bucket: Bucket
+    copy: Departure
+    wait: Callable[[], Done]
+    read: Arrival
+    ends_with: What | None
+    sends: bool
+
+
+class UpdatingThread:
+    """The thread's half of a :class:`~gptpar.offload.host_optimizer.HostOptimizer`.
+
+    Both halves share the table of buckets under one lock, ``_changed``. The training loop submits gradients and
+    requests steps; after that only the thread moves a bucket's state, and the loop waits until it is ``due`` no more.
+    The memory of a submitted gradient stays as it is until then.
+
+    Args:
+        buckets: in forward order.
+        adam: the kernel.
+        transfers: copies between host and device.
+        clip_grad: the largest gradient norm that is not clipped (0: any).
+        cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
+        log: is told what happens to each bucket.
+
+    Attributes:
+        busy_s: time in which the kernel worked.
+        latest_updates: unit, begin and end (:func:`time.monotonic`) of the latest updates.
+        num_redone: steps in which a speculation was wrong.
+        num_ahead: elements, over all steps, for which it was right: they were updated before the norm was known.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        adam: CpuAdam,
+        transfers: Transfers,
+        clip_grad: float,
+        cores: Sequence[int] | None,
+        log: EventLog | None,
+    ):
+        self._buckets, self._adam, self._transfers, self._clip_grad = buckets, adam, transfers, clip_grad
+        self._cores, self.log = cores, log
+        self.busy_s, self.num_redone, self.num_ahead = 0.0, 0, 0
+        self.latest_updates: deque[tuple[str, float, float]] = deque(maxlen=NUM_LATEST_UPDATES)
+        self._request: StepRequest | None = None
+        self._expected: StepHyperparameters | None = None
+        self._steps_to_back_off = 0
+        self._at_work: _AtWork | None = None
+        self._groups: Sequence[AdamStep] = ()
+        self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="gptpar-cpu-adam", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            if self._cores is not None and hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, self._cores)  # of this thread, and of those that it starts
+            self._transfers.enter_thread()
+            while self._do_next():
+                pass
+        except BaseException as error:  # told to whoever waits
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _do_next(self) -> bool:
+        """Wait for something to do, and do it; returns whether to go on."""
+        with self._changed:
+            action, bucket = self._wait_for_action()
+            request, expected = self._request, self._expected_now()
+            if bucket is not None:  # under the lock: the loop may submit another gradient in a moment
+                self._advance(bucket, What.SPECULATION_BEGUN)
+                bucket.speculated_with, partial = expected, bucket.partial
+        if action is Action.SPECULATE:
+            assert bucket is not None and expected is not None
+            # Of a partial gradient the closed ranges alone, and their parameters wait in host memory: the training loop
+            # may still compute with the old ones.
+            closed = None if partial is None else partial.closed
+            self._begin(bucket, expected, bucket.double_buffer, None, only=closed, sends=partial is None)
+        elif action is Action.TAKE_STEP:
+            assert request is not None
+            self._take_step(request)
+        elif action is Action.LAND:
+            self._land()
+        elif action is Action.WAKE:
+            self._adam.wake()
+        return action is not Action.END
+
+    def _wait_for_action(self) -> tuple[Action, Bucket | None]:
+        """What there is to do, as soon as there is something, and with which bucket; the caller has the lock."""
+        while True:
+            request = self._request
+            candidates = self._candidates() if self._expected_now() is not None else []
+            step_known = request is not None and (not candidates or request.norm.known())
+            ending = self._closing and request is None
+            on_its_way = not (step_known or ending) and begin_copies(candidates)
+            at_work = self._at_work is not None
+            action, bucket = next_action(
+                candidates, step_known=step_known, on_its_way=on_its_way, at_work=at_work, ending=ending
+            )
+            if action is not Action.WAIT:
+                return action, bucket
+            self._changed.wait(POLL_SECONDS if candidates else None)
+
+    def _expected_now(self) -> StepHyperparameters | None:
+        """What the coming step will do if nothing is clipped, as far as that is known."""
+        return self._expected if self._request is None else self._request.unclipped
+
+    def _candidates(self) -> list[Bucket]:
+        for bucket in late_partials(self._buckets):
+            bucket.use_newer()
+            bucket.partial = None
+            self._advance(bucket, What.PARTIAL_DROPPED)
+        return [] if self._steps_to_back_off else speculable(self._buckets)
+
+    def _take_step(self, request: StepRequest) -> None:
+        hyperparameters = request.clipped(self._clip_grad)
+        redone = False
+        self._land()
+        for bucket in self._buckets:
+            bucket.use_newer()
+        ways = ((bucket, self._way_to_step(bucket, hyperparameters, request.without)) for bucket in self._buckets)
+        for this, following in pairwise(chain(ways, [None])):
+            assert this is not None
+            _begin_copy_if_needed(*this)
+            if following is not None:
+                _begin_copy_if_needed(*following)
+            redone |= self._follow(*this, hyperparameters)
+        self._land()
+        if self.log is not None:
+            self.log.record(What.STEP_TAKEN)
+        self.num_redone += redone
+        self._steps_to_back_off = BACK_OFF_STEPS if redone else max(0, self._steps_to_back_off - 1)
+        with self._changed:
+            if self._request is request:  # not the next one, requested since the last bucket was done
+                self._request = None
+            self._changed.notify_all()
+
+    def _way_to_step(
+        self, bucket: Bucket, hyperparameters: StepHyperparameters | None, without: frozenset[str]
+    ) -> What:
+        if hyperparameters is None or bucket.unit in without:
+            return What.SKIPPED
+        if bucket.speculated_with is None:
+            return What.UPDATE_BEGUN
+        has_open_ranges = bucket.partial is not None and len(bucket.partial.open) > 0
+        return way_to_step(bucket.state, bucket.speculated_with == hyperparameters, has_open_ranges)
+
+    def _follow(self, bucket: Bucket, way: What, hyperparameters: StepHyperparameters | None) -> bool:
+        """Make the bucket's state that of the step, or begin to; returns whether a speculation was in vain."""
+        before = bucket.state
+        if way is What.SKIPPED or way is What.COMMITTED:
+            if way is What.SKIPPED and before in HOLDS_SPECULATION:
+                self._send_weights(bucket)
+            elif before is BucketState.SPECULATED_AND_FINAL:
+                assert bucket.own_copy is not None
+                self._send(bucket, bucket.own_copy)
+            self._end_step(bucket, way)
+            return False
+        assert hyperparameters is not None
+        self._advance(bucket, way)
+        if way is What.COMPLETION_BEGUN:
+            assert bucket.partial is not None
+            self._begin(bucket, hyperparameters, bucket.double_buffer, What.COMMITTED, only=bucket.partial.open)
+            return False
+        self._begin(bucket, hyperparameters, None, What.UPDATED)
+        return before in HOLDS_SPECULATION
+
+    def _begin(
+        self,
+        bucket: Bucket,
+        hyperparameters: StepHyperparameters,
+        into: Buffers | None,
+        ends_with: What | None,
+        *,
+        only: np.ndarray | None = None,
+        sends: bool = True,
+    ) -> None:
+        """Give the kernel an update, and see to the one before while it works on this one.
+
+        Args:
+            into: where the new state goes; ``None``: in place of the old one.
+            ends_with: see :class:`_AtWork`.
+            only: ranges to which the update keeps.
+            sends: whether the new parameters are sent when it is done.
+        """
+        assert bucket.grad is not None
+        grad, copy = bucket.grad.tensor(), self._parameter_copy(bucket)
+        self._record(What.ARRIVED, bucket)
+        groups = self._groups_of(hyperparameters, bucket.steps + 1)
+        ranges = [(span.start, span.stop, groups[span.group]) for span in bucket.spans]
+        new = None if into is None else into.all()
+        wait = self._adam.order(*bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
+        self._land()
+        self._at_work = _AtWork(bucket, copy, wait, bucket.grad, ends_with, sends)
+
+    def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[AdamStep]:
+        """What the kernel is told of each group; most buckets of a step are told the same."""
+        if self._groups_are_of != (hyperparameters, step):
+            self._groups_are_of = (hyperparameters, step)
+            self._groups = [AdamStep(*group, step, hyperparameters.divisor) for group in hyperparameters.groups]
+        return self._groups
+
+    def _land(self) -> None:
+        """Wait for the update at work, if there is one, and send its result."""
+        work, self._at_work = self._at_work, None
+        if work is None:
+            return
+        done, bucket = work.wait(), work.bucket
+        self.latest_updates.append((bucket.unit, done.begin, done.end))
+        self.busy_s += done.end - done.begin
+        self._record(What.LANDED, bucket)
+        if work.sends:
+            self._send(bucket, work.copy)
+        if work.ends_with is None:
+            work.read.release()
+        else:
+            self._end_step(bucket, work.ends_with)
+
+    def _end_step(self, bucket: Bucket, how: What) -> None:
+        if how is What.COMMITTED:
+            assert bucket.double_buffer is not None
+            bucket.buffers, bucket.double_buffer = bucket.double_buffer, bucket.buffers
+            self.num_ahead += bucket.stop - bucket.start
+        bucket.forget_gradient()
+        bucket.steps += how is not What.SKIPPED
+        with self._changed:
+            self._advance(bucket, how)
+            bucket.due = False
+            self._changed.notify_all()
+
+    def _send_weights(self, bucket: Bucket) -> None:
+        """Copy the master weights to the device as they are."""
+        copy = self._parameter_copy(bucket)
+        copy.values.copy_(bucket.buffers.weights)
+        self._send(bucket, copy)
+
+    def _send(self, bucket: Bucket, copy: Departure) -> None:
+        bucket.sent = copy.send()
+        self._record(What.SENT, bucket)
+
+    def _parameter_copy(self, bucket: Bucket) -> Departure:
+        if bucket.own_copy is not None:
+            return bucket.own_copy
+        assert bucket.parameters is not None
+        return self._transfers.outgoing(bucket.parameters)
+
+    def _advance(self, bucket: Bucket, what: What) -> None:
+        """Move a bucket to its next state; the caller has the lock, or the bucket is due and so the thread's alone."""
+        bucket.advance(what)
+        if self.log is not None:
+            self.log.record(what, bucket.unit, bucket.start, bucket.stop)
+
+    def _record(self, what: What, bucket: Bucket) -> None:
+        if self.log is not None:
+            self.log.record(what, bucket.unit, bucket.start, bucket.stop)
+
+
+def _begin_copy_if_needed(bucket: Bucket, way: What) -> None:
+    """Begin the D2H copy of a gradient that the step will read; it may take the last slot of the ring."""
+    if bucket.grad is not None and (way is What.UPDATE_BEGUN or way is What.COMPLETION_BEGUN):
+        bucket.grad.begin(urgent=True)

@@ -120,13 +120,6 @@ GRADIENTS = [
         (RATIOS_ON_RANKS,),
     ),
     Fault(
-        "norm-of-the-last-step-kept",
-        ROUTER,
-        "        self._norm.begin()\n",
-        "",
-        (RATIOS, PLAIN_LOOP),
-    ),
-    Fault(
         "wait-for-the-CPU-optimizer-skipped",
         GATHERER,
         "            self._cuts.at(partial(self._subscriber.wait, name))\n",

@@ -47,7 +47,7 @@ OFFLOAD = [
         THREAD,
         "        for bucket in self._buckets:\n            bucket.use_newer()\n",
         "",
-        (REPLACED,),
+        (ANY_ORDER,),
     ),
     Fault(
         "speculation-with-a-replaced-gradient-kept",

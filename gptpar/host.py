@@ -82,6 +82,15 @@ def process_memory() -> int | None:
         return None
 
 
+def peak_process_memory() -> int | None:
+    """Most bytes that this process has had in memory; ``None`` where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+
+
 def cores() -> list[int]:
     """Numbers of the cores this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

@@ -16,11 +16,13 @@ class Case:
         name: for the table.
         layout: sizes of the axes.
         flags: what is added to the command line.
+        whole_batch: whether the global batch is one micro-batch.
     """
 
     name: str
     layout: Layout
     flags: tuple[str, ...]
+    whole_batch: bool = False
 
 
 VARIANTS = {
@@ -33,6 +35,13 @@ VARIANTS = {
 }
 
 
+ONE_ADDEND = {
+    "gradients on the host": ("--cpu-optimizer", "--offload-gradients", "on"),
+    "parameters and gradients on the host": ("--cpu-optimizer", "--cpu-parameters", "--offload-gradients", "on"),
+}
+"""Only for one process, and with the whole batch at once: gradients that are no sums."""
+
+
 def layouts(num_processes: int) -> Iterator[Layout]:
     """Every (data, tensor, pipeline) whose product is the number of processes."""
     for tensor in range(1, num_processes + 1):
@@ -43,6 +52,9 @@ def layouts(num_processes: int) -> Iterator[Layout]:
 
 def all_cases(num_processes: int) -> Iterator[Case]:
     """Every layout x ZeRO stage x token split x schedule x recomputation or offload."""
+    if num_processes == 1:
+        for name, flags in ONE_ADDEND.items():
+            yield Case(name, Layout(), flags, whole_batch=True)
     for layout in layouts(num_processes):
         for zero in range(4 if layout.data > 1 else 1):
             for tokens_split in (False, True) if layout.tensor > 1 else (False,):

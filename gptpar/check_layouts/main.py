@@ -24,14 +24,22 @@ from gptpar.topology import Layout, Topology, make_topology, open_world, world_f
 
 DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
 processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
-with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout. Exits with 1 when a
-difference is above the tolerance. With --hidden-dropout and --attention-dropout the masks must be equal, too."""
+with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama has every
+option that GPT-2 has not. Exits with 1 when a difference is above the tolerance. With --hidden-dropout and
+--attention-dropout the masks must be equal, too."""
 
 SMALL = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 100 "
     "--global-batch-size 8 --train-iters 20 --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --mock-data --eval-iters 0 "
     "--attention-dropout 0 --hidden-dropout 0"
 )
+MODELS = {
+    "gpt": "",
+    "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --qk-layernorm",
+}
+"""A model's flags beside SMALL. The second has weights that are whole on each tensor rank inside a split layer: the
+norms of queries and keys."""
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """Largest relative difference: in fp64 of any element, in the others of all elements together (L2)."""
 
@@ -40,14 +48,16 @@ def main(argv: list[str]) -> int:
     """Check, or start the workers that do."""
     number_format = [] if {"--bf16", "--fp16", "--fp32", "--fp64"} & set(argv) else ["--fp64"]
     scale = ["--initial-loss-scale", "1024"] if "--fp16" in argv else []  # the usual first ones overflow for many steps
-    words = [*SMALL.split(), *number_format, *scale, *(word for word in argv if word != "--fp32")]
-    parsed = parse_flags(words, prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags)
+    typed = [*number_format, *scale, *(word for word in argv if word != "--fp32")]
+    small = SMALL.split()
+    parsed = parse_flags([*small, *typed], prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags)
     count = parsed.rest.nproc or workers_wanted(None)
     if parsed.problems:
         raise ConfigError(parsed.problems)
+    words = [*small, *MODELS[parsed.rest.model].split(), *typed]
     if is_worker():
         return _check_all(words, world_from_environment()[2], parsed.rest.steps, parsed.rest.only)
-    for case in _chosen(count, parsed.rest.only):
+    for case in _chosen(words, count, parsed.rest.only):
         case_config(words, case, count)
     return start_workers(count, ["check-layouts", *_without_nproc(argv)])
 
@@ -60,13 +70,22 @@ def _without_nproc(argv: Sequence[str]) -> list[str]:
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("check-layouts")
     group.add_argument("--nproc", type=positive_int, metavar="N", help="processes (default: one a visible GPU)")
+    group.add_argument(
+        "--model",
+        choices=MODELS,
+        default="gpt",
+        help="gpt: as GPT-2 (default); llama: rotary positions, RMSNorm, SwiGLU, grouped queries, norms of queries and "
+        "keys, an output layer of its own, no biases",
+    )
     group.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared (default: 3)")
     group.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")
     group.add_argument("--fp32", action="store_true", help="32-bit floats instead of 64-bit ones")
 
 
-def _chosen(num_processes: int, only: str | None) -> list[Case]:
-    found = [case for case in all_cases(num_processes) if only is None or only in case.name]
+def _chosen(words: Sequence[str], num_processes: int, only: str | None) -> list[Case]:
+    masks = parse_flags([*words], extra=_extra_flags).config.model.has_dropout
+    cases = (case for case in all_cases(num_processes) if not (case.whole_batch and masks))  # a micro-batch has its own
+    found = [case for case in cases if only is None or only in case.name]
     if not found:
         raise ConfigError([f"--only {only}: no combination of {num_processes} processes has these words in its name."])
     return found
@@ -78,7 +97,11 @@ def case_config(words: Sequence[str], case: Case, world_size: int) -> Config:
     Raises:
         ConfigError: the model cannot be cut like that.
     """
-    parsed = parse_flags([*words, *case.flags], extra=_extra_flags)
+    words = [*words, *case.flags]
+    if case.whole_batch:
+        batch = parse_flags(words, extra=_extra_flags).config.batch
+        words += ["--micro-batch-size", str(batch.global_batch_size or batch.micro_batch_size)]
+    parsed = parse_flags(words, extra=_extra_flags)
     try:
         config, _ = resolve(parsed, world_size)
     except ConfigError as error:
@@ -100,7 +123,7 @@ def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | No
             worst = _Worst(base.precision.dtype, rank == 0)
             topologies: dict[Layout, Topology] = {}
             saved: Path | None = None
-            for number, case in enumerate(_chosen(world_size, only)):
+            for number, case in enumerate(_chosen(words, world_size, only)):
                 if case.layout not in topologies:
                     topologies[case.layout] = make_topology(case.layout, rank, device)
                 run = CaseRun(case_config(words, case, world_size), topologies[case.layout])

@@ -1,6 +1,8 @@
-"""Whether gradients are added up. Pure."""
+"""Whether gradients are added up, and whether they can leave the device as soon as they are final. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from gptpar.config import Config
 
@@ -13,3 +15,19 @@ def adds_gradients(config: Config, world_size: int) -> bool:
     batch = config.batch
     grows = batch.rampup_batch_size is not None or batch.batch_sizes is not None
     return world_size > 1 or grows or batch.global_batch_size != batch.micro_batch_size
+
+
+def offload_gradients_obstacles(config: Config, world_size: int) -> Iterator[str]:
+    """What keeps gradients on the device until they are used, each as a part of a sentence.
+
+    Sums are formed on the device: they are there during the whole step anyway.
+    """
+    batch = config.batch
+    if world_size > 1:
+        yield f"{world_size} processes add up their gradients on the GPU (use one process, or --offload-gradients off)"
+    elif adds_gradients(config, world_size):
+        yield (
+            f"a step of several micro-batches adds up their gradients on the GPU (set --micro-batch-size "
+            f"{batch.micro_batch_size} and --global-batch-size {batch.global_batch_size} to one number, without a "
+            "schedule of batch sizes)"
+        )

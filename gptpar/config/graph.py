@@ -15,6 +15,8 @@ def graph_obstacles(config: Config, data_parallel_size: int) -> Iterator[str]:
         yield f"--zero-stage {config.parallel.zero_stage} gives and takes memory during the step (use stage 1)"
     if config.offload.cpu_optimizer and (data_parallel_size > 1 or config.parallel.model_parallel_size > 1):
         yield "--cpu-optimizer waits for each layer, amid the messages of several processes"
+    if config.offload.gradients_leave_at_once:
+        yield "--offload-gradients on gives back the memory of gradients during the step"
     if config.offload.cpu_parameters:
         yield "--cpu-parameters brings and drops them during the step"
     if config.recompute.checkpoint_in_cpu:

@@ -51,6 +51,9 @@ class ModelConfig:
         spellings={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     )
     norm_epsilon: float = flag(1e-5, "added to the variance in norms", names=("--layernorm-epsilon",), above=0)
+    qk_layernorm: bool = flag(
+        False, "normalise each head's queries and keys, before rotary positions, as --normalization says"
+    )
     swiglu: bool = flag(False, "gated SiLU MLP instead of GELU")
     add_bias_linear: bool = flag(True, "linear layers without biases", off="--disable-bias-linear")
     add_qkv_bias: bool = flag(False, "bias on the QKV projection even with --disable-bias-linear")

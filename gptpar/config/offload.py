@@ -29,6 +29,13 @@ class OffloadConfig:
         "keep the parameters in host memory, too, and bring each layer's to the device while it is needed",
         names=("--offload-parameters",),
     )
+    offload_gradients: str = flag(
+        "auto",
+        "with --cpu-optimizer on one process with one micro-batch a step: bring each gradient to host memory as soon "
+        "as it is final, instead of keeping it on the GPU until the CPU has used it; auto: where the GPU has no room "
+        "for that, as gptpar plan predicts it",
+        choices=("auto", "off", "on"),
+    )
     offload_speculation: str = flag(
         "auto",
         "update during the backward pass, on the assumption that nothing will be clipped, and again where that was "
@@ -48,3 +55,8 @@ class OffloadConfig:
         if not self.cpu_optimizer:
             return 0.0
         return None if self.cpu_optimizer_ratio == "auto" else float(self.cpu_optimizer_ratio)
+
+    @property
+    def gradients_leave_at_once(self) -> bool:
+        """Whether gradients of the CPU's share are given up by the device when they are final; decided by now."""
+        return self.cpu_optimizer and self.offload_gradients == "on"

@@ -68,7 +68,7 @@ def find_problems(config: Config, world_size: int) -> list[str]:
         *([] if batch else [*check_first_step(config), *check_schedule_lengths(config)]),
         *check_precision(config, world_size),
         *check_recompute(config),
-        *check_offload(config),
+        *check_offload(config, world_size),
         *check_data(config),
         *check_files(config),
     ]

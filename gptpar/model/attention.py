@@ -19,6 +19,7 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads, split_heads
 from gptpar.model.attention_dropout import attention_with_dropout
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
+from gptpar.model.norm import make_norm
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
 
@@ -47,6 +48,9 @@ def document_mask(document_ids_BS: torch.Tensor) -> torch.Tensor:
 
 class Attention(nn.Module):
     """Fused QKV projection, scaled dot-product attention, output projection.
+
+    A model may normalise each head's queries and keys (Dehghani et al. 2023); all heads share one norm of a head's
+    width, of which each tensor rank sees its own heads.
 
     Rows of the QKV weight are ordered by group: the group's query heads, its key head, its value head (Megatron's
     order), so that a contiguous slice is a set of whole groups.
@@ -88,8 +92,15 @@ class Attention(nn.Module):
             bias=qkv_bias,
             std=config.init_method_std,
             axis=axis,
-            bias_gradient=self.rotated > 0,  # turned back first, gradients are put together by what turns them
+            # Normalised or turned, gradients are put together by what takes them back to the projection.
+            bias_gradient=self.rotated > 0 or config.qk_layernorm,
         )
+        self.query_norm: nn.Module | None = None
+        self.key_norm: nn.Module | None = None
+        if config.qk_layernorm:
+            kind, eps = config.normalization, config.norm_epsilon
+            norm = partial(make_norm, kind, config.kv_channels, eps, axis.gradient_inside_layers)
+            self.query_norm, self.key_norm = norm(), norm()
         self.out = RowParallelLinear(
             query_width,
             config.hidden_size,
@@ -129,6 +140,10 @@ class Attention(nn.Module):
             q_BHSK, k_BGSK, v_BGSK = heads(qkv, *shape)
         else:
             q_BHSK, k_BGSK, v_BGSK = split_heads(qkv, self.qkv.bias, *shape)
+        if self.query_norm is not None and self.key_norm is not None:
+            # Token by token in memory, as attention then leaves its output: the projection reads it without a copy.
+            q_BHSK = self.query_norm(q_BHSK.transpose(1, 2)).transpose(1, 2)
+            k_BGSK = self.key_norm(k_BGSK.transpose(1, 2)).transpose(1, 2)
         if self.rotated:
             q_BHSK = rotate(q_BHSK, positions_BS, self.rotated, self.rotary_base)
             k_BGSK = rotate(k_BGSK, positions_BS, self.rotated, self.rotary_base)

@@ -37,6 +37,8 @@ class Shape(Protocol):
     @property
     def normalization(self) -> str: ...
     @property
+    def qk_layernorm(self) -> bool: ...
+    @property
     def swiglu(self) -> bool: ...
     @property
     def add_bias_linear(self) -> bool: ...
@@ -54,6 +56,11 @@ def query_width(shape: Shape) -> int:
 def qkv_width(shape: Shape) -> int:
     """Output width of the fused query, key and value projection."""
     return query_width(shape) + 2 * shape.num_query_groups * shape.kv_channels
+
+
+def normed_width(shape: Shape) -> int:
+    """Width of all queries and keys that are normalised head by head."""
+    return query_width(shape) + shape.num_query_groups * shape.kv_channels if shape.qk_layernorm else 0
 
 
 def fc1_width(shape: Shape) -> int:
@@ -79,8 +86,10 @@ def matmul_parameters(shape: Shape) -> int:
 
 def num_parameters(shape: Shape) -> int:
     """All parameters of the whole model, exactly; the vocabulary counted as padded, a tied head once."""
-    norm = shape.hidden_size * (1 if shape.normalization == "RMSNorm" else 2)
-    layer_extras = 2 * norm + _layer_bias_parameters(shape)
+    vectors = 1 if shape.normalization == "RMSNorm" else 2
+    norm = shape.hidden_size * vectors
+    head_norms = 2 * shape.kv_channels * vectors if shape.qk_layernorm else 0
+    layer_extras = 2 * norm + head_norms + _layer_bias_parameters(shape)
     learned = shape.position_embedding_type == "learned_absolute"
     positions = shape.max_position_embeddings * shape.hidden_size if learned else 0
     input_embedding = shape.hidden_size * shape.padded_vocab_size

@@ -7,7 +7,7 @@ scaled_dot_product_attention), which stores no s x s matrix.
 
 from __future__ import annotations
 
-from gptpar.model.flops import Shape, qkv_width, query_width
+from gptpar.model.flops import Shape, normed_width, qkv_width, query_width
 
 
 def layer_activation_bytes_per_token(
@@ -30,6 +30,7 @@ def layer_activation_bytes_per_token(
     size, h = bytes_per_element, shape.hidden_size
     replicated = 4 * h * size + (2 * h if has_dropout else 0)  # inputs of both norms, of qkv and of fc1
     mlp = shape.ffn_hidden_size * (3 if shape.swiglu else 2)
-    split = (qkv_width(shape) + query_width(shape) + mlp) * size
+    # A norm of queries and keys keeps what it is given, and attention what it returns.
+    split = (qkv_width(shape) + normed_width(shape) + query_width(shape) + mlp) * size
     replicas = tensor_parallel if sequence_parallel else 1
     return replicated / replicas + split / tensor_parallel

@@ -73,7 +73,7 @@ class Bucket:
         way: one of its own for the parameters' values; default: one that it shares.
         grad: this step's gradient.
         again: the gradient that is to replace it, because its values were changed after they were offered.
-        slot: room of its own for that.
+        slot: room of its own for complete gradients, if it has any.
         cut: where its values will be changed, if it was offered before it was complete; else any of them may be.
         tried: what the state beside was computed with, but for the open ranges.
         steps: updates made so far.

@@ -12,8 +12,10 @@ from gptpar.config import Config
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.host import place_on_machine
+from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.placement import build_host_optimizer, room_beside
+from gptpar.offload.transfers import RING_BYTES
 from gptpar.optim.spans import OffloadedPartition
 from gptpar.reporting.banner import format_bytes
 
@@ -44,19 +46,26 @@ def make_host_optimizer(
     kept = sum(dtype.itemsize * piece.length for piece in pieces if early and piece.unit == early.name)
     if not elements:
         return None
+    itemsize = (wide if sums else dtype).itemsize
+    at_once = config.offload.gradients_leave_at_once
     return build_host_optimizer(
         pieces,
         device,
-        (wide if sums else dtype).itemsize,
+        itemsize,
         wide,
         clip_grad=config.optimizer.clip_grad,
         folder=None if config.offload.optimizer_nvme_path is None else Path(config.offload.optimizer_nvme_path),
         threads=config.offload.cpu_optimizer_threads,
-        speculated_elements=_speculated_elements(config, elements, wide, kept),
+        speculated_elements=_speculated_elements(
+            config, elements, wide, kept, copying_bytes(elements, itemsize) if at_once else RING_BYTES
+        ),
+        gradients_leave_at_once=at_once,
     )
 
 
-def _speculated_elements(config: Config, elements: int, wide: torch.dtype, kept: int = 0) -> int:
+def _speculated_elements(
+    config: Config, elements: int, wide: torch.dtype, kept: int = 0, transfer_bytes: int = RING_BYTES
+) -> int:
     """For how many elements there is room beside; see ``--offload-speculation``."""
     if config.offload.optimizer_nvme_path is not None:
         _require_disk(Path(config.offload.optimizer_nvme_path), 3 * wide.itemsize * elements * place_on_machine()[1])
@@ -67,6 +76,7 @@ def _speculated_elements(config: Config, elements: int, wide: torch.dtype, kept:
         wide,
         config.offload.offload_speculation,
         kept,
+        transfer_bytes=transfer_bytes,
         asker="--cpu-optimizer",
         option="--offload-speculation on",
         remedy=f"lower --cpu-optimizer-ratio {ratio}, use more processes with ZeRO, or a smaller model",

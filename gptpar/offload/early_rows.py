@@ -29,7 +29,10 @@ def early_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | 
 
     Others' would be summed over processes first, for which it must be complete.
     """
-    if not config.model.tied or layout.world_size > 1 or config.offload.offload_speculation == "off":
+    offload = config.offload
+    if not config.model.tied or layout.world_size > 1 or offload.offload_speculation == "off":
+        return None
+    if offload.gradients_leave_at_once:  # this one would stay on the device during the whole backward pass
         return None
     embedding = table.units[0]
     (param,) = embedding.params.values()

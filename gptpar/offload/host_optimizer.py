@@ -114,6 +114,7 @@ class HostOptimizer:
         """Say where the parameters live: unit -> memory on the device, of the piece's length."""
         for bucket in self._buckets:
             bucket.live = live[bucket.unit][bucket.start : bucket.stop]
+            bucket.slot = self._transfers.own_slot(bucket.live.nbytes)
 
     def make_room(self, elements: int) -> None:
         """Allow speculation for some elements: the last ones of the model."""
@@ -153,11 +154,12 @@ class HostOptimizer:
                 assert bucket.settled, f"{unit} got a gradient before its last step was done"
                 part = grad[bucket.start : bucket.stop]
                 if formed is None:
-                    bucket.take(self._transfers.fetch(part, None if bucket.grad is None else bucket.slot))
+                    bucket.take(self._transfers.fetch(part, bucket.slot))
                 elif changed is not None and bucket.awaits(formed) and not self._distrust:
                     still_open = between(changed, bucket.start, bucket.stop) - bucket.start
                     bucket.take_early(self._transfers.fetch(part), still_open)
             self._changed.notify_all()
+        self._transfers.hold_back()  # without the lock: what is waited for may need the thread
 
     def step(
         self,

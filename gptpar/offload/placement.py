@@ -10,6 +10,7 @@ import torch
 from gptpar.errors import GptparError
 from gptpar.host import available_memory, place_on_machine, share_of_cores
 from gptpar.offload.buckets import BUCKET_ELEMENTS
+from gptpar.offload.copying_transfers import CopyingGpuTransfers, CopyingSameMemory, max_bytes_waiting
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
 from gptpar.optim.cpu_adam import CpuAdam, default_threads
@@ -29,6 +30,7 @@ def build_host_optimizer(
     folder: Path | None = None,
     threads: int | None = None,
     speculated_elements: int = 0,
+    gradients_leave_at_once: bool = False,
 ) -> HostOptimizer:
     """The host's share on this process's cores, with a way to the device.
 
@@ -38,6 +40,7 @@ def build_host_optimizer(
         wide: of master weights and moments.
         folder: on a disk that the state is to be kept on.
         threads: of the kernel; default: this process's cores but two.
+        gradients_leave_at_once: see :mod:`gptpar.offload.copying_transfers`.
     """
     place, count = place_on_machine()
     cores = share_of_cores(place, count)
@@ -46,22 +49,34 @@ def build_host_optimizer(
         dtype=wide,
         clip_grad=clip_grad,
         adam=CpuAdam(threads or default_threads(cores)),
-        transfers=_make_transfers([piece.length for piece in pieces], device, itemsize),
+        transfers=_make_transfers([piece.length for piece in pieces], device, itemsize, gradients_leave_at_once),
         folder=folder,
         cores=cores if count > 1 else None,
         speculated_elements=speculated_elements,
     )
 
 
-def _make_transfers(lengths: Sequence[int], device: torch.device, itemsize: int) -> Transfers:
+def _make_transfers(lengths: list[int], device: torch.device, itemsize: int, at_once: bool) -> Transfers:
+    if device.type == "cpu" and at_once:
+        return CopyingSameMemory(max_bytes_waiting(lengths, itemsize))
     if device.type == "cpu":
         return SameMemory()
+    if at_once:
+        return CopyingGpuTransfers(device, lengths, itemsize)
     buckets = sum(-(-length // BUCKET_ELEMENTS) for length in lengths)
     return GpuTransfers(device, buckets, min(BUCKET_ELEMENTS, max(lengths)) * itemsize)
 
 
 def room_beside(
-    elements: int, wide: torch.dtype, wish: str, kept: int = 0, *, asker: str, option: str, remedy: str
+    elements: int,
+    wide: torch.dtype,
+    wish: str,
+    kept: int = 0,
+    *,
+    transfer_bytes: int = RING_BYTES,
+    asker: str,
+    option: str,
+    remedy: str,
 ) -> int:
     """For how many of the host's elements there is room for speculation.
 
@@ -69,6 +84,7 @@ def room_beside(
         wide: of master weights and moments.
         wish: ``off``, ``on`` or ``auto``: as much as fits.
         kept: bytes of parameters' values that are kept for those that speculate.
+        transfer_bytes: pinned memory for gradients and parameters.
         asker, option, remedy: words of the error: who needs the memory, how it asked for speculation, what helps.
 
     Raises:
@@ -77,14 +93,14 @@ def room_beside(
     _, processes = place_on_machine()
     free = int(available_memory() * (1 - KEPT_FREE)) // processes
     state = 3 * wide.itemsize * elements
-    room = free - state - RING_BYTES
+    room = free - state - transfer_bytes
     needed = 2 * state + kept if wish == "on" else state
     if free and room < needed - state:
         what = f"masters and moments, twice for {option}" if wish == "on" else "masters and moments"
         raise GptparError(
-            f"{asker} needs {_gib(needed + RING_BYTES)} of host memory in each of {processes} process(es) on this "
-            f"machine ({what} of {elements:,} elements, and {_gib(RING_BYTES)} for transfers), and {_gib(free)} are "
-            f"free for each: {remedy}."
+            f"{asker} needs {_gib(needed + transfer_bytes)} of host memory in each of {processes} process(es) on this "
+            f"machine ({what} of {elements:,} elements, and {_gib(transfer_bytes)} for transfers), and {_gib(free)} "
+            f"are free for each: {remedy}."
         )
     if wish == "off":
         return 0

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -29,8 +29,27 @@ OUTGOING = 3
 """Slots for new parameters: one being filled, one to be filled next, one on its way."""
 
 
-Slot = tuple[torch.Tensor, torch.cuda.Event]
-"""Pinned memory, and an event after which it is no longer written to."""
+class Event(Protocol):
+    """A point in the device's work."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+class Passed:
+    """A point in the work of a CPU, which is done when the call returns."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+Slot = tuple[torch.Tensor, Event]
+"""Host memory (uint8) that the device can write to, and an event after which it is no longer written to."""
 
 
 class Arrival(Protocol):
@@ -91,8 +110,14 @@ class Transfers(Protocol):
         """Begin to bring a finished gradient to the host, behind what the device was given so far.
 
         Args:
-            slot: one that was set aside, of which the gradient before is not needed any more.
+            slot: the bucket's own, or one that was set aside, of which the gradient before is not needed any more.
         """
+
+    def own_slot(self, num_bytes: int) -> Slot | None:
+        """Room for each gradient of one bucket; ``None``: the bucket's gradients share a ring with the others'."""
+
+    def hold_back(self) -> None:
+        """Wait while too many submitted gradients keep memory of the device. To be called without a lock."""
 
     def set_aside(self) -> Slot | None:
         """A slot for gradients that have to come as soon as they are made; ``None``: none is needed, or to spare."""
@@ -117,6 +142,11 @@ class SameMemory:
 
     def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
         return _Here(grad)
+
+    def own_slot(self, num_bytes: int) -> Slot | None:
+        return None
+
+    def hold_back(self) -> None: ...
 
     def set_aside(self) -> Slot | None:
         return None
@@ -182,7 +212,13 @@ class _Here:
 
 
 def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
-    """(slots for gradients, slots for parameters) within ``RING_BYTES``, or the fewest that work."""
+    """(slots for gradients, slots for parameters) within ``RING_BYTES``, or the fewest that work.
+
+    Args:
+        num_buckets: those whose gradients come through the ring.
+    """
+    if not num_buckets:
+        return 0, OUTGOING
     total = max(RESERVED + 1 + OUTGOING, RING_BYTES // max(1, bucket_bytes))
     return min(num_buckets + RESERVED, total - OUTGOING), OUTGOING
 
@@ -191,7 +227,7 @@ class GpuTransfers:
     """Pinned rings and streams: gradients come in the order in which they are offered, unless one is asked for.
 
     Args:
-        num_buckets: pieces that will be offered in a step.
+        num_buckets: pieces that will be offered in a step, and share the ring.
         bucket_bytes: size of the largest, in the dtype in which gradients or parameters travel.
     """
 
@@ -202,8 +238,9 @@ class GpuTransfers:
         self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
         # Not registered but allocated: that has the same address on every device.
         self._numbers = itertools.cycle(torch.zeros(NUMBERS * 8, dtype=torch.uint8, pin_memory=True).split(8))
-        slots: list[Slot] = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
-        self.free, self._out = slots[:incoming], slots[incoming:]
+        slots = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
+        self.free: list[Slot] = [*slots[:incoming]]
+        self._out = slots[incoming:]
         self._turn, self._shared = 0, incoming // 2
         self.inward, self.overtaking, self._aside, self._outward = (torch.cuda.Stream(device) for _ in range(4))
 
@@ -217,6 +254,11 @@ class GpuTransfers:
         elif len(self.free) > RESERVED:
             coming.start(self.inward)
         return coming
+
+    def own_slot(self, num_bytes: int) -> Slot | None:
+        return None
+
+    def hold_back(self) -> None: ...
 
     def set_aside(self) -> Slot | None:
         return self.free.pop() if len(self.free) > max(self._shared, RESERVED + 1) else None
@@ -308,7 +350,8 @@ class _Coming:
         self._slot = self._own or self._transfers.free.pop()
         with torch.cuda.stream(stream):
             stream.wait_event(self._made)
-            stream.wait_event(self._slot[1])  # one that was released unread may still be on its way there
+            # what was released unread may still be on its way there
+            stream.wait_event(cast(torch.cuda.Event, self._slot[1]))
             self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
             self._here.copy_(self._grad, non_blocking=True)
             self._there = stream.record_event()

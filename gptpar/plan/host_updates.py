@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gptpar.offload.buckets import BUCKET_ELEMENTS
+from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.placement import KEPT_FREE
 from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.hardware import Cluster
@@ -108,8 +109,10 @@ def speculated_elements(job: Job, cluster: Cluster, elements: float) -> float:
     if offload.offload_speculation == "on" or cluster.host_memory is None:
         return elements
     free = (1 - KEPT_FREE) * (cluster.host_memory / _processes(job, cluster) - cluster.sustained.host_process)
-    state = 3 * job.wide_size
-    return min(elements, max(0.0, free - state * elements - RING_BYTES) / state)
+    state, transfers = 3 * job.wide_size, RING_BYTES
+    if job.gradients_leave_at_once:
+        transfers = copying_bytes(elements, job.offloaded_gradient_size)
+    return min(elements, max(0.0, free - state * elements - transfers) / state)
 
 
 def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
@@ -126,7 +129,16 @@ def _processes(job: Job, cluster: Cluster) -> int:
     return min(cluster.gpus_per_node, job.layout.world_size)
 
 
-def waiting(layers: Sequence[Layer], speculated: float, update: float, speed: HostSpeed) -> float:
+def max_lead(job: Job, part: StagePart) -> float:
+    """Elements by which the backward pass may be ahead of their gradients' copies."""
+    if not job.gradients_leave_at_once:
+        return math.inf
+    return max_bytes_waiting(job.gradient_lengths(part), 1)
+
+
+def waiting(
+    layers: Sequence[Layer], speculated: float, update: float, speed: HostSpeed, lead: float = math.inf
+) -> float:
     """Seconds by which a step is longer for the CPU's updates.
 
     Args:
@@ -134,11 +146,13 @@ def waiting(layers: Sequence[Layer], speculated: float, update: float, speed: Ho
         speculated: how many elements have room for speculation: the last ones.
         update: seconds from the end of the backward pass to the next forward pass, in which the device updates its own
             elements; the CPU knows the gradient's norm before.
+        lead: see :func:`max_lead`.
     """
-    early, came, end = _arrivals(layers, speed)
+    early, came, end = _arrivals(layers, speed, lead)
     left = [layer.buckets for layer in layers]
     free = _speculate(layers, early, left, speculated, end, speed)
-    now, cpu, waited = end + update, max(end, free), 0.0
+    now, cpu = end + update, max(end, free)
+    waited = end - sum(layer.backward for layer in layers)  # for copies of gradients
     for layer, when, buckets in zip(layers, came, left, strict=True):
         work = (layer.buckets - buckets) * speed.rest(layer)
         work += buckets * speed.bucket(layer, speed.update) if buckets else 0.0
@@ -151,7 +165,7 @@ def waiting(layers: Sequence[Layer], speculated: float, update: float, speed: Ho
     return waited
 
 
-def _arrivals(layers: Sequence[Layer], speed: HostSpeed) -> tuple[list[float], list[float], float]:
+def _arrivals(layers: Sequence[Layer], speed: HostSpeed, lead: float) -> tuple[list[float], list[float], float]:
     """When each layer's first bucket is in host memory, early and complete, and when the backward pass ends."""
     now = link = 0.0
     came = [0.0] * len(layers)
@@ -170,6 +184,7 @@ def _arrivals(layers: Sequence[Layer], speed: HostSpeed) -> tuple[list[float], l
         now += layers[i].backward
         if layers[i].elements:
             came[i] = travel(i)
+            now = max(now, link - lead * speed.fetch)
     return [early.get(i, when) for i, when in enumerate(came)], came, now
 
 

@@ -106,10 +106,20 @@ class Job:
         return self.config.offload.ratio or 0.0
 
     @property
+    def gradients_leave_at_once(self) -> bool:
+        """Whether the CPU's gradients go to host memory when they are final (``auto`` counts as no)."""
+        return self.ratio > 0 and self.config.offload.gradients_leave_at_once
+
+    def gradient_lengths(self, part: StagePart) -> list[int]:
+        """Elements of each unit of a stage whose gradient goes to the CPU, wholly or in part; the largest possible."""
+        return [unit.shard_length for count, unit in zip(part.units, self.units, strict=True) if count]
+
+    @property
     def early_elements(self) -> float:
         """Elements whose gradient the host gets early; see :mod:`gptpar.offload.early_rows`."""
         offload = self.config.offload
         used = offload.offload_speculation != "off" and not offload.optimizer_nvme_path
+        used = used and not self.gradients_leave_at_once
         if not self.ratio or not used or not self.config.model.tied or self.layout.world_size > 1:
             return 0.0
         embedding = self.units[0]

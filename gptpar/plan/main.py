@@ -13,8 +13,9 @@ from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GPUS, make_cluster
-from gptpar.plan.planner import Planner, search
+from gptpar.plan.planner import Planner
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
+from gptpar.plan.search import search
 
 DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
 flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout

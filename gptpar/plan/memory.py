@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass
 
 from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
+from gptpar.model.flops import normed_width
 from gptpar.model.memory import layer_activation_bytes_per_token
+from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Job, StagePart, alive
@@ -21,8 +23,8 @@ from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
 BOUNDARIES_IN_FLIGHT = 3
 """Messages between stages that exist beside the activations: two begun receives and what is being sent."""
-STATISTICS_BYTES = 16
-"""Of a token and block: mean and reciprocal deviation of both norms, in fp32."""
+STATISTICS_BYTES = 8
+"""Of a norm: mean and reciprocal deviation, in fp32, of each vector that it normalises."""
 
 PRODUCT_WORKSPACE = 64 << 20
 """Bytes that the library of matrix products asks for: 32 MiB on each of two streams (Hopper)."""
@@ -110,7 +112,10 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
         gradients += wide * there * (job.shards if job.zero_stage < 2 else 1)
     host = 3.0 * wide * there * (2 if offload.offload_speculation == "on" else 1)
     host = 0.0 if offload.optimizer_nvme_path else host
-    host += RING_BYTES if job.ratio else 0
+    if job.gradients_leave_at_once:
+        host += copying_bytes(job.ratio * shard, job.offloaded_gradient_size)
+    elif job.ratio:
+        host += RING_BYTES
     host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
@@ -122,9 +127,10 @@ def _moments(
 ) -> Iterator[tuple[float, float, float]]:
     """(gradients that go to the host, activations, buffers) when their sum may be largest.
 
-    Such a gradient stays on the device until the host has used it; a sum over micro-batches does so where it was
-    summed. The device keeps the first layers: when all of the host's gradients are there, the activations of those
-    layers are there still. What is sent early is there together with all activations.
+    Such a gradient stays on the device until the host has used it, or, where gradients leave at once, until it is
+    copied; a sum over micro-batches does so where it was summed. The device keeps the first layers: when all of the
+    host's gradients are there, the activations of those layers are there still. What is sent early is there together
+    with all activations.
 
     Args:
         activations: at most.
@@ -136,6 +142,11 @@ def _moments(
     backward = _backward_buffers(job, part, blocks)
     most = max(_loss_buffers(job, part), backward, _end_buffers(job, part))
     remaining = of_one * _share_of_device(job, part)
+    if job.gradients_leave_at_once:
+        lengths = job.gradient_lengths(part)
+        yield 0.0, activations, _loss_buffers(job, part)
+        yield min(leaving, max_bytes_waiting(lengths, size) + max(lengths) * size), activations, backward
+        return
     if not job.graph:
         yield job.early_elements * size, activations, most
         yield leaving, remaining, max(backward, _end_buffers(job, part))
@@ -206,10 +217,14 @@ class _Blocks:
 def block_bytes_per_token(job: Job) -> float:
     """Bytes that a block keeps of a token on a rank, without what selective recomputation forgets."""
     shape, size = job.shape, job.element_size
-    statistics = STATISTICS_BYTES / job.token_shares + 4 * shape.num_attention_heads / job.layout.tensor
+    head_norms = STATISTICS_BYTES * normed_width(shape) / shape.kv_channels
+    log_sums = 4 * shape.num_attention_heads
+    statistics = 2 * STATISTICS_BYTES / job.token_shares + (head_norms + log_sums) / job.layout.tensor
     forgotten = 0.0
     if job.config.recompute.recompute_granularity == "selective":
         modules = job.config.recompute.recompute_modules or ()
+        if "core_attn" in modules:
+            forgotten += (normed_width(shape) * size + head_norms) / job.layout.tensor
         if "mlp" in modules:
             forgotten += shape.ffn_hidden_size * (3 if shape.swiglu else 2) * size / job.layout.tensor
         if "layernorm" in modules:

@@ -1,11 +1,11 @@
-"""Plans: a configuration on a cluster, judged; what to change where it does not fit; the best of all layouts."""
+"""Plans: a configuration on a cluster, judged; what to change where it does not fit."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from gptpar.config.derive import derive, padded_vocab
 from gptpar.config.fields import flag_name
 from gptpar.config.validate import find_problems
 from gptpar.errors import ConfigError
+from gptpar.plan.gradients import GradientChoice, choose_gradients
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job
 from gptpar.plan.memory import RankMemory, stage_memory
@@ -25,6 +26,8 @@ Changes = Mapping[str, Any]
 """``section.field`` -> value, over what the command line says."""
 
 _CHUNKS_FIELD = "num_virtual_stages_per_pipeline_rank"
+_CPU_OPTIMIZER: Changes = {"offload.cpu_optimizer": True, "offload.cpu_optimizer_ratio": "auto"}
+_CPU_PARAMETERS: Changes = {"offload.cpu_parameters": True}
 SEARCHED = (
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
@@ -51,11 +54,13 @@ class Plan:
 
     Attributes:
         changes: how it differs from the command line.
+        gradients: what ``--offload-gradients auto`` became, and why.
     """
 
     job: Job
     cluster: Cluster
     changes: Changes = field(default_factory=dict)
+    gradients: GradientChoice | None = None
 
     @cached_property
     def memory(self) -> list[RankMemory]:
@@ -109,7 +114,7 @@ class Plan:
         return utilisation(self.job, self.cluster, self.time.total)
 
     def flags(self) -> str:
-        """The changes as flags, without those that say what is so anyway."""
+        """The changes as flags, without those that say what is so anyway, and what ``auto`` has changed."""
         words = []
         for name, value in self.changes.items():
             section, key = name.split(".")
@@ -117,6 +122,8 @@ class Plan:
             if value == usual or value is None or (key == _CHUNKS_FIELD and value == 1):
                 continue
             words.append(flag_name(key) + ("" if value is True else f" {value}"))
+        if self.gradients is not None and self.gradients.leave_at_once:
+            words.append("--offload-gradients on")
         return " ".join(words)
 
     def shortage(self) -> str:
@@ -164,29 +171,45 @@ class Planner:
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
         )
-        plan = Plan(Job(config, layout), self.cluster, changes or {})
+        plan = self._with_gradients(Plan(Job(config, layout), self.cluster, changes or {}))
         return plan if config.offload.ratio is not None else self._with_least_ratio(plan)
 
+    def _with_gradients(self, plan: Plan) -> Plan:
+        """With ``--offload-gradients auto`` decided as the run decides it."""
+        choice = choose_gradients(plan.job, self.cluster.memory, self.cluster.sustained)
+        if choice is None:
+            return plan
+        return replace(plan, job=replace(plan.job, config=choice.applied_to(plan.job.config)), gradients=choice)
+
     def _with_least_ratio(self, plan: Plan) -> Plan:
-        """The smallest host share with which it fits the GPU, as ``--cpu-optimizer-ratio auto`` finds it."""
-        for percent in range(0, 101, RATIO_STEP):
+        """The smallest host share with which it fits the GPU, as ``--cpu-optimizer-ratio auto`` finds it; or 1."""
+
+        def at(percent: int) -> Plan:
             config = plan.job.config.update("offload", cpu_optimizer_ratio=f"{percent / 100:g}")
-            plan = Plan(Job(config, plan.job.layout), self.cluster, plan.changes)
-            if plan.fits_gpu:
-                break
-        return plan
+            return replace(plan, job=replace(plan.job, config=config))
+
+        percents = range(0, 100, RATIO_STEP)
+        return at(RATIO_STEP * bisect.bisect_left(percents, True, key=lambda percent: at(percent).fits_gpu))
 
     def remedies(self, plan: Plan) -> list[Plan]:
-        """Single changes that lower the need for memory: those with which it fits, fastest first, then the others."""
-        found = []
-        for changes in _single_changes(plan):
+        """Changes that lower the need for memory: those with which it fits, fastest first, then the others.
+
+        Each is a single one, but for the last resort where none suffices: everything that can go to host memory does.
+        """
+        found = list(self._with_less(plan, _single_changes(plan)))
+        if not any(changed.fits for changed in found) and plan.job.ratio < 1:
+            found += self._with_less(plan, [{**plan.changes, **_CPU_OPTIMIZER, **_CPU_PARAMETERS}])
+        return sorted(found, key=lambda p: (not p.fits, p.time.total if p.fits else p.need))
+
+    def _with_less(self, plan: Plan, several: Iterable[Changes]) -> Iterator[Plan]:
+        """Those of several changes that can be had and need less memory than a plan."""
+        for changes in several:
             try:
                 changed = self.plan(changes)
             except ConfigError:
                 continue
             if changed.need < plan.need or changed.host_need < plan.host_need:
-                found.append(changed)
-        return sorted(found, key=lambda p: (not p.fits, p.time.total if p.fits else p.need))
+                yield changed
 
     def candidates(self) -> Iterator[Changes]:
         """All layouts that a search looks at; what was typed stays as it is."""
@@ -206,6 +229,16 @@ class Planner:
                 for values in itertools.product(*rest):
                     changes = dict(zip(names, (tensor, pipeline, *values), strict=True))
                     yield {name: value for name, value in changes.items() if name not in self.given}
+
+    def offloads(self) -> Iterator[Changes]:
+        """What a search moves to host memory, the fastest first; what was typed stays as it is.
+
+        With the optimizer go its gradients: by ``--offload-gradients auto``, when they are used or when they are final.
+        """
+        found: list[Changes] = [{}]
+        for more in (_CPU_OPTIMIZER, _CPU_PARAMETERS):
+            found.append({**found[-1], **{name: value for name, value in more.items() if name not in self.given}})
+        return (changes for number, changes in enumerate(found) if changes not in found[:number])
 
     def _choices(self, name: str, choices: Any) -> list[Any]:
         section, key = name.split(".")
@@ -230,8 +263,7 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
         yield {**plan.changes, "recompute.checkpoint_in_cpu": False}
     if plan.job.config.recompute.recompute_granularity != "full":
         yield {**plan.changes, "recompute.recompute_granularity": "full", "recompute.recompute_modules": None}
-    if plan.job.ratio < 1 and not plan.fits_gpu:
-        yield {**plan.changes, "offload.cpu_optimizer": True, "offload.cpu_optimizer_ratio": "auto"}
+    yield from _offloads(plan)
     if plan.job.micro_batch_size > 1:
         yield {**plan.changes, "batch.micro_batch_size": plan.job.micro_batch_size // 2}
     if layout.data > 1:
@@ -243,63 +275,14 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
         yield {**plan.changes, f"parallel.{name}_model_parallel_size": 2 * size}
 
 
-@dataclass
-class Search:
-    """What a search has found.
-
-    Attributes:
-        accepted: plans that fit, fastest first.
-        refused: reason -> (how many, an example).
-        tried: how many layouts were looked at.
-    """
-
-    accepted: list[Plan]
-    refused: dict[str, tuple[int, str]]
-    tried: int
-
-
-def search(planner: Planner) -> Search:
-    """Judge all candidates."""
-    result = Search([], {}, 0)
-    nearest = float("inf")
-    for changes in planner.candidates():
-        result.tried += 1
-        try:
-            plan = planner.plan(changes)
-            shortage = plan.shortage()
-        except ConfigError as error:
-            _refuse(result, _reason(error.problems[0]), f"{_named(changes)}: {error.problems[0]}")
-            continue
-        if not shortage:
-            result.accepted.append(plan)
-            continue
-        reason = "does not fit into a GPU's memory" if not plan.fits_gpu else "does not fit into the host's memory"
-        closest = plan.need < nearest
-        nearest = min(nearest, plan.need)
-        _refuse(result, reason, f"{_named(changes)}: {shortage}", better=closest)
-    result.accepted.sort(key=lambda plan: (plan.time.total, plan.need))
-    return result
-
-
-def _refuse(result: Search, reason: str, example: str, *, better: bool = False) -> None:
-    count, before = result.refused.get(reason, (0, example))
-    result.refused[reason] = (count + 1, example if better else before)
-
-
-def _reason(problem: str) -> str:
-    """Problems that differ in their numbers alone are one reason: the flag that is at fault."""
-    flags = re.findall(r"--[a-z][\w-]*", problem)
-    return f"{flags[0]} does not allow it" if flags else re.sub(r"\d[\d,.]*", "N", problem)
-
-
-def _named(changes: Changes) -> str:
-    """A candidate in a few words."""
-    names = {
-        "parallel.tensor_model_parallel_size": "tp",
-        "parallel.pipeline_model_parallel_size": "pp",
-        "parallel.num_virtual_stages_per_pipeline_rank": "chunks ",
-        "parallel.zero_stage": "ZeRO-",
-        "batch.micro_batch_size": "micro-batch ",
-        "recompute.recompute_granularity": "recompute ",
-    }
-    return ", ".join(f"{label}{changes[name]}" for name, label in names.items() if changes.get(name) is not None)
+def _offloads(plan: Plan) -> Iterator[Changes]:
+    """What leaves the GPU for the host's memory: the optimizer, its gradients at once, the parameters."""
+    offload = plan.job.config.offload
+    if plan.fits_gpu:
+        return
+    if plan.job.ratio < 1:
+        yield {**plan.changes, **_CPU_OPTIMIZER}
+    if offload.cpu_optimizer and not offload.gradients_leave_at_once:
+        yield {**plan.changes, "offload.offload_gradients": "on"}
+    if not offload.cpu_parameters:
+        yield {**plan.changes, **_CPU_PARAMETERS}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from gptpar.model.flops import Shape, num_parameters
 from gptpar.pipeline import schedules
 from gptpar.pipeline.schedules import Forward, Span
-from gptpar.plan.planner import Plan, Search
+from gptpar.plan.planner import Plan
+from gptpar.plan.search import Search
 from gptpar.plan.timing import rounds_idle
 from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges
 
@@ -75,7 +76,20 @@ def _facts(plan: Plan) -> list[Row]:
             pieces + bubble if job.layout.pipeline > 1 else "no pipeline",
             "one CUDA graph a step" if job.graph else "launched kernel by kernel",
         ),
+        *_offload(plan),
     ]
+
+
+def _offload(plan: Plan) -> list[Row]:
+    """What is in host memory."""
+    job = plan.job
+    moved = [f"{100 * job.ratio:g} % of the optimizer"] * (job.ratio > 0)
+    moved += ["the parameters"] * job.config.offload.cpu_parameters
+    if not moved:
+        return []
+    when = "leave the GPU at once" if job.gradients_leave_at_once else "leave the GPU when they are used"
+    reason = "" if plan.gradients is None else f": {plan.gradients.reason}"
+    return [Row("host memory", " and ".join(moved), f"gradients {when}{reason}" if job.ratio else "")]
 
 
 def _times(plan: Plan) -> list[Row]:
@@ -157,7 +171,9 @@ def verdict(plan: Plan, remedies: Sequence[Plan]) -> str:
 
 
 def _remedy(plan: Plan) -> str:
-    return f"  {plan.flags():<44} {format_bytes(plan.need)} a GPU, {1e3 * plan.time.total:.1f} ms a step"
+    on_host = bool(plan.job.ratio or plan.job.config.offload.cpu_parameters)
+    host = f", {format_bytes(plan.host_need)} of a machine's memory" * on_host
+    return f"  {plan.flags():<44} {format_bytes(plan.need)} a GPU{host}, {1e3 * plan.time.total:.1f} ms a step"
 
 
 def search_text(found: Search) -> str:

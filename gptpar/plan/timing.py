@@ -326,7 +326,8 @@ class _Costs:
         layers = host_updates.layers_of(job, part, block, head, embedding)
         elements = sum(layer.elements for layer in layers)
         room = host_updates.speculated_elements(job, self._cluster, elements)
-        return host_updates.waiting(layers, room, self.update(part), host_updates.speed_of(job, self._cluster))
+        speed, lead = host_updates.speed_of(job, self._cluster), host_updates.max_lead(job, part)
+        return host_updates.waiting(layers, room, self.update(part), speed, lead)
 
     def update(self, part: StagePart) -> float:
         """The device's own part of the optimizer's step.

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from gptpar.placement import SAME, TENSOR, Gradient, Split, Sum
 
+ADDEND = Sum(frozenset({TENSOR}))
+
 
 @dataclass(frozen=True)
 class TensorAxis:
@@ -48,12 +50,12 @@ class TensorAxis:
     @property
     def gradient_between_layers(self) -> Gradient:
         """Of a replicated parameter that acts on hidden states between layers: a rank may have its own tokens only."""
-        return self.gradient_inside_layers if self.splits_tokens else SAME
+        return ADDEND if self.splits_tokens else SAME
 
     @property
     def gradient_inside_layers(self) -> Gradient:
         """Of a replicated parameter that acts on what a column layer returns: a rank has its own heads or features."""
-        return Sum(frozenset({TENSOR})) if self.size > 1 else SAME
+        return ADDEND if self.size > 1 else SAME
 
 
 ALONE = TensorAxis()

@@ -12,6 +12,7 @@ import torch
 from gptpar.activity import Activity
 from gptpar.config import Config
 from gptpar.config.derive import Derived
+from gptpar.config.gradients import offload_gradients_obstacles
 from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
@@ -23,6 +24,7 @@ from gptpar.run_folder.folder import RunFolder, open_run_folder
 from gptpar.stop import StopRequest
 from gptpar.topology import Layout, Topology, open_topology, world_from_environment
 from gptpar.training import resume
+from gptpar.training.auto_gradients import with_gradients
 from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.training.batch_plan import BatchPlan
@@ -48,7 +50,8 @@ def memory_explained(config: Config) -> Iterator[None]:
                 f"this machine's memory is full (a very long run's order of samples needs some){_lower_offload(config)}"
             )
         elif isinstance(error, torch.OutOfMemoryError):
-            full = f"the GPU's memory is full ({format_bytes(torch.cuda.max_memory_allocated())} were in use):"
+            used = format_bytes(torch.cuda.max_memory_allocated())
+            full = f"the GPU's memory is full ({used} were in use):{_offload_gradients(config)}"
         elif "can't allocate memory" in str(error):  # the CPU's allocator has no exception of its own
             full = f"this machine's memory is full{_lower_offload(config)}"
         else:
@@ -65,6 +68,13 @@ def _lower_offload(config: Config) -> str:
     return (
         ": set --offload-speculation off or a lower --cpu-optimizer-ratio, or" if config.offload.cpu_optimizer else ":"
     )
+
+
+def _offload_gradients(config: Config) -> str:
+    """Where ``auto`` may have trusted a prediction too much, or was switched off."""
+    offload, world_size = config.offload, world_from_environment()[2]
+    cannot = not offload.cpu_optimizer or any(offload_gradients_obstacles(config, world_size))
+    return "" if cannot or offload.gradients_leave_at_once else " set --offload-gradients on, or"
 
 
 @contextmanager
@@ -103,7 +113,8 @@ def open_run(
         inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
         done = resume.progress_to_resume(config, inputs)
         plan = BatchPlan.of(config.batch, done)
-        say(start_banner(config, topology, plan, vocabulary, derived, without_effect))
+        config, decided = with_gradients(config, topology)
+        say(start_banner(config, topology, plan, vocabulary, [*derived, *decided], without_effect))
         config = with_ratio(config, topology)
         refuse_what_cannot_fit(config, topology)
         loaders = _open_loaders(stack, config, topology, done, vocabulary, say)

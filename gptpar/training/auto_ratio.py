@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
+from gptpar.offload.copying_transfers import max_bytes_waiting
 from gptpar.optim.schedule import make_schedule
 from gptpar.topology import Topology
 from gptpar.training.trainer import Trainer
@@ -47,7 +48,7 @@ def _measured(config: Config, topology: Topology) -> float:
     trainer.forward_backward(any_batches(config, topology), 0)
     elements, bytes_an_element = trainer.engine.table.elements(), trainer.engine.optimizer.bytes_an_element
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_reserved(device)
+    peak = torch.cuda.max_memory_reserved(device) + _bytes_waiting(trainer)
     foreign = torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]
     foreign -= torch.cuda.memory_reserved(device)
     del trainer
@@ -55,6 +56,14 @@ def _measured(config: Config, topology: Topology) -> float:
     torch.cuda.empty_cache()
     capacity = torch.cuda.mem_get_info(device)[1] * (1 - KEPT_FREE)
     return smallest_ratio(int(capacity) - foreign - peak, elements, bytes_an_element)
+
+
+def _bytes_waiting(trainer: Trainer) -> int:
+    """Gradients that wait for their copies, where they leave at once: in the trial they are dropped."""
+    if not trainer.config.offload.gradients_leave_at_once:
+        return 0
+    lengths = [unit.shard_length for unit in trainer.engine.table.units]
+    return max_bytes_waiting(lengths, trainer.engine.optimizer.grad.element_size())
 
 
 def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:

@@ -70,12 +70,13 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
     m = config.model
     shape = f"{m.num_layers} layers x {m.hidden_size} hidden x {m.num_attention_heads} heads of {m.kv_channels}"
     kind = "SwiGLU" if m.swiglu else "GELU"
+    norm = f"{m.normalization}{' (queries and keys, too)' if m.qk_layernorm else ''}"
     pad = f"{vocabulary.size:,} token ids, padded to a multiple of {m.make_vocab_size_divisible_by}"
     return [
         Row("shape", shape),
         Row(
             "kind",
-            f"{m.position_embedding_type} positions, {m.normalization}, {kind}, {'tied' if m.tied else 'untied'}",
+            f"{m.position_embedding_type} positions, {norm}, {kind}, {'tied' if m.tied else 'untied'}",
         ),
         Row("vocabulary", f"{m.padded_vocab_size:,}", pad),
         Row("parameters", format_count(num_parameters(cast(Shape, m)))),

@@ -22,6 +22,7 @@ from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.graph import wants_graph
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
+from gptpar.host import peak_process_memory
 from gptpar.launch import is_worker, start_workers, workers_wanted
 from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
 from gptpar.reporting.records import IterationRecord, ValidationRecord
@@ -146,7 +147,9 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
         "ms_max": round(ms[-1], 3),
         "mfu": _rounded(mfu(per_gpu, flops_per_token(shape, causal=False), peak)),
         "mfu_causal": _rounded(mfu(per_gpu, flops_per_token(shape, causal=True), peak)),
-        "peak_mem_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
+        "peak_mem_gib": _gib(torch.cuda.max_memory_allocated()) if on_gpu else None,
+        "peak_reserved_gib": _gib(torch.cuda.max_memory_reserved()) if on_gpu else None,
+        "peak_host_gib": _gib(peak_process_memory()),
         "loss": _rounded(records[-1].lm_loss),
         "layout": topology.layout.describe(),
         "seq_length": shape.seq_length,
@@ -157,7 +160,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
         "pieces_per_stage": parallel.num_chunks,
         "recompute": config.recompute.recompute_granularity,
         **_cpu_optimizer(run.config, records),
-        "cuda_graph": on_gpu and wants_graph(config, topology.layout.data),
+        "cuda_graph": on_gpu and wants_graph(run.config, topology.layout.data),
         "precision": config.precision.dtype,
         "steps": len(ms),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -172,12 +175,17 @@ def _cpu_optimizer(config: Config, records: Sequence[IterationRecord]) -> dict[s
     clip = config.optimizer.clip_grad
     return {
         "cpu_optimizer_ratio": config.offload.ratio,
+        "offload_gradients": config.offload.gradients_leave_at_once,
         "cpu_optimizer_wait_ms": _rounded(statistics.median(t.waited for t in times)),
         "cpu_optimizer_busy_ms": _rounded(statistics.median(t.busy for t in times)),
         "cpu_optimizer_ahead": _rounded(statistics.median(t.ahead for t in times)),
         "cpu_optimizer_redone_steps": sum(t.redone for t in times),
         "clipped_steps": sum(clip > 0 and (record.grad_norm or 0) > clip for record in records),
     }
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else round(size / 2**30, 2)
 
 
 def _rounded(value: float | None) -> float | None:

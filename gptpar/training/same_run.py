@@ -35,8 +35,8 @@ _BY_RULE = {
     Rule.MODEL: (
         "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
         "model.kv_channels model.max_position_embeddings model.position_embedding_type model.rotary_base "
-        "model.rotary_percent model.normalization model.norm_epsilon model.swiglu model.add_bias_linear "
-        "model.add_qkv_bias model.untie_embeddings_and_output_weights model.padded_vocab_size "
+        "model.rotary_percent model.normalization model.norm_epsilon model.qk_layernorm model.swiglu "
+        "model.add_bias_linear model.add_qkv_bias model.untie_embeddings_and_output_weights model.padded_vocab_size "
         "data.reset_position_ids data.reset_attention_mask"
     ),
     Rule.DATA: (

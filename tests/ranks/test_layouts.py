@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar.check_layouts.cases import VARIANTS, Case
-from gptpar.check_layouts.main import SMALL, case_config, difference, step_difference
+from gptpar.check_layouts.cases import ONE_ADDEND, VARIANTS, Case, all_cases
+from gptpar.check_layouts.main import MODELS, SMALL, case_config, difference, step_difference
 from gptpar.check_layouts.training import CaseRun, Outcome
+from gptpar.placement import SAME, Gradient, Sum
+from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology import Layout, Topology, make_topology
 from tests.spawn import spawn
 
@@ -42,6 +44,7 @@ CASES = [
 UNEVEN = [*WORDS, "--vocab-size", "98", "--make-vocab-size-divisible-by", "2"]
 FEW = [*WORDS, "--global-batch-size", "2"]
 DROPOUT = [*WORDS, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
+LLAMA = [*WORDS, *MODELS["llama"].split()]
 SINGLE = [
     (UNEVEN, case(Layout(tensor=4))),  # shares of 24, 25, 24 and 25 rows
     (UNEVEN, case(Layout(data=2, tensor=2), "--zero-stage", "3", "--sequence-parallel")),
@@ -56,6 +59,16 @@ SINGLE = [
             Layout(data=2, pipeline=2),
             *("--zero-stage", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
             *VARIANTS["CPU optimizer 0.6"],
+        ),
+    ),
+    (LLAMA, case(Layout(tensor=4), *VARIANTS["CPU optimizer 0.6"])),
+    (LLAMA, case(Layout(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["selective"])),
+    (
+        LLAMA,
+        case(
+            Layout(tensor=2, pipeline=2),
+            *("--num-virtual-stages-per-pipeline-rank", "2"),
+            *VARIANTS["all on the CPU"],
         ),
     ),
 ]
@@ -98,14 +111,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Outcome, Ou
     torch.set_num_threads(1)
     try:
         alone = run_alone(WORDS, folder / "0")
-        single = {id(words): run_alone(words) for words in (UNEVEN, FEW, DROPOUT)}
+        single = {id(words): run_alone(words) for words in (UNEVEN, FEW, DROPOUT, LLAMA)}
         wanted = [alone] * len(CASES) + [single[id(words)] for words, _ in SINGLE]
     finally:
         torch.set_num_threads(threads)
     return list(zip(spawn(run_all, 4, folder, timeout_s=300)[0], wanted, strict=True))
 
 
-IDS = [c.name for c in CASES] + [f"{c.name}{' dropout' if words is DROPOUT else ''}" for words, c in SINGLE]
+NAMES = {id(DROPOUT): " dropout", id(LLAMA): " llama"}
+IDS = [c.name for c in CASES] + [f"{c.name}{NAMES.get(id(words), '')}" for words, c in SINGLE]
 
 
 @pytest.mark.parametrize("number", range(len(IDS)), ids=IDS)
@@ -135,8 +149,68 @@ def test_in_bf16_the_host_s_gradients_are_the_device_s(variant: str) -> None:
         assert torch.equal(on_both[name], gradient), name
 
 
+@pytest.mark.parametrize("case", list(all_cases(1))[: len(ONE_ADDEND)], ids=list(ONE_ADDEND))
+def test_gradients_that_leave_at_once_equal_those_that_stay(case: Case) -> None:
+    """In one piece of eight samples instead of eight pieces of one."""
+    alone = run_alone(WORDS)
+    assert case.name in ONE_ADDEND
+    run = CaseRun(case_config(WORDS, case, 1), Topology(Layout(), 0, torch.device("cpu")))
+    run.train(0, STEPS + 1)
+    run.trainer.close()
+    assert run.config.offload.gradients_leave_at_once and run.config.batch.micro_batch_size == 8
+    assert step_difference(run.outcome.steps, alone.steps) <= TOLERANCE
+    assert difference(zip(run.outcome.gradients, alone.gradients, strict=True)) <= TOLERANCE
+    assert difference(zip(run.outcome.weights, alone.weights, strict=True)) <= TOLERANCE
+
+
 def test_the_cases_are_a_cover() -> None:
     """All six ways to cut four processes, and every ZeRO stage that shards."""
     assert len({this.layout for this in CASES}) == 6 == sum(4 % (t * p) == 0 for t in (1, 2, 4) for p in (1, 2, 4))
     zero = {c.flags[c.flags.index("--zero-stage") + 1] for c in CASES if "--zero-stage" in c.flags}
     assert zero == {"1", "2", "3"}
+
+
+SUM = Sum(frozenset({"tensor"}))
+BETWEEN, INSIDE = "gradient_between_layers", "gradient_inside_layers"
+HEAD_NORMS, NORMS = (
+    (".attention.query_norm.", ".attention.key_norm."),
+    (".attention_norm.", ".mlp_norm.", "final_norm."),
+)
+WRONG: list[tuple[str, Gradient, tuple[str, ...], tuple[str, ...]]] = [
+    (INSIDE, SAME, (), HEAD_NORMS),
+    (INSIDE, SAME, ("--sequence-parallel",), HEAD_NORMS),
+    (INSIDE, SAME, tuple(VARIANTS["all on the CPU"]), HEAD_NORMS),
+    (BETWEEN, SAME, ("--sequence-parallel",), NORMS),
+    (BETWEEN, SUM, (), NORMS),
+]
+"""What is declared as what, the layout's flags, and words in the names of the parameters that it is declared of."""
+
+
+def run_wrong(rank: int) -> list[Outcome]:
+    """One step of models in which some replicated parameters declare another placement of their gradient."""
+    outcomes = []
+    topology = make_topology(Layout(tensor=2), rank, torch.device("cpu"))
+    for what, gradient, flags, _ in WRONG:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TensorAxis, what, property(lambda axis, gradient=gradient: gradient))
+            run = CaseRun(case_config(LLAMA, case(topology.layout, *flags), 2), topology)
+        run.train(0, 1)
+        run.trainer.close()
+        outcomes.append(run.outcome)
+    return outcomes
+
+
+def test_wrong_declarations_are_caught() -> None:
+    """A half of the gradient, or twice as much, in the parameters that it is declared of and in no other."""
+    alone = CaseRun(case_config(LLAMA, Case("alone", Layout(), ()), 1), Topology(Layout(), 0, torch.device("cpu")))
+    alone.train(0, 1)
+    wanted = alone.outcome
+    for found, (*_, words) in zip(spawn(run_wrong, 2)[0], WRONG, strict=True):
+        errors = {
+            name: difference([({name: found.gradients[0][name]}, {name: grad})])
+            for name, grad in wanted.gradients[0].items()
+        }
+        expected = {name for name in errors if any(word in name for word in words)}
+        assert {name for name, error in errors.items() if error > TOLERANCE} == expected
+        assert len(expected) >= 12 and min(errors[name] for name in expected) > 0.1
+        assert step_difference(found.steps, wanted.steps) > 1e4 * TOLERANCE

@@ -26,6 +26,7 @@ class GPTShape:
     padded_vocab_size: int = 50304
     position_embedding_type: str = "learned_absolute"
     normalization: str = "LayerNorm"
+    qk_layernorm: bool = False
     swiglu: bool = False
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
@@ -55,8 +56,8 @@ LLAMA3_8B = GPTShape(
 def reference_model(s: GPTShape) -> nn.ModuleDict:
     """The same GPT out of torch's own modules, on the meta device."""
 
-    def norm() -> nn.Module:
-        return (nn.RMSNorm if s.normalization == "RMSNorm" else nn.LayerNorm)(s.hidden_size, device="meta")
+    def norm(width: int = s.hidden_size) -> nn.Module:
+        return (nn.RMSNorm if s.normalization == "RMSNorm" else nn.LayerNorm)(width, device="meta")
 
     def linear(inputs: int, outputs: int, bias: bool) -> nn.Module:
         return nn.Linear(inputs, outputs, bias=bias, device="meta")
@@ -70,6 +71,7 @@ def reference_model(s: GPTShape) -> nn.ModuleDict:
                 "kv": linear(s.hidden_size, 2 * keys, s.add_bias_linear or s.add_qkv_bias),
                 "proj": linear(query, s.hidden_size, s.add_bias_linear),
                 "norm2": norm(),
+                "heads": nn.ModuleList(norm(s.kv_channels) for _ in range(2 if s.qk_layernorm else 0)),
                 "fc1": linear(s.hidden_size, s.ffn_hidden_size * (2 if s.swiglu else 1), s.add_bias_linear),
                 "fc2": linear(s.ffn_hidden_size, s.hidden_size, s.add_bias_linear),
             }
@@ -92,6 +94,8 @@ SHAPES = [
     replace(GPT2_124M, num_query_groups=3, kv_channels=48),
     replace(GPT2_124M, add_bias_linear=False),
     replace(GPT2_124M, add_bias_linear=False, add_qkv_bias=True, swiglu=True),
+    replace(GPT2_124M, qk_layernorm=True, num_query_groups=3),
+    replace(LLAMA3_8B, qk_layernorm=True),
     replace(GPT2_124M, position_embedding_type="none", untie_embeddings_and_output_weights=True),
 ]
 

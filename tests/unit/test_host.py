@@ -164,7 +164,7 @@ def test_a_folder_for_files_must_be_one() -> None:
     config = tiny_config().update(
         "offload", cpu_optimizer=True, optimizer_nvme_path="/nowhere", offload_speculation="on"
     )
-    assert [problem.split(" ", 2)[0] for problem in check_offload(config)] == [
+    assert [problem.split(" ", 2)[0] for problem in check_offload(config, 1)] == [
         "--offload-speculation",
         "--optimizer-nvme-path",
     ]

@@ -21,6 +21,7 @@ class GPTShape:
     padded_vocab_size: int = 50304
     position_embedding_type: str = "learned_absolute"
     normalization: str = "LayerNorm"
+    qk_layernorm: bool = False
     swiglu: bool = False
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
@@ -55,6 +56,8 @@ class Block(nn.Module):
         self.shape = s
         width = s.num_attention_heads * s.kv_channels
         keys = s.num_query_groups * s.kv_channels
+        head_norm = nn.LayerNorm if s.qk_layernorm else nn.Identity
+        self.query_norm, self.key_norm = head_norm(s.kv_channels), head_norm(s.kv_channels)
         self.norm1, self.norm2 = nn.LayerNorm(s.hidden_size), nn.LayerNorm(s.hidden_size)
         self.qkv, self.proj = nn.Linear(s.hidden_size, width + 2 * keys), nn.Linear(width, s.hidden_size)
         self.fc1 = nn.Linear(s.hidden_size, s.ffn_hidden_size)
@@ -63,17 +66,17 @@ class Block(nn.Module):
     def forward(self, x_BSD):
         s = self.shape
         sizes = [s.num_attention_heads, s.num_query_groups, s.num_query_groups]
-        q, k, v = (
-            part.transpose(1, 2)
-            for part in self.qkv(self.norm1(x_BSD)).unflatten(-1, (-1, s.kv_channels)).split(sizes, dim=2)
-        )
+        q, k, v = self.qkv(self.norm1(x_BSD)).unflatten(-1, (-1, s.kv_channels)).split(sizes, dim=2)
+        q, k, v = (part.transpose(1, 2) for part in (self.query_norm(q), self.key_norm(k), v))
         attention = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x_BSD = x_BSD + self.proj(attention)
         return x_BSD + self.fc2(F.gelu(self.fc1(self.norm2(x_BSD))))
 
 
-def test_layer_activations_are_what_autograd_keeps():
+@pytest.mark.parametrize("qk_layernorm", [False, True])
+def test_layer_activations_are_what_autograd_keeps(qk_layernorm):
     shape = replace(SHAPE, hidden_size=128, ffn_hidden_size=512, num_attention_heads=2, num_query_groups=2)
+    shape = replace(shape, qk_layernorm=qk_layernorm)
     block, kept = Block(shape), {}
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from gptpar import command
 from gptpar.cli import main
@@ -26,6 +27,21 @@ def test_numpy_and_the_cpu_optimizer_have_an_exception_of_their_own(flags: str, 
     assert str(caught.value).startswith(told) and "What failed: Unable to allocate 8.00 PiB" in str(caught.value)
     with pytest.raises(GptparError, match="What failed: MemoryError$"), memory_explained(tiny_config(flags)):
         raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("", ""),
+        ("--cpu-optimizer", "set --offload-gradients on, or "),
+        ("--cpu-optimizer --offload-gradients on", ""),
+        ("--cpu-optimizer --global-batch-size 4", ""),
+    ],
+)
+def test_a_full_gpu_may_give_its_gradients_away(flags: str, told: str) -> None:
+    with pytest.raises(GptparError) as caught, memory_explained(tiny_config(flags)):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {told}{LOWER}")
 
 
 def test_a_failing_updating_thread_ends_the_run_with_the_sentence(

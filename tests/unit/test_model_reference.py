@@ -66,16 +66,24 @@ def test_logits_equal_gpt2() -> None:
         )
 
 
-def test_logits_equal_llama() -> None:
+@pytest.mark.parametrize("head_norms", [False, True], ids=["Llama", "Qwen3"])
+def test_logits_equal_llama_and_qwen3(head_norms: bool) -> None:
+    """The latter is the former with norms of queries and keys."""
     flags = (
         "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 2 "
-        "--untie-embeddings-and-output-weights --ffn-hidden-size 48"
+        f"--untie-embeddings-and-output-weights --ffn-hidden-size 48 {'--qk-layernorm' * head_norms}"
     )
     stage, ours = build(flags)
-    reference = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
+    kind, its_config = (
+        (transformers.Qwen3ForCausalLM, transformers.Qwen3Config)
+        if head_norms
+        else (transformers.LlamaForCausalLM, transformers.LlamaConfig)
+    )
+    reference = kind(
+        its_config(
             vocab_size=64,
             hidden_size=32,
+            head_dim=8,
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=4,
@@ -104,6 +112,9 @@ def test_logits_equal_llama() -> None:
             "input_layernorm": ours[f"layers.{i}.attention_norm.weight"],
             "post_attention_layernorm": ours[f"layers.{i}.mlp_norm.weight"],
         }
+        if head_norms:
+            pairs["self_attn.q_norm"] = ours[f"layers.{i}.attention.query_norm.weight"]
+            pairs["self_attn.k_norm"] = ours[f"layers.{i}.attention.key_norm.weight"]
         theirs |= {f"model.layers.{i}.{name}.weight": value for name, value in pairs.items()}
     reference.load_state_dict(theirs, strict=True)
     tokens = random_tokens(3, 15, 64)

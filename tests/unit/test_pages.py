@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gptpar import pages
-from gptpar.host import process_memory
+from gptpar.host import peak_process_memory, process_memory
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -33,6 +33,7 @@ def test_what_is_not_filled_takes_no_huge_page_and_all_is_given_back() -> None:
     del data
     gc.collect()
     assert process_memory() - before <= 1 << 20
+    assert (peak_process_memory() or 0) >= before + taken - (1 << 20)
 
 
 @pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="no transparent huge pages here")

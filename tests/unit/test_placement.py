@@ -84,3 +84,14 @@ def test_gpt_parameters_are_summed_where_ranks_hold_their_own_tokens(size: int, 
     summed = {name for name, info in infos.items() if info.grad_sums}
     assert summed == (infos.keys() - split if size == 2 and sequence_parallel else set())
     assert {info.grad_sums for info in infos.values()} <= {frozenset(), OVER_TENSOR}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norms_of_heads_are_summed_with_and_without_split_tokens(sequence_parallel: bool) -> None:
+    """Each rank sees its own heads; what it normalises between layers is its own only where tokens are split."""
+    axis = TensorAxis(size=2, sequence_parallel=sequence_parallel)
+    infos = Stage(gpt_layers(tiny_config("--qk-layernorm --num-layers 1").model, axis)).infos()
+    heads = {f"layers.0.attention.{n}_norm.{k}" for n in ("query", "key") for k in ("weight", "bias")}
+    assert all(infos[name].split is None and infos[name].shape == (8,) for name in heads)
+    summed = {name for name, info in infos.items() if info.grad_sums}
+    assert summed == {name for name in infos if infos[name].split is None} if sequence_parallel else summed == heads

@@ -22,7 +22,8 @@ from gptpar.pipeline.schedules import simulate
 from gptpar.plan.job import Job, alive
 from gptpar.plan.main import make_planner
 from gptpar.plan.memory import block_bytes_per_token, stage_memory
-from gptpar.plan.planner import Plan, search
+from gptpar.plan.planner import Plan
+from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.reporting.banner import ranges
 from gptpar.topology import Layout, make_topology
@@ -174,6 +175,7 @@ def allocated(engine: Engine) -> tuple[int, int, int]:
         *((Layout(data=2), f"--bf16 --zero-stage {stage}") for stage in range(4)),
         (Layout(2, 2, 2), "--bf16 --zero-stage 1 --sequence-parallel"),
         (Layout(2, 2, 2), "--zero-stage 3 --untie-embeddings-and-output-weights --swiglu"),
+        (Layout(2, 2, 2), "--zero-stage 1 --qk-layernorm"),
         (Layout(1, 1, 2), "--bf16 --num-virtual-stages-per-pipeline-rank 2 --pipeline-partition-method flops"),
     ],
 )

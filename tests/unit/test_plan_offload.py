@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +11,15 @@ import torch
 
 from gptpar.errors import GptparError
 from gptpar.offload.buckets import BUCKET_ELEMENTS
+from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, copying_bytes
 from gptpar.offload.transfers import RING_BYTES
+from gptpar.plan.gradients import choose_gradients
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, speed_of, waiting
 from gptpar.plan.main import make_planner
 from gptpar.plan.planner import Plan
+from gptpar.plan.report import plan_text, search_json
+from gptpar.plan.search import search
 from gptpar.topology import Layout, Topology
 from gptpar.training.banner import refuse_what_cannot_fit
 from tests.unit.test_plan import CALM, GIB, plan
@@ -135,6 +140,31 @@ def test_speculation_doubles_the_hosts_part_and_files_take_it_away(tmp_path: Pat
     assert files.host == pytest.approx(base)
 
 
+def test_gradients_that_leave_at_once_are_three_layers_on_the_device() -> None:
+    """Two wait for their copies while the next one is formed; all activations may be there."""
+    count = elements(TEN_B)
+    stay, leave = (plan(f"{TEN_B} {OFFLOAD} 1 --offload-gradients {word}") for word in ("off", "on"))
+    largest = max(unit.length for unit in stay.job.units)
+    assert not leave.job.graph and not leave.job.early_elements
+    one = leave.memory[0]
+    assert one.gradients == 2 * largest * (MAX_UNITS_WAITING + 1) and one.optimizer == 0
+    assert one.activations == 50 * 10 * 1024 * 4096 * 2 and one.parameters == 2 * count
+    assert stay.memory[0].gradients == 2 * count
+    assert one.host == pytest.approx(SUSTAINED.host_process + 12 * count + copying_bytes(count, 2))
+    half = plan(f"{TEN_B} {OFFLOAD} 0.5 --offload-gradients on").memory[0]
+    assert half.gradients == pytest.approx(one.gradients + count)  # the device's own half stays as it is
+
+
+def test_ten_billion_parameters_fit_into_31_gib() -> None:
+    """44 GiB with their gradients there, launched kernel by kernel."""
+    stay = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory 46 --cuda-graph off --offload-gradients off")
+    assert stay.need / GIB == pytest.approx(44, abs=0.5)
+    leave = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory 31 --host-memory 256")
+    assert leave.fits and leave.need < 31 * GIB and leave.flags() == "--offload-gradients on"
+    assert (leave.memory[0].host - SUSTAINED.host_process) / GIB == pytest.approx(134, abs=0.5)
+    assert leave.time.total <= 1.02 * stay.time.total
+
+
 def test_parameters_on_the_host_are_two_layers_on_the_device() -> None:
     count = elements(SMALL)
     here, there = plan(SMALL).memory[0], plan(f"{SMALL} --cpu-parameters").memory[0]
@@ -185,6 +215,17 @@ def test_what_comes_early_is_completed_when_the_backward_pass_is_over() -> None:
     once = [Layer(1.0, 0.0, BUCKET_ELEMENTS), layers[1]]
     assert waiting(once, everything, 0.0, SPEED) > waiting(layers, everything, 0.0, SPEED)
     assert waiting(layers, 0, 0.0, SPEED) == waiting(once, 0, 0.0, SPEED)
+
+
+def test_the_backward_pass_waits_for_copies_that_it_is_too_far_ahead_of() -> None:
+    """Each backward takes 1, each copy 3: of four, two may be on their way when the next one begins."""
+    slow = HostSpeed(1e-9, 0.0, 0.0, fetch=3.0 / BUCKET_ELEMENTS, send=0.0)
+    # Its first layer's copy is behind the others.
+    assert waiting([BUCKET] * 4, 0, 0.0, slow) == pytest.approx(13 - 4, rel=1e-2)
+    # The fourth begins at 4 and ends at 7, when two copies are left: it waits before the norm instead of after it.
+    assert waiting([BUCKET] * 4, 0, 0.0, slow, lead=2 * BUCKET_ELEMENTS) == pytest.approx(9, rel=1e-2)
+    assert waiting([BUCKET] * 4, 0, 0.0, slow, lead=0) == pytest.approx(4 * (1 + 3) - 4, rel=1e-2)
+    assert waiting([BUCKET] * 4, 0, 0.0, SPEED, lead=2 * BUCKET_ELEMENTS) == waiting([BUCKET] * 4, 0, 0.0, SPEED)
 
 
 def test_the_last_elements_have_the_room_for_speculation() -> None:
@@ -247,7 +288,7 @@ def test_auto_is_the_least_that_fits_the_gpu() -> None:
     """10B parameters need 180 GB of weights, gradients and optimizer state; an H100 has 79 GiB."""
     large, small = (plan(f"{TEN_B} --gpu {gpu} {OFFLOAD} auto") for gpu in ("h200", "h100"))
     assert large.fits and small.fits and 0 < large.job.ratio < small.job.ratio < 1
-    assert not plan(f"{TEN_B} --gpu h100 {OFFLOAD} {small.job.ratio - 0.05:.2f}").fits
+    assert not plan(f"{TEN_B} --gpu h100 {OFFLOAD} {small.job.ratio - 0.05:.2f} --offload-gradients off").fits
     assert plan(f"{SMALL} --gpu h100 {OFFLOAD} auto").job.ratio == 0
 
 
@@ -272,3 +313,78 @@ def test_a_run_far_too_large_for_its_gpu_is_refused_with_numbers(monkeypatch: py
             with pytest.raises(GptparError, match=r"stage 0 .* its GPU has 16.00 MiB: lower --micro-batch-size 2, add"):
                 refuse_what_cannot_fit(config, topology)
     refuse_what_cannot_fit(config, Topology(Layout(), 0, torch.device("cpu")))
+
+
+# --- gradients and parameters on the host ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "memory", "leave"),
+    [
+        ("", 60, False),
+        ("", 40, True),
+        ("--cpu-parameters", 40, False),
+        ("--cpu-parameters", 20, True),
+    ],
+)
+def test_auto_moves_gradients_where_they_do_not_fit(flags: str, memory: int, leave: bool) -> None:
+    planned = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory {memory} {flags}")
+    assert planned.gradients is not None and planned.job.gradients_leave_at_once == leave
+    assert planned.gradients.free == memory * GIB and (planned.gradients.needed > memory * GIB) == leave
+    text = " ".join(plan_text(planned, []).split())
+    assert f"gradients leave the GPU {'at once' if leave else 'when they are used'}" in text
+    assert f"{planned.gradients.needed / GIB:.2f} GiB are expected" in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--cuda-graph on", "--global-batch-size 20", "--offload-gradients off", "--world-size 2 --global-batch-size 20"],
+)
+def test_auto_leaves_alone_what_cannot_or_must_not_move(flags: str) -> None:
+    planned = plan(f"{TEN_B} {OFFLOAD} 1 --gpu-memory 20 {flags}")
+    assert planned.gradients is None and not planned.job.gradients_leave_at_once
+
+
+def test_auto_decides_nothing_without_a_gpu_or_offload() -> None:
+    job = plan(f"{TEN_B} {OFFLOAD} 1").job
+    waiting_for_it = replace(job, config=job.config.update("offload", offload_gradients="auto"))
+    assert choose_gradients(waiting_for_it, 0) is not None
+    assert choose_gradients(replace(waiting_for_it, device_type="cpu"), 0) is None
+    for changes in ({"cpu_optimizer": False}, {"cpu_optimizer_ratio": "0"}):
+        config = waiting_for_it.config.update("offload", **changes)
+        assert choose_gradients(replace(job, config=config), 0) is None
+
+
+def test_the_ratio_that_is_to_be_found_comes_first() -> None:
+    """Gradients move only where not even everything on the CPU fits."""
+    at_50, at_31 = (plan(f"{TEN_B} {OFFLOAD} auto --gpu-memory {memory}") for memory in (50, 31))
+    assert not at_50.job.gradients_leave_at_once and 0.9 < at_50.job.ratio <= 1 and at_50.fits
+    assert at_31.job.gradients_leave_at_once and at_31.job.ratio == 1 and at_31.fits
+
+
+def test_remedies_name_gradients_and_parameters_with_their_numbers() -> None:
+    flags = f"{TEN_B} {OFFLOAD} 1 --gpu-memory 31 --offload-gradients off"
+    planner, _ = make_planner(flags.split())
+    remedies = planner.remedies(planner.plan())
+    assert [remedy.flags() for remedy in remedies if remedy.fits] == ["--offload-gradients on", "--cpu-parameters"]
+    text = plan_text(planner.plan(), remedies)
+    for remedy in remedies[:2]:
+        (row,) = [line for line in text.splitlines() if line.startswith(f"  {remedy.flags()} ")]
+        assert f"{remedy.need / GIB:.2f} GiB a GPU, {remedy.host_need / GIB:.2f} GiB of a machine's memory" in row
+
+
+def test_a_search_moves_to_the_host_what_does_not_fit_otherwise() -> None:
+    """From the fastest on: nothing, the optimizer with its gradients, the parameters."""
+    flags = f"{TEN_B} --global-batch-size 10 --search --gpu-memory "
+    best = {}
+    for memory in (200, 40, 12):
+        planner, _ = make_planner(f"{flags} {memory}".split())
+        found = search(planner)
+        best[memory] = found.accepted[0]
+        assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
+        assert search_json(found)["best"]["fits"]
+    assert "--cpu" not in best[200].flags()
+    assert best[40].flags().endswith("--cpu-optimizer --cpu-optimizer-ratio auto --offload-gradients on")
+    assert "--cpu-parameters" in best[12].flags() and best[12].need < 12 * GIB
+    planner, _ = make_planner(f"{flags} 12 --cpu-optimizer --cpu-optimizer-ratio 0.5".split())
+    assert not search(planner).accepted  # what was typed stays

@@ -65,6 +65,7 @@ OTHER: dict[str, Any] = {
     "model.rotary_percent": 0.5,
     "model.normalization": "RMSNorm",
     "model.norm_epsilon": 0.1,
+    "model.qk_layernorm": True,
     "model.swiglu": True,
     "model.add_bias_linear": False,
     "model.add_qkv_bias": True,
@@ -448,3 +449,25 @@ def test_a_resumed_run_keeps_its_fitted_length(tmp_path: Path, capsys: pytest.Ca
     resume.load(make_trainer(config), inputs_of(config), print)
     said = capsys.readouterr().out
     assert "--train-minutes 3.0 there, 7.0 here" in said and "keeps the 20 steps that were fitted" in said
+
+
+@pytest.mark.parametrize("more", ["", "--position-embedding-type rope --normalization RMSNorm --num-query-groups 2"])
+def test_norms_of_heads_are_saved_and_generate_has_them(tmp_path: Path, more: str) -> None:
+    config = tiny_config(f"--save {tmp_path} --qk-layernorm {more}")
+    trainer = make_trainer(config)
+    weights = trainer.model.optimizer.state_tensors()["weights"]
+    norms = [name for name in weights if ".attention.query_norm." in name or ".attention.key_norm." in name]
+    assert len(norms) == (4 if more else 8)  # two layers; LayerNorm has a bias, too
+    for number, name in enumerate(norms):
+        weights[name].fill(torch.linspace(0.5, 2.0 + number, 8))
+    trainer.model.publish()
+    meta = json.loads(json.dumps(resume.meta_of(trainer, DONE, inputs_of(config))))
+    save_checkpoint(tmp_path, 7, resume.checkpoint_tensors(trainer, with_moments=True), meta)
+    stage, loaded = load_model(tmp_path, torch.device("cpu"), torch.float32)
+    assert loaded.model.qk_layernorm
+    tokens = torch.arange(16)[None]
+    fields = {"seq_length": 16}
+    trainer.model.eval()
+    with torch.no_grad():
+        assert torch.equal(stage(tokens, fields), trainer.model.stages[0](tokens, fields))
+    trainer.close()

@@ -40,6 +40,8 @@ def check_model(config: Config) -> Iterator[str]:
                 f"rotary positions turn pairs of channels, but {m.rotary_percent:g} of a head of "
                 f"{m.kv_channels} is {rotated}: choose an even number."
             )
+    if m.qk_layernorm and m.kv_channels == 1:
+        yield "--qk-layernorm normalises over the channels of a head, and --kv-channels is 1: use at least 2."
     if m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
         yield (
             f"--max-position-embeddings {m.max_position_embeddings} is less than --seq-length {m.seq_length}: "

@@ -1,0 +1,28 @@
+"""``--offload-gradients auto`` on the GPU that is there."""
+
+from __future__ import annotations
+
+import torch
+
+from gptpar.config import Config
+from gptpar.config.derive import Derived
+from gptpar.plan.gradients import choose_gradients
+from gptpar.plan.job import Job
+from gptpar.topology import Topology
+
+
+def with_gradients(config: Config, topology: Topology) -> tuple[Config, list[Derived]]:
+    """Replace ``auto`` by ``on`` or ``off``, and say why; a CPU keeps them.
+
+    Processes need not agree: with several of them, gradients stay.
+
+    Args:
+        config: resolved, with the padded vocabulary filled.
+    """
+    choice, device = None, topology.device
+    if device.type == "cuda":
+        choice = choose_gradients(Job(config, topology.layout), torch.cuda.mem_get_info(device)[0])
+    if choice is None:
+        return config, []
+    config = choice.applied_to(config)
+    return config, [Derived("offload gradients", config.offload.offload_gradients, choice.reason)]

@@ -1,0 +1,134 @@
+"""Gradients that leave the GPU as soon as they are final: the same bits, bounded memory, and a loop that waits."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+
+from gptpar.offload import buckets, copying_transfers, placement
+from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, CopyingGpuTransfers
+from gptpar.topology import Layout, Topology
+from gptpar.training import auto_gradients
+from gptpar.training.auto_gradients import with_gradients
+from tests.gpu.test_offload_gpu import Slow, run
+from tests.helpers import tiny_config
+
+pytestmark = pytest.mark.gpu
+
+ALL = "--cpu-optimizer --cpu-optimizer-ratio 1"
+ONE = "--micro-batch-size 4"
+DEVICE = torch.device("cuda", 0)
+SLEEP = 1_000_000_000
+"""Cycles of a GPU: about half a second."""
+
+
+@pytest.mark.parametrize("speculation", ["on", "off"])
+@pytest.mark.parametrize("ratio", ["1", "0.731"])
+@pytest.mark.parametrize("dtype", ["--bf16", "--fp64 --no-compile"])
+def test_no_bit_changes(dtype: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some steps are clipped; a slow CPU leaves the device time to write where it should not."""
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(placement, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(copying_transfers, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(placement, "CpuAdam", Slow)
+    words = f"{dtype} --clip-grad 1.75 --cpu-optimizer --cpu-optimizer-ratio {ratio} {ONE} --cuda-graph off"
+    words += f" --offload-speculation {speculation} --offload-gradients"
+    stay, leave = (run(f"{words} {word}", micro_batches=1) for word in ("off", "on"))
+    assert any(norm > 1.75 for _, norm, _ in stay[0]) and any(norm < 1.75 for _, norm, _ in stay[0])
+    assert stay[0] == leave[0]
+    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+
+
+def test_a_recorded_step_computes_the_same() -> None:
+    words = f"--bf16 --clip-grad 1.75 {ALL} {ONE} --offload-gradients"
+    recorded, leave = run(f"{words} off --cuda-graph on", micro_batches=1), run(f"{words} on", micro_batches=1)
+    assert recorded[0] == leave[0]
+    assert all(torch.equal(leave[1][name], values) for name, values in recorded[1].items())
+
+
+def test_overflows_are_skipped_alike() -> None:
+    words = f"--fp16 --no-compile --initial-loss-scale 1e7 --hysteresis 1 {ALL} {ONE} --cuda-graph off"
+    stay, leave = (run(f"{words} --offload-gradients {word}", micro_batches=1) for word in ("off", "on"))
+    assert any(skipped for *_, skipped in stay[0])
+    assert str(stay[0]) == str(leave[0])  # as text, for NaN
+    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+
+
+def test_peak_memory_has_two_gradients_instead_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 blocks of 25 MB; nothing is updated before the norm is known, so that without copies all are there."""
+    monkeypatch.setattr(placement, "CpuAdam", Slow)
+    words = f"--bf16 --no-compile {ALL} {ONE} --num-layers 16 --hidden-size 1024 --cuda-graph off"
+    words += " --offload-speculation off --offload-gradients"
+    peaks, units = {}, []
+    for word in ("off", "on"):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        _, _, trainer = run(f"{words} {word}", steps=3, micro_batches=1)
+        peaks[word] = torch.cuda.max_memory_allocated() - before
+        units = [2 * unit.length for unit in trainer.engine.table.units]
+        del trainer
+    assert sum(units) > 400e6
+    spared = sum(units) - (MAX_UNITS_WAITING + 1) * max(units)
+    assert peaks["off"] - peaks["on"] == pytest.approx(spared, rel=0.15)
+    assert peaks["on"] < sum(units) + (MAX_UNITS_WAITING + 3) * max(units) + 100e6  # parameters, and a few layers
+
+
+def test_the_loop_waits_for_the_oldest_copy_alone() -> None:
+    length = 1 << 20
+    transfers = CopyingGpuTransfers(DEVICE, [length] * 4, 2)
+    slots = [transfers.own_slot(2 * length) for _ in range(4)]
+    assert all(slot is not None for slot in slots)
+    with torch.cuda.stream(transfers.inward):
+        torch.cuda._sleep(SLEEP)
+    copies, waits = [], []
+    before = torch.cuda.memory_allocated()
+    for number, slot in enumerate(slots):
+        grad = torch.full((length,), float(number), dtype=torch.bfloat16, device=DEVICE)
+        copies.append(transfers.fetch(grad, slot))
+        del grad
+        if number == 2:
+            with torch.cuda.stream(transfers.inward):
+                torch.cuda._sleep(SLEEP)  # before the fourth
+        begun = time.perf_counter()
+        transfers.hold_back()
+        waits.append(time.perf_counter() - begun)
+        assert torch.cuda.memory_allocated() - before <= MAX_UNITS_WAITING * 2 * length
+    assert max(waits[:2]) < 0.02 < waits[2] and waits[3] < 0.02
+    for number, copy in enumerate(copies):
+        assert (copy.tensor() == number).all()
+    assert torch.cuda.memory_allocated() == before
+    transfers.close()
+
+
+def test_memory_is_given_up_when_the_copy_is_known_to_be_done() -> None:
+    length = 1 << 20
+    transfers = CopyingGpuTransfers(DEVICE, [length], 2)
+    before = torch.cuda.memory_allocated()
+    grad = torch.ones(length, dtype=torch.bfloat16, device=DEVICE)
+    with torch.cuda.stream(transfers.inward):
+        torch.cuda._sleep(SLEEP)
+    copy = transfers.fetch(grad, transfers.own_slot(2 * length))
+    del grad
+    assert not copy.arrived() and torch.cuda.memory_allocated() - before == 2 * length
+    torch.cuda.synchronize()
+    assert copy.arrived() and torch.cuda.memory_allocated() == before
+    transfers.close()
+
+
+def test_auto_compares_the_prediction_with_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = Topology(Layout(), 0, DEVICE)
+
+    def decided(flags: str = "") -> tuple[str, str]:
+        wide = "--num-layers 12 --hidden-size 512"
+        found, told = with_gradients(tiny_config(f"--bf16 {ALL} {wide} {flags}"), topology)
+        return found.offload.offload_gradients, told[0].reason if told else ""
+
+    assert decided()[0] == "off" and "GiB are free" in decided()[1]
+    monkeypatch.setattr(auto_gradients.torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+    assert decided()[0] == "on" and decided()[1].endswith("and 1.00 MiB are free")
+    assert decided("--global-batch-size 4")[0] == decided("--cuda-graph on")[0] == "auto"

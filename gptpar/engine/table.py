@@ -85,11 +85,11 @@ class ParameterTable:
         units = [Unit.of(name, infos, place.shards) for name, infos in layers.items()]
         return ParameterTable(units, place, ratio=ratio, tied=tied, buffers=buffers)
 
-    def ranges(self, *, unit: str | None = None, param: str | None = None, home: Home | None = None) -> Iterator[Range]:
+    def ranges(self, *, unit: str | None = None, home: Home | None = None) -> Iterator[Range]:
         """This process's ranges, in the order of the units' flat ranges."""
         for name in self._ranges if unit is None else (unit,):
             for one in self._ranges[name]:
-                if param in (None, one.param) and home in (None, one.home):
+                if home in (None, one.home):
                     yield one
 
     @cached_property

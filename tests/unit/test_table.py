@@ -14,6 +14,7 @@ from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.init import Constant
 from gptpar.model.gpt import gpt_layers
+from gptpar.pipeline.module import split_layers
 from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.placement import TENSOR, Split
 from gptpar.plan.job import Job
@@ -256,6 +257,15 @@ def test_the_devices_elements_lie_in_a_row(model: str, tensor: int) -> None:
             assert not any(together)
 
 
+def test_a_tied_layer_is_known_on_all_of_its_stages() -> None:
+    specs = gpt_layers(tiny_config("--num-layers 4").model)
+    for stages, chunks, wanted in ((1, 1, {}), (2, 1, {"embedding": (0, 1)}), (2, 2, {"embedding": (0, 1)})):
+        split = split_layers(specs, stages, chunks, "parameters", ())
+        assert split.tied_stages(specs) == wanted
+    untied = gpt_layers(tiny_config("--untie-embeddings-and-output-weights").model)
+    assert split_layers(untied, 2, 1, "parameters", ()).tied_stages(untied) == {}
+
+
 @pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights --position-embedding-type rope"])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_plan_has_the_table_of_the_run(flags: str, ratio: float) -> None:
@@ -269,7 +279,7 @@ def test_a_plan_has_the_table_of_the_run(flags: str, ratio: float) -> None:
 
 def test_a_range_between_two_places_knows_its_first_element() -> None:
     table = ParameterTable.of(odd_layers(1, 0))
-    (one,) = table.ranges(param="middle.weight")
+    (one,) = (r for r in table.ranges() if r.param == "middle.weight")
     part = one.between(one.start + 20, one.stop + 5)
     assert part is not None and (part.start, part.stop, part.first) == (one.start + 20, one.stop, 20)
     assert one.between(one.stop, one.stop + 1) is None and one.between(one.start, one.stop) == one

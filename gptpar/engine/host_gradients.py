@@ -122,8 +122,8 @@ class HostGradients:
 
 
 def sum_together(pieces: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum each piece over a group, in one message."""
-    if sum(piece.numel() for piece in pieces):
+    """Sum each piece over a group, in one message; ``None``: this process is alone on that axis."""
+    if group is not None and any(piece.numel() for piece in pieces):
         flat = torch.cat(pieces)
         dist.all_reduce(flat, group=group)
         torch._foreach_copy_(pieces, list(flat.split([piece.numel() for piece in pieces])))

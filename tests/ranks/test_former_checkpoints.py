@@ -16,7 +16,7 @@ OFFLOAD = "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio"
 # Case, layout, flags, largest relative difference of losses and of gradient norms of the steps after.
 INTO: list[tuple[str, Layout, str, float]] = [
     ("bf16-zero3-cpu", Layout(), "", 1e-5),
-    ("bf16-zero3-cpu", Layout(), f"--bf16 {OFFLOAD} 0.7", 2e-2),
+    ("bf16-zero3-cpu", Layout(), f"--bf16 {OFFLOAD} 0.7", 5e-3),
     ("bf16-zero3-cpu", Layout(tensor=2), "--sequence-parallel", 1e-5),
     ("fp32-tied-tp2-pp2", Layout(), f"{OFFLOAD} 1 --cpu-parameters", 1e-5),
     ("fp32-tied-tp2-pp2", Layout(data=2), f"--zero-stage 3 {OFFLOAD} 0.4", 1e-5),

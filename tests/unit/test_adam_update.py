@@ -111,7 +111,11 @@ def test_each_operation_is_rounded_by_itself() -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("norm", "loss_scale", "max_norm"), [(2.7, 1.0, 0.3), (0.1, 3000.0, 0.3), (5.0, 3000.0, 0.0)])
+# x / 0.3 and x * (1 / 0.3) are the same bits for nearly every x; x / 0.7 and x * (1 / 0.7) for every second one.
+@pytest.mark.parametrize(
+    ("norm", "loss_scale", "max_norm"),
+    [(2.7, 1.0, 0.3), (0.1, 3000.0, 0.3), (5.0, 3000.0, 0.0), (0.77, 1.0, 0.7), (0.7, 3000.0, 0.7)],
+)
 def test_numbers_on_the_device_are_those_of_the_host(
     step: int, norm: float, loss_scale: float, max_norm: float
 ) -> None:

@@ -99,6 +99,15 @@ def test_dynamic_loss_scale_follows_megatron() -> None:
     assert seen == [16.0, 8.0, 4.0, 4.0, 8.0, 8.0, 8.0, 4.0]
 
 
+def test_good_steps_are_counted_in_a_row() -> None:
+    scale = LossScale(16.0, dynamic=True, window=3, hysteresis=3, tolerance=3)
+    seen = []
+    for overflow in (False, False, True, False, False, False):
+        scale.update(overflow)
+        seen.append(scale.value)
+    assert seen == [16.0] * 5 + [32.0]
+
+
 def test_a_window_shortened_on_resume_still_lets_the_scale_grow() -> None:
     scale = LossScale(8.0, dynamic=True, window=2, hysteresis=2)
     scale.load(LossScale(16.0, dynamic=True, window=1000, good_steps=700).state())
@@ -259,11 +268,12 @@ def make_gradients(
     ratio: float = 0.0,
     ahead: bool = False,
     subscriber: Any = None,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> Gradients:
     table = ParameterTable(units, Place(axis.shards, axis.shard), ratio=ratio)
     memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
     router = GradientRouter(table, memory, None, {}, subscriber, Cuts(), counts_zeros=False)
-    sums = GradientReducer(memory, axis, torch.float32, router)
+    sums = GradientReducer(memory, axis, reduce_dtype, router)
     return Gradients(
         memory, GradientCollector(units, [[unit.name for unit in units]], memory, sums, done), sums, router
     )
@@ -302,6 +312,31 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         done.clear()
         expected = {f"unit {n}": [(3.0 if n == "b" else 0.0) + (n in arrivals)] for n in "abc"}
         assert {name: view.unique().tolist() for name, view in total.shards.items()} == expected
+
+
+def test_gradients_travel_in_the_reductions_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are rounded once, after this process's sum, and the result is as wide as sums are."""
+    sent: list[torch.dtype] = []
+
+    def all_reduce(piece: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
+        sent.append(piece.dtype)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
+    axis = DataAxis(2, 0, object())  # type: ignore[arg-type]
+    unit = Unit.of("unit", infos({"a": (8, 8)}), 1)
+    total = make_gradients([unit], axis, reduce_dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(torch.ones(8, 8))
+    total.watch({"a": parameter})
+    total.begin(2)
+    for micro_batch, factor in enumerate((1.0, 2.0**-9)):
+        total.begin_backward(0, last=micro_batch == 1)
+        (factor * parameter).sum().backward()
+        total.end_backward()
+    total.finish()
+    assert sent == [torch.bfloat16]
+    assert total.shard.dtype == torch.float32
+    assert total.shard.unique().tolist() == [1.0]  # 1 + 2^-9 is a quarter of the distance to the next bf16
 
 
 def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,130 @@
+"""Put each fault of the table into a copy of this checkout, alone, and see whether the tests that it names notice.
+
+    python -m tests.faults                    all of them, after the same tests without any fault
+    python -m tests.faults --only NAME ...    some of them
+    python -m tests.faults --list             what there is
+
+Prints a line a fault: which test caught it, how, and after how many seconds. Returns 1 where a fault was not caught,
+or where a test fails without a fault. It takes about 20 minutes of two cores, so it is no part of the suite; that each
+fault still fits the code is (``tests/unit/test_faults.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.fault import ROOT, Fault
+from tests.faults.table import FAULTS
+
+COPIED = ("gptpar", "csrc", "tests", "tools", "pyproject.toml", "README.md")
+TIME_LIMIT_S = 600.0
+FAILED = 1
+"""Exit status of pytest where tests ran and some failed; all others say that the tests themselves could not run."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests said.
+
+    Attributes:
+        status: pytest's exit status; ``None`` where it did not end in time.
+        failure: id of the first test that failed, with its error; else the end of the output.
+    """
+
+    status: int | None
+    failure: str
+    seconds: float
+
+
+def judge(tests: Sequence[str], fault: Fault | None) -> Verdict:
+    """Run tests in a fresh copy of the checkout, which has a fault or none."""
+    with tempfile.TemporaryDirectory(prefix="gptpar-fault-") as folder:
+        copy = Path(folder)
+        _copy_checkout(copy)
+        if fault is not None:
+            fault.inject(copy)
+        return _run(tests, copy)
+
+
+def _copy_checkout(copy: Path) -> None:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy / name)
+
+
+def _run(tests: Sequence[str], copy: Path) -> Verdict:
+    command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
+    # Compiled helpers are kept in the user's cache by the hash of their source, so that a fault in csrc is built anew.
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIME_LIMIT_S)
+        status: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the processes that a test has started, too
+        output, status = process.communicate()[0], None
+    failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    last = output.strip().splitlines()[-1:]
+    return Verdict(status, (failures or last or ["no output"])[0], time.monotonic() - started)
+
+
+def _line(name: str, verdict: Verdict) -> str:
+    test, _, error = verdict.failure.removeprefix("FAILED ").partition(" - ")
+    return f"{name:50} {verdict.seconds:4.0f} s  {test}  {error[:100]}".rstrip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; returns the exit status."""
+    by_name = {fault.name: fault for fault in FAULTS}
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=list(by_name), choices=list(by_name), metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N")
+    parser.add_argument("--list", action="store_true", help="print the faults' names and files")
+    args = parser.parse_args(argv)
+    chosen = [by_name[name] for name in args.only]
+    if args.list:
+        print("\n".join(f"{fault.name:50} {fault.file}" for fault in chosen))
+        return 0
+    if problems := [problem for fault in chosen if (problem := fault.problem())]:
+        print("\n".join(problems))
+        return 1
+    sound = judge(sorted({test for fault in chosen for test in fault.tests}), None)
+    print(_line("(no fault)", sound), flush=True)
+    if sound.status != 0:
+        return 1
+    missed = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for fault, verdict in zip(chosen, pool.map(lambda fault: judge(fault.tests, fault), chosen), strict=True):
+            print(_line(fault.name, verdict), flush=True)
+            if verdict.status != FAILED:
+                missed.append(fault.name)
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} faults were caught" + "".join(f"\nnot: {m}" for m in missed))
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,158 @@
+"""Faults of the engine's gradients and gathered parameters: collector, reducer, router, gatherer."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+COLLECTOR = "gptpar/engine/collector.py"
+REDUCER = "gptpar/engine/reducer.py"
+ROUTER = "gptpar/engine/router.py"
+GATHERER = "gptpar/engine/gatherer.py"
+ONE_ORDER = "tests/unit/test_optim.py::test_units_are_reduced_in_one_order_whatever_autograd_does"
+PLAIN_LOOP = "tests/unit/test_training_reference.py::test_fifty_steps_follow_a_plain_loop"
+RATIOS = "tests/unit/test_offload_bits.py::test_no_ratio_changes_a_bit"
+RATIOS_ON_RANKS = "tests/ranks/test_offload_bits_ranks.py::test_no_ratio_changes_a_bit"
+TWO_PROCESSES = "tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]"
+TWO_WAYS = "tests/ranks/test_two_processes.py"
+
+GRADIENTS = [
+    Fault(
+        "gradient-overwritten-in-place-of-added",
+        COLLECTOR,
+        "torch._foreach_add_([views[name] for name in known]",
+        "torch._foreach_copy_([views[name] for name in known]",
+        (PLAIN_LOOP,),
+    ),
+    Fault(
+        "parameter-without-gradient-keeps-the-last-steps",
+        COLLECTOR,
+        "            if name not in self._arrived:\n                total[param.start : param.stop].zero_()\n",
+        "            if name not in self._arrived:\n                pass\n",
+        (ONE_ORDER,),
+    ),
+    Fault(
+        "units-reduced-as-they-complete",
+        COLLECTOR,
+        "while self._waiting and not self._missing[self._waiting[0][0].name]:\n"
+        "            self._hand_on(*self._waiting.popleft())",
+        "for waiting in [w for w in self._waiting if not self._missing[w[0].name]]:\n"
+        "            self._waiting.remove(waiting)\n"
+        "            self._hand_on(*waiting)",
+        (ONE_ORDER,),
+    ),
+    Fault(
+        "gradients-travel-as-wide-as-they-are",
+        REDUCER,
+        "else total.to(self._dtype)",
+        "else total",
+        ("tests/unit/test_optim.py::test_gradients_travel_in_the_reductions_dtype",),
+    ),
+    Fault(
+        "reduction-not-waited-for",
+        REDUCER,
+        "                work.wait()\n                self._add(unit, shard, last)\n\n            return complete",
+        "                self._add(unit, shard, last)\n\n            return complete",
+        (TWO_PROCESSES,),
+    ),
+    Fault(
+        "last-reductions-left-behind",
+        REDUCER,
+        "        while self._pending:\n            self._complete_one()\n",
+        "        if self._pending:\n            self._complete_one()\n",
+        (TWO_PROCESSES,),
+    ),
+    Fault(
+        "sharded-sum-not-restarted",
+        REDUCER,
+        "self._summed.clear()",
+        "pass",
+        (TWO_WAYS,),
+    ),
+    Fault(
+        "shard-of-the-wrong-rank",
+        "gptpar/engine/data_axis.py",
+        "return self.rank if self.zero_stage else 0",
+        "return self.size - 1 - self.rank if self.zero_stage else 0",
+        (TWO_WAYS,),
+    ),
+    Fault(
+        "padding-not-zero",
+        "gptpar/engine/gradient_memory.py",
+        "total[start:stop].zero_()",
+        "pass",
+        ("tests/unit/test_optim.py::test_padding_of_memory_that_is_taken_ahead_is_zero",),
+    ),
+    Fault(
+        "tensor-sum-dropped-at-the-end-of-the-step",
+        ROUTER,
+        "sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)",
+        "shards",
+        (TWO_WAYS, RATIOS_ON_RANKS),
+    ),
+    Fault(
+        "tensor-sum-dropped-before-the-cut",
+        ROUTER,
+        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
+        "",
+        (RATIOS_ON_RANKS,),
+    ),
+    Fault(
+        "tied-sum-dropped",
+        ROUTER,
+        "sum_together([self._memory.shards[name] if held is None else held[1]], group)",
+        "pass",
+        (TWO_WAYS,),
+    ),
+    Fault(
+        "norm-of-the-devices-elements-alone",
+        ROUTER,
+        "self._norm.measure({unit.name: shard})",
+        "self._norm.measure({unit.name: shard[: self._memory.shards[unit.name].numel()]})",
+        (RATIOS,),
+    ),
+    Fault(
+        "norm-before-the-sum-over-the-tensor-axis",
+        ROUTER,
+        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n"
+        "        self._norm.measure({unit.name: shard})\n",
+        "        self._norm.measure({unit.name: shard})\n"
+        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
+        (RATIOS_ON_RANKS,),
+    ),
+    Fault(
+        "wait-for-the-CPU-optimizer-skipped",
+        GATHERER,
+        "            self._cuts.at(partial(self._subscriber.wait, name))\n",
+        "            pass\n",
+        (RATIOS,),
+    ),
+    Fault(
+        "gathering-not-waited-for",
+        GATHERER,
+        "        work = self._pending.pop(name, None)\n        if work is not None:\n            work.wait()\n\n"
+        "    def _start",
+        "        self._pending.pop(name, None)\n\n    def _start",
+        (TWO_WAYS,),
+    ),
+    Fault(
+        "not-gathered-again-for-the-backward-pass",
+        GATHERER,
+        "        self._in_backward.add(name)\n        self._acquire(name)\n",
+        "        self._in_backward.add(name)\n",
+        (TWO_WAYS,),
+    ),
+    Fault(
+        "released-before-the-gradients-are-complete",
+        GATHERER,
+        "if name not in self._in_backward and not (y.requires_grad and name in self._last):",
+        "if not (y.requires_grad and name in self._last):",
+        (TWO_WAYS,),
+    ),
+    Fault(
+        "old-parameters-used-after-a-step",
+        GATHERER,
+        "        elif self._axis.shards > 1:\n            self._present.clear()\n",
+        "        elif self._axis.shards > 1:\n",
+        (TWO_WAYS,),
+    ),
+]

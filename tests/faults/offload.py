@@ -1,0 +1,129 @@
+"""Faults of the CPU optimizer: states of buckets, speculation, the updating thread, copies."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+STATES = "gptpar/offload/bucket_state.py"
+THREAD = "gptpar/offload/updating_thread.py"
+OPTIMIZER = "gptpar/offload/host_optimizer.py"
+SPECULATION = "tests/unit/test_offload.py::test_speculation_changes_no_bit"
+OVERFLOWS = "tests/unit/test_offload.py::test_fp16_overflows_are_skipped_on_both_sides"
+TIED_EMBEDDING = "tests/unit/test_tied_embedding_offload.py"
+REPLACED = "tests/unit/test_twin_flow_attached.py::test_gradients_changed_after_they_were_sent_are_sent_again"
+
+OFFLOAD = [
+    Fault(
+        "speculation-kept-although-the-step-is-clipped",
+        STATES,
+        "if same_numbers and state == BucketState.SPECULATED:",
+        "if state == BucketState.SPECULATED:",
+        (SPECULATION,),
+    ),
+    Fault(
+        "speculation-committed-although-the-norm-is-not-finite",
+        "gptpar/offload/step_request.py",
+        'if self.unclipped is None or not norm < float("inf"):',
+        "if self.unclipped is None:",
+        (OVERFLOWS,),
+    ),
+    Fault(
+        "speculated-parameters-stay-after-a-skipped-step",
+        THREAD,
+        "if way is What.SKIPPED and before in HOLDS_SPECULATION:\n                self._send_weights(bucket)\n",
+        "if way is What.SKIPPED:\n                pass\n",
+        (OVERFLOWS, "tests/unit/test_twin_flow_attached.py::test_a_step_that_is_not_taken_leaves_no_trace"),
+    ),
+    Fault(
+        "double-buffer-shared-after-a-commit",
+        THREAD,
+        "bucket.buffers, bucket.double_buffer = bucket.double_buffer, bucket.buffers",
+        "bucket.buffers = bucket.double_buffer",
+        (SPECULATION,),
+    ),
+    Fault(
+        "replaced-gradient-ignored",
+        THREAD,
+        "        for bucket in self._buckets:\n            bucket.use_newer()\n",
+        "",
+        (REPLACED,),
+    ),
+    Fault(
+        "speculation-with-a-replaced-gradient-kept",
+        STATES,
+        "(_S.SPECULATED, _W.SUBMITTED): _S.STALE",
+        "(_S.SPECULATED, _W.SUBMITTED): _S.SPECULATED",
+        (REPLACED,),
+    ),
+    Fault(
+        "skipped-step-counted-by-the-CPU-optimizer",
+        THREAD,
+        "bucket.steps += how is not What.SKIPPED",
+        "bucket.steps += 1",
+        (OVERFLOWS,),
+    ),
+    Fault(
+        "step-number-of-the-step-before",
+        THREAD,
+        "if self._groups_are_of != (hyperparameters, step):",
+        "if self._groups_are_of[0] != hyperparameters:",
+        ("tests/unit/test_twin_flow.py::test_every_ratio_is_torchs_adamw",),
+    ),
+    Fault(
+        "first-bucket-of-a-unit-waited-for-alone",
+        OPTIMIZER,
+        "not any(bucket.due for bucket in buckets)",
+        "not any(bucket.due for bucket in buckets[:1])",
+        ("tests/unit/test_host_optimizer.py",),
+    ),
+    Fault(
+        "step-requested-meanwhile-lost",
+        THREAD,
+        "            if self._request is request:  # not the next one, requested since the last bucket was done\n"
+        "                self._request = None\n",
+        "            self._request = None\n",
+        ("tests/unit/test_host_optimizer.py::test_a_step_that_is_announced_while_the_last_one_ends_is_taken",),
+    ),
+    Fault(
+        "closed-ranges-of-a-partial-gradient-computed-again",
+        THREAD,
+        "What.COMMITTED, only=bucket.partial.open)",
+        "What.COMMITTED, only=bucket.partial.closed)",
+        (TIED_EMBEDDING,),
+    ),
+    Fault(
+        "open-ranges-one-row-off",
+        "gptpar/offload/index_ranges.py",
+        "marked[rows + 1] = 1",
+        "marked[rows] = 1",
+        (TIED_EMBEDDING,),
+    ),
+    Fault(
+        "open-ranges-counted-from-the-unit",
+        OPTIMIZER,
+        "between(open_ranges, bucket.start, bucket.stop) - bucket.start",
+        "between(open_ranges, bucket.start, bucket.stop)",
+        (TIED_EMBEDDING,),
+    ),
+    Fault(
+        "bucket-taken-before-all-of-it-is-formed",
+        OPTIMIZER,
+        "bucket.stop <= formed",
+        "bucket.start < formed",
+        (TIED_EMBEDDING,),
+    ),
+    Fault(
+        "gradient-given-up-before-its-copy-is-done",
+        "gptpar/offload/copying_transfers.py",
+        "if self._grad is not None and self._is_there.query():",
+        "if self._grad is not None and self.made():",
+        ("tests/unit/test_copying_transfers.py",),
+    ),
+    Fault(
+        "backward-pass-never-held-back",
+        "gptpar/offload/copying_transfers.py",
+        "(self._num_bytes > self._max_bytes or self._copies[0].arrived())",
+        "self._copies[0].arrived()",
+        ("tests/unit/test_copying_transfers.py::test_only_what_is_above_the_bound_is_waited_for",),
+    ),
+]

@@ -1,0 +1,92 @@
+"""Faults of the parameter table: whose an element is, where it is updated, how often it is counted and summed."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+TABLE = "gptpar/engine/table.py"
+PARAMETER_RANGES = "gptpar/engine/ranges.py"
+UNITS = "gptpar/engine/units.py"
+COVER = "tests/unit/test_table.py::test_ranges_and_padding_cover_each_shard_once"
+COUNTED_ONCE = "tests/unit/test_table.py::test_every_element_of_the_model_is_counted_once"
+CUT_ALIKE = "tests/unit/test_table.py::test_all_tensor_ranks_send_equal_messages_and_cut_alike"
+
+RANGES = [
+    Fault(
+        "device-has-one-element-more",
+        PARAMETER_RANGES,
+        "last = start + taken",
+        "last = start + taken + 1",
+        ("tests/unit/test_table.py::test_the_ratio_is_exact_to_the_element",),
+    ),
+    Fault(
+        "replicated-range-counted-on-every-tensor-rank",
+        TABLE,
+        "return first_copy and (self.place.tensor_rank == 0 or not param.replicated)",
+        "return first_copy",
+        (COUNTED_ONCE,),
+    ),
+    Fault(
+        "tied-range-counted-on-both-stages",
+        TABLE,
+        "first_copy = tie is None or self.place.stage == tie.stages[0]",
+        "first_copy = True",
+        (COUNTED_ONCE,),
+    ),
+    Fault(
+        "range-reaches-into-the-padding",
+        TABLE,
+        "start, stop = a, min(b, param.stop - low)",
+        "start, stop = a, b",
+        (COVER,),
+    ),
+    Fault(
+        "range-forgets-the-shards-before-it",
+        TABLE,
+        "at, counted = low + first - param.start,",
+        "at, counted = first - min(param.start, first),",
+        (COUNTED_ONCE,),
+    ),
+    Fault(
+        "gradients-of-another-axis-summed-over-this-one",
+        TABLE,
+        "((a, b, axis in param.info.grad_sums)",
+        "((a, b, bool(param.info.grad_sums))",
+        (CUT_ALIKE,),
+    ),
+    Fault(
+        "uneven-splits-cut-at-their-own-ends",
+        PARAMETER_RANGES,
+        "max(low, param.start), min(high, param.start + param.longest)",
+        "max(low, param.start), min(high, param.stop)",
+        (CUT_ALIKE,),
+    ),
+    Fault(
+        "uneven-splits-followed-by-parameters-at-other-places",
+        UNITS,
+        "end = _round_up(start + longest, ALIGNMENT)",
+        "end = _round_up(start + info.shape.numel(), ALIGNMENT)",
+        (CUT_ALIKE, "tests/unit/test_optim.py::test_uneven_shares_reserve_the_longest"),
+    ),
+    Fault(
+        "host-counts-from-the-beginning-of-the-shard",
+        "gptpar/optim/spans.py",
+        "(max(a, low) - low, min(b, high) - low) for a, b in self.counted",
+        "(max(a, low), min(b, high)) for a, b in self.counted",
+        ("tests/unit/test_table.py::test_what_the_host_updates_is_what_the_table_says",),
+    ),
+    Fault(
+        "decay-groups-swapped",
+        UNITS,
+        "group = DECAYS if has_decay(parameter, info.full_shape) else DECAYS_NOT",
+        "group = DECAYS_NOT if has_decay(parameter, info.full_shape) else DECAYS",
+        ("tests/unit/test_training_reference.py::test_fifty_steps_follow_a_plain_loop",),
+    ),
+    Fault(
+        "decay-of-a-bias-with-two-dimensions",
+        UNITS,
+        'return len(shape) > 1 and not name.endswith(".bias")',
+        "return len(shape) > 1",
+        ("tests/unit/test_optim.py::test_a_unit_is_aligned_and_ordered_by_kind",),
+    ),
+]

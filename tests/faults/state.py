@@ -1,0 +1,102 @@
+"""Faults of what outlives a step: checkpoints, resuming, the order of the data, seeds."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+RESUME = "gptpar/training/resume.py"
+BITS_AFTER_RESUMING = "tests/e2e/test_pretrain.py::test_resume_is_bit_identical"
+
+STATE = [
+    Fault(
+        "step-count-not-restored",
+        RESUME,
+        "trainer.engine.optimizer.steps_taken = stored.optimizer_steps",
+        "pass",
+        (BITS_AFTER_RESUMING,),
+    ),
+    Fault(
+        "loss-scale-not-restored",
+        RESUME,
+        "    trainer.loss_scale.load(stored.loss_scale)\n",
+        "",
+        ("tests/e2e/test_pretrain.py",),
+    ),
+    Fault(
+        "parameters-not-published-after-loading",
+        RESUME,
+        "report=_only_missing(say))\n    trainer.engine.publish()\n",
+        "report=_only_missing(say))\n",
+        (BITS_AFTER_RESUMING,),
+    ),
+    Fault(
+        "box-begins-at-the-wrong-row",
+        "gptpar/tensor_parts.py",
+        "yield (first, *(0 for _ in inner)), (last - first, *inner)",
+        "yield (first - bool(head), *(0 for _ in inner)), (last - first, *inner)",
+        ("tests/unit/test_tensor_parts.py",),
+    ),
+    Fault(
+        "tensor-ranks-offset-left-out-of-the-box",
+        "gptpar/tensor_parts.py",
+        "tuple(low + at for low, at in zip(lows, offsets, strict=True))",
+        "tuple(low for low, _ in zip(lows, offsets, strict=True))",
+        ("tests/unit/test_tensor_parts.py",),
+    ),
+    Fault(
+        "box-written-by-two-ranks",
+        "gptpar/checkpoint/tiling.py",
+        "return (lows, sizes) if all(size > 0 for size in sizes) else None",
+        "return None",
+        ("tests/ranks/test_checkpoint_ranks.py::test_a_layout_with_holes_or_overlaps_is_never_a_checkpoint",),
+    ),
+    Fault(
+        "damaged-piece-read",
+        "gptpar/checkpoint/pieces.py",
+        "if (found := zlib.crc32(view)) != crc:",
+        "if (found := zlib.crc32(view)) != crc and not found:",
+        ("tests/unit/test_checkpoint_damage.py",),
+    ),
+    Fault(
+        "data-order-of-the-first-epoch-again",
+        "gptpar/data/order.py",
+        "self._permutation(epoch, self.num_samples)[places[here] % self.num_samples]",
+        "self._permutation(0, self.num_samples)[places[here] % self.num_samples]",
+        ("tests/unit/test_data_order.py",),
+    ),
+    Fault(
+        "resumed-data-begin-with-the-first-sample",
+        "gptpar/training/run.py",
+        "batches = loader.fetch(self.progress.consumed_samples, samples)",
+        "batches = loader.fetch((self.progress.iteration - (self.saved_at or 0)) * samples, samples)",
+        (BITS_AFTER_RESUMING,),
+    ),
+    Fault(
+        "each-data-rank-reads-the-same-samples",
+        "gptpar/data/order.py",
+        "start = consumed + dp_rank * micro_batch_size",
+        "start = consumed",
+        ("tests/unit/test_data_order.py",),
+    ),
+    Fault(
+        "dropout-seed-without-the-iteration",
+        "gptpar/model/dropout.py",
+        'seed_of(seed, "dropout", iteration, place, layer, kind)',
+        'seed_of(seed, "dropout", place, layer, kind)',
+        ("tests/unit/test_dropout.py",),
+    ),
+    Fault(
+        "dropout-seed-without-the-data-rank",
+        "gptpar/training/trainer.py",
+        "place = number * self.topology.layout.data + self.topology.data_rank",
+        "place = number * self.topology.layout.data",
+        ("tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]",),
+    ),
+    Fault(
+        "initial-values-without-the-parameters-name",
+        "gptpar/init.py",
+        "generator = torch.Generator().manual_seed(seed_of(seed, name))",
+        "generator = torch.Generator().manual_seed(seed_of(seed))",
+        ("tests/unit/test_model.py::test_initial_values_depend_on_seed_and_name_alone",),
+    ),
+]

@@ -1,0 +1,12 @@
+"""All faults."""
+
+from __future__ import annotations
+
+from tests.faults.gradients import GRADIENTS
+from tests.faults.offload import OFFLOAD
+from tests.faults.parallel import PARALLEL
+from tests.faults.ranges import RANGES
+from tests.faults.state import STATE
+from tests.faults.update import UPDATE
+
+FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE]

@@ -1,0 +1,143 @@
+"""Faults of the optimizer's update, its numbers, the norm and the schedules."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+DEFINITION = "gptpar/optim/adam_update.py"
+LOOP = "csrc/cpu_adam_loop.h"
+INSTRUCTION_SETS = "tests/unit/test_adam_update.py::test_every_instruction_set_computes_the_definition"
+ROUNDED = "tests/unit/test_adam_update.py::test_each_operation_is_rounded_by_itself"
+NUMBERS = "tests/unit/test_adam_update.py::test_numbers_on_the_device_are_those_of_the_host"
+TORCH_ADAMW = "tests/unit/test_flat_adam.py::test_it_is_torchs_adamw"
+PLAIN_LOOP = "tests/unit/test_training_reference.py::test_fifty_steps_follow_a_plain_loop"
+DYNAMIC_SCALE = "tests/unit/test_optim.py::test_dynamic_loss_scale_follows_megatron"
+
+UPDATE = [
+    Fault(
+        "step-number-off-by-one",
+        "gptpar/optim/device_adam.py",
+        "AdamStep(*how, int(steps.item()), divisor)",
+        "AdamStep(*how, int(steps.item()) + 1, divisor)",
+        (TORCH_ADAMW,),
+    ),
+    Fault(
+        "skipped-step-counted-by-the-bias-correction",
+        "gptpar/optim/device_adam.py",
+        "steps += 1 - skipped\n        if skipped:",
+        "steps += 1\n        if skipped:",
+        ("tests/unit/test_optim.py::test_a_gradient_that_is_not_finite_changes_nothing",),
+    ),
+    Fault(
+        "first-moment-without-bias-correction",
+        DEFINITION,
+        "size = how.lr * root / (1 - power(how.beta1, step))",
+        "size = how.lr * root",
+        (NUMBERS,),
+    ),
+    Fault(
+        "epsilon-outside-the-bias-correction",
+        DEFINITION,
+        "1 - how.beta2, how.eps * root, size, decay)",
+        "1 - how.beta2, how.eps, size, decay)",
+        (NUMBERS,),
+    ),
+    Fault(
+        "clip-factor-without-its-epsilon",
+        DEFINITION,
+        "loss_scale * max(1.0, (norm + CLIP_EPS) / max_norm)",
+        "loss_scale * max(1.0, norm / max_norm)",
+        (NUMBERS,),
+    ),
+    Fault(
+        "clip-factor-by-the-inverse-of-the-largest-norm",
+        DEFINITION,
+        "((norm + CLIP_EPS) / largest).clamp(min=1.0)",
+        "((norm + CLIP_EPS) * (one / largest)).clamp(min=1.0)",
+        (NUMBERS,),
+    ),
+    Fault(
+        "power-by-the-library",
+        DEFINITION,
+        "root = _root((one - _power_on_device(beta2, steps))[None])[0]",
+        "root = _root((one - beta2.float() ** steps.float())[None])[0]",
+        (NUMBERS,),
+    ),
+    Fault(
+        "products-fused-with-sums-by-the-compiler",
+        "gptpar/native.py",
+        '"-pthread", "-ffp-contract=off")',
+        '"-pthread", "-ffp-contract=fast")',
+        (INSTRUCTION_SETS,),
+    ),
+    Fault(
+        "second-moment-in-another-association",
+        LOOP,
+        "V::mul(V::mul(k.rest2, g), g)",
+        "V::mul(k.rest2, V::mul(g, g))",
+        (INSTRUCTION_SETS,),
+    ),
+    Fault(
+        "moment-as-a-weighted-sum",
+        DEFINITION,
+        "m = m + n.rest1 * (g - m)\n    v =",
+        "m = (1 - n.rest1) * m + n.rest1 * g\n    v =",
+        (INSTRUCTION_SETS,),
+    ),
+    Fault(
+        "denormals-flushed",
+        "csrc/ieee_mode.h",
+        "kMaskedExceptions = 0x1f80",
+        "kMaskedExceptions = 0x9fc0",
+        ("tests/unit/test_cpu_adam.py::test_flushing_of_denormals_in_the_caller_changes_nothing", INSTRUCTION_SETS),
+    ),
+    Fault(
+        "ties-of-bf16-rounded-up",
+        "csrc/cpu_adam_scalar.h",
+        "(bits + 0x7fff + (bits >> 16 & 1)) >> 16",
+        "(bits + 0x8000) >> 16",
+        ("tests/unit/test_cpu_adam.py::test_low_precision_parameters_are_rounded_as_torch_does",),
+    ),
+    Fault(
+        "stretch-updated-with-its-neighbours-numbers",
+        "csrc/cpu_adam.cpp",
+        "const Step& s = steps[piece.of];",
+        "const Step& s = steps[0];",
+        ("tests/unit/test_cpu_adam.py::test_stretches_are_what_they_would_be_alone",),
+    ),
+    Fault(
+        "norm-without-the-last-elements",
+        "gptpar/optim/grad_norm.py",
+        "return torch.cat([rows, torch.linalg.vector_norm(piece[whole:], dtype=wide)[None]])",
+        "return rows",
+        ("tests/unit/test_optim.py::test_a_norm_of_any_length_is_exact",),
+    ),
+    Fault(
+        "norm-keeps-the-loss-scale",
+        "gptpar/training/trainer.py",
+        "norm = square.sqrt() / torch.full_like(square, scale)",
+        "norm = square.sqrt()",
+        ("tests/unit/test_optim.py::test_a_loss_scale_beyond_fp16_is_no_overflow",),
+    ),
+    Fault(
+        "hysteresis-not-restored",
+        "gptpar/optim/loss_scale.py",
+        "self.good_steps, self.tolerance, self.value = 0, self.hysteresis, self.value * 2",
+        "self.good_steps, self.value = 0, self.value * 2",
+        (DYNAMIC_SCALE,),
+    ),
+    Fault(
+        "good-steps-counted-through-an-overflow",
+        "gptpar/optim/loss_scale.py",
+        "            return\n        self.good_steps = 0\n",
+        "            return\n",
+        ("tests/unit/test_optim.py::test_good_steps_are_counted_in_a_row",),
+    ),
+    Fault(
+        "warm-up-forgets-the-initial-rate",
+        "gptpar/optim/schedule.py",
+        "return self.init_lr + (self.max_lr - self.init_lr) * progress / self.warmup",
+        "return self.max_lr * progress / self.warmup",
+        ("tests/unit/test_optim.py::test_cosine_decay_and_initial_rate",),
+    ),
+]

@@ -1,0 +1,57 @@
+"""Two processes compute what one does, however they share the work: test_layouts in a few seconds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.check_layouts.cases import VARIANTS
+from gptpar.check_layouts.main import case_config, difference, step_difference
+from gptpar.check_layouts.training import CaseRun, Outcome
+from gptpar.topology import Layout, Topology, make_topology
+from tests.ranks.test_layouts import STEPS, TOLERANCE, WORDS, case
+from tests.spawn import spawn
+
+CASES = [
+    case(Layout(data=2), "--zero-stage", "1"),
+    case(Layout(data=2), "--zero-stage", "2"),
+    case(Layout(data=2), "--zero-stage", "3", *VARIANTS["full recompute"]),
+    case(Layout(tensor=2)),
+    case(Layout(tensor=2), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"]),
+    case(Layout(pipeline=2)),
+]
+
+
+def run_all(rank: int) -> list[Outcome]:
+    """Every case in turn in the same processes; the main one has the outcomes."""
+    outcomes = []
+    for this in CASES:
+        run = CaseRun(case_config(WORDS, this, 2), make_topology(this.layout, rank, torch.device("cpu")))
+        run.train(0, STEPS)
+        run.trainer.close()
+        outcomes.append(run.outcome)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    """Of the cases, from one start of two processes."""
+    return spawn(run_all, 2)[0]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Outcome:
+    """The reference."""
+    run = CaseRun(case_config(WORDS, case(Layout()), 1), Topology(Layout(), 0, torch.device("cpu")))
+    run.train(0, STEPS)
+    return run.outcome
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[this.name for this in CASES])
+def test_two_processes_equal_one(outcomes: list[Outcome], alone: Outcome, number: int) -> None:
+    found = outcomes[number]
+    assert difference([(found.initial, alone.initial)]) == 0
+    assert len(found.steps) == STEPS
+    assert step_difference(found.steps, alone.steps) <= TOLERANCE
+    assert difference(zip(found.gradients, alone.gradients, strict=True)) <= TOLERANCE
+    assert difference(zip(found.weights, alone.weights, strict=True)) <= TOLERANCE

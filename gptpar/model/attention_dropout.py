@@ -19,7 +19,7 @@ from gptpar.init import seed_of
 from gptpar.model.dropout import PROBABILITIES, LayerSeeds, kept
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""cuDNN's attention is left out: on an H200 its masks of different calls were related, and gradients were not finite."""
+"""cuDNN's attention is left out: on an H200 calls had related masks and gradients that were not finite."""
 
 
 def attention_with_dropout(

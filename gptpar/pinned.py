@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from gptpar import pages
@@ -14,7 +16,7 @@ class PinnedMemory:
     Its pages hold nothing else: none can be locked twice.
 
     Attributes:
-        data: [num_bytes], uint8, zeros.
+        data: [num_bytes], uint8, zeros; locked as long as this object lives.
 
     Raises:
         GptparError: the system does not allow so much of it.
@@ -22,6 +24,7 @@ class PinnedMemory:
 
     def __init__(self, num_bytes: int):
         self.data = pages.zeros(num_bytes)
+        self._unlock: weakref.finalize[..., PinnedMemory] | None = None
         if not num_bytes:
             return
         status = int(torch.cuda.cudart().cudaHostRegister(self.data.data_ptr(), num_bytes, 0))
@@ -31,10 +34,18 @@ class PinnedMemory:
                 "limit of locked memory (ulimit -l), or offload less."
             )
 
+        # Memory that is given back while it is locked would fail whoever gets the same addresses next.
+        self._unlock = weakref.finalize(self, _unlock, self.data.data_ptr())
+        self._unlock.atexit = False
+
     def close(self) -> None:
-        """Unlock it; nothing may be on its way."""
-        if self.data.numel():
-            torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
+        """Unlock it; nothing may be on its way. It happens by itself when nobody refers to this object any more."""
+        if self._unlock is not None:
+            self._unlock()
+
+
+def _unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class _AsDeviceMemory:
@@ -47,11 +58,3 @@ def as_device_memory(pinned: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor in page-locked memory as one that kernels can write to; the memory must outlive it."""
     seen: torch.Tensor = torch.as_tensor(_AsDeviceMemory(pinned), device="cuda")
     return seen.view(pinned.dtype).view(pinned.shape)
-
-
-def host_tensors(lengths: dict[str, int], dtype: torch.dtype, *, pinned: bool) -> dict[str, torch.Tensor]:
-    """Zeros in host memory, one vector for each name, all in one piece."""
-    total = sum(lengths.values())
-    num_bytes = total * dtype.itemsize
-    memory = PinnedMemory(num_bytes).data if pinned else torch.zeros(num_bytes, dtype=torch.uint8)
-    return dict(zip(lengths, memory.view(dtype).split(list(lengths.values())), strict=True))

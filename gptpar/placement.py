@@ -4,7 +4,11 @@ A layer says it of each of its own parameters in an attribute ``declared``:
 
     self.declared = {"weight": ParameterSpec(Normal(0.02), axis.split(0, width), SAME)}
 
-Everything else (initial values, sums of gradients, norms, checkpoints, memory planning) follows from this.
+Everything else (initial values, sums of gradients, norms, checkpoints, memory planning) follows from this, through the
+parameter table (:mod:`gptpar.engine.table`).
+
+A module with buffers has a method ``reset_buffers()``, which gives its own buffers their first values: layers are built
+without memory, and get it afterwards.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.units import Unit
-from gptpar.pinned import host_tensors
+from gptpar.pinned import PinnedMemory
 
 
 class ParameterMemory:
@@ -46,7 +46,7 @@ class ParameterMemory:
                 self.free(unit.name)
             lengths = {unit.name: unit.shard_length for unit in units}
             if on_host:
-                self.shards = host_tensors(lengths, dtype, pinned=device.type == "cuda")
+                self.shards = self._on_host(lengths, dtype, device)
             else:
                 self.shards = {name: torch.zeros(n, dtype=dtype, device=device) for name, n in lengths.items()}
             return
@@ -55,6 +55,16 @@ class ParameterMemory:
             self.full[unit.name] = piece
             self.shards[unit.name] = piece.split(unit.shard_length)[axis.shard]
             self._views |= unit.views(piece)
+
+    def _on_host(self, lengths: dict[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+        """Zeros in host memory, one vector for each name, all in one piece."""
+        num_bytes = sum(lengths.values()) * dtype.itemsize
+        if device.type == "cuda":
+            self._pinned = PinnedMemory(num_bytes)
+            memory = self._pinned.data
+        else:
+            memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        return dict(zip(lengths, memory.view(dtype).split(list(lengths.values())), strict=True))
 
     def views(self) -> dict[str, torch.Tensor]:
         """Each parameter's memory on the device, by its global name; it need not be there all the time."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -46,6 +47,8 @@ class ParameterTable:
     Attributes:
         units: in forward order.
         params: by global name, in the units' order.
+        ties: by unit, of units that other stages have a copy of.
+        buffers: as given.
         on_device: unit -> how many of its shard's elements, the first ones, the device updates.
     """
 
@@ -64,8 +67,10 @@ class ParameterTable:
         self.params: dict[str, Param] = {name: param for unit in units for name, param in unit.params.items()}
         self.ties = {unit: Tie(unit, tuple(sorted(stages))) for unit, stages in (tied or {}).items() if len(stages) > 1}
         self._counted = {name for unit in units for name, param in unit.params.items() if self._counts(unit, param)}
-        self.on_device, self._elements, self._offloaded = device_lengths(units, place.shard, ratio)
-        self._ranges = {unit.name: tuple(self._ranges_of(unit)) for unit in units}
+        self.on_device, total, offloaded = device_lengths(units, place.shard, ratio)
+        self._elements = {None: total, Home.DEVICE: total - offloaded, Home.HOST: offloaded}
+        whole, here = sum(unit.shard_length for unit in units), sum(self.on_device.values())
+        self._lengths = {None: whole, Home.DEVICE: here, Home.HOST: whole - here}
 
     @staticmethod
     def of(
@@ -80,12 +85,16 @@ class ParameterTable:
         units = [Unit.of(name, infos, place.shards) for name, infos in layers.items()]
         return ParameterTable(units, place, ratio=ratio, tied=tied, buffers=buffers)
 
-    def ranges(self, *, unit: str | None = None, param: str | None = None, home: Home | None = None) -> Iterator[Range]:
+    def ranges(self, *, unit: str | None = None, home: Home | None = None) -> Iterator[Range]:
         """This process's ranges, in the order of the units' flat ranges."""
         for name in self._ranges if unit is None else (unit,):
             for one in self._ranges[name]:
-                if param in (None, one.param) and home in (None, one.home):
+                if home in (None, one.home):
                     yield one
+
+    @cached_property
+    def _ranges(self) -> dict[str, tuple[Range, ...]]:
+        return {unit.name: tuple(self._ranges_of(unit)) for unit in self.units}
 
     def parts(self, one: Range, values: torch.Tensor) -> TensorParts:
         """The boxes of the global parameter that a range covers, each with its view of the range's values [n]."""
@@ -129,18 +138,17 @@ class ParameterTable:
 
     def elements(self, home: Home | None = None) -> int:
         """This process's elements without padding; of splits that are uneven over the tensor axis, the longest's."""
-        on_host = self._offloaded
-        return {None: self._elements, Home.HOST: on_host, Home.DEVICE: self._elements - on_host}[home]
+        return self._elements[home]
 
     def length(self, home: Home | None = None) -> int:
         """This process's elements with padding: what buffers of its shards take."""
-        whole, device = sum(unit.shard_length for unit in self.units), sum(self.on_device.values())
-        return {None: whole, Home.DEVICE: device, Home.HOST: whole - device}[home]
+        return self._lengths[home]
 
     @property
     def ratio(self) -> float:
         """The host's share of the elements, as it came out."""
-        return self._offloaded / self._elements if self._elements else 0.0
+        total = self._elements[None]
+        return self._elements[Home.HOST] / total if total else 0.0
 
     def _ranges_of(self, unit: Unit) -> Iterator[Range]:
         low, cut = self.place.shard * unit.shard_length, self.on_device[unit.name]

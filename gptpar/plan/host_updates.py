@@ -85,18 +85,13 @@ def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float
         head: of the output layer's forward, which forms its gradients too.
         embedding: of completing the gradients of the embedding.
     """
-    lengths = [unit.shard_length for unit in job.units]
-    has_embedding, has_positions, num_blocks, has_norm, has_output = part.units
-    first = has_embedding * part.first * lengths[0] + has_positions * lengths[1]
-    last = has_norm * lengths[3] + has_output * lengths[4] + (not part.first) * has_embedding * lengths[0]
-    elements = [first, *[lengths[2]] * num_blocks, last]
-    times = [(0.0, embedding * part.first), *[block] * num_blocks, (head, embedding * part.last)]
-    device = (1 - job.ratio) * sum(elements)
-    layers = []
-    for (forward, backward), count in zip(times, elements, strict=True):
-        kept = min(device, count)
-        device -= kept
-        layers.append(Layer(forward, backward, count - kept))
+    table = job.table(part)
+    offloaded = {unit.name: float(unit.shard_length - table.on_device[unit.name]) for unit in table.units}
+    blocks = [offloaded.pop(f"layers.{number}") for number in range(part.units[2])]
+    before = sum(offloaded.pop(unit.name, 0.0) for unit in job.units[0 if part.first else 1 : 2])
+    times = [(0.0, embedding * part.first), *[block] * len(blocks), (head, embedding * part.last)]
+    elements = [before, *blocks, sum(offloaded.values())]
+    layers = [Layer(forward, backward, count) for (forward, backward), count in zip(times, elements, strict=True)]
     if job.early_elements:  # at most each token is another row
         rows = min(job.tokens, job.shape.padded_vocab_size) / job.shape.padded_vocab_size
         layers[0] = replace(layers[0], late=rows * job.early_elements)

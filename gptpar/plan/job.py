@@ -16,6 +16,8 @@ import torch
 from gptpar.config import Config, ModelConfig
 from gptpar.config.gradients import adds_gradients
 from gptpar.config.graph import wants_graph
+from gptpar.engine.ranges import Place
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.layer_spec import LayerSpec
 from gptpar.model.dtypes import DTYPES
@@ -120,9 +122,8 @@ class Job:
         used = used and not self.gradients_leave_at_once
         if not self.ratio or not used or not self.config.model.tied or self.layout.world_size > 1:
             return 0.0
-        lengths = [unit.length for unit in self.units]
-        on_device = (1 - self.ratio) * sum(n * length for n, length in zip(self.stages[0].units, lengths, strict=True))
-        return max(0.0, lengths[0] - on_device)
+        embedding = self.units[0]
+        return float(embedding.length - self.table(self.stages[0]).on_device[embedding.name])
 
     @property
     def brings_parameters(self) -> bool:
@@ -175,6 +176,16 @@ class Job:
         """The units of embedding, positions, one block, final norm and output layer."""
         return units_of(self.config.model, self.layout.tensor, self.shards)
 
+    def table(self, part: StagePart) -> ParameterTable:
+        """The parameters of a stage's first process, as the run itself lays them out; blocks are numbered from 0."""
+        return self._tables[part]
+
+    @cached_property
+    def _tables(self) -> dict[StagePart, ParameterTable]:
+        model, tensor = self.config.model, self.layout.tensor
+        parts = dict.fromkeys(self.stages)
+        return {part: table_of(model, tensor, self.shards, self.ratio, part.units, part.first) for part in parts}
+
     @property
     def split(self) -> LayerSplit:
         """Which layers go to which stage, as the run itself cuts them."""
@@ -189,16 +200,41 @@ class Job:
 
 
 @lru_cache(maxsize=64)
-def _infos(model: ModelConfig, tensor: int) -> tuple[dict[str, ParameterInfo], ...]:
+def _infos(model: ModelConfig, tensor: int) -> dict[str, dict[str, ParameterInfo]]:
     """What is known of the parameters of each kind of layer: embedding, positions, block, final norm, output layer."""
     specs = gpt_layers(model, TensorAxis(size=tensor))
-    return tuple(Stage([specs[i]]).infos() for i in (0, 1, NUM_LAYERS_BEFORE_BLOCKS, -2, -1))
+    kinds = [specs[i] for i in (0, 1, NUM_LAYERS_BEFORE_BLOCKS, -2, -1)]
+    names = [spec.name for spec in kinds[:-1]] + ["output"]  # the last one may be tied to the first one
+    return {name: Stage([spec]).infos() for name, spec in zip(names, kinds, strict=True)}
 
 
 @lru_cache(maxsize=512)
 def units_of(model: ModelConfig, tensor: int, shards: int) -> tuple[Unit, ...]:
     """The units of each kind of layer; they are equally long on all tensor ranks."""
-    return tuple(Unit.of("", infos, shards) for infos in _infos(model, tensor))
+    return tuple(Unit.of(name, infos, shards) for name, infos in _infos(model, tensor).items())
+
+
+@lru_cache(maxsize=1 << 13)
+def _block(model: ModelConfig, tensor: int, shards: int, number: int) -> Unit:
+    """One block's unit; all blocks are alike."""
+    name = f"layers.{number}"
+    infos = _infos(model, tensor)["layers.0"]
+    return Unit.of(name, {name + key.removeprefix("layers.0"): info for key, info in infos.items()}, shards)
+
+
+@lru_cache(maxsize=512)
+def table_of(
+    model: ModelConfig, tensor: int, shards: int, ratio: float, counts: tuple[int, int, int, int, int], first: bool
+) -> ParameterTable:
+    """The table of the first process of a stage with so many units of each kind (see :class:`StagePart`)."""
+    embedding, positions, block, norm, output = (
+        [unit] * count for unit, count in zip(units_of(model, tensor, shards), counts, strict=True)
+    )
+    blocks = [_block(model, tensor, shards, number) for number in range(len(block))]
+    inner = [*positions, *blocks, *norm, *output]
+    # A stage that does not look tokens up has the tied embedding as its output layer.
+    units = [*embedding, *inner] if first else [*inner, *embedding]
+    return ParameterTable([unit for unit in units if unit.length], Place(shards), ratio=ratio)
 
 
 @lru_cache(maxsize=512)
@@ -209,7 +245,7 @@ def split_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method:
         ConfigError: the model cannot be cut like that.
     """
     specs: list[LayerSpec] = gpt_layers(model)
-    sizes = [sum(info.shape.numel() for info in infos.values()) for infos in _infos(model, 1)]
+    sizes = [sum(info.shape.numel() for info in infos.values()) for infos in _infos(model, 1).values()]
     num_blocks = len(specs) - 4
     parameters = [*sizes[:2], *[sizes[2]] * num_blocks, *sizes[3:]]
     flops = layer_flops(cast(Shape, model))

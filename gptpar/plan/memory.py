@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.model.flops import normed_width
 from gptpar.model.memory import layer_activation_bytes_per_token
@@ -95,8 +96,8 @@ def stage_memory(job: Job, stage: int, sustained: Sustained = SUSTAINED) -> Rank
 
 def _elements(job: Job, part: StagePart) -> tuple[int, int]:
     """(whole, this process's shard) of the elements of a stage's units."""
-    whole = sum(n * unit.length for n, unit in zip(part.units, job.units, strict=True))
-    return whole, whole // job.shards
+    shard = job.table(part).length()
+    return shard * job.shards, shard
 
 
 def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
@@ -104,21 +105,21 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     whole, shard = _elements(job, part)
     size, wide, offload = job.element_size, job.wide_size, job.config.offload
     parameters = 0 if job.masters_are_live else size * (shard if job.zero_stage == 3 else whole)
-    whole_sum = whole if job.zero_stage == 1 else 0  # a reduced shard beside the sum it comes from
-    device = 1 - job.ratio
-    gradients = device * job.gradient_size * (shard + whole_sum)
+    here, there = (job.table(part).length(home) for home in (Home.DEVICE, Home.HOST))
+    # Under ZeRO-1 a reduced shard beside the sum it comes from.
+    gradients = float(job.gradient_size * here * (1 + job.shards if job.zero_stage == 1 else 1))
     if job.num_micro_batches > 1:  # of what the host updates, too, sums until the last pass
-        gradients += job.ratio * wide * (whole if job.zero_stage < 2 else shard)
-    host = 3.0 * wide * job.ratio * shard * (2 if offload.offload_speculation == "on" else 1)
+        gradients += wide * there * (job.shards if job.zero_stage < 2 else 1)
+    host = 3.0 * wide * there * (2 if offload.offload_speculation == "on" else 1)
     host = 0.0 if offload.optimizer_nvme_path else host
     if job.gradients_leave_at_once:
-        host += copying_bytes(job.ratio * shard, job.offloaded_gradient_size)
+        host += copying_bytes(there, job.offloaded_gradient_size)
     elif job.ratio:
         host += RING_BYTES
     host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
-    return parameters, gradients, device * 3 * wide * shard, host
+    return parameters, gradients, 3.0 * wide * here, host
 
 
 def _moments(
@@ -136,7 +137,8 @@ def _moments(
         of_one: of a micro-batch.
     """
     size = job.offloaded_gradient_size
-    leaving = job.ratio * size * _elements(job, part)[1] if job.num_micro_batches == 1 else job.early_elements * size
+    there = job.table(part).length(Home.HOST)
+    leaving = size * there if job.num_micro_batches == 1 else size * job.early_elements
     backward = _backward_buffers(job, part, blocks)
     most = max(_loss_buffers(job, part), backward, _end_buffers(job, part))
     remaining = of_one * _share_of_device(job, part)
@@ -154,12 +156,9 @@ def _moments(
 
 def _share_of_device(job: Job, part: StagePart) -> float:
     """How much of a stage's blocks is not updated by the host alone: its first ones."""
-    embedding, positions, block = (unit.shard_length for unit in job.units[:3])
-    before = part.first * (part.units[0] * embedding + part.units[1] * positions)
-    if not part.units[2]:
-        return 0.0
-    on_device = (1 - job.ratio) * _elements(job, part)[1] - before
-    return min(1.0, max(0.0, on_device / (part.units[2] * block)))
+    table, num_blocks = job.table(part), part.units[2]
+    on_device = sum(table.on_device[f"layers.{number}"] for number in range(num_blocks))
+    return on_device / (num_blocks * job.units[2].shard_length) if num_blocks else 0.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gptpar.config.gradients import adds_gradients
+from gptpar.engine.ranges import Home
 from gptpar.model.flops import fc1_width, flops_per_token, mfu, qkv_width, query_width
 from gptpar.pipeline import schedules
 from gptpar.plan import host_updates
@@ -96,7 +97,7 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     if not job.graph and layout.pipeline > 1:
         fill += cluster.sustained.scheduling * compute
     busiest = max(range(len(stages)), key=lambda i: stages[i].both)
-    heaviest = max(sum(n * u.length for n, u in zip(part.units, job.units, strict=True)) for part in job.stages)
+    heaviest = max(job.table(part).length() * job.shards for part in job.stages)
     data = costs.data_parallel(heaviest, stages[busiest])
     optimizer = max(costs.update(part) for part in job.stages)
     waited = max(costs.host_updates(part, stage) for part, stage in set(zip(job.stages, stages, strict=True)))
@@ -336,8 +337,7 @@ class _Costs:
         job = self._job
         live = 0 if job.masters_are_live else job.element_size
         size = 2 * job.gradient_size + 6 * job.wide_size + live
-        elements = sum(n * unit.shard_length for n, unit in zip(part.units, job.units, strict=True))
-        return size * (1 - job.ratio) * elements / self.memory_rate
+        return size * job.table(part).length(Home.DEVICE) / self.memory_rate
 
     def host_parameters(self, elements: int, stage: StageTime) -> float:
         """What of weights on their way from the host nothing hides: in each micro-batch's forward and backward.

@@ -226,3 +226,19 @@ def test_waiting_again_costs_nothing_and_changes_nothing() -> None:
     assert all(torch.equal(live[unit], values) for unit, values in before.items())
     assert len(log.of(What.UPDATED)) == 2 and len(log.of(What.WAITED, unit="first")) == 7
     share.close()
+
+
+def test_after_a_wrong_speculation_it_backs_off_for_ten_steps() -> None:
+    log = EventLog()
+    share = make_share(CpuAdam(1), speculated=128, pieces=TWO_PIECES[:1], log=log)
+    share.attach({"first": torch.zeros(128)})
+    speculated = []
+    for step in range(13):
+        share.expect_step(RATES, 1.0)
+        share.submit_gradient("first", torch.ones(128))
+        wait_until(lambda: share.backs_off or bool(starts_of(log, What.SPECULATION_BEGUN)))
+        share.step(torch.tensor(0.5 if step else 2.0), RATES, 1.0)
+        share.finish()
+        speculated.append(len(log.of(What.SPECULATION_BEGUN)))
+    assert speculated == [1] * 11 + [2, 3] and share.num_redone == 1
+    share.close()

@@ -100,6 +100,13 @@ def test_a_derived_size_is_held_to_its_flags_limits() -> None:
     assert len(problems("--swiglu --hidden-size 16 --lr-warmup-iters 99 --zero-stage 9")) == 3
 
 
+def test_a_norm_of_one_channel_is_told() -> None:
+    assert problems("--qk-layernorm --kv-channels 2") == []
+    assert problems("--qk-layernorm --kv-channels 1") == [
+        "--qk-layernorm normalises over the channels of a head, and --kv-channels is 1: use at least 2."
+    ]
+
+
 # --- mixture-of-experts ---------------------------------------------------------------------------------------------
 
 

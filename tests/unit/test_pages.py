@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gptpar import pages
 from gptpar.host import peak_process_memory, process_memory
+from gptpar.pinned import PinnedMemory
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -44,3 +46,21 @@ def test_large_stretches_are_marked_for_huge_pages() -> None:
     number = next(n for n, line in enumerate(lines) if line.startswith(start))
     flags = next(line for line in lines[number:] if line.startswith("VmFlags"))
     assert " hg" in flags
+
+
+def test_locked_memory_is_unlocked_when_nobody_refers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addresses may be somebody else's afterwards, who could not lock them."""
+    locked: list[int] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: locked.append(address) or 0,
+        cudaHostUnregister=locked.remove,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    kept, dropped, closed = (PinnedMemory(4096) for _ in range(3))
+    assert len(locked) == 3
+    del dropped
+    closed.close()
+    closed.close()
+    assert locked == [kept.data.data_ptr()]
+    kept.close()
+    assert PinnedMemory(0).close() is None and not locked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -14,11 +14,14 @@ from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.init import Constant
 from gptpar.model.gpt import gpt_layers
+from gptpar.pipeline.module import split_layers
 from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.placement import TENSOR, Split
+from gptpar.plan.job import Job
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parts import flat_boxes
-from tests.helpers import tiny_config
+from gptpar.topology import Layout
+from tests.helpers import make_trainer, tiny_config
 
 SHAPE = "--hidden-size 48 --num-attention-heads 24 --ffn-hidden-size 96"
 MODELS = {
@@ -231,9 +234,52 @@ def test_what_the_host_updates_is_what_the_table_says(model: str, tensor: int) -
                     assert counts[one.start - kept : one.stop - kept].unique().tolist() == [one.counted]
 
 
+@every_case
+def test_the_devices_elements_lie_in_a_row(model: str, tensor: int) -> None:
+    """Spans and what is counted agree with the ranges, and are as long as possible: each is a kernel's call or more."""
+    for case in cases(model, tensor):
+        for table in tables_of(case):
+            length = table.length(Home.DEVICE)
+            pieces = table.split(torch.arange(length))
+            assert {unit: len(piece) for unit, piece in pieces.items()} == table.on_device
+            groups, counts = torch.full((length,), -1), torch.zeros(length, dtype=torch.bool)
+            for span in table.device_spans():
+                assert (groups[span.start : span.stop] == -1).all()
+                groups[span.start : span.stop] = span.group
+            for start, stop in table.device_counted():
+                counts[start:stop] = True
+            for one in table.ranges(home=Home.DEVICE):
+                here = pieces[one.unit][one.start : one.stop]
+                assert groups[here].unique().tolist() == [one.group]
+                assert counts[here].unique().tolist() == [one.counted]
+            together = [(a.stop, a.group) == (b.start, b.group) for a, b in pairwise(table.device_spans())]
+            together += [a[1] == b[0] for a, b in pairwise(table.device_counted())]
+            assert not any(together)
+
+
+def test_a_tied_layer_is_known_on_all_of_its_stages() -> None:
+    specs = gpt_layers(tiny_config("--num-layers 4").model)
+    for stages, chunks, wanted in ((1, 1, {}), (2, 1, {"embedding": (0, 1)}), (2, 2, {"embedding": (0, 1)})):
+        split = split_layers(specs, stages, chunks, "parameters", ())
+        assert split.tied_stages(specs) == wanted
+    untied = gpt_layers(tiny_config("--untie-embeddings-and-output-weights").model)
+    assert split_layers(untied, 2, 1, "parameters", ()).tied_stages(untied) == {}
+
+
+@pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights --position-embedding-type rope"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_plan_has_the_table_of_the_run(flags: str, ratio: float) -> None:
+    config = tiny_config(f"{flags} --cpu-optimizer --cpu-optimizer-ratio {ratio}")
+    job, trainer = Job(config, Layout(), "cpu"), make_trainer(config)
+    (part,), table = job.stages, trainer.engine.table
+    assert job.table(part).units == table.units and job.table(part).on_device == table.on_device
+    assert [job.table(part).length(home) for home in Home] == [table.length(home) for home in Home]
+    trainer.close()
+
+
 def test_a_range_between_two_places_knows_its_first_element() -> None:
     table = ParameterTable.of(odd_layers(1, 0))
-    (one,) = table.ranges(param="middle.weight")
+    (one,) = (r for r in table.ranges() if r.param == "middle.weight")
     part = one.between(one.start + 20, one.stop + 5)
     assert part is not None and (part.start, part.stop, part.first) == (one.start + 20, one.stop, 20)
     assert one.between(one.stop, one.stop + 1) is None and one.between(one.start, one.stop) == one

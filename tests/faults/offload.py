@@ -57,6 +57,13 @@ OFFLOAD = [
         (REPLACED,),
     ),
     Fault(
+        "back-off-forgotten",
+        THREAD,
+        "self._steps_to_back_off = BACK_OFF_STEPS if redone else max(0, self._steps_to_back_off - 1)",
+        "self._steps_to_back_off = max(0, self._steps_to_back_off - 1)",
+        ("tests/unit/test_bucket_state.py::test_after_a_wrong_speculation_it_backs_off_for_ten_steps",),
+    ),
+    Fault(
         "skipped-step-counted-by-the-CPU-optimizer",
         THREAD,
         "bucket.steps += how is not What.SKIPPED",

@@ -56,9 +56,10 @@ class Test:
 
     @property
     def tolerances(self) -> Counter[str]:
-        """``rtol=1e-6`` and the like, as written."""
+        """``rtol=1e-6`` and the like, as written, and constants that are called so."""
         found = [f"{k.arg}={ast.unparse(k.value)}" for k in _keywords(self.tree) if k.arg in TOLERANCES]
-        return Counter(found)
+        constants = [node for node in self.tree.body if isinstance(node, ast.Assign)]
+        return Counter(found + [text for node in constants if "TOLERANCE" in (text := ast.unparse(node))])
 
 
 def _facts(node: ast.AST) -> int:

@@ -66,9 +66,9 @@ STATE = [
     ),
     Fault(
         "resumed-data-begin-with-the-first-sample",
-        "gptpar/training/run.py",
-        "batches = loader.fetch(self.progress.consumed_samples, samples)",
-        "batches = loader.fetch((self.progress.iteration - (self.saved_at or 0)) * samples, samples)",
+        RESUME,
+        "    return stored.progress\n",
+        "    return dataclasses.replace(stored.progress, consumed_samples=0)\n",
         (BITS_AFTER_RESUMING,),
     ),
     Fault(

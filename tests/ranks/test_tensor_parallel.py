@@ -31,12 +31,15 @@ MODELS = {  # flags, and which fields the micro-batch has beside labels
     "rotary documents": ("--position-embedding-type rope", ("position_ids", "document_ids")),
 }
 SAMPLES, LENGTH = 2, 16
+EDGES = torch.tensor([15, 16, 20, 21, 31, 32, 41, 42, 47, 48])
+"""The last and first pieces of neighbouring ranks' shares of 64, for two, three and four ranks."""
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def micro_batch(wanted: tuple[str, ...], length: int = LENGTH) -> tuple[torch.Tensor, dict[str, Any]]:
     """Tokens, and the fields that the layers want; two documents a sample, cut at different places."""
     tokens = random_tokens(SAMPLES, length, 60)
+    tokens[0, 1 : 1 + len(EDGES)] = EDGES
     cuts = torch.tensor([6, 11])[:, None]
     place = torch.arange(length).expand(SAMPLES, length)
     fields: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 RESUME = "gptpar/training/resume.py"
+COMES_BACK = "tests/unit/test_resume.py::test_all_that_a_run_needs_to_go_on_comes_back"
 BITS_AFTER_RESUMING = "tests/e2e/test_pretrain.py::test_resume_is_bit_identical"
 
 STATE = [
@@ -13,21 +14,21 @@ STATE = [
         RESUME,
         "trainer.engine.optimizer.steps_taken = stored.optimizer_steps",
         "pass",
-        (BITS_AFTER_RESUMING,),
+        (COMES_BACK,),
     ),
     Fault(
         "loss-scale-not-restored",
         RESUME,
         "    trainer.loss_scale.load(stored.loss_scale)\n",
         "",
-        ("tests/e2e/test_pretrain.py",),
+        (COMES_BACK,),
     ),
     Fault(
         "parameters-not-published-after-loading",
         RESUME,
         "report=_only_missing(say))\n    trainer.engine.publish()\n",
         "report=_only_missing(say))\n",
-        (BITS_AFTER_RESUMING,),
+        (COMES_BACK,),
     ),
     Fault(
         "box-begins-at-the-wrong-row",

@@ -41,6 +41,33 @@ def saved(folder: Path, flags: str = "", change: Callable[[dict[str, Any]], obje
     return save_checkpoint(folder, 7, resume.checkpoint_tensors(trainer, with_moments=True), meta)
 
 
+def test_all_that_a_run_needs_to_go_on_comes_back(tmp_path: Path) -> None:
+    """Weights, moments, the optimizer's step count, the loss scale with its counters; the model computes with them."""
+    config = tiny_config(f"--save {tmp_path} --load {tmp_path} --fp16 --initial-loss-scale 4096")
+    before, after = make_trainer(config), make_trainer(config)
+    for tensor in (before.engine.optimizer.master, before.engine.optimizer.exp_avg, before.engine.optimizer.exp_avg_sq):
+        tensor.uniform_()
+    before.engine.optimizer.steps_taken = 5
+    before.loss_scale.update(False)
+    before.loss_scale.update(True)
+    before.loss_scale.update(True)
+    before.loss_scale.update(False)
+    resume.save(before, DONE, inputs_of(config), keep=None)
+    assert resume.load(after, inputs_of(config), lambda _: None) == DONE
+    assert after.engine.optimizer.steps_taken == 5
+    scale = before.loss_scale.state()
+    assert after.loss_scale.state() == scale and (scale["value"], scale["good_steps"], scale["tolerance"]) == (
+        2048,
+        1,
+        0,
+    )
+    for kind, views in before.engine.optimizer.state_tensors().items():
+        for name, view in after.engine.optimizer.state_tensors()[kind].items():
+            assert torch.equal(view.parts[0][1], views[name].parts[0][1]), (kind, name)
+            if kind == "weights":
+                assert torch.equal(after.engine.parameters.views()[name], view.parts[0][1].half())
+
+
 def test_an_empty_run_folder_is_a_fresh_start(tmp_path: Path) -> None:
     assert checkpoint_to_resume(tiny_config(f"--save {tmp_path} --load {tmp_path}")) is None
 

@@ -53,7 +53,8 @@ class HostGradients:
     ):
         self._host, self._shard, self._tensor, self._norm = host, shard, tensor, norm
         self._pieces = {piece.unit: piece for piece in pieces}
-        self._runs, self._late, self._wide, self._counts_zeros = runs, late, wide, counts_zeros
+        self._summed = {unit: [run for run in its if TENSOR in run.grad_sums] for unit, its in runs.items()}
+        self._late, self._wide, self._counts_zeros = late, wide, counts_zeros
         self._held_back: dict[str, tuple[Unit, torch.Tensor, torch.Tensor]] = {}
         self._early = None if early is None else self._pieces[early.name]
         self._early_sum = torch.empty(0)
@@ -105,8 +106,8 @@ class HostGradients:
 
     @torch.no_grad()
     def _divide(self, unit: Unit, grad: torch.Tensor, on_device: torch.Tensor) -> None:
-        addends = [grad[run.start : run.stop] for run in self._runs[unit.name] if TENSOR in run.grad_sums]
-        sum_together(addends, self._tensor.group)
+        if summed := self._summed[unit.name]:
+            sum_together([grad[run.start : run.stop] for run in summed], self._tensor.group)
         self._norm.measure({unit.name: grad})
         low = on_device.numel()
         on_device.copy_(grad[:low])

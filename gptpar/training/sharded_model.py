@@ -7,7 +7,7 @@ pipeline, then ZeRO over the data axis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import cast
 
 import torch
@@ -173,9 +173,7 @@ class ShardedModel:
     def finish_gradients(self) -> None:
         """Wait for the sums over the data axis; add what copies of a parameter elsewhere have seen."""
         self.gradients.finish()
-        shards = [(shard, run) for unit, shard in self._undivided.items() for run in self._runs[unit]]
-        addends = [shard[run.start : run.stop] for shard, run in shards if TENSOR in run.grad_sums]
-        sum_together(addends, self._tensor.group)
+        sum_together(self._addends, self._tensor.group)
         for name, group in self.pipeline.tied_groups.items():
             self._host_gradients.finish(name, self.gradients.shards[name], group)
 
@@ -193,6 +191,12 @@ class ShardedModel:
         """Gradients, by unit, of which the device updates every element."""
         whole = (unit for unit in self.units if self.division.on_device[unit.name] == unit.shard_length)
         return {unit.name: self.gradients.shards[unit.name] for unit in whole}
+
+    @cached_property
+    def _addends(self) -> list[torch.Tensor]:
+        """Views of these where each tensor-parallel rank has an addend of the gradient; they stay where they are."""
+        shards = [(shard, run) for unit, shard in self._undivided.items() for run in self._runs[unit]]
+        return [shard[run.start : run.stop] for shard, run in shards if TENSOR in run.grad_sums]
 
     @property
     def _owners(self) -> int:

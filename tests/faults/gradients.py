@@ -143,9 +143,9 @@ GRADIENTS = [
     ),
     Fault(
         "released-before-the-gradients-are-complete",
-        GATHERER,
-        "if name not in self._in_backward and not (y.requires_grad and name in self._last):",
-        "if not (y.requires_grad and name in self._last):",
+        COLLECTOR,
+        "        self._missing[unit.name] -= 1\n",
+        "        self._missing[unit.name] -= 1\n        self._done(unit.name)\n",
         (TWO_WAYS,),
     ),
     Fault(

@@ -53,7 +53,9 @@ def submit(host: HostOptimizer, unit: str, chance: random.Random, values: torch.
     if unit == "embedding" and chance.random() < 0.8:
         host.expect_open_ranges(unit, np.array([[low, high]]))
         for formed in (150, LENGTH):
-            host.submit_gradient(unit, grad, formed=formed)
+            partial = grad.clone()
+            partial[formed:] = float("nan")
+            host.submit_gradient(unit, partial, formed=formed)
             pause(chance)
         host.submit_gradient(unit, changed)
     else:

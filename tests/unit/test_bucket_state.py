@@ -60,7 +60,7 @@ PATHS = [
 
 
 def make_bucket(state: BucketState, **rest: Any) -> Bucket:
-    return Bucket("embedding", 8, 16, (), Buffers(*(torch.zeros(8) for _ in range(3))), state=state, **rest)
+    return Bucket("embedding", 8, 16, (), (), Buffers(*(torch.zeros(8) for _ in range(3))), state=state, **rest)
 
 
 @pytest.mark.parametrize("path", PATHS)

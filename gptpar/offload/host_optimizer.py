@@ -90,7 +90,7 @@ class HostOptimizer(UpdatingThread):
     # Before the first step.
 
     def attach(self, parameters: Mapping[str, torch.Tensor], partial_unit: str | None = None) -> None:
-        """Say where the parameters live, which is known only after the optimizer of the device's elements was made.
+        """Say where the parameters live, before the first gradient.
 
         Args:
             parameters: unit -> their memory on the device, as long as the unit's offloaded range.
@@ -176,11 +176,16 @@ class HostOptimizer(UpdatingThread):
         unclipped = StepHyperparameters(hyperparameters, loss_scale)
         self._announce(StepRequest(self._transfers.later(norm), unclipped, without))
 
-    def cancel(self) -> None:
-        """Forget the gradients of the coming step; parameters have the last step's values again."""
+    def cancel(self, *, wait: bool = True) -> None:
+        """Forget the gradients of the coming step; parameters have the last step's values again.
+
+        Args:
+            wait: whether to return only when they have.
+        """
         not_finite = self._transfers.later(torch.tensor(float("nan")))
         self._announce(StepRequest(not_finite, None, frozenset(self._of_unit)))
-        self.finish()
+        if wait:
+            self.finish()
 
     def _announce(self, request: StepRequest) -> None:
         with self._changed:

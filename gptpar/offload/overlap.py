@@ -115,13 +115,16 @@ class Overlap:
                 self.host.wait(unit)
 
     def close(self) -> None:
-        """Let go of the module, and end the thread."""
+        """Let go of the module, and end the thread.
+
+        It is called when the process ends, too: a device that does not answer must not keep it.
+        """
         for hook in self._hooks:
             hook.remove()
-        try:
-            self.cancel()
-        finally:
-            self.host.close()
+        if self.submitted:
+            self.submitted.clear()
+            self.host.cancel(wait=False)
+        self.host.close()
 
     def __reduce__(self) -> tuple[Callable[[], Overlap], tuple[()]]:
         return _of_a_copy, ()  # hooks are copied and pickled with their module

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 from gptpar import TwinFlowAdamW
-from gptpar.offload import placement
+from gptpar.offload import host_optimizer, placement
 from gptpar.offload.events import What
+from gptpar.offload.transfers import SameMemory
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from tests.offload_log import logged, starts_of
 from tests.unit.test_twin_flow import WIDTH, Model, equal, inputs, scheduler, train, two_groups
@@ -250,3 +252,36 @@ def test_an_optimizer_that_is_dropped_amid_a_step_leaves_the_old_parameters() ->
     assert threading.active_count() == before
     equal(model, untouched, rtol=0, atol=0)
     model(inputs(2)).backward()
+
+
+def test_an_optimizer_whose_device_does_not_answer_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a process that was interrupted inside last_backward(), behind a collective that hangs."""
+    answers = threading.Event()
+
+    class Stuck:
+        def __init__(self, number: torch.Tensor):
+            self._number = number
+
+        def known(self) -> bool:
+            return answers.is_set()
+
+        def value(self) -> float:
+            assert answers.wait(30)
+            return self._number.item()
+
+    monkeypatch.setattr(host_optimizer, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(SameMemory, "later", lambda self, number: Stuck(number))
+    before, model = threading.active_count(), Model()
+    optimizer = TwinFlowAdamW(model.parameters(), speculation="on")
+    optimizer.attach(model)
+    with optimizer.last_backward():
+        model(inputs(1)).backward()
+    started = time.monotonic()
+    del optimizer
+    gc.collect()
+    assert time.monotonic() - started < 10 and threading.active_count() == before + 1
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "gptpar-cpu-adam":
+            thread.join(10)
+    assert threading.active_count() == before

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
-from gptpar.offload import placement
+from gptpar.offload import machine
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 
@@ -16,7 +16,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 def logged() -> Iterator[EventLog]:
     """Trainers and TwinFlowAdamWs that are made inside record in this log."""
     log = EventLog()
-    with mock.patch.object(placement, "HostOptimizer", partial(HostOptimizer, log=log)):
+    with mock.patch.object(machine, "HostOptimizer", partial(HostOptimizer, log=log)):
         yield log
 
 

@@ -83,7 +83,11 @@ class Engine:
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
 
     Attributes:
-        subscriber: as given.
+        pipeline, table, parameters, device, subscriber: as given.
+        stages: the pipeline's virtual stages on this process.
+        optimizer: of the device's elements, through which the subscriber gets its steps, too.
+        gatherer: brings parameters before layers are called.
+        gradients: collector, reducer and router.
         cuts: where the host acts amid the launches of a step.
     """
 

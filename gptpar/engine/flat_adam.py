@@ -9,7 +9,7 @@ import torch
 
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import DeviceAdam, Piece, make_device_adam
-from gptpar.optim.spans import ALIGNMENT, DECAYS, Span, spans_between
+from gptpar.optim.spans import ALIGNMENT, DECAYS, GroupSpan, spans_between
 
 Stretch = tuple[int, int, torch.Tensor | None]
 """First element, the one behind the last, and their live parameters, unless the masters are those."""
@@ -39,7 +39,7 @@ class FlatAdam:
         adam: default: the fastest for the state's device.
     """
 
-    def __init__(self, state: State, spans: Sequence[Span], adam: DeviceAdam | None = None):
+    def __init__(self, state: State, spans: Sequence[GroupSpan], adam: DeviceAdam | None = None):
         self._state, self._spans = state, spans
         self._adam = adam or make_device_adam(state.weights)
         self._pieces: list[Piece] = []

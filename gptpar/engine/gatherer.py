@@ -120,7 +120,7 @@ class ParameterGatherer:
             self._in_backward.discard(name)
             self._release(name)
 
-    def settle(self) -> None:
+    def wait_for_all(self) -> None:
         """Before a step that is launched as one: let everything that is on its way arrive before it.
 
         Where a subscriber updates parameters, each layer will wait for its own instead.

@@ -29,6 +29,7 @@ class GradientMemory:
         shards: the same by unit.
         keeps_all: whether whole sums are kept over micro-batches.
         single: whether the step has one micro-batch.
+        undivided: units that the device's optimizer updates wholly.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class GradientMemory:
         """[unit.length] the sum of this process's gradients; new memory is zero where it is padding."""
         if unit.name not in self._sums:
             dtype = self._arriving_dtype if self._alone and self.single else self._dtype
-            # What is taken ahead holds the last step's gradient until the host has fetched it: only gaps are written.
+            # What is taken ahead holds the last step's gradient until the subscriber has it: only padding is written.
             new = torch.empty if unit.name in self._ahead else torch.zeros
             total = self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
             for start, stop in unit.padding() if unit.name in self._ahead else ():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import nn
 
 from gptpar.engine.collector import GradientCollector
 from gptpar.engine.gradient_memory import GradientMemory
@@ -26,10 +23,6 @@ class Gradients:
     ):
         self.memory, self.collector, self.router, self._reducer = memory, collector, router, reducer
         self.shard, self.shards = memory.shard, memory.shards
-
-    def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """See :meth:`GradientCollector.watch`."""
-        self.collector.watch(parameters)
 
     def begin(self, num_micro_batches: int) -> None:
         """A step begins."""

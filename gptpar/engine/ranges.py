@@ -49,7 +49,6 @@ class Range:
         group: number of the optimizer group.
         counted: whether this process counts the elements in sums over the model. Of replicas on the tensor axis and
             of tied copies on other stages one is counted; replicas on the data axis share the count.
-        sums: axes over which each process has only an addend of the gradient.
     """
 
     unit: str
@@ -60,7 +59,6 @@ class Range:
     home: Home
     group: int
     counted: bool
-    sums: frozenset[str]
 
     @property
     def length(self) -> int:

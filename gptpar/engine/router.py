@@ -32,6 +32,9 @@ class GradientRouter:
         tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
         subscriber: updates the elements behind the device's; ``None``: their gradients are dropped.
         counts_zeros: whether zeros are counted.
+
+    Attributes:
+        divides: whether a subscriber gets elements of any unit, while the backward pass still runs.
     """
 
     def __init__(

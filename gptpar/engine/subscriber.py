@@ -20,12 +20,8 @@ class Subscriber(Protocol):
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """The coming step's probable numbers, by group; the work may begin with them."""
 
-    def submit_gradient(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
-        """A unit's gradient is final; the memory stays as it is until the unit's next gradient.
-
-        Args:
-            formed: it is not final yet, but its first elements are formed, so many.
-        """
+    def submit_gradient(self, unit: str, grad: torch.Tensor) -> None:
+        """A unit's gradient is final; the memory stays as it is until the unit's next gradient."""
 
     def step(
         self,

@@ -17,7 +17,7 @@ import torch
 
 from gptpar.engine.ranges import Home, Place, Range, device_lengths, extents, merged
 from gptpar.engine.units import Param, Unit
-from gptpar.optim.spans import OffloadedPartition, Span
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.pipeline.stage import BufferInfo, ParameterInfo
 from gptpar.tensor_parts import TensorParts, parts_of_flat
 
@@ -101,13 +101,13 @@ class ParameterTable:
         info = self.params[one.param].info
         return parts_of_flat(info.full_shape, info.shape, info.offsets, one.first, one.first + one.length, values)
 
-    def spans(self, unit: str) -> list[Span]:
+    def spans(self, unit: str) -> list[GroupSpan]:
         """What the optimizer treats alike of this process's shard of a unit, padding between parameters included."""
-        return [Span(*span) for span in merged((a, b, param.group) for a, b, param in self._extents(unit))]
+        return [GroupSpan(*span) for span in merged((a, b, param.group) for a, b, param in self._extents(unit))]
 
-    def device_spans(self) -> list[Span]:
+    def device_spans(self) -> list[GroupSpan]:
         """The same of the device's elements of all units in a row."""
-        return [Span(*span) for span in merged((a, b, param.group) for a, b, param in self._on_device())]
+        return [GroupSpan(*span) for span in merged((a, b, param.group) for a, b, param in self._on_device())]
 
     def counted(self, unit: str) -> list[tuple[int, int]]:
         """(start, stop) in the shard of what this process counts in sums over the model, padding included."""
@@ -157,9 +157,7 @@ class ParameterTable:
             for home, first, last in ((Home.DEVICE, start, min(stop, cut)), (Home.HOST, max(start, cut), stop)):
                 if first < last:
                     at, counted = low + first - param.start, param.name in self._counted
-                    yield Range(
-                        unit.name, param.name, first, last, at, home, param.group, counted, param.info.grad_sums
-                    )
+                    yield Range(unit.name, param.name, first, last, at, home, param.group, counted)
 
     def _extents(self, unit: str) -> Iterator[tuple[int, int, Param]]:
         return extents(self._unit_of[unit], self.place.shard)

@@ -7,6 +7,13 @@ The training loop submits gradients and requests the step. Everything else is th
     IDLE -> FINAL -> SPECULATED -> UPDATING -> IDLE                   it was wrong: computed again from the old state
     IDLE -> PARTIAL -> SPECULATED_PARTIAL
          -> SPECULATED_AND_FINAL -> COMPLETING -> IDLE                a gradient that was submitted before it was final
+    PARTIAL -> PARTIAL_AND_FINAL -> FINAL                             nothing was speculated until it was final
+    FINAL -> REPLACED -> UPDATING                                     a second gradient: it may be replaced again
+    SPECULATED -> STALE -> UPDATING                                   a second gradient, after a speculation
+
+From every state in which the loop may request a step, a skipped one leads to IDLE. What was speculated with a final
+gradient was sent to the device at once. What was speculated with a partial one waits in host memory of its bucket
+(``own_copy``), since the loop still computes with the old parameters, and is sent when it is committed.
 """
 
 from __future__ import annotations
@@ -79,7 +86,7 @@ class ForbiddenEvent(RuntimeError):
         super().__init__(f"'{what}' cannot follow where elements {start} to {stop} of {unit} have '{state}'")
 
 
-def way_to_step(state: BucketState, same_numbers: bool, has_open_ranges: bool) -> What:
+def event_of_step(state: BucketState, same_numbers: bool, has_open_ranges: bool) -> What:
     """The next event of a bucket in a step that is taken: ``COMMITTED``, ``COMPLETION_BEGUN`` or ``UPDATE_BEGUN``.
 
     Args:

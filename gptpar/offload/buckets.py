@@ -16,8 +16,8 @@ from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
 from gptpar.offload.events import What
 from gptpar.offload.index_ranges import outside
 from gptpar.offload.step_request import StepHyperparameters
-from gptpar.offload.transfers import Arrival, Departure, Slot
-from gptpar.optim.spans import OffloadedPartition, Span
+from gptpar.offload.transfers import D2HCopy, H2DCopy, Slot
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
 
 BUCKET_ELEMENTS = 1 << 23
 """Elements of a bucket, at most. After the backward pass the bucket at work delays what the next forward pass waits
@@ -75,17 +75,17 @@ class Bucket:
     unit: str
     start: int
     stop: int
-    spans: tuple[Span, ...]
+    spans: tuple[GroupSpan, ...]
     counted: tuple[tuple[int, int], ...]
     buffers: Buffers
     double_buffer: Buffers | None = None
     parameters: torch.Tensor | None = None
-    own_copy: Departure | None = None
+    own_copy: H2DCopy | None = None
     own_slot: Slot | None = None
     state: BucketState = BucketState.IDLE
     due: bool = False
-    grad: Arrival | None = None
-    newer: Arrival | None = None
+    grad: D2HCopy | None = None
+    newer: D2HCopy | None = None
     partial: PartialRanges | None = None
     speculated_with: StepHyperparameters | None = None
     steps: int = 0
@@ -102,11 +102,11 @@ class Bucket:
             raise ForbiddenEvent(what, self.unit, self.start, self.stop, self.state)
         self.state = following
 
-    def take_partial(self, grad: Arrival, open_ranges: np.ndarray) -> None:
+    def take_partial(self, grad: D2HCopy, open_ranges: np.ndarray) -> None:
         """Work with a gradient that is final but for these ranges."""
         self.grad, self.partial = grad, PartialRanges(open_ranges, outside(open_ranges, self.stop - self.start))
 
-    def take(self, grad: Arrival) -> None:
+    def take(self, grad: D2HCopy) -> None:
         """Work with a gradient, or keep it until the thread is done with the one before."""
         if self.grad is None:
             self.grad = grad

@@ -1,4 +1,4 @@
-"""Builds the host's share of the optimizer as the configuration and the machine allow."""
+"""Makes the CPU optimizer as the configuration and the machine allow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gptpar.errors import GptparError
 from gptpar.host import place_on_machine
 from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.placement import build_host_optimizer, room_beside
+from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.transfers import RING_BYTES
 from gptpar.optim.spans import OffloadedPartition
 from gptpar.reporting.banner import format_bytes
@@ -26,24 +26,24 @@ def make_host_optimizer(
     device: torch.device,
     dtype: torch.dtype,
     wide: torch.dtype,
-    early: Unit | None = None,
+    partial_unit: Unit | None = None,
     *,
     sums: bool = True,
 ) -> HostOptimizer | None:
-    """The host's share, or ``None`` where it has nothing to do.
+    """The CPU optimizer, or ``None`` where it has nothing to do.
 
     Args:
         pieces: in forward order.
         dtype: of the live parameters.
         wide: of master weights and moments.
-        early: the unit whose gradient will be offered early.
+        partial_unit: the unit whose partial gradient will be submitted.
         sums: whether gradients are sums, which travel in the masters' dtype.
 
     Raises:
         GptparError: the host's memory does not suffice; before anything is allocated.
     """
     elements = sum(piece.length for piece in pieces)
-    kept = sum(dtype.itemsize * piece.length for piece in pieces if early and piece.unit == early.name)
+    kept = sum(dtype.itemsize * piece.length for piece in pieces if partial_unit and piece.unit == partial_unit.name)
     if not elements:
         return None
     itemsize = (wide if sums else dtype).itemsize
@@ -66,12 +66,12 @@ def make_host_optimizer(
 def _speculated_elements(
     config: Config, elements: int, wide: torch.dtype, kept: int = 0, transfer_bytes: int = RING_BYTES
 ) -> int:
-    """For how many elements there is room beside; see ``--offload-speculation``."""
+    """For how many elements there is room for double buffers; see ``--offload-speculation``."""
     if config.offload.optimizer_nvme_path is not None:
         _require_disk(Path(config.offload.optimizer_nvme_path), 3 * wide.itemsize * elements * place_on_machine()[1])
         return 0
     ratio = config.offload.cpu_optimizer_ratio
-    return room_beside(
+    return room_for_speculation(
         elements,
         wide,
         config.offload.offload_speculation,

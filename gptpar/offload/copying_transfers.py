@@ -13,7 +13,7 @@ from collections import deque
 import torch
 
 from gptpar.offload.buckets import BUCKET_ELEMENTS
-from gptpar.offload.transfers import OUTGOING, Arrival, Event, GpuTransfers, Passed, SameMemory, Slot
+from gptpar.offload.transfers import OUTGOING, D2HCopy, DeviceEvent, GpuTransfers, Passed, SameMemory, Slot
 from gptpar.pinned import PinnedMemory
 
 ALIGNMENT = 4096
@@ -50,7 +50,7 @@ class GradientCopy:
         num_bytes: of the device's memory.
     """
 
-    def __init__(self, grad: torch.Tensor, values: torch.Tensor, is_made: Event, is_there: Event):
+    def __init__(self, grad: torch.Tensor, values: torch.Tensor, is_made: DeviceEvent, is_there: DeviceEvent):
         self.num_bytes = grad.nbytes
         self._grad: torch.Tensor | None = grad
         self._values, self._is_made, self._is_there = values, is_made, is_there
@@ -117,11 +117,11 @@ class CopyingSameMemory(SameMemory):
     def own_slot(self, num_bytes: int) -> Slot | None:
         return torch.empty(num_bytes, dtype=torch.uint8), Passed()
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
         return self._under_way.add(GradientCopy(grad, values, *self.copy(grad, values)))
 
-    def copy(self, grad: torch.Tensor, values: torch.Tensor) -> tuple[Event, Event]:
+    def copy(self, grad: torch.Tensor, values: torch.Tensor) -> tuple[DeviceEvent, DeviceEvent]:
         """Copy; returns when the gradient was made and when it is there."""
         values.copy_(grad)
         return Passed(), Passed()
@@ -150,7 +150,7 @@ class CopyingGpuTransfers(GpuTransfers):
         self._unused = self._unused[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
         return slot, Passed()
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
         is_made = torch.cuda.current_stream().record_event()
         with torch.cuda.stream(self.inward):  # in order: the bucket's last gradient is there before this one

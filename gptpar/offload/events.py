@@ -25,7 +25,7 @@ class What(StrEnum):
 
     PREPARED = "prepared for partial gradients"
     ARRIVED = "gradient in host memory"
-    LANDED = "kernel done"
+    KERNEL_DONE = "kernel done"
     SENT = "parameters being copied to the device"
 
     WAITED = "waited"
@@ -40,7 +40,7 @@ STEP_DONE = frozenset({What.COMMITTED, What.UPDATED, What.SKIPPED})
 
 
 @dataclass(frozen=True)
-class Event:
+class LogEntry:
     """Something that happened.
 
     Attributes:
@@ -58,17 +58,17 @@ class EventLog:
     """Events in the order in which they were recorded, by any thread."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[LogEntry] = []
 
     def record(self, what: What, unit: str = "", start: int = 0, stop: int = 0) -> None:
         """Add an event. A subclass may delay the thread that calls this."""
-        self.events.append(Event(what, unit, start, stop))
+        self.events.append(LogEntry(what, unit, start, stop))
 
-    def of(self, *what: What, unit: str | None = None) -> list[Event]:
+    def of(self, *what: What, unit: str | None = None) -> list[LogEntry]:
         """The events of some kinds, of all units or of one."""
         return [event for event in list(self.events) if event.what in what and unit in (None, event.unit)]
 
-    def this_step(self, unit: str | None = None) -> Iterator[Event]:
+    def this_step(self, unit: str | None = None) -> Iterator[LogEntry]:
         """What happened to each bucket, of all units or of one, since its last step was done."""
         events = list(self.events)
         done = {(e.unit, e.start): place for place, e in enumerate(events) if e.what in STEP_DONE}

@@ -102,7 +102,7 @@ class HostOptimizer(UpdatingThread):
             bucket.own_slot = self._transfers.own_slot(bucket.parameters.nbytes)
             if bucket.unit == partial_unit and bucket.double_buffer is not None:
                 bucket.own_copy = self._transfers.keeping(bucket.parameters)
-                bucket.own_slot = self._transfers.set_aside()
+                bucket.own_slot = self._transfers.reserve_slot()
                 self.partial_unit = partial_unit
                 self._record(What.PREPARED, bucket)
 

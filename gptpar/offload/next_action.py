@@ -18,7 +18,7 @@ class Action(Enum):
 
     TAKE_STEP = auto()
     SPECULATE = auto()
-    LAND = auto()
+    FINISH_UPDATE = auto()
     """Wait for the kernel, and send what it has computed."""
     WAKE = auto()
     """Wake the kernel's threads: there will be work in a moment."""
@@ -48,7 +48,7 @@ def next_action(
             if bucket.grad is not None and bucket.grad.arrived():
                 return Action.SPECULATE, bucket
     if at_work:
-        return Action.LAND, None
+        return Action.FINISH_UPDATE, None
     if ending:
         return Action.END, None
     return (Action.WAKE if on_its_way else Action.WAIT), None

@@ -24,7 +24,7 @@ from gptpar.tensor_parallel import VocabParallelEmbedding
 from gptpar.topology import Layout
 
 
-def partial_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | None:
+def tied_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | None:
     """The tied embedding's unit, if its partial gradient may be submitted: on a single process, where it is offloaded.
 
     On several processes a gradient is summed over them first, for which it must be final.
@@ -44,7 +44,7 @@ class PartialGradient:
     """Submits the tied embedding's partial gradient, and tells the CPU optimizer in which rows it will change.
 
     Args:
-        unit: see :func:`partial_unit`.
+        unit: see :func:`tied_unit`.
         host: ``None``: nobody is told.
         gradients: of the engine. Every row to which nothing is added later keeps its bits, so that the final gradient
             may be written over memory on its way to the host (but the sign of a zero may differ where several

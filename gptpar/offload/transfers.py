@@ -29,7 +29,7 @@ OUTGOING = 3
 """Slots for new parameters: one being filled, one to be filled next, one on its way."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the device's work."""
 
     def query(self) -> bool:
@@ -48,11 +48,11 @@ class Passed:
     def synchronize(self) -> None: ...
 
 
-Slot = tuple[torch.Tensor, Event]
+Slot = tuple[torch.Tensor, DeviceEvent]
 """Host memory (uint8) that the device can write to, and an event after which it is no longer written to."""
 
 
-class Arrival(Protocol):
+class D2HCopy(Protocol):
     """A gradient on its way to the host."""
 
     def made(self) -> bool:
@@ -85,7 +85,7 @@ class Later(Protocol):
         """It, once it is there."""
 
 
-class Departure(Protocol):
+class H2DCopy(Protocol):
     """New parameters on their way to the device."""
 
     @property
@@ -106,7 +106,7 @@ class Transfers(Protocol):
     def enter_thread(self) -> None:
         """To be called once by the updating thread."""
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
         """Begin to bring a finished gradient to the host, behind what the device was given so far.
 
         Args:
@@ -119,13 +119,13 @@ class Transfers(Protocol):
     def hold_back(self) -> None:
         """Wait while too many submitted gradients keep memory of the device. To be called without a lock."""
 
-    def set_aside(self) -> Slot | None:
+    def reserve_slot(self) -> Slot | None:
         """A slot for gradients that have to come as soon as they are made; ``None``: none is needed, or to spare."""
 
-    def outgoing(self, target: torch.Tensor) -> Departure:
+    def outgoing(self, target: torch.Tensor) -> H2DCopy:
         """A way for the new values of ``target``; at most two may be open, that were not sent."""
 
-    def keeping(self, target: torch.Tensor) -> Departure:
+    def keeping(self, target: torch.Tensor) -> H2DCopy:
         """A way for ``target`` alone, to be used again and again: its memory keeps values until they are sent."""
 
     def later(self, number: torch.Tensor) -> Later:
@@ -140,7 +140,7 @@ class SameMemory:
 
     def enter_thread(self) -> None: ...
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
         return _Here(grad)
 
     def own_slot(self, num_bytes: int) -> Slot | None:
@@ -148,14 +148,14 @@ class SameMemory:
 
     def hold_back(self) -> None: ...
 
-    def set_aside(self) -> Slot | None:
+    def reserve_slot(self) -> Slot | None:
         return None
 
-    def outgoing(self, target: torch.Tensor) -> Departure:
+    def outgoing(self, target: torch.Tensor) -> H2DCopy:
         return _InPlace(target)
 
-    def keeping(self, target: torch.Tensor) -> Departure:
-        return _Beside(torch.empty_like(target), target)
+    def keeping(self, target: torch.Tensor) -> H2DCopy:
+        return _Kept(torch.empty_like(target), target)
 
     def later(self, number: torch.Tensor) -> Later:
         return _Number(number)
@@ -172,7 +172,7 @@ class _InPlace:
 
 
 @dataclass(frozen=True)
-class _Beside:
+class _Kept:
     values: torch.Tensor
     target: torch.Tensor
 
@@ -224,10 +224,10 @@ def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
 
 
 class GpuTransfers:
-    """Pinned rings and streams: gradients come in the order in which they are offered, unless one is asked for.
+    """Pinned rings and streams: gradients come in the order in which they are submitted, unless one is asked for.
 
     Args:
-        num_buckets: pieces that will be offered in a step, and share the ring.
+        num_buckets: buckets whose gradients share the ring.
         bucket_bytes: size of the largest, in the dtype in which gradients or parameters travel.
     """
 
@@ -242,15 +242,15 @@ class GpuTransfers:
         self.free: list[Slot] = [*slots[:incoming]]
         self._out = slots[incoming:]
         self._turn, self._shared = 0, incoming // 2
-        self.inward, self.overtaking, self._aside, self._outward = (torch.cuda.Stream(device) for _ in range(4))
+        self.inward, self.overtaking, self._reserved, self._outward = (torch.cuda.Stream(device) for _ in range(4))
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
         coming = _Coming(self, grad, slot)
         if slot is not None:
-            coming.start(self._aside)
+            coming.start(self._reserved)
         elif len(self.free) > RESERVED:
             coming.start(self.inward)
         return coming
@@ -260,19 +260,19 @@ class GpuTransfers:
 
     def hold_back(self) -> None: ...
 
-    def set_aside(self) -> Slot | None:
+    def reserve_slot(self) -> Slot | None:
         return self.free.pop() if len(self.free) > max(self._shared, RESERVED + 1) else None
 
-    def outgoing(self, target: torch.Tensor) -> Departure:
+    def outgoing(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":  # parameters that live in host memory, too
             return _InPlace(target)
         slot, left = self._out[self._turn]
         self._turn = (self._turn + 1) % len(self._out)
         return _Going(slot[: target.nbytes].view(target.dtype), target, left, self._outward)
 
-    def keeping(self, target: torch.Tensor) -> Departure:
+    def keeping(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":
-            return _Beside(torch.empty_like(target), target)
+            return _Kept(torch.empty_like(target), target)
         self._pinned.append(PinnedMemory(target.nbytes))
         return _Going(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._outward)
 
@@ -280,7 +280,7 @@ class GpuTransfers:
         return _ComingNumber(number.to(self._device), next(self._numbers))
 
     def close(self) -> None:
-        for stream in (self.inward, self.overtaking, self._aside, self._outward):
+        for stream in (self.inward, self.overtaking, self._reserved, self._outward):
             stream.synchronize()
         self.free, self._out = [], []
         for memory in self._pinned:

@@ -24,12 +24,12 @@ from gptpar.offload.local_parameters import (
     tensors_of,
     version_of,
 )
+from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.overlap import Overlap
-from gptpar.offload.placement import build_host_optimizer, room_beside
 from gptpar.offload.saved_state import follow_parameters, gather_state, place_state, problems_of_state
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.spans import OffloadedPartition, Span
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
 
 
 class TwinFlowAdamW(torch.optim.Optimizer):
@@ -125,7 +125,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     def _make_overlap(self, speculation: str, threads: int | None) -> Overlap:
         offloaded = {local.unit: local for local in self._parameters if local.offloaded}
         wide = torch.promote_types(self._parameters[0].flat.dtype, torch.float32)
-        room = room_beside(
+        room = room_for_speculation(
             self.offloaded,
             wide,
             speculation,
@@ -135,7 +135,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         )
         host = build_host_optimizer(
             [
-                OffloadedPartition(p.unit, n := p.offloaded, (Span(0, n, p.group),), ((0, n),))
+                OffloadedPartition(p.unit, n := p.offloaded, (GroupSpan(0, n, p.group),), ((0, n),))
                 for p in offloaded.values()
             ],
             self.skipped.device,

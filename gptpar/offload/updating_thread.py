@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gptpar.offload.bucket_state import HOLDS_SPECULATION, BucketState, way_to_step
+from gptpar.offload.bucket_state import HOLDS_SPECULATION, BucketState, event_of_step
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, speculable
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
-from gptpar.offload.transfers import Arrival, Departure, Transfers
+from gptpar.offload.transfers import D2HCopy, H2DCopy, Transfers
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Done
 
 POLL_SECONDS = 2e-4
@@ -43,9 +43,9 @@ class _AtWork(NamedTuple):
     """
 
     bucket: Bucket
-    copy: Departure
+    copy: H2DCopy
     wait: Callable[[], Done]
-    read: Arrival
+    read: D2HCopy
     ends_with: What | None
     sends: bool
 
@@ -55,7 +55,16 @@ class UpdatingThread:
 
     Both halves share the table of buckets under one lock, ``_changed``. The training loop submits gradients and
     requests steps; after that only the thread moves a bucket's state, and the loop waits until it is ``due`` no more.
-    The memory of a submitted gradient stays as it is until then.
+    The memory of a submitted gradient stays as it is until then. Who writes what:
+
+    ================================  ===============================  ========================================
+    a bucket's state, grad, newer     loop and thread                  under the lock; while due: the thread
+    a bucket's due                    loop sets it, thread clears it   under the lock
+    a bucket's buffers, steps         thread                           while it is due, or speculates
+    a bucket's sent                   thread sets it, loop clears it   the loop waits for "not due" before
+    ``_request``, ``_expected``       loop; thread clears the former   under the lock
+    ``_steps_to_back_off``            thread                           the loop reads it without the lock
+    ================================  ===============================  ========================================
 
     Args:
         buckets: in forward order.
@@ -126,8 +135,8 @@ class UpdatingThread:
         elif action is Action.TAKE_STEP:
             assert request is not None
             self._take_step(request)
-        elif action is Action.LAND:
-            self._land()
+        elif action is Action.FINISH_UPDATE:
+            self._finish_update()
         elif action is Action.WAKE:
             self._adam.wake()
         return action is not Action.END
@@ -162,17 +171,17 @@ class UpdatingThread:
     def _take_step(self, request: StepRequest) -> None:
         hyperparameters = request.clipped(self._clip_grad)
         redone = False
-        self._land()
+        self._finish_update()
         for bucket in self._buckets:
             bucket.use_newer()
-        ways = ((bucket, self._way_to_step(bucket, hyperparameters, request.without)) for bucket in self._buckets)
-        for this, following in pairwise(chain(ways, [None])):
+        events = ((bucket, self._event_of_step(bucket, hyperparameters, request.without)) for bucket in self._buckets)
+        for this, following in pairwise(chain(events, [None])):
             assert this is not None
             _begin_copy_if_needed(*this)
             if following is not None:
                 _begin_copy_if_needed(*following)
             redone |= self._follow(*this, hyperparameters)
-        self._land()
+        self._finish_update()
         if self.log is not None:
             self.log.record(What.STEP_TAKEN)
         self.num_redone += redone
@@ -182,7 +191,7 @@ class UpdatingThread:
                 self._request = None
             self._changed.notify_all()
 
-    def _way_to_step(
+    def _event_of_step(
         self, bucket: Bucket, hyperparameters: StepHyperparameters | None, without: frozenset[str]
     ) -> What:
         if hyperparameters is None or bucket.unit in without:
@@ -190,22 +199,22 @@ class UpdatingThread:
         if bucket.speculated_with is None:
             return What.UPDATE_BEGUN
         has_open_ranges = bucket.partial is not None and len(bucket.partial.open) > 0
-        return way_to_step(bucket.state, bucket.speculated_with == hyperparameters, has_open_ranges)
+        return event_of_step(bucket.state, bucket.speculated_with == hyperparameters, has_open_ranges)
 
-    def _follow(self, bucket: Bucket, way: What, hyperparameters: StepHyperparameters | None) -> bool:
+    def _follow(self, bucket: Bucket, event: What, hyperparameters: StepHyperparameters | None) -> bool:
         """Make the bucket's state that of the step, or begin to; returns whether a speculation was in vain."""
         before = bucket.state
-        if way is What.SKIPPED or way is What.COMMITTED:
-            if way is What.SKIPPED and before in HOLDS_SPECULATION:
+        if event is What.SKIPPED or event is What.COMMITTED:
+            if event is What.SKIPPED and before in HOLDS_SPECULATION:
                 self._send_weights(bucket)
-            elif before is BucketState.SPECULATED_AND_FINAL:
+            elif before is BucketState.SPECULATED_AND_FINAL:  # its parameters have waited in host memory
                 assert bucket.own_copy is not None
                 self._send(bucket, bucket.own_copy)
-            self._end_step(bucket, way)
+            self._end_step(bucket, event)
             return False
         assert hyperparameters is not None
-        self._advance(bucket, way)
-        if way is What.COMPLETION_BEGUN:
+        self._advance(bucket, event)
+        if event is What.COMPLETION_BEGUN:
             assert bucket.partial is not None
             self._begin(bucket, hyperparameters, bucket.double_buffer, What.COMMITTED, only=bucket.partial.open)
             return False
@@ -237,7 +246,7 @@ class UpdatingThread:
         ranges = [(span.start, span.stop, groups[span.group]) for span in bucket.spans]
         new = None if into is None else into.all()
         wait = self._adam.order(*bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
-        self._land()
+        self._finish_update()
         self._at_work = _AtWork(bucket, copy, wait, bucket.grad, ends_with, sends)
 
     def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[AdamStep]:
@@ -247,7 +256,7 @@ class UpdatingThread:
             self._groups = [AdamStep(*group, step, hyperparameters.divisor) for group in hyperparameters.groups]
         return self._groups
 
-    def _land(self) -> None:
+    def _finish_update(self) -> None:
         """Wait for the update at work, if there is one, and send its result."""
         work, self._at_work = self._at_work, None
         if work is None:
@@ -255,7 +264,7 @@ class UpdatingThread:
         done, bucket = work.wait(), work.bucket
         self.latest_updates.append((bucket.unit, done.begin, done.end))
         self.busy_s += done.end - done.begin
-        self._record(What.LANDED, bucket)
+        self._record(What.KERNEL_DONE, bucket)
         if work.sends:
             self._send(bucket, work.copy)
         if work.ends_with is None:
@@ -281,11 +290,11 @@ class UpdatingThread:
         copy.values.copy_(bucket.buffers.weights)
         self._send(bucket, copy)
 
-    def _send(self, bucket: Bucket, copy: Departure) -> None:
+    def _send(self, bucket: Bucket, copy: H2DCopy) -> None:
         bucket.sent = copy.send()
         self._record(What.SENT, bucket)
 
-    def _parameter_copy(self, bucket: Bucket) -> Departure:
+    def _parameter_copy(self, bucket: Bucket) -> H2DCopy:
         if bucket.own_copy is not None:
             return bucket.own_copy
         assert bucket.parameters is not None
@@ -302,7 +311,7 @@ class UpdatingThread:
             self.log.record(what, bucket.unit, bucket.start, bucket.stop)
 
 
-def _begin_copy_if_needed(bucket: Bucket, way: What) -> None:
+def _begin_copy_if_needed(bucket: Bucket, event: What) -> None:
     """Begin the D2H copy of a gradient that the step will read; it may take the last slot of the ring."""
-    if bucket.grad is not None and (way is What.UPDATE_BEGUN or way is What.COMPLETION_BEGUN):
+    if bucket.grad is not None and (event is What.UPDATE_BEGUN or event is What.COMPLETION_BEGUN):
         bucket.grad.begin(urgent=True)

@@ -20,7 +20,7 @@ from gptpar.optim.adam_update import (
     update,
 )
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import ALIGNMENT, DECAYS, Span
+from gptpar.optim.spans import ALIGNMENT, DECAYS, GroupSpan
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -38,7 +38,7 @@ class Piece:
 
     vectors: Vectors
     live: torch.Tensor | None
-    spans: Sequence[Span]
+    spans: Sequence[GroupSpan]
     decays: torch.Tensor | None = None
 
 

@@ -13,7 +13,7 @@ DECAYS, DECAYS_NOT = 0, 1
 
 
 @dataclass(frozen=True)
-class Span:
+class GroupSpan:
     """Elements ``start`` to ``stop`` of a flat vector, which an update treats alike.
 
     Attributes:
@@ -37,7 +37,7 @@ class OffloadedPartition:
 
     unit: str
     length: int
-    spans: tuple[Span, ...]
+    spans: tuple[GroupSpan, ...]
     counted: tuple[tuple[int, int], ...]
 
     def between(self, low: int, high: int) -> OffloadedPartition:
@@ -47,10 +47,10 @@ class OffloadedPartition:
         return OffloadedPartition(self.unit, high - low, spans, counted)
 
 
-def spans_between(spans: Sequence[Span], low: int, high: int) -> tuple[Span, ...]:
+def spans_between(spans: Sequence[GroupSpan], low: int, high: int) -> tuple[GroupSpan, ...]:
     """What of the spans lies between two places, numbered from ``low``."""
     return tuple(
-        Span(max(span.start, low) - low, min(span.stop, high) - low, span.group)
+        GroupSpan(max(span.start, low) - low, min(span.stop, high) - low, span.group)
         for span in spans
         if span.start < high and low < span.stop
     )

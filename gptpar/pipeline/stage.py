@@ -57,12 +57,10 @@ class BufferInfo:
     """What is known of a layer's buffer beside its values.
 
     Attributes:
-        persistent: whether the layer's ``state_dict`` has it.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    persistent: bool
 
 
 class LayerCaller(Protocol):
@@ -188,7 +186,6 @@ class Stage(nn.Module):
         """
         found: dict[str, BufferInfo] = {}
         for name, layer in zip(self._names, self.layers, strict=True):
-            persistent = layer.state_dict(keep_vars=True).keys()
             for prefix, module in layer.named_modules(prefix=name):
                 buffers = dict(module.named_buffers(recurse=False))
                 if any(buffer.is_meta for buffer in buffers.values()) and not hasattr(module, "reset_buffers"):
@@ -199,7 +196,7 @@ class Stage(nn.Module):
                     )
                 for local, buffer in buffers.items():
                     inner = f"{prefix}.{local}".removeprefix(f"{name}.")
-                    found[f"{name}.{inner}"] = BufferInfo(buffer.shape, buffer.dtype, inner in persistent)
+                    found[f"{name}.{inner}"] = BufferInfo(buffer.shape, buffer.dtype)
         return found
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:

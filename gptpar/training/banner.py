@@ -57,11 +57,12 @@ def offload_line(engine: Engine, host: HostOptimizer) -> str:
     """What of the first process's optimizer is where."""
     table = engine.table
     offloaded = f"{table.elements(Home.HOST):,} of {table.elements():,} elements ({table.ratio:.1%})"
-    state, beside = map(format_bytes, host.state_bytes)
+    state, doubled = map(format_bytes, host.state_bytes)
     on_device = table.elements(Home.DEVICE) * engine.optimizer.bytes_an_element
     return (
         f"optimizer: the CPU updates {offloaded}: "
-        f"{state} of masters and moments, {beside} beside for speculation; {host.kernel}; the device the others: "
+        f"{state} of masters and moments, {doubled} of double buffers for speculation; {host.kernel}; "
+        "the device the others: "
         f"{format_bytes(on_device)} of masters, moments and gradients"
     )
 

@@ -20,7 +20,7 @@ from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.tied_embedding import PartialGradient, partial_unit
+from gptpar.offload.tied_embedding import PartialGradient, tied_unit
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.stage import Fields, build_on_meta
 from gptpar.recompute import Keep, recompute_groups
@@ -45,6 +45,9 @@ class GptEngine:
 def make_engine(config: Config, topology: Topology, *, tries_memory: bool = False) -> GptEngine:
     """Apply the parallelisms: tensor (inside the layers), recompute, pipeline, then ZeRO over the data axis.
 
+    The CPU optimizer must know where the parameters lie before the engine gives it gradients. The partial gradient
+    comes last: it hangs itself on the embedding, and submits where the engine cuts a step.
+
     Args:
         config: resolved, with the padded vocabulary filled.
         topology: this process's place.
@@ -54,7 +57,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     tensor, data = tensor_axis(config, topology), data_axis(config, topology)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype)
     table = table_of(pipeline, tensor, data, config.offload.ratio or 0.0)
-    tied = partial_unit(config, topology.layout, table)
+    tied = tied_unit(config, topology.layout, table)
     host = None
     if not tries_memory:
         sums = settings.adds_gradients

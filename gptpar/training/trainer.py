@@ -146,7 +146,7 @@ class Trainer:
         self._graph: StepGraph | None = None
         if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
             engine = self.engine
-            self._graph = StepGraph(self._forward_backward, engine.gatherer.settle, engine.finish, engine.cuts)
+            self._graph = StepGraph(self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.cuts)
         dtype = self.engine.optimizer.master.dtype  # fp16 may be too narrow for the loss scale
         self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss
         self._iteration = 0

@@ -30,8 +30,8 @@ OFFLOAD = [
     Fault(
         "speculated-parameters-stay-after-a-skipped-step",
         THREAD,
-        "if way is What.SKIPPED and before in HOLDS_SPECULATION:\n                self._send_weights(bucket)\n",
-        "if way is What.SKIPPED:\n                pass\n",
+        "if event is What.SKIPPED and before in HOLDS_SPECULATION:\n                self._send_weights(bucket)\n",
+        "if event is What.SKIPPED:\n                pass\n",
         (OVERFLOWS, "tests/unit/test_twin_flow_attached.py::test_a_step_that_is_not_taken_leaves_no_trace"),
     ),
     Fault(

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from gptpar.offload import buckets, copying_transfers, placement
+from gptpar.offload import buckets, copying_transfers, machine
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, CopyingGpuTransfers
 from gptpar.topology import Layout, Topology
 from gptpar.training import auto_gradients
@@ -31,9 +31,9 @@ SLEEP = 1_000_000_000
 def test_no_bit_changes(dtype: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some steps are clipped; a slow CPU leaves the device time to write where it should not."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(placement, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
     monkeypatch.setattr(copying_transfers, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(placement, "CpuAdam", Slow)
+    monkeypatch.setattr(machine, "CpuAdam", Slow)
     words = f"{dtype} --clip-grad 1.75 --cpu-optimizer --cpu-optimizer-ratio {ratio} {ONE} --cuda-graph off"
     words += f" --offload-speculation {speculation} --offload-gradients"
     stay, leave = (run(f"{words} {word}", micro_batches=1) for word in ("off", "on"))
@@ -59,7 +59,7 @@ def test_overflows_are_skipped_alike() -> None:
 
 def test_peak_memory_has_two_gradients_instead_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 blocks of 25 MB; nothing is updated before the norm is known, so that without copies all are there."""
-    monkeypatch.setattr(placement, "CpuAdam", Slow)
+    monkeypatch.setattr(machine, "CpuAdam", Slow)
     words = f"--bf16 --no-compile {ALL} {ONE} --num-layers 16 --hidden-size 1024 --cuda-graph off"
     words += " --offload-speculation off --offload-gradients"
     peaks, units = {}, []

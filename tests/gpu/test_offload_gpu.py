@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.offload import buckets, placement, transfers
+from gptpar.offload import buckets, machine, transfers
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.schedule import make_schedule
@@ -96,7 +96,7 @@ def test_a_step_in_recorded_parts_is_bit_identical(
 ) -> None:
     words = f"--bf16 --clip-grad 1.75 {words} --micro-batch-size {4 // micro_batches}"
     one_by_one = run(f"{words} --cuda-graph off", micro_batches=micro_batches)
-    monkeypatch.setattr(placement, "CpuAdam", Slow)
+    monkeypatch.setattr(machine, "CpuAdam", Slow)
     monkeypatch.setattr(transfers, "RING_BYTES", 1)  # gradients wait on the device
     in_parts = run(f"{words} --cuda-graph on", micro_batches=micro_batches)
     assert in_parts[0] == one_by_one[0]
@@ -125,7 +125,7 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     words = f"--bf16 --clip-grad {clip} {OFFLOAD} {ratio} --micro-batch-size {4 // micro_batches}"
     with monkeypatch.context() as patch:
-        patch.setattr(gpt, "partial_unit", lambda *_: None)
+        patch.setattr(gpt, "tied_unit", lambda *_: None)
         plain = run(f"{words} --offload-speculation off --cuda-graph off", micro_batches=micro_batches)
     offer = HostOptimizer.submit_gradient
 
@@ -135,9 +135,9 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
             torch.cuda._sleep(25_000_000)  # some 15 ms
 
     monkeypatch.setattr(HostOptimizer, "submit_gradient", held_up)
-    monkeypatch.setattr(placement, "CpuAdam", InParts)
+    monkeypatch.setattr(machine, "CpuAdam", InParts)
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)  # cuts rows of 128
-    monkeypatch.setattr(placement, "BUCKET_ELEMENTS", 3333)
+    monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 3333)
     monkeypatch.setattr(transfers, "RING_BYTES", ring_bytes)  # 1: three slots, of which two are not for early ones
     InParts.parts = 0
     early = run(f"{words} --offload-speculation on --cuda-graph {graph}", micro_batches=micro_batches)
@@ -157,7 +157,7 @@ def test_an_early_gradient_comes_before_the_layers(monkeypatch: pytest.MonkeyPat
             order.append((p.numel(), only is None))
             return super().order(p, *args, only=only, **kwargs)
 
-    monkeypatch.setattr(placement, "CpuAdam", Noting)
+    monkeypatch.setattr(machine, "CpuAdam", Noting)
     run(f"--bf16 --clip-grad 1000 {OFFLOAD} 1 --offload-speculation on --cuda-graph off", steps=1)
     assert order[0] == (64 * 128, False)
 

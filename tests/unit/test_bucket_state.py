@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar.offload.bucket_state import HAS_FINAL, TRANSITIONS, BucketState, ForbiddenEvent, way_to_step
+from gptpar.offload.bucket_state import HAS_FINAL, TRANSITIONS, BucketState, ForbiddenEvent, event_of_step
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.next_action import Action, late_partials, next_action, speculable
@@ -100,7 +100,7 @@ def test_how_a_step_goes_on_from_where_a_bucket_is() -> None:
             wanted = W.COMMITTED
         if same and state is S.SPECULATED_AND_FINAL:
             wanted = W.COMPLETION_BEGUN if open_ranges else W.COMMITTED
-        assert way_to_step(state, same, open_ranges) is wanted
+        assert event_of_step(state, same, open_ranges) is wanted
         assert (state, wanted) in TRANSITIONS
 
 
@@ -138,8 +138,8 @@ def test_what_the_thread_does_next() -> None:
 
     assert action([far, near], "step_known on_its_way at_work") == (Action.TAKE_STEP, None)
     assert action([far, near, near], "on_its_way at_work") == (Action.SPECULATE, near)
-    assert action([far, near], "at_work ending") == (Action.LAND, None)
-    assert action([far], "on_its_way at_work") == (Action.LAND, None)
+    assert action([far, near], "at_work ending") == (Action.FINISH_UPDATE, None)
+    assert action([far], "on_its_way at_work") == (Action.FINISH_UPDATE, None)
     assert action([far, near], "ending on_its_way") == (Action.END, None)
     assert action([far], "on_its_way") == (Action.WAKE, None)
     assert action([far], "") == action([], "") == (Action.WAIT, None)

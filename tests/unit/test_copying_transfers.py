@@ -17,7 +17,7 @@ from gptpar.data.loader import MicroBatch
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.units import Unit
 from gptpar.errors import ConfigError, GptparError
-from gptpar.offload import buckets, build, copying_transfers, placement
+from gptpar.offload import buckets, build, copying_transfers, machine
 from gptpar.offload.copying_transfers import (
     MAX_UNITS_WAITING,
     CopiesUnderWay,
@@ -27,10 +27,10 @@ from gptpar.offload.copying_transfers import (
     max_bytes_waiting,
 )
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import OUTGOING, Event
+from gptpar.offload.transfers import OUTGOING, DeviceEvent
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import OffloadedPartition, Span
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.topology import Layout, Topology
 from gptpar.training.auto_gradients import with_gradients
 from gptpar.training.trainer import Trainer
@@ -39,7 +39,8 @@ from tests.helpers import TINY, make_trainer, random_tokens, tiny_config
 ALL = "--cpu-optimizer --cpu-optimizer-ratio 1"
 RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 UNITS = tuple(
-    OffloadedPartition(name, 128, (Span(0, 128, 0),), ((0, 128),)) for name in ("first", "second", "third", "fourth")
+    OffloadedPartition(name, 128, (GroupSpan(0, 128, 0),), ((0, 128),))
+    for name in ("first", "second", "third", "fourth")
 )
 
 
@@ -68,7 +69,7 @@ class SlowCopies(CopyingSameMemory):
         super().__init__(max_bytes)
         self.copies: list[tuple[torch.Tensor, torch.Tensor, Signal]] = []
 
-    def copy(self, grad: torch.Tensor, values: torch.Tensor) -> tuple[Event, Event]:
+    def copy(self, grad: torch.Tensor, values: torch.Tensor) -> tuple[DeviceEvent, DeviceEvent]:
         made, there = Signal(), Signal()
         made.pass_()
         values.fill_(float("nan"))
@@ -383,11 +384,11 @@ def test_the_room_for_speculation_counts_the_gradients(monkeypatch: pytest.Monke
     """12 bytes an element of state, 2 of gradients; what is left is for speculation."""
     elements = 10**8
     transfers = copying_bytes(elements, 2)
-    monkeypatch.setattr(placement, "available_memory", lambda: round((18 * elements + transfers) / 0.9) + 100)
+    monkeypatch.setattr(machine, "available_memory", lambda: round((18 * elements + transfers) / 0.9) + 100)
     config = tiny_config(f"--bf16 {ALL} --offload-gradients on")
     room = build._speculated_elements(config, elements, torch.float32, 0, transfers)
     assert room == pytest.approx(elements / 2, rel=1e-6)
-    monkeypatch.setattr(placement, "available_memory", lambda: 12 * elements + transfers)
+    monkeypatch.setattr(machine, "available_memory", lambda: 12 * elements + transfers)
     with pytest.raises(GptparError, match="0.23 GiB for transfers"):
         build._speculated_elements(config, elements, torch.float32, 0, transfers)
 

@@ -11,14 +11,14 @@ from gptpar.engine import flat_adam
 from gptpar.engine.flat_adam import FlatAdam, State
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import TorchAdam
-from gptpar.optim.spans import DECAYS, DECAYS_NOT, Span
+from gptpar.optim.spans import DECAYS, DECAYS_NOT, GroupSpan
 
 RATES = [Hyperparameters(lr, 0.9, 0.95, 1e-8, 0.1) for lr in (1e-2, 3e-3, 2e-2, 1e-2)]
 ENDS = [0, 256, 256 + 128, 1000, 1100]
 """Of the vectors' stretches: the third ends within a block, so that the fourth begins where no block does."""
 SPANS = [
-    *(Span(0, 100, DECAYS), Span(128, 300, DECAYS_NOT), Span(320, 1000, DECAYS)),
-    *(Span(1000, 1060, DECAYS_NOT), Span(1064, 1100, DECAYS)),
+    *(GroupSpan(0, 100, DECAYS), GroupSpan(128, 300, DECAYS_NOT), GroupSpan(320, 1000, DECAYS)),
+    *(GroupSpan(1000, 1060, DECAYS_NOT), GroupSpan(1064, 1100, DECAYS)),
 ]
 
 

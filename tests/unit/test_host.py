@@ -12,7 +12,7 @@ from gptpar.config.checks.offload import check_offload
 from gptpar.config.graph import graph_obstacles, wants_graph
 from gptpar.offload.buckets import cut_piece
 from gptpar.optim.schedule import make_schedule
-from gptpar.optim.spans import OffloadedPartition, Span
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.topology import Layout, Topology
 from gptpar.training.auto_ratio import any_batches, smallest_ratio, with_ratio
 from gptpar.training.trainer import Trainer
@@ -134,7 +134,9 @@ def test_without_a_gpu_auto_is_nothing() -> None:
 
 
 def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    (bucket,) = cut_piece(OffloadedPartition("unit", 1000, (Span(0, 1000, 1),), ((0, 1000),)), torch.float32, tmp_path)
+    (bucket,) = cut_piece(
+        OffloadedPartition("unit", 1000, (GroupSpan(0, 1000, 1),), ((0, 1000),)), torch.float32, tmp_path
+    )
     assert list(tmp_path.iterdir()) == []
     for buffer in bucket.buffers.all():
         assert buffer.shape == (1000,) and not buffer.any()

@@ -19,7 +19,7 @@ from gptpar.offload.transfers import (
     OUTGOING,
     RESERVED,
     RING_BYTES,
-    Arrival,
+    D2HCopy,
     Later,
     SameMemory,
     Slot,
@@ -28,9 +28,9 @@ from gptpar.offload.transfers import (
 )
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import OffloadedPartition, Span
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
 
-WHOLE = (Span(0, 128, 0),), ((0, 128),)
+WHOLE = (GroupSpan(0, 128, 0),), ((0, 128),)
 RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("second", 128, *WHOLE))
 
@@ -180,7 +180,7 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
         def release(self) -> None: ...
 
     class Way(SlowNorm):
-        def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+        def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
             return Travelling(grad)
 
     class Sleepy(CpuAdam):

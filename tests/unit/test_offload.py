@@ -17,13 +17,13 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
 from gptpar.init import Constant
-from gptpar.offload import build, placement
+from gptpar.offload import build, machine
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.transfers import (
     RING_BYTES,
 )
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import OffloadedPartition, Span, spans_between
+from gptpar.optim.spans import GroupSpan, OffloadedPartition, spans_between
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
@@ -250,11 +250,11 @@ def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tm
 
 
 def test_spans_and_counted_elements_are_numbered_from_where_they_are_cut() -> None:
-    spans = (Span(0, 10, 0), Span(10, 30, 1))
+    spans = (GroupSpan(0, 10, 0), GroupSpan(10, 30, 1))
     whole = OffloadedPartition("unit", 30, spans, ((0, 10),))
-    assert whole.between(5, 12) == OffloadedPartition("unit", 7, (Span(0, 5, 0), Span(5, 7, 1)), ((0, 5),))
-    assert whole.between(10, 30) == OffloadedPartition("unit", 20, (Span(0, 20, 1),), ())
-    assert spans_between(spans, 5, 12) == (Span(0, 5, 0), Span(5, 7, 1))
+    assert whole.between(5, 12) == OffloadedPartition("unit", 7, (GroupSpan(0, 5, 0), GroupSpan(5, 7, 1)), ((0, 5),))
+    assert whole.between(10, 30) == OffloadedPartition("unit", 20, (GroupSpan(0, 20, 1),), ())
+    assert spans_between(spans, 5, 12) == (GroupSpan(0, 5, 0), GroupSpan(5, 7, 1))
     assert spans_between(spans, 30, 40) == ()
 
 
@@ -272,7 +272,7 @@ def test_zeros_and_norms_count_both_shares() -> None:
 def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(placement, "available_memory", lambda: RING_BYTES + (1 << 20))
+    monkeypatch.setattr(machine, "available_memory", lambda: RING_BYTES + (1 << 20))
     config = tiny_config(f"{OFFLOAD} 1")
     with pytest.raises(GptparError, match=r"needs .* of host memory in each of 1 process.*lower --cpu-optimizer-ratio"):
         build._speculated_elements(config, 10**9, torch.float32)
@@ -281,7 +281,7 @@ def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
 def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     elements = 10**8
     free = math.ceil((RING_BYTES + 18 * elements) / 0.9) + 100
-    monkeypatch.setattr(placement, "available_memory", lambda: free)
+    monkeypatch.setattr(machine, "available_memory", lambda: free)
     automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, torch.float32)
     assert automatic == pytest.approx(elements / 2, rel=1e-6)
     assert (

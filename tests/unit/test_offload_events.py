@@ -17,14 +17,14 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import OffloadedPartition, Span
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
 
 UNITS, LENGTH, STEPS = ("embedding", "middle", "last"), 300, 25
 PER_BUCKET = {what for _, what in TRANSITIONS}
 
 
 def make(speculated: int, log: EventLog | None = None) -> tuple[HostOptimizer, dict[str, torch.Tensor]]:
-    spans = (Span(0, 120, 0), Span(120, LENGTH, 1))
+    spans = (GroupSpan(0, 120, 0), GroupSpan(120, LENGTH, 1))
     host = HostOptimizer(
         [OffloadedPartition(unit, LENGTH, spans, ((0, LENGTH),)) for unit in UNITS],
         dtype=torch.float32,
@@ -114,7 +114,7 @@ def test_any_order_gives_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatc
             states[bucket] = TRANSITIONS[states[bucket], event.what]
     assert len(states) == 9 and set(states.values()) == {BucketState.IDLE}
     assert len(log.of(*STEP_DONE)) == 9 * STEPS == 9 * len(log.of(What.STEP_TAKEN))
-    arrived, landed = len(log.of(What.ARRIVED)), len(log.of(What.LANDED))
+    arrived, landed = len(log.of(What.ARRIVED)), len(log.of(What.KERNEL_DONE))
     begun = len(log.of(What.SPECULATION_BEGUN, What.UPDATE_BEGUN, What.COMPLETION_BEGUN))
     assert arrived == landed == begun
     ahead = sum(event.stop - event.start for event in log.of(What.COMMITTED))

@@ -295,7 +295,7 @@ def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pyte
         units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
         total = make_gradients(units, axis, done=done.append)
         total.shard.fill_(7.0)  # of an earlier step
-        total.watch(parameters)
+        total.collector.watch(parameters)
         total.begin(2)
         total.begin_backward(0, last=False)
         (2 * parameters["b"] + parameters["b"]).sum().backward()  # used twice, in an earlier micro-batch
@@ -327,7 +327,7 @@ def test_gradients_travel_in_the_reductions_dtype(monkeypatch: pytest.MonkeyPatc
     unit = Unit.of("unit", infos({"a": (8, 8)}), 1)
     total = make_gradients([unit], axis, reduce_dtype=torch.bfloat16)
     parameter = torch.nn.Parameter(torch.ones(8, 8))
-    total.watch({"a": parameter})
+    total.collector.watch({"a": parameter})
     total.begin(2)
     for micro_batch, factor in enumerate((1.0, 2.0**-9)):
         total.begin_backward(0, last=micro_batch == 1)
@@ -347,7 +347,7 @@ def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.Monke
     subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad))
     total = make_gradients([unit], DataAxis(1, 0, None), ratio=1.0, ahead=True, subscriber=subscriber)
     parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in unit.params.items()}
-    total.watch(parameters)
+    total.collector.watch(parameters)
     monkeypatch.setattr(gradient_memory.torch, "empty", lambda n, **k: torch.full((n,), math.nan, **k))
     total.begin(1)
     total.begin_backward(0, last=True)

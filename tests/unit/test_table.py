@@ -187,7 +187,9 @@ def test_all_tensor_ranks_send_equal_messages_and_cut_alike(model: str, tensor: 
                 for unit in table.on_device:
                     messages = table.messages(unit, TENSOR)
                     assert messages == tables[0].messages(unit, TENSOR)
-                    summed = {r.param for r in table.ranges(unit=unit) if TENSOR in r.sums}
+                    summed = {
+                        r.param for r in table.ranges(unit=unit) if TENSOR in table.params[r.param].info.grad_sums
+                    }
                     within = {
                         r.param for r in table.ranges(unit=unit) for start, stop in messages if r.between(start, stop)
                     }

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.data.loader import MicroBatch
-from gptpar.offload import buckets, build, placement, updating_thread
+from gptpar.offload import buckets, build, machine, updating_thread
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import Arrival, SameMemory, Slot
+from gptpar.offload.transfers import D2HCopy, SameMemory, Slot
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import OffloadedPartition, Span
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.training import gpt
 from gptpar.training.trainer import Trainer
@@ -98,10 +98,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
     ) -> Seen:
         with monkeypatch.context() as patch, logged():
             seen = Counting.seen = Seen()
-            patch.setattr(placement, "CpuAdam", Counting)
+            patch.setattr(machine, "CpuAdam", Counting)
             patch.setattr(updating_thread, "BACK_OFF_STEPS", 0)  # it tries again in the step after one that is clipped
             if not early:
-                patch.setattr(gpt, "partial_unit", lambda *_: None)
+                patch.setattr(gpt, "tied_unit", lambda *_: None)
             elif is_patient:
                 patch.setattr(HostOptimizer, "submit_gradient", patient)
             trainer = make_trainer(tiny_config(f"--micro-batch-size {4 // count} {words}"))
@@ -322,7 +322,7 @@ class FarBehind(SlowNorm):
         super().__init__()
         self.made: list[threading.Event] = []
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> Arrival:
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
         self.made.append(threading.Event())
         return Made(grad.clone(), self.made[-1])
 
@@ -333,8 +333,8 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
         [
-            OffloadedPartition("embedding", 256, (Span(0, 256, 0),), ((0, 256),)),
-            OffloadedPartition("layer", 128, (Span(0, 128, 0),), ((0, 128),)),
+            OffloadedPartition("embedding", 256, (GroupSpan(0, 256, 0),), ((0, 256),)),
+            OffloadedPartition("layer", 128, (GroupSpan(0, 128, 0),), ((0, 128),)),
         ],
         dtype=torch.float32,
         clip_grad=1000.0,
@@ -374,7 +374,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     seen, log = Seen(), EventLog()
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
-        [OffloadedPartition("embedding", 128, (Span(0, 128, 0),), ((0, 128),))],
+        [OffloadedPartition("embedding", 128, (GroupSpan(0, 128, 0),), ((0, 128),))],
         dtype=torch.float32,
         clip_grad=1.0,
         adam=Counting(1),

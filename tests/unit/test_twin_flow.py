@@ -12,7 +12,7 @@ from torch import nn
 
 from gptpar import TwinFlowAdamW
 from gptpar.errors import GptparError
-from gptpar.offload import placement
+from gptpar.offload import machine
 from gptpar.offload.local_parameters import LocalParameter
 
 RATIOS = [0.0, 0.3, 0.731, 1.0]
@@ -251,7 +251,7 @@ def test_a_schedule_may_move_the_betas_too(closing: Any) -> None:
 
 
 def test_memory_that_does_not_suffice_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "available_memory", lambda: placement.RING_BYTES)
+    monkeypatch.setattr(machine, "available_memory", lambda: machine.RING_BYTES)
     with pytest.raises(GptparError, match=r"TwinFlowAdamW needs .* of host memory.*lower offload_ratio"):
         TwinFlowAdamW(Model().parameters())
 

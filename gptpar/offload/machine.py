@@ -1,4 +1,4 @@
-"""How the host's share of an optimizer fits the machine: its way to the device, and how much of it is speculated."""
+"""How the CPU optimizer fits the machine: its cores, its copies to the device, and its double buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_host_optimizer(
     speculated_elements: int = 0,
     gradients_leave_at_once: bool = False,
 ) -> HostOptimizer:
-    """The host's share on this process's cores, with a way to the device.
+    """The CPU optimizer on this process's cores, with copies to and from the device.
 
     Args:
         pieces: in forward order, at least one.
@@ -67,7 +67,7 @@ def _make_transfers(lengths: list[int], device: torch.device, itemsize: int, at_
     return GpuTransfers(device, buckets, min(BUCKET_ELEMENTS, max(lengths)) * itemsize)
 
 
-def room_beside(
+def room_for_speculation(
     elements: int,
     wide: torch.dtype,
     wish: str,

@@ -77,10 +77,10 @@ def test_buffers_get_memory_and_values_from_the_engine() -> None:
     pipeline = PipelineModule(layers, num_stages=1, build=build_on_meta)
     engine = make_engine(pipeline)
     assert engine.table.buffers == {
-        "first.frequencies": BufferInfo(torch.Size([4]), torch.float64, False),
-        "first.calls": BufferInfo(torch.Size([]), torch.int64, True),
-        "second.inner.frequencies": BufferInfo(torch.Size([4]), torch.float64, False),
-        "second.inner.calls": BufferInfo(torch.Size([]), torch.int64, True),
+        "first.frequencies": BufferInfo(torch.Size([4]), torch.float64),
+        "first.calls": BufferInfo(torch.Size([]), torch.int64),
+        "second.inner.frequencies": BufferInfo(torch.Size([4]), torch.float64),
+        "second.inner.calls": BufferInfo(torch.Size([]), torch.int64),
     }
     for parts in engine.optimizer.parts("weights").values():
         parts.fill(torch.full((4,), 2.0))
@@ -117,6 +117,6 @@ def test_a_pipeline_that_builds_its_layers_itself_asks_nothing_of_them() -> None
     pipeline = PipelineModule([LayerSpec(Forgetful, name="only")], num_stages=1)
     (stage,) = pipeline.chunks
     assert isinstance(stage, Stage) and stage.buffer_infos() == {
-        "only.table": BufferInfo(torch.Size([3]), torch.float32, True)
+        "only.table": BufferInfo(torch.Size([3]), torch.float32)
     }
     assert torch.equal(stage.layers[0].table, torch.ones(3))

@@ -58,7 +58,6 @@ class GradientRouter:
 
     def begin(self) -> None:
         """A step begins."""
-        self._norm.begin()
         self._zeros.zero_()
 
     def route(self, unit: Unit, shard: torch.Tensor) -> None:

@@ -20,12 +20,8 @@ class GradientNorm:
         self._counted = counted
         self._norms: dict[str, list[torch.Tensor]] = {}
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._norms.clear()
-
     def measure(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Take the norms of some units' shards, whose gradients are complete."""
+        """Take the norms of some units' shards, whose gradients are final; in each step of all units."""
         ranges = [(unit, start, stop) for unit in shards for start, stop in self._counted[unit]]
         norms = norms_of([shards[unit][start:stop] for unit, start, stop in ranges])
         self._norms |= {unit: [] for unit in shards}

@@ -78,8 +78,8 @@ class Bucket:
     spans: tuple[GroupSpan, ...]
     counted: tuple[tuple[int, int], ...]
     buffers: Buffers
+    parameters: torch.Tensor
     double_buffer: Buffers | None = None
-    parameters: torch.Tensor | None = None
     own_copy: H2DCopy | None = None
     own_slot: Slot | None = None
     state: BucketState = BucketState.IDLE
@@ -129,7 +129,9 @@ class Bucket:
         self.grad = self.partial = self.speculated_with = None
 
 
-def cut_piece(piece: OffloadedPartition, dtype: torch.dtype, folder: Path | None) -> Iterator[Bucket]:
+def cut_piece(
+    piece: OffloadedPartition, parameters: torch.Tensor, dtype: torch.dtype, folder: Path | None
+) -> Iterator[Bucket]:
     """A piece's buckets, with state that is zero; with a folder, in files there.
 
     Equal ones: a small one would cost as much time at its begin and end as a large one.
@@ -139,7 +141,7 @@ def cut_piece(piece: OffloadedPartition, dtype: torch.dtype, folder: Path | None
         stop = min(start + size, piece.length)
         part = piece.between(start, stop)
         state = new_buffers(stop - start, dtype, folder)
-        yield Bucket(piece.unit, start, stop, part.spans, part.counted, state)
+        yield Bucket(piece.unit, start, stop, part.spans, part.counted, state, parameters[start:stop])
 
 
 def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:

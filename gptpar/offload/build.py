@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from gptpar.reporting.banner import format_bytes
 def make_host_optimizer(
     config: Config,
     pieces: Sequence[OffloadedPartition],
+    parameters: Mapping[str, torch.Tensor],
     device: torch.device,
     dtype: torch.dtype,
     wide: torch.dtype,
@@ -34,13 +35,14 @@ def make_host_optimizer(
 
     Args:
         pieces: in forward order.
-        dtype: of the live parameters.
+        parameters: unit -> the model's parameters on the device, as long as the unit's piece.
+        dtype: of the model's parameters.
         wide: of master weights and moments.
         partial_unit: the unit whose partial gradient will be submitted.
         sums: whether gradients are sums, which travel in the masters' dtype.
 
     Raises:
-        GptparError: the host's memory does not suffice; before anything is allocated.
+        GptparError: the host's memory does not suffice; before the state is allocated.
     """
     elements = sum(piece.length for piece in pieces)
     kept = sum(dtype.itemsize * piece.length for piece in pieces if partial_unit and piece.unit == partial_unit.name)
@@ -50,6 +52,7 @@ def make_host_optimizer(
     at_once = config.offload.gradients_leave_at_once
     return build_host_optimizer(
         pieces,
+        parameters,
         device,
         itemsize,
         wide,
@@ -59,6 +62,7 @@ def make_host_optimizer(
         speculated_elements=_speculated_elements(
             config, elements, wide, kept, copying_bytes(elements, itemsize) if at_once else RING_BYTES
         ),
+        partial_unit=None if partial_unit is None else partial_unit.name,
         gradients_leave_at_once=at_once,
     )
 

@@ -47,6 +47,7 @@ class HostOptimizer(UpdatingThread):
 
     Args:
         pieces: each unit's offloaded range, in forward order.
+        parameters: unit -> the model's parameters on the device, as long as the unit's offloaded range.
         dtype: of master weights and moments.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         adam: the kernel.
@@ -54,17 +55,20 @@ class HostOptimizer(UpdatingThread):
         folder: on a disk where the state is to be kept.
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
         speculated_elements: see :meth:`add_double_buffers`.
+        partial_unit: the unit for which partial gradients may be submitted. They are of use for its buckets that have
+            a double buffer.
         log: is told what happens to each bucket.
 
     Attributes:
         waited_s: time that :meth:`wait` has cost since the start.
         num_elements: that one step updates.
-        partial_unit: the unit whose partial gradients are of use; see :meth:`attach`.
+        partial_unit: the unit whose partial gradients are of use, if any are.
     """
 
     def __init__(
         self,
         pieces: Sequence[OffloadedPartition],
+        parameters: Mapping[str, torch.Tensor],
         *,
         dtype: torch.dtype,
         clip_grad: float,
@@ -73,37 +77,31 @@ class HostOptimizer(UpdatingThread):
         folder: Path | None = None,
         cores: Sequence[int] | None = None,
         speculated_elements: int = 0,
+        partial_unit: str | None = None,
         log: EventLog | None = None,
     ):
-        buckets = [bucket for piece in pieces for bucket in cut_piece(piece, dtype, folder)]
+        buckets = [b for piece in pieces for b in cut_piece(piece, parameters[piece.unit], dtype, folder)]
         super().__init__(buckets, adam=adam, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
         self._of_unit: dict[str, list[Bucket]] = {piece.unit: [] for piece in pieces}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
+            bucket.own_slot = transfers.own_slot(bucket.parameters.nbytes)
         self.waited_s, self.num_elements = 0.0, sum(piece.length for piece in pieces)
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
         self.add_double_buffers(speculated_elements)
+        if partial_unit is not None:
+            self._prepare_partial(partial_unit)
         SWITCH_INTERVAL.shorten(SWITCH_SECONDS)
         self._thread.start()
 
-    # Before the first step.
-
-    def attach(self, parameters: Mapping[str, torch.Tensor], partial_unit: str | None = None) -> None:
-        """Say where the parameters live, before the first gradient.
-
-        Args:
-            parameters: unit -> their memory on the device, as long as the unit's offloaded range.
-            partial_unit: the unit for which partial gradients may be submitted. They are of use for its buckets that
-                have a double buffer.
-        """
-        for bucket in self._buckets:
-            bucket.parameters = parameters[bucket.unit][bucket.start : bucket.stop]
-            bucket.own_slot = self._transfers.own_slot(bucket.parameters.nbytes)
-            if bucket.unit == partial_unit and bucket.double_buffer is not None:
+    def _prepare_partial(self, unit: str) -> None:
+        """Give the unit's buckets that have a double buffer what partial gradients need."""
+        for bucket in self._of_unit[unit]:
+            if bucket.double_buffer is not None:
                 bucket.own_copy = self._transfers.keeping(bucket.parameters)
                 bucket.own_slot = self._transfers.reserve_slot()
-                self.partial_unit = partial_unit
+                self.partial_unit = unit
                 self._record(What.PREPARED, bucket)
 
     def add_double_buffers(self, elements: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ KEPT_FREE = 0.1
 
 def build_host_optimizer(
     pieces: Sequence[OffloadedPartition],
+    parameters: Mapping[str, torch.Tensor],
     device: torch.device,
     itemsize: int,
     wide: torch.dtype,
@@ -30,12 +31,14 @@ def build_host_optimizer(
     folder: Path | None = None,
     threads: int | None = None,
     speculated_elements: int = 0,
+    partial_unit: str | None = None,
     gradients_leave_at_once: bool = False,
 ) -> HostOptimizer:
     """The CPU optimizer on this process's cores, with copies to and from the device.
 
     Args:
         pieces: in forward order, at least one.
+        parameters, partial_unit: see :class:`HostOptimizer`.
         itemsize: bytes of an element that travels.
         wide: of master weights and moments.
         folder: on a disk that the state is to be kept on.
@@ -46,6 +49,7 @@ def build_host_optimizer(
     cores = share_of_cores(place, count)
     return HostOptimizer(
         pieces,
+        parameters,
         dtype=wide,
         clip_grad=clip_grad,
         adam=CpuAdam(threads or default_threads(cores)),
@@ -53,6 +57,7 @@ def build_host_optimizer(
         folder=folder,
         cores=cores if count > 1 else None,
         speculated_elements=speculated_elements,
+        partial_unit=partial_unit,
     )
 
 

@@ -138,13 +138,13 @@ class TwinFlowAdamW(torch.optim.Optimizer):
                 OffloadedPartition(p.unit, n := p.offloaded, (GroupSpan(0, n, p.group),), ((0, n),))
                 for p in offloaded.values()
             ],
+            {unit: local.flat[local.on_device :] for unit, local in offloaded.items()},
             self.skipped.device,
             max(local.flat.dtype.itemsize for local in offloaded.values()),
             wide,
             clip_grad=self._max_norm,
             threads=threads,
         )
-        host.attach({unit: local.flat[local.on_device :] for unit, local in offloaded.items()})
         return Overlap(host, offloaded, room)
 
     # A step.

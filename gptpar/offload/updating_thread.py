@@ -297,7 +297,6 @@ class UpdatingThread:
     def _parameter_copy(self, bucket: Bucket) -> H2DCopy:
         if bucket.own_copy is not None:
             return bucket.own_copy
-        assert bucket.parameters is not None
         return self._transfers.outgoing(bucket.parameters)
 
     def _advance(self, bucket: Bucket, what: What) -> None:

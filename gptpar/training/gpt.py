@@ -45,8 +45,7 @@ class GptEngine:
 def make_engine(config: Config, topology: Topology, *, tries_memory: bool = False) -> GptEngine:
     """Apply the parallelisms: tensor (inside the layers), recompute, pipeline, then ZeRO over the data axis.
 
-    The CPU optimizer must know where the parameters lie before the engine gives it gradients. The partial gradient
-    comes last: it hangs itself on the embedding, and submits where the engine cuts a step.
+    The partial gradient comes last: it hangs itself on the embedding, and submits where the engine cuts a step.
 
     Args:
         config: resolved, with the padded vocabulary filled.
@@ -58,15 +57,13 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     pipeline = make_pipeline(config, topology, tensor, settings.dtype)
     table = table_of(pipeline, tensor, data, config.offload.ratio or 0.0)
     tied = tied_unit(config, topology.layout, table)
-    host = None
-    if not tries_memory:
-        sums = settings.adds_gradients
-        host = make_host_optimizer(config, table.offloaded(), device, settings.dtype, settings.wide, tied, sums=sums)
     on_host = config.offload.cpu_parameters
     parameters = ParameterMemory(table.units, data, settings.dtype, device, on_host=on_host)
-    if host is not None:
+    host = None
+    if not tries_memory:
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
-        host.attach(offloaded, None if tied is None else tied.name)
+        dtypes, sums = (settings.dtype, settings.wide), settings.adds_gradients
+        host = make_host_optimizer(config, table.offloaded(), offloaded, device, *dtypes, tied, sums=sums)
     engine = Engine(pipeline, table, parameters, tensor, data, settings, config.optimizer, device, host)
     return GptEngine(engine, host, PartialGradient.of(tied, host, engine))
 

@@ -60,7 +60,8 @@ PATHS = [
 
 
 def make_bucket(state: BucketState, **rest: Any) -> Bucket:
-    return Bucket("embedding", 8, 16, (), (), Buffers(*(torch.zeros(8) for _ in range(3))), state=state, **rest)
+    buffers = Buffers(*(torch.zeros(8) for _ in range(3)))
+    return Bucket("embedding", 8, 16, (), (), buffers, torch.zeros(8), state=state, **rest)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -148,7 +149,6 @@ def test_what_the_thread_does_next() -> None:
 def test_the_loop_is_refused_what_a_bucket_does_not_allow() -> None:
     transfers = SlowNorm()
     share = make_share(CpuAdam(1), transfers=transfers)
-    share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
     share.submit_gradient("second", torch.ones(128))
     with pytest.raises(
         ForbiddenEvent, match="'step requested' cannot follow where elements 0 to 128 of first have 'no"
@@ -167,8 +167,15 @@ def test_the_loop_is_refused_what_a_bucket_does_not_allow() -> None:
 def test_a_final_gradient_that_is_replaced_closes_no_ranges(speculated: bool) -> None:
     """The open ranges were those of the partial gradient before the first final one."""
     log, transfers, live = EventLog(), SlowNorm(), torch.zeros(128)
-    share = make_share(CpuAdam(1), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers, log=log)
-    share.attach({"first": live}, "first")
+    share = make_share(
+        CpuAdam(1),
+        speculated=128,
+        pieces=TWO_PIECES[:1],
+        transfers=transfers,
+        log=log,
+        parameters={"first": live},
+        partial_unit="first",
+    )
     if speculated:
         share.expect_step(RATES, 1.0)
     share.expect_open_ranges("first", np.array([[0, 8]]))
@@ -209,8 +216,7 @@ def test_a_gradient_that_replaces_a_replacing_one_releases_its_memory() -> None:
 def test_waiting_again_costs_nothing_and_changes_nothing() -> None:
     """Also by several threads at once, as a forward pass and its prefetch do it."""
     log, live = EventLog(), {"first": torch.zeros(128), "second": torch.zeros(128)}
-    share = make_share(CpuAdam(1), log=log)
-    share.attach(live)
+    share = make_share(CpuAdam(1), log=log, parameters=live)
     for unit in live:
         share.submit_gradient(unit, torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
@@ -231,7 +237,6 @@ def test_waiting_again_costs_nothing_and_changes_nothing() -> None:
 def test_after_a_wrong_speculation_it_backs_off_for_ten_steps() -> None:
     log = EventLog()
     share = make_share(CpuAdam(1), speculated=128, pieces=TWO_PIECES[:1], log=log)
-    share.attach({"first": torch.zeros(128)})
     speculated = []
     for step in range(13):
         share.expect_step(RATES, 1.0)

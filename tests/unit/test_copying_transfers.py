@@ -91,13 +91,13 @@ def make_share(
 ) -> HostOptimizer:
     share = HostOptimizer(
         UNITS,
+        parameters or {piece.unit: torch.zeros(128) for piece in UNITS},
         dtype=torch.float32,
         clip_grad=1.0,
         adam=adam or CpuAdam(1),
         transfers=transfers,
         speculated_elements=speculated,
     )
-    share.attach(parameters or {piece.unit: torch.zeros(128) for piece in UNITS})
     return share
 
 

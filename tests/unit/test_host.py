@@ -134,9 +134,8 @@ def test_without_a_gpu_auto_is_nothing() -> None:
 
 
 def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    (bucket,) = cut_piece(
-        OffloadedPartition("unit", 1000, (GroupSpan(0, 1000, 1),), ((0, 1000),)), torch.float32, tmp_path
-    )
+    partition = OffloadedPartition("unit", 1000, (GroupSpan(0, 1000, 1),), ((0, 1000),))
+    (bucket,) = cut_piece(partition, torch.zeros(1000), torch.float32, tmp_path)
     assert list(tmp_path.iterdir()) == []
     for buffer in bucket.buffers.all():
         assert buffer.shape == (1000,) and not buffer.any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,16 +40,20 @@ def make_share(
     *,
     speculated: int = 0,
     pieces: Sequence[OffloadedPartition] = TWO_PIECES,
+    parameters: Mapping[str, torch.Tensor] | None = None,
+    partial_unit: str | None = None,
     transfers: Transfers | None = None,
     log: EventLog | None = None,
 ) -> HostOptimizer:
     return HostOptimizer(
         pieces,
+        parameters or {piece.unit: torch.zeros(piece.length) for piece in pieces},
         dtype=torch.float32,
         clip_grad=1.0,
         adam=adam,
         transfers=transfers or SameMemory(),
         speculated_elements=speculated,
+        partial_unit=partial_unit,
         log=log,
     )
 
@@ -82,9 +86,8 @@ class Watched(CpuAdam):
 
 def test_a_layer_waits_for_its_own_bucket_only() -> None:
     adam = Watched()
-    share = make_share(adam)
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
-    share.attach(live)
+    share = make_share(adam, parameters=live)
     share.submit_gradient("second", torch.ones(128))
     share.submit_gradient("first", torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
@@ -99,9 +102,8 @@ def test_a_layer_waits_for_its_own_bucket_only() -> None:
 def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
     adam = Watched()
     adam.leave.clear()
-    share = make_share(adam, speculated=256)
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
-    share.attach(live)
+    share = make_share(adam, speculated=256, parameters=live)
     share.expect_step(RATES, 1.0)
     share.submit_gradient("second", torch.ones(128))
     assert adam.begun.wait(10)  # nothing shallower is there
@@ -138,9 +140,8 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
     """The training loop has announced the step long before that."""
     adam, transfers = Watched(), SlowNorm()
     adam.leave.clear()
-    share = make_share(adam, speculated=256, transfers=transfers)
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
-    share.attach(live)
+    share = make_share(adam, speculated=256, transfers=transfers, parameters=live)
     share.expect_step(RATES, 1.0)
     share.submit_gradient("second", torch.ones(128))
     share.submit_gradient("first", torch.ones(128))
@@ -189,8 +190,9 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
             super().wake()
 
     transfers, live = Way(), torch.zeros(128)
-    share = make_share(Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers)
-    share.attach({"first": live})
+    share = make_share(
+        Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers, parameters={"first": live}
+    )
     share.expect_step(RATES, 1.0)
     share.submit_gradient("first", torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
@@ -206,9 +208,14 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
 
 def test_room_for_some_is_given_to_the_deepest() -> None:
     log, transfers = EventLog(), SlowNorm()
-    share = make_share(CpuAdam(1), speculated=200, transfers=transfers, log=log)
+    share = make_share(
+        CpuAdam(1),
+        speculated=200,
+        transfers=transfers,
+        log=log,
+        parameters={"first": torch.zeros(128), "second": torch.zeros(128)},
+    )
     assert share.state_bytes == (2 * 128 * 12, 128 * 12)
-    share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
     share.expect_step(RATES, 1.0)
     for unit in ("second", "first"):
         share.submit_gradient(unit, torch.ones(128))
@@ -227,7 +234,6 @@ def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
             raise ZeroDivisionError("out of order")
 
     share = make_share(Broken(1))
-    share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
     for unit in ("first", "second"):
         share.submit_gradient(unit, torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
@@ -248,7 +254,6 @@ def test_a_step_that_is_announced_while_the_last_one_ends_is_taken() -> None:
 
     log = HoldsUp()
     share = make_share(CpuAdam(1), log=log)
-    share.attach({"first": torch.zeros(128), "second": torch.zeros(128)})
     for step in range(2):
         for unit in ("second", "first"):
             share.submit_gradient(unit, torch.ones(128))
@@ -290,7 +295,7 @@ class Gradient:
 
 def make_buckets(count: int) -> list[Bucket]:
     pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(count)]
-    return [bucket for piece in pieces for bucket in cut_piece(piece, torch.float32, None)]
+    return [bucket for piece in pieces for bucket in cut_piece(piece, torch.zeros(128), torch.float32, None)]
 
 
 def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -> None:

@@ -133,9 +133,12 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     total = sum(unit.length for unit in made)
     table = ParameterTable(made, ratio=ratio)
     pieces = table.offloaded()
+    live = {unit.name: torch.zeros(unit.length, dtype=torch.bfloat16) for unit in made}
     log, share = EventLog(), None
     if pieces:
-        share = make_share(CpuAdam(2), pieces=pieces, speculated=total if speculate else 0, log=log)
+        offloaded = {piece.unit: live[piece.unit][table.on_device[piece.unit] :] for piece in pieces}
+        count = total if speculate else 0
+        share = make_share(CpuAdam(2), pieces=pieces, parameters=offloaded, speculated=count, log=log)
     grad = torch.zeros(table.length(Home.DEVICE))
     infos = {name: param.info for name, param in table.params.items()}
     config = tiny_config("--clip-grad 1.0").optimizer
@@ -143,9 +146,6 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     start = {name: torch.randn(info.shape, generator=generator) for name, info in infos.items()}
     for name, parts in optimizer.parts("weights").items():
         parts.fill(start[name])
-    live = {unit.name: torch.zeros(unit.length, dtype=torch.bfloat16) for unit in made}
-    if share is not None:
-        share.attach({piece.unit: live[piece.unit][table.on_device[piece.unit] :] for piece in pieces})
     reference = {name: torch.nn.Parameter(values.clone()) for name, values in start.items()}
     plain = torch.optim.AdamW(
         [

@@ -25,17 +25,18 @@ PER_BUCKET = {what for _, what in TRANSITIONS}
 
 def make(speculated: int, log: EventLog | None = None) -> tuple[HostOptimizer, dict[str, torch.Tensor]]:
     spans = (GroupSpan(0, 120, 0), GroupSpan(120, LENGTH, 1))
+    live = {unit: torch.zeros(LENGTH, dtype=torch.bfloat16) for unit in UNITS}
     host = HostOptimizer(
         [OffloadedPartition(unit, LENGTH, spans, ((0, LENGTH),)) for unit in UNITS],
+        live,
         dtype=torch.float32,
         clip_grad=1.0,
         adam=CpuAdam(1),
         transfers=SameMemory(),
         speculated_elements=speculated,
+        partial_unit="embedding",
         log=log,
     )
-    live = {unit: torch.zeros(LENGTH, dtype=torch.bfloat16) for unit in UNITS}
-    host.attach(live, "embedding")
     return host, live
 
 

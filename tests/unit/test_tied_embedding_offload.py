@@ -331,19 +331,20 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     """The early gradient is worked with although the complete one was offered: that is far from being computed."""
     seen, transfers = Seen(), FarBehind()
     monkeypatch.setattr(Counting, "seen", seen)
+    live = {"embedding": torch.zeros(256), "layer": torch.zeros(128)}
     share = HostOptimizer(
         [
             OffloadedPartition("embedding", 256, (GroupSpan(0, 256, 0),), ((0, 256),)),
             OffloadedPartition("layer", 128, (GroupSpan(0, 128, 0),), ((0, 128),)),
         ],
+        live,
         dtype=torch.float32,
         clip_grad=1000.0,
         adam=Counting(1),
         transfers=transfers,
         speculated_elements=384,
+        partial_unit="embedding",
     )
-    live = {"embedding": torch.zeros(256), "layer": torch.zeros(128)}
-    share.attach(live, "embedding")
     assert share.partial_unit == "embedding"
     final = torch.ones(256)
     final[32:64] = -1.0
@@ -375,14 +376,15 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
         [OffloadedPartition("embedding", 128, (GroupSpan(0, 128, 0),), ((0, 128),))],
+        {"embedding": torch.zeros(128)},
         dtype=torch.float32,
         clip_grad=1.0,
         adam=Counting(1),
         transfers=SameMemory(),
         speculated_elements=128,
+        partial_unit="embedding",
         log=log,
     )
-    share.attach({"embedding": torch.zeros(128)}, "embedding")
     for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
         share.expect_step((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
         if told:

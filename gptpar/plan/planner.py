@@ -182,14 +182,21 @@ class Planner:
         return replace(plan, job=replace(plan.job, config=choice.applied_to(plan.job.config)), gradients=choice)
 
     def _with_least_ratio(self, plan: Plan) -> Plan:
-        """The smallest host share with which it fits the GPU, as ``--cpu-optimizer-ratio auto`` finds it; or 1."""
+        """The smallest host share with which it fits the GPU, as ``--cpu-optimizer-ratio auto`` finds it; or 1.
+
+        From the first step on, the need falls with the share. Nothing on the host is a case of its own: masters that
+        are the parameters themselves need less than those beside them.
+        """
 
         def at(percent: int) -> Plan:
             config = plan.job.config.update("offload", cpu_optimizer_ratio=f"{percent / 100:g}")
             return replace(plan, job=replace(plan.job, config=config))
 
-        percents = range(0, 100, RATIO_STEP)
-        return at(RATIO_STEP * bisect.bisect_left(percents, True, key=lambda percent: at(percent).fits_gpu))
+        if (nothing := at(0)).fits_gpu:
+            return nothing
+        percents = range(RATIO_STEP, 100, RATIO_STEP)
+        number = bisect.bisect_left(percents, True, key=lambda percent: at(percent).fits_gpu)
+        return at(RATIO_STEP * (number + 1))
 
     def remedies(self, plan: Plan) -> list[Plan]:
         """Changes that lower the need for memory: those with which it fits, fastest first, then the others.

@@ -114,6 +114,11 @@ class Job:
         """Elements of each unit of a stage whose gradient goes to the CPU, wholly or in part; the largest possible."""
         return [unit.shard_length for count, unit in zip(part.units, self.units, strict=True) if count]
 
+    def num_offloaded_units(self, part: StagePart) -> int:
+        """Units of a stage of which the CPU updates anything."""
+        table = self.table(part)
+        return sum(table.on_device[unit.name] < unit.shard_length for unit in table.units)
+
     @property
     def early_elements(self) -> float:
         """Elements whose gradient the host gets early; see :mod:`gptpar.offload.tied_embedding`."""

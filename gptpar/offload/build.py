@@ -60,7 +60,7 @@ def make_host_optimizer(
         folder=None if config.offload.optimizer_nvme_path is None else Path(config.offload.optimizer_nvme_path),
         threads=config.offload.cpu_optimizer_threads,
         speculated_elements=_speculated_elements(
-            config, elements, wide, kept, copying_bytes(elements, itemsize) if at_once else RING_BYTES
+            config, elements, wide, kept, copying_bytes(elements, itemsize, len(pieces)) if at_once else RING_BYTES
         ),
         partial_unit=None if partial_unit is None else partial_unit.name,
         gradients_leave_at_once=at_once,

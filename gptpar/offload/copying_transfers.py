@@ -23,9 +23,25 @@ MAX_UNITS_WAITING = 2
 """Gradients that may wait for their copy on the device, in sizes of the largest: one travels, one is next."""
 
 
-def copying_bytes(elements: float, itemsize: int) -> int:
-    """Pinned memory for the gradients of so many elements, and for parameters on their way; what it is at most."""
-    return int(elements * itemsize) + OUTGOING * BUCKET_ELEMENTS * itemsize
+def copying_bytes(elements: float, itemsize: int, num_units: int = 1) -> int:
+    """Pinned memory for gradients, and for parameters on their way: bytes that a GPU's transfers lock at most.
+
+    Args:
+        elements: of all gradients together.
+        num_units: over which they are spread.
+    """
+    most_buckets = int(elements // BUCKET_ELEMENTS) + num_units  # in each unit one may be not full
+    return int(elements * itemsize) + most_buckets * ALIGNMENT + OUTGOING * BUCKET_ELEMENTS * itemsize
+
+
+def slots_bytes(lengths: list[int], itemsize: int) -> int:
+    """Pinned memory for the gradients alone.
+
+    Args:
+        lengths: of the units' gradients, in elements.
+    """
+    num_buckets = sum(-(-length // BUCKET_ELEMENTS) for length in lengths)
+    return sum(lengths) * itemsize + num_buckets * ALIGNMENT
 
 
 def max_bytes_waiting(lengths: list[int], itemsize: int) -> int:
@@ -140,8 +156,7 @@ class CopyingGpuTransfers(GpuTransfers):
 
     def __init__(self, device: torch.device, lengths: list[int], itemsize: int):
         super().__init__(device, 0, min(BUCKET_ELEMENTS, max(lengths)) * itemsize)
-        num_buckets = sum(-(-length // BUCKET_ELEMENTS) for length in lengths)
-        self._pinned.append(PinnedMemory(sum(lengths) * itemsize + num_buckets * ALIGNMENT))
+        self._pinned.append(PinnedMemory(slots_bytes(lengths, itemsize)))
         self._unused = self._pinned[-1].data
         self._under_way = CopiesUnderWay(max_bytes_waiting(lengths, itemsize))
 

@@ -19,7 +19,7 @@ class GradientChoice:
     Attributes:
         leave_at_once: whether gradients go to host memory when they are final.
         needed: bytes of the GPU that the run is expected to need if they stay.
-        free: bytes that the GPU has for it.
+        free: bytes of the GPU that the run can have, with the process's context.
     """
 
     leave_at_once: bool
@@ -30,7 +30,7 @@ class GradientChoice:
     def reason(self) -> str:
         """A part of a sentence with both numbers."""
         needed, free = format_bytes(round(self.needed)), format_bytes(round(self.free))
-        return f"{needed} are expected to be needed with all gradients on the GPU, and {free} are free"
+        return f"{needed} are expected to be needed with all gradients on the GPU, and {free} are available"
 
     def applied_to(self, config: Config) -> Config:
         """The configuration with ``auto`` replaced."""
@@ -43,7 +43,7 @@ def choose_gradients(job: Job, free: float, sustained: Sustained = SUSTAINED) ->
     Where the CPU's ratio is to be found out, too, it counts as 1: only if that does not fit are gradients moved.
 
     Args:
-        free: bytes of the GPU that the job can have.
+        free: bytes of the GPU that the job can have, with its process's context.
     """
     config = job.config
     offload = config.offload

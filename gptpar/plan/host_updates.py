@@ -98,10 +98,13 @@ def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float
     return layers
 
 
-def speculated_elements(job: Job, cluster: Cluster, elements: float) -> float:
+def speculated_elements(job: Job, cluster: Cluster, elements: float, num_units: int = 1) -> float:
     """For how many of the host's elements of a process there is room, as the run itself finds it when it starts.
 
     Where the machine's memory is not given it counts as large enough.
+
+    Args:
+        num_units: over which the elements are spread.
     """
     offload = job.config.offload
     if offload.offload_speculation == "off" or offload.optimizer_nvme_path:
@@ -111,7 +114,7 @@ def speculated_elements(job: Job, cluster: Cluster, elements: float) -> float:
     free = (1 - KEPT_FREE) * (cluster.host_memory / _processes(job, cluster) - cluster.sustained.host_process)
     state, transfers = 3 * job.wide_size, RING_BYTES
     if job.gradients_leave_at_once:
-        transfers = copying_bytes(elements, job.offloaded_gradient_size)
+        transfers = copying_bytes(elements, job.offloaded_gradient_size, num_units)
     return min(elements, max(0.0, free - state * elements - transfers) / state)
 
 

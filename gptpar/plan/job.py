@@ -27,7 +27,7 @@ from gptpar.pipeline import schedules
 from gptpar.pipeline.module import LayerSplit
 from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.stage import ParameterInfo, Stage
-from gptpar.tensor_parallel import TensorAxis
+from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.topology import Layout
 
 NUM_LAYERS_BEFORE_BLOCKS = 2
@@ -114,6 +114,11 @@ class Job:
         """Elements of each unit of a stage whose gradient goes to the CPU, wholly or in part; the largest possible."""
         return [unit.shard_length for count, unit in zip(part.units, self.units, strict=True) if count]
 
+    def num_offloaded_units(self, part: StagePart) -> int:
+        """Units of a stage of which the CPU updates anything."""
+        table = self.table(part)
+        return sum(table.on_device[unit.name] < unit.shard_length for unit in table.units)
+
     @property
     def early_elements(self) -> float:
         """Elements whose gradient the host gets early; see :mod:`gptpar.offload.tied_embedding`."""
@@ -174,7 +179,12 @@ class Job:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The units of embedding, positions, one block, final norm and output layer."""
-        return units_of(self.config.model, self.layout.tensor, self.shards)
+        return units_of(self.config.model, self._tensor, self.shards)
+
+    @property
+    def _tensor(self) -> TensorAxis:
+        """The first rank's place on the tensor axis, without its group."""
+        return TensorAxis(self.layout.tensor, sequence_parallel=self.token_shares > 1)
 
     def table(self, part: StagePart) -> ParameterTable:
         """The parameters of a stage's first process, as the run itself lays them out; blocks are numbered from 0."""
@@ -182,7 +192,7 @@ class Job:
 
     @cached_property
     def _tables(self) -> dict[StagePart, ParameterTable]:
-        model, tensor = self.config.model, self.layout.tensor
+        model, tensor = self.config.model, self._tensor
         parts = dict.fromkeys(self.stages)
         return {part: table_of(model, tensor, self.shards, self.ratio, part.units, part.first) for part in parts}
 
@@ -200,22 +210,22 @@ class Job:
 
 
 @lru_cache(maxsize=64)
-def _infos(model: ModelConfig, tensor: int) -> dict[str, dict[str, ParameterInfo]]:
+def _infos(model: ModelConfig, tensor: TensorAxis) -> dict[str, dict[str, ParameterInfo]]:
     """What is known of the parameters of each kind of layer: embedding, positions, block, final norm, output layer."""
-    specs = gpt_layers(model, TensorAxis(size=tensor))
+    specs = gpt_layers(model, tensor)
     kinds = [specs[i] for i in (0, 1, NUM_LAYERS_BEFORE_BLOCKS, -2, -1)]
     names = [spec.name for spec in kinds[:-1]] + ["output"]  # the last one may be tied to the first one
     return {name: Stage([spec]).infos() for name, spec in zip(names, kinds, strict=True)}
 
 
 @lru_cache(maxsize=512)
-def units_of(model: ModelConfig, tensor: int, shards: int) -> tuple[Unit, ...]:
+def units_of(model: ModelConfig, tensor: TensorAxis, shards: int) -> tuple[Unit, ...]:
     """The units of each kind of layer; they are equally long on all tensor ranks."""
     return tuple(Unit.of(name, infos, shards) for name, infos in _infos(model, tensor).items())
 
 
 @lru_cache(maxsize=1 << 13)
-def _block(model: ModelConfig, tensor: int, shards: int, number: int) -> Unit:
+def _block(model: ModelConfig, tensor: TensorAxis, shards: int, number: int) -> Unit:
     """One block's unit; all blocks are alike."""
     name = f"layers.{number}"
     infos = _infos(model, tensor)["layers.0"]
@@ -224,7 +234,12 @@ def _block(model: ModelConfig, tensor: int, shards: int, number: int) -> Unit:
 
 @lru_cache(maxsize=512)
 def table_of(
-    model: ModelConfig, tensor: int, shards: int, ratio: float, counts: tuple[int, int, int, int, int], first: bool
+    model: ModelConfig,
+    tensor: TensorAxis,
+    shards: int,
+    ratio: float,
+    counts: tuple[int, int, int, int, int],
+    first: bool,
 ) -> ParameterTable:
     """The table of the first process of a stage with so many units of each kind (see :class:`StagePart`)."""
     embedding, positions, block, norm, output = (
@@ -245,7 +260,7 @@ def split_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method:
         ConfigError: the model cannot be cut like that.
     """
     specs: list[LayerSpec] = gpt_layers(model)
-    sizes = [sum(info.shape.numel() for info in infos.values()) for infos in _infos(model, 1).values()]
+    sizes = [sum(info.shape.numel() for info in infos.values()) for infos in _infos(model, ALONE).values()]
     num_blocks = len(specs) - 4
     parameters = [*sizes[:2], *[sizes[2]] * num_blocks, *sizes[3:]]
     flops = layer_flops(cast(Shape, model))

@@ -113,7 +113,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host = 3.0 * wide * there * (2 if offload.offload_speculation == "on" else 1)
     host = 0.0 if offload.optimizer_nvme_path else host
     if job.gradients_leave_at_once:
-        host += copying_bytes(there, job.offloaded_gradient_size)
+        host += copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
     elif job.ratio:
         host += RING_BYTES
     host += size * job.early_elements  # their weights' values are kept

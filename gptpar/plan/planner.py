@@ -28,6 +28,7 @@ Changes = Mapping[str, Any]
 _CHUNKS_FIELD = "num_virtual_stages_per_pipeline_rank"
 _CPU_OPTIMIZER: Changes = {"offload.cpu_optimizer": True, "offload.cpu_optimizer_ratio": "auto"}
 _CPU_PARAMETERS: Changes = {"offload.cpu_parameters": True}
+_RECOMPUTED: Changes = {"recompute.recompute_granularity": "full", "recompute.recompute_modules": None}
 SEARCHED = (
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
@@ -182,23 +183,31 @@ class Planner:
         return replace(plan, job=replace(plan.job, config=choice.applied_to(plan.job.config)), gradients=choice)
 
     def _with_least_ratio(self, plan: Plan) -> Plan:
-        """The smallest host share with which it fits the GPU, as ``--cpu-optimizer-ratio auto`` finds it; or 1."""
+        """The smallest host share with which it fits the GPU, as ``--cpu-optimizer-ratio auto`` finds it; or 1.
+
+        From the first step on, the need falls with the share. Nothing on the host is a case of its own: masters that
+        are the parameters themselves need less than those beside them.
+        """
 
         def at(percent: int) -> Plan:
             config = plan.job.config.update("offload", cpu_optimizer_ratio=f"{percent / 100:g}")
             return replace(plan, job=replace(plan.job, config=config))
 
-        percents = range(0, 100, RATIO_STEP)
-        return at(RATIO_STEP * bisect.bisect_left(percents, True, key=lambda percent: at(percent).fits_gpu))
+        if (nothing := at(0)).fits_gpu:
+            return nothing
+        percents = range(RATIO_STEP, 100, RATIO_STEP)
+        number = bisect.bisect_left(percents, True, key=lambda percent: at(percent).fits_gpu)
+        return at(RATIO_STEP * (number + 1))
 
     def remedies(self, plan: Plan) -> list[Plan]:
         """Changes that lower the need for memory: those with which it fits, fastest first, then the others.
 
-        Each is a single one, but for the last resort where none suffices: everything that can go to host memory does.
+        Each is a single one, but for the last resorts where none suffices.
         """
-        found = list(self._with_less(plan, _single_changes(plan)))
-        if not any(changed.fits for changed in found) and plan.job.ratio < 1:
-            found += self._with_less(plan, [{**plan.changes, **_CPU_OPTIMIZER, **_CPU_PARAMETERS}])
+        single = list(_single_changes(plan))
+        found = list(self._with_less(plan, single))
+        if not any(changed.fits for changed in found):
+            found += self._with_less(plan, [changes for changes in _last_resorts(plan) if changes not in single])
         return sorted(found, key=lambda p: (not p.fits, p.time.total if p.fits else p.need))
 
     def _with_less(self, plan: Plan, several: Iterable[Changes]) -> Iterator[Plan]:
@@ -240,6 +249,15 @@ class Planner:
             found.append({**found[-1], **{name: value for name, value in more.items() if name not in self.given}})
         return (changes for number, changes in enumerate(found) if changes not in found[:number])
 
+    def on_host(self, offload: Changes) -> tuple[str, ...]:
+        """What is in host memory with these changes to the command line, in words."""
+        typed = self.config.offload
+        wanted = {
+            "the optimizer": offload.get("offload.cpu_optimizer", typed.cpu_optimizer),
+            "the parameters": offload.get("offload.cpu_parameters", typed.cpu_parameters),
+        }
+        return tuple(words for words, moved in wanted.items() if moved)
+
     def _choices(self, name: str, choices: Any) -> list[Any]:
         section, key = name.split(".")
         recompute_given = section == "recompute" and any(field.startswith("recompute.") for field in self.given)
@@ -262,7 +280,7 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
     if plan.job.config.recompute.checkpoint_in_cpu and not plan.fits_host:
         yield {**plan.changes, "recompute.checkpoint_in_cpu": False}
     if plan.job.config.recompute.recompute_granularity != "full":
-        yield {**plan.changes, "recompute.recompute_granularity": "full", "recompute.recompute_modules": None}
+        yield {**plan.changes, **_RECOMPUTED}
     yield from _offloads(plan)
     if plan.job.micro_batch_size > 1:
         yield {**plan.changes, "batch.micro_batch_size": plan.job.micro_batch_size // 2}
@@ -286,3 +304,13 @@ def _offloads(plan: Plan) -> Iterator[Changes]:
         yield {**plan.changes, "offload.offload_gradients": "on"}
     if not offload.cpu_parameters:
         yield {**plan.changes, **_CPU_PARAMETERS}
+
+
+def _last_resorts(plan: Plan) -> Iterator[Changes]:
+    """Everything that can go to host memory does; the same with all activations of the blocks recomputed."""
+    if plan.fits_gpu:
+        return
+    moved = {**plan.changes, **(_CPU_OPTIMIZER if plan.job.ratio < 1 else {}), **_CPU_PARAMETERS}
+    yield moved
+    if plan.job.config.recompute.recompute_granularity != "full":
+        yield {**moved, **_RECOMPUTED}

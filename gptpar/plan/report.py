@@ -162,11 +162,11 @@ def verdict(plan: Plan, remedies: Sequence[Plan]) -> str:
         lines += ["any one of these makes it fit, fastest first:", *map(_remedy, enough[:RUNNERS_UP])]
     elif remedies:
         lines += [
-            "no single change is enough; these save the most (gptpar plan --search tries combinations):",
+            "nothing that was tried is enough; these save the most (gptpar plan --search tries combinations):",
             *map(_remedy, remedies[:3]),
         ]
     else:
-        lines.append("no single change helps: take more or larger GPUs, or a smaller model.")
+        lines.append("nothing that was tried helps: take more or larger GPUs, or a smaller model.")
     return "\n".join(lines)
 
 
@@ -178,7 +178,8 @@ def _remedy(plan: Plan) -> str:
 
 def search_text(found: Search) -> str:
     """The best layout, runners-up and reasons of refusal."""
-    lines = [_title(f"search: {found.tried:,} layouts, {len(found.accepted):,} fit")]
+    where = f" with {' and '.join(found.on_host)} in host memory" if found.on_host else ""
+    lines = [_title(f"search{where}: {found.tried:,} layouts, {len(found.accepted):,} fit")]
     if found.accepted:
         lines.append("  step ms    tokens/s   MFU   idle   GiB  flags")
         lines += [_search_row(plan) for plan in found.accepted[: 1 + RUNNERS_UP]]
@@ -231,6 +232,7 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
 def search_json(found: Search) -> dict[str, Any]:
     """The best layout, runners-up and reasons of refusal."""
     return {
+        "on_host": list(found.on_host),
         "tried": found.tried,
         "accepted": len(found.accepted),
         "best": plan_json(found.accepted[0]) if found.accepted else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gptpar.config.fields import flag_name
 from gptpar.errors import ConfigError
@@ -15,28 +15,34 @@ class Search:
     """What a search has found.
 
     Attributes:
+        on_host: what every layout has in host memory, in words.
         accepted: plans that fit, fastest first.
         refused: reason -> (how many, an example).
         tried: how many layouts were looked at.
     """
 
-    accepted: list[Plan]
-    refused: dict[str, tuple[int, str]]
-    tried: int
+    on_host: tuple[str, ...]
+    accepted: list[Plan] = field(default_factory=list)
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)
+    tried: int = 0
 
 
 def search(planner: Planner) -> Search:
-    """Judge all candidates; where none fits, again with more and more in host memory, which costs time."""
-    result = Search([], {}, 0)
+    """Judge all candidates; where none fits, again with more and more in host memory, which costs time.
+
+    What is found is that of the last time.
+    """
     for offload in planner.offloads():
-        _judge(planner, offload, result)
-        if result.accepted:
+        found = _judged(planner, offload)
+        if found.accepted:
             break
-    result.accepted.sort(key=lambda plan: (plan.time.total, plan.need))
-    return result
+    found.accepted.sort(key=lambda plan: (plan.time.total, plan.need))
+    return found
 
 
-def _judge(planner: Planner, offload: Changes, result: Search) -> None:
+def _judged(planner: Planner, offload: Changes) -> Search:
+    """All candidates with something in host memory."""
+    result = Search(planner.on_host(offload))
     nearest = float("inf")
     for candidate in planner.candidates():
         changes = {**candidate, **offload}
@@ -54,6 +60,7 @@ def _judge(planner: Planner, offload: Changes, result: Search) -> None:
         closest = plan.need < nearest
         nearest = min(nearest, plan.need)
         _refuse(result, reason, f"{_named(changes)}: {shortage}", better=closest)
+    return result
 
 
 def _refuse(result: Search, reason: str, example: str, *, better: bool = False) -> None:

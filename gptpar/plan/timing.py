@@ -325,7 +325,7 @@ class _Costs:
         block = (stage.forward - head) / blocks, backward / blocks
         layers = host_updates.layers_of(job, part, block, head, embedding)
         elements = sum(layer.elements for layer in layers)
-        room = host_updates.speculated_elements(job, self._cluster, elements)
+        room = host_updates.speculated_elements(job, self._cluster, elements, job.num_offloaded_units(part))
         speed, lead = host_updates.speed_of(job, self._cluster), host_updates.max_lead(job, part)
         return host_updates.waiting(layers, room, self.update(part), speed, lead)
 

@@ -36,8 +36,11 @@ from gptpar.training.trainer import Trainer
 
 
 @contextmanager
-def memory_explained(config: Config) -> Iterator[None]:
+def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
     """Turn an out-of-memory error, of a GPU or of the host, into one that says what to change.
+
+    Args:
+        in_force: returns the configuration of that moment: ``auto`` is decided on the way.
 
     Raises:
         GptparError: in its place.
@@ -45,6 +48,7 @@ def memory_explained(config: Config) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        config = in_force()
         if isinstance(error, MemoryError):
             full = (
                 f"this machine's memory is full (a very long run's order of samples needs some){_lower_offload(config)}"
@@ -73,7 +77,8 @@ def _lower_offload(config: Config) -> str:
 def _offload_gradients(config: Config) -> str:
     """Where ``auto`` may have trusted a prediction too much, or was switched off."""
     offload, world_size = config.offload, world_from_environment()[2]
-    cannot = not offload.cpu_optimizer or any(offload_gradients_obstacles(config, world_size))
+    cannot = not offload.cpu_optimizer or offload.ratio == 0 or config.precision.cuda_graph == "on"
+    cannot = cannot or any(offload_gradients_obstacles(config, world_size))
     return "" if cannot or offload.gradients_leave_at_once else " set --offload-gradients on, or"
 
 
@@ -98,7 +103,7 @@ def open_run(
     )
     with ExitStack() as stack:
         request = stack.enter_context(StopRequest().listening())
-        stack.enter_context(memory_explained(config))
+        stack.enter_context(memory_explained(lambda: config))
         activity = Activity.of_worker()
         stack.enter_context(activity.lost_ranks_explained())
         topology = stack.enter_context(

@@ -11,6 +11,7 @@ from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
 from gptpar.offload.copying_transfers import max_bytes_waiting
 from gptpar.optim.schedule import make_schedule
+from gptpar.plan.job import Job
 from gptpar.topology import Topology
 from gptpar.training.trainer import Trainer
 
@@ -32,8 +33,14 @@ def with_ratio(config: Config, topology: Topology) -> Config:
     return config.update("offload", cpu_optimizer_ratio=f"{ratio:.3f}")
 
 
-def smallest_ratio(free: int, elements: int, bytes_an_element: int) -> float:
-    """The host's share when the device has ``free`` bytes for ``elements`` elements: 0 to 1, in steps of 0.001."""
+def smallest_ratio(free: int, elements: int, bytes_an_element: int, saved: int = 0) -> float:
+    """The host's share when the device has ``free`` bytes for ``elements`` elements: 0 to 1, in steps of 0.001.
+
+    Args:
+        saved: bytes that the device needs less if the host has nothing.
+    """
+    if elements * bytes_an_element <= free + saved:
+        return 0.0
     on_device = max(0, free) // bytes_an_element
     return -(-max(0, elements - on_device) * 1000 // max(1, elements)) / 1000
 
@@ -49,13 +56,25 @@ def _measured(config: Config, topology: Topology) -> float:
     elements, bytes_an_element = trainer.engine.table.elements(), trainer.engine.optimizer.bytes_an_element
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_reserved(device) + _bytes_waiting(trainer)
+    saved = bytes_saved_without_host(trainer)
     foreign = torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]
     foreign -= torch.cuda.memory_reserved(device)
     del trainer
     gc.collect()
     torch.cuda.empty_cache()
     capacity = torch.cuda.mem_get_info(device)[1] * (1 - KEPT_FREE)
-    return smallest_ratio(int(capacity) - foreign - peak, elements, bytes_an_element)
+    return smallest_ratio(int(capacity) - foreign - peak, elements, bytes_an_element, saved)
+
+
+def bytes_saved_without_host(trainer: Trainer) -> int:
+    """Parameters that are the masters themselves when the host has nothing, and lie beside them otherwise.
+
+    Several processes take the highest ratio, which may be above 0 where 0 would fit one of them: they count on nothing.
+    """
+    topology = trainer.topology
+    nothing = Job(trainer.config.update("offload", cpu_optimizer_ratio="0"), topology.layout)
+    alone = topology.layout.world_size == 1
+    return trainer.engine.parameters.everything.nbytes if alone and nothing.masters_are_live else 0
 
 
 def _bytes_waiting(trainer: Trainer) -> int:

@@ -128,7 +128,7 @@ def test_auto_compares_the_prediction_with_the_memory_that_is_free(monkeypatch: 
         found, told = with_gradients(tiny_config(f"--bf16 {ALL} {wide} {flags}"), topology)
         return found.offload.offload_gradients, told[0].reason if told else ""
 
-    assert decided()[0] == "off" and "GiB are free" in decided()[1]
-    monkeypatch.setattr(auto_gradients.torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
-    assert decided()[0] == "on" and decided()[1].endswith("and 1.00 MiB are free")
+    assert decided()[0] == "off" and "GiB are available" in decided()[1]
+    monkeypatch.setattr(auto_gradients.torch.cuda, "mem_get_info", lambda device: (0, 1 << 20))
+    assert decided()[0] == "on" and decided()[1].endswith("and 1.00 MiB are available")
     assert decided("--global-batch-size 4")[0] == decided("--cuda-graph on")[0] == "auto"

@@ -19,20 +19,23 @@ from gptpar.engine.units import Unit
 from gptpar.errors import ConfigError, GptparError
 from gptpar.offload import buckets, build, copying_transfers, machine
 from gptpar.offload.copying_transfers import (
+    ALIGNMENT,
     MAX_UNITS_WAITING,
     CopiesUnderWay,
     CopyingSameMemory,
     GradientCopy,
     copying_bytes,
     max_bytes_waiting,
+    slots_bytes,
 )
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import OUTGOING, DeviceEvent
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.plan.hardware import SUSTAINED
 from gptpar.topology import Layout, Topology
-from gptpar.training.auto_gradients import with_gradients
+from gptpar.training.auto_gradients import available_memory, with_gradients
 from gptpar.training.trainer import Trainer
 from tests.helpers import TINY, make_trainer, random_tokens, tiny_config
 
@@ -166,7 +169,12 @@ def test_only_what_is_above_the_bound_is_waited_for() -> None:
 
 def test_the_bound_is_two_of_the_largest() -> None:
     assert max_bytes_waiting([3, 10, 7], 2) == MAX_UNITS_WAITING * 20
-    assert copying_bytes(1000, 2) == 2000 + OUTGOING * buckets.BUCKET_ELEMENTS * 2
+    outgoing = OUTGOING * buckets.BUCKET_ELEMENTS * 2
+    assert copying_bytes(1000, 2) == 2000 + ALIGNMENT + outgoing
+    full = buckets.BUCKET_ELEMENTS
+    for lengths in ([1000], [full], [full, full], [full + 1, 64, 3 * full - 1], [64] * 50):
+        locked = slots_bytes(lengths, 2) + outgoing
+        assert locked <= copying_bytes(sum(lengths), 2, len(lengths)) <= locked + len(lengths) * ALIGNMENT
 
 
 # --- with the host optimizer ----------------------------------------------------------------------------------------
@@ -361,17 +369,25 @@ def test_what_cannot_be_is_told(flags: str, world_size: int, told: str) -> None:
 def test_auto_is_decided_by_the_memory_that_is_free_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = f"--bf16 {ALL} --num-layers 12 --hidden-size 512"
     gpu, cpu = (Topology(Layout(), 0, torch.device(name)) for name in ("cuda", "cpu"))
-    for free, word in ((8 << 30, "off"), (1 << 30, "on")):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 << 30))
+    context = 1 << 29
+    for memory, word in ((8 << 30, "off"), (2 << 30, "off"), (1 << 30, "on")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, memory=memory: (memory - context, memory))
         config, (told,) = with_gradients(tiny_config(wide), gpu)
         assert (told.name, told.value, config.offload.offload_gradients) == ("offload gradients", word, word)
         needed, there = told.reason.split(" are expected to be needed with all gradients on the GPU, and ")
-        assert 1.5 < float(needed.split()[0]) < 1.8 and there == f"{free >> 30}.00 GiB are free"
+        assert 1.5 < float(needed.split()[0]) < 1.8 and there == f"{memory >> 30}.00 GiB are available"
         for flags in ("--offload-gradients on", "--offload-gradients off", "--global-batch-size 4"):
             given = tiny_config(f"{wide} {flags}")
             assert with_gradients(given, gpu) == (given, [])
     given = tiny_config(wide)
     assert with_gradients(given, cpu) == (given, []) and not given.offload.gradients_leave_at_once
+
+
+def test_other_processes_memory_is_not_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 GiB 70 are in use: 2 are tensors of this process, what is expected of a context is its own, too."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 << 30)
+    assert available_memory(torch.device("cuda")) == (12 << 30) + SUSTAINED.outside
 
 
 def test_auto_keeps_step_graphs_and_on_switches_them_off() -> None:

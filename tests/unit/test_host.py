@@ -14,9 +14,9 @@ from gptpar.offload.buckets import cut_piece
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.topology import Layout, Topology
-from gptpar.training.auto_ratio import any_batches, smallest_ratio, with_ratio
+from gptpar.training.auto_ratio import any_batches, bytes_saved_without_host, smallest_ratio, with_ratio
 from gptpar.training.trainer import Trainer
-from tests.helpers import tiny_config
+from tests.helpers import make_trainer, tiny_config
 
 GIB = 1 << 30
 NO_LIMIT = 9223372036854771712  # of version 1
@@ -124,6 +124,17 @@ def test_the_smallest_ratio_that_fits() -> None:
     assert smallest_ratio(14 * 400, 1000, 14) == 0.6
     assert smallest_ratio(14 * 400 - 1, 1000, 14) == 0.601
     assert smallest_ratio(-5, 1000, 16) == 1.0
+
+
+def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
+    """In fp32 the parameters are the masters then; from 0.001 on they lie beside them."""
+    assert smallest_ratio(16 * 750, 1000, 16, saved=4 * 1000) == 0.0
+    assert smallest_ratio(16 * 750 - 1, 1000, 16, saved=4 * 1000) == 0.251
+    for flags, saved in (("", True), ("--bf16", False), ("--cpu-parameters", False)):
+        trainer = make_trainer(tiny_config(f"--cpu-optimizer --cpu-optimizer-ratio 1 {flags}"))
+        parameters = 4 * trainer.engine.table.length()
+        assert bytes_saved_without_host(trainer) == (parameters if saved else 0)
+        trainer.close()
 
 
 def test_without_a_gpu_auto_is_nothing() -> None:

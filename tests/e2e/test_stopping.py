@@ -101,9 +101,9 @@ def _is_zombie(pid: int) -> bool:
 
 # No shell: a shell's background job ignores SIGINT for good.
 FAKE_LAUNCHER = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
-signal.signal(signal.SIGINT, lambda *_: (print("SIGINT", flush=True), sys.exit(130)))
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"SIGTERM\\n"))  # print is not to be entered twice
+signal.signal(signal.SIGINT, lambda *_: (os.write(1, b"SIGINT\\n"), sys.exit(130)))
 print("ready", flush=True)
 time.sleep(60)
 """

@@ -16,7 +16,7 @@ from gptpar.engine.units import Unit
 class GradientCollector:
     """Hands complete units on to the reducer.
 
-    Units are handed on in a fixed order, the reverse of the forward pass, whatever the order in which they complete:
+    Units are handed on in a fixed order, the reverse of the forward pass, even if they complete in another one:
     processes match collectives by their order alone, and one whose autograd differed would hang or add up the wrong
     units.
 

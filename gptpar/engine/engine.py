@@ -50,7 +50,7 @@ class EngineSettings:
 
     Attributes:
         dtype: of the model's parameters, and of the gradients that autograd produces.
-        reduce_dtype: in which gradients travel between processes.
+        reduce_dtype: number format of gradients on their way between processes.
         adds_gradients: whether a step's gradient is a sum, over micro-batches or processes; such are kept wide.
         records_steps: whether steps are recorded as graphs.
         counts_zeros: whether zeros in gradients are counted.

@@ -36,7 +36,7 @@ class ParameterGatherer:
     the device for as long as a layer needs them.
 
     Args:
-        chunks: names of the units in the order in which each of this process's virtual stages calls them.
+        chunks: for each of this process's virtual stages, the names of its units in calling order.
         subscriber: updates some of the parameters; a layer waits for its own before they are used.
         cuts: where the subscriber is waited for.
     """

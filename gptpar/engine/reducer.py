@@ -23,7 +23,7 @@ class GradientReducer:
     """Leaves this process's shard of each unit's sum, and hands it on to the router when it is final.
 
     Args:
-        dtype: in which gradients travel.
+        dtype: number format of gradients on their way.
     """
 
     def __init__(self, memory: GradientMemory, axis: DataAxis, dtype: torch.dtype, router: GradientRouter):
@@ -61,7 +61,7 @@ class GradientReducer:
             self._complete_one()
 
     def _completion(self, work: Any, unit: Unit, shard: torch.Tensor, last: bool) -> Callable[[], None]:
-        """What is to be called when the reduction's result is needed.
+        """Returns the completion: a call that makes the reduction's result usable.
 
         A shard that a subscriber waits for is not queued behind the layers whose backward pass is already launched.
         """

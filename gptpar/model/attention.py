@@ -50,7 +50,7 @@ class Attention(nn.Module):
     """Fused QKV projection, scaled dot-product attention, output projection.
 
     A model may normalise each head's queries and keys (Dehghani et al. 2023); all heads share one norm of a head's
-    width; each tensor rank has them whole and sees its own heads.
+    width. Each tensor rank has that norm whole and applies it to its own heads.
 
     Rows of the QKV weight are ordered by group: the group's query heads, its key head, its value head (Megatron's
     order), so that a contiguous slice is a set of whole groups.

@@ -45,7 +45,7 @@ class FlatAdam:
         self._pieces: list[Piece] = []
 
     def lay_out(self, stretches: Sequence[Stretch]) -> None:
-        """Say what is to be updated, in order; within a stretch, spans begin at multiples of ``ALIGNMENT``."""
+        """Set the stretches to update. Inside a stretch, spans begin at multiples of ``ALIGNMENT``."""
         self._pieces = [self._piece(*stretch) for stretch in _joined(stretches)]
 
     def _piece(self, start: int, stop: int, live: torch.Tensor | None) -> Piece:

@@ -95,7 +95,7 @@ class GradientCopy:
 
 
 class CopiesUnderWay:
-    """Copies in the order in which they began, to be used by the training loop alone.
+    """A queue of copies, oldest first; only the training loop uses it.
 
     Args:
         max_bytes: gradients that may keep memory of the device.

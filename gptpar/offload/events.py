@@ -55,7 +55,7 @@ class LogEntry:
 
 
 class EventLog:
-    """Events in the order in which they were recorded, by any thread."""
+    """Log entries of all threads, oldest first."""
 
     def __init__(self) -> None:
         self.events: list[LogEntry] = []

@@ -11,7 +11,7 @@ The training loop submits gradients and requests the step. Everything else is th
     FINAL -> REPLACED -> UPDATING                                     a second gradient: it may be replaced again
     SPECULATED -> STALE -> UPDATING                                   a second gradient, after a speculation
 
-A skipped step leads to IDLE from every state. What was speculated with a final
+A skipped step leads to IDLE from every state but COMPLETING and UPDATING. What was speculated with a final
 gradient was sent to the device at once. What was speculated with a partial one waits in host memory of its bucket
 (``own_copy``), since the loop still computes with the old parameters, and is sent when it is committed.
 """

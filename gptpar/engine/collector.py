@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,13 +21,20 @@ class GradientCollector:
     processes match collectives by their order alone, and one whose autograd differed would hang or add up the wrong
     units.
 
+    A unit is complete when each of its parameters has got one gradient in a backward pass. In a module that is not
+    ours a parameter may get several, or none: there the number is learned from the passes before, and the first pass
+    hands everything on at its end.
+
     Args:
         units: in forward order.
         chunks: names of the units of each of this process's virtual stages, in forward order.
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
+        learns: whether the number of gradients is learned.
 
     Attributes:
         in_last_forward: whether the forward pass at work is the step's last of its stage.
+        late: parameters that got a gradient in this step after their unit had been handed on: it was not added.
+        last_arrivals: units in the order in which they got their last gradient in the latest backward pass.
     """
 
     def __init__(
@@ -36,16 +44,26 @@ class GradientCollector:
         memory: GradientMemory,
         reducer: GradientReducer,
         done: Callable[[str], None],
+        *,
+        learns: bool = False,
     ):
-        self._memory, self._reducer, self._done = memory, reducer, done
+        self._memory, self._reducer, self._done, self._learns = memory, reducer, done, learns
         self._units = {unit.name: unit for unit in units}
-        self._chunks = [list(dict.fromkeys(names)) for names in chunks]
         self._unit_of = {name: unit for unit in units for name in unit.params}
+        self._expected = {unit.name: sys.maxsize if learns else len(unit.params) for unit in units}
         self.in_last_forward = False
+        self.late: set[str] = set()
+        self.last_arrivals: list[str] = []
         self._arrived: set[str] = set()
         self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._missing: dict[str, int] = {}
         self._waiting: deque[tuple[Unit, bool]] = deque()
+        self._handed_on: set[str] = set()
+        self.follow(chunks)
+
+    def follow(self, chunks: Sequence[Sequence[str]]) -> None:
+        """Hand the units of each virtual stage on in the reverse of this order."""
+        self._chunks = [list(dict.fromkeys(names)) for names in chunks]
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take these parameters' gradients, by global name; their ``.grad`` is always empty afterwards."""
@@ -53,12 +71,16 @@ class GradientCollector:
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
 
     def begin(self) -> None:
-        """A step begins."""
-        self._arrived.clear()
+        """A step begins; a backward pass that ended in an error is forgotten."""
+        for forgotten in (self._arrived, self._fresh, self._missing, self._waiting, self._handed_on, self.late):
+            forgotten.clear()
 
     def begin_backward(self, chunk: int, *, last: bool) -> None:
         """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
-        self._missing = {name: len(self._units[name].params) for name in self._chunks[chunk]}
+        self._missing = {name: self._expected[name] for name in self._chunks[chunk]}
+        self._handed_on.clear()
+        if self._learns:
+            self.last_arrivals.clear()
         if last or not self._memory.keeps_all:
             self._waiting.extend((self._units[name], last) for name in reversed(self._chunks[chunk]))
 
@@ -68,23 +90,38 @@ class GradientCollector:
             self._add(self._units[unit])
         while self._waiting:
             self._hand_on(*self._waiting.popleft())
+        if self._learns:
+            self._learn()
+
+    def _learn(self) -> None:
+        for name, missing in self._missing.items():
+            arrivals = self._expected[name] - missing
+            unknown = self._expected[name] == sys.maxsize
+            self._expected[name] = arrivals if unknown else max(arrivals, self._expected[name])
+        self.last_arrivals = list(dict.fromkeys(reversed(self.last_arrivals)))[::-1]
 
     def _take(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        unit = self._unit_of[name]
-        self._fresh.setdefault(unit.name, {})[name] = parameter.grad.detach()
+        unit, grad = self._unit_of[name], parameter.grad.detach()
         parameter.grad = None
         self._missing[unit.name] -= 1
-        if not self._missing[unit.name]:
+        if self._learns:
+            self.last_arrivals.append(unit.name)
+        if unit.name in self._handed_on:
+            self.late.add(name)
+            return
+        fresh = self._fresh.setdefault(unit.name, {})
+        fresh[name] = fresh[name] + grad if name in fresh else grad
+        if self._missing[unit.name] <= 0:
             self._add(unit)
-        while self._waiting and not self._missing[self._waiting[0][0].name]:
+        while self._waiting and self._missing[self._waiting[0][0].name] <= 0:
             self._hand_on(*self._waiting.popleft())
 
     @torch.no_grad()
     def _add(self, unit: Unit) -> None:
         """Add a unit's gradients to its sum, together: launched one by one they would keep the host busy."""
         fresh, total = self._fresh.pop(unit.name), self._memory.sum_of(unit)
-        views = {name: total[(p := unit.params[name]).start : p.stop].view(p.shape) for name in fresh}
+        views = {name: unit.view(total, name) for name in fresh}
         known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))
         if known:
             torch._foreach_add_([views[name] for name in known], [fresh[name] for name in known])
@@ -100,5 +137,6 @@ class GradientCollector:
                 total[param.start : param.stop].zero_()
         if not self._memory.keeps_all:
             self._arrived.difference_update(unit.params)
+        self._handed_on.add(unit.name)
         self._reducer.reduce(unit, total, last=last)
         self._done(unit.name)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from gptpar.config import OptimizerConfig
 from gptpar.engine.collector import GradientCollector
@@ -20,9 +24,28 @@ from gptpar.engine.router import GradientRouter
 from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
+from gptpar.engine.units import Unit
 from gptpar.pipeline.module import PipelineModule
-from gptpar.pipeline.stage import Stage, memory_for
+from gptpar.pipeline.stage import LayerCaller, memory_for
 from gptpar.tensor_parallel import TensorAxis
+
+
+class EngineStage(Protocol):
+    """Layers that this process calls one after the other: a pipeline's virtual stage, or a whole module."""
+
+    caller: LayerCaller
+
+    def call_order(self) -> list[str]:
+        """Layers' names as forward calls them, as far as that is known."""
+
+    def units_by_layer(self) -> dict[str, tuple[str, ...]]:
+        """Layer's name -> the units with its parameters."""
+
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        """Global name -> parameter, of those that get gradients."""
+
+    def place(self, storage: Mapping[str, torch.Tensor]) -> None:
+        """Give every parameter, and every buffer without storage, the memory it lives in."""
 
 
 def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio: float) -> ParameterTable:
@@ -32,7 +55,7 @@ def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio
         pipeline: the layers of this process.
         ratio: the host's share of the elements, 0 to 1.
     """
-    stages: list[Stage] = list(pipeline.chunks)  # type: ignore[arg-type]
+    stages = pipeline.stages_here
     infos = {name: info for stage in stages for name, info in stage.infos().items()}
     layers = {name: params for stage in stages for name, params in stage.parameters_by_layer().items()}
     return ParameterTable.of(
@@ -75,16 +98,17 @@ class Engine:
     values during a step (gatherer, router, reducer, collector).
 
     Args:
-        pipeline: the layers of this process, without storage.
+        stages: the layers of this process, without storage.
         table: of their parameters.
         parameters: the memory of the model's parameters.
         optimizer: hyperparameters.
         device: where layers compute.
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
+        tied: units that other stages have, too, with the group that sums their gradients.
+        frozen: units without gradients, which are not in the table.
 
     Attributes:
-        pipeline, table, parameters, device, subscriber: as given.
-        stages: the pipeline's virtual stages on this process.
+        stages, table, parameters, device, subscriber: as given.
         optimizer: of the device's elements, through which the subscriber gets its steps, too.
         gatherer: brings parameters before layers are called.
         gradients: collector, reducer and router.
@@ -93,7 +117,7 @@ class Engine:
 
     def __init__(
         self,
-        pipeline: PipelineModule,
+        stages: Sequence[EngineStage],
         table: ParameterTable,
         parameters: ParameterMemory,
         tensor: TensorAxis,
@@ -102,10 +126,12 @@ class Engine:
         optimizer: OptimizerConfig,
         device: torch.device,
         subscriber: Subscriber | None = None,
+        *,
+        tied: Mapping[str, dist.ProcessGroup] | None = None,
+        frozen: Sequence[Unit] = (),
     ):
-        self.pipeline, self.table, self.parameters, self.device = pipeline, table, parameters, device
+        self.stages, self.table, self.parameters, self.device = list(stages), table, parameters, device
         self.subscriber, self.cuts = subscriber, Cuts()
-        self.stages: list[Stage] = list(pipeline.chunks)  # type: ignore[arg-type]
         memory = GradientMemory(
             table,
             data,
@@ -116,9 +142,10 @@ class Engine:
         )
         # Whether the optimizer works on the parameters themselves, writes them beside its masters, or they are copied.
         all_here = not table.elements(Home.HOST) and not parameters.on_host
-        masters_are_parameters = settings.dtype == settings.wide and data.shards == 1 and all_here
+        as_wide = parameters.everything.dtype == settings.wide and len(parameters.everything) == table.length()
+        masters_are_parameters = as_wide and data.shards == 1 and all_here
         writes_parameters = not masters_are_parameters and not parameters.on_host
-        written = {unit: shard[: table.on_device[unit]] for unit, shard in parameters.shards.items()}
+        written = {unit: parameters.shards[unit][:length] for unit, length in table.on_device.items()}
         self._copies_at_start, self._copies_each_step = not masters_are_parameters, parameters.on_host
         self.optimizer = MasterAdamW(
             table,
@@ -129,19 +156,23 @@ class Engine:
             live=written if writes_parameters else None,
         )
 
-        units_of = [[name for name in stage.call_order() if name in parameters.full] for stage in self.stages]
-        self.gatherer = ParameterGatherer(parameters, units_of, data, subscriber, self.cuts)
+        layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}
+        orders = [[name for name in stage.call_order() if name in layers] for stage in self.stages]
+        frozen_units = {unit.name for unit in frozen}
+        self.gatherer = ParameterGatherer(parameters, layers, data, subscriber, self.cuts, frozen_units)
+        self.gatherer.follow(orders)
         router = GradientRouter(
             table,
             memory,
             tensor.group,
-            pipeline.tied_groups,
+            tied or {},
             subscriber,
             self.cuts,
             counts_zeros=settings.counts_zeros,
         )
         reducer = GradientReducer(memory, data, settings.reduce_dtype, router)
-        collector = GradientCollector(table.units, units_of, memory, reducer, self.gatherer.backward_done)
+        trained = [[u for name in order for u in layers[name] if u not in frozen_units] for order in orders]
+        collector = GradientCollector(table.units, trained, memory, reducer, self.gatherer.backward_done)
         self.gradients = Gradients(memory, collector, reducer, router)
         for stage in self.stages:
             stage.place(parameters.views() | memory_for(table.buffers, device))
@@ -173,14 +204,6 @@ class Engine:
         """End the background work."""
         if self.subscriber is not None:
             self.subscriber.close()
-
-    def train(self) -> None:
-        """Dropout on."""
-        self.pipeline.train()
-
-    def eval(self) -> None:
-        """Dropout off."""
-        self.pipeline.eval()
 
     def begin_gradients(self, num_micro_batches: int) -> None:
         """A step begins."""

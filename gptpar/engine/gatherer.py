@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,29 +36,43 @@ class ParameterGatherer:
     the device for as long as a layer needs them.
 
     Args:
-        chunks: for each of this process's virtual stages, the names of its units in calling order.
+        layers: name -> its units, whose parameters are brought together.
         subscriber: updates some of the parameters; a layer waits for its own before they are used.
         cuts: where the subscriber is waited for.
+        frozen: units that no step changes.
     """
 
     def __init__(
         self,
         memory: ParameterMemory,
-        chunks: Sequence[Sequence[str]],
+        layers: Mapping[str, Sequence[str]],
         axis: DataAxis,
         subscriber: Subscriber | None,
         cuts: Cuts,
+        frozen: Collection[str] = (),
     ):
         self._memory, self._axis, self._subscriber, self._cuts = memory, axis, subscriber, cuts
         self._full, self._shards = memory.full, memory.shards
+        self._units = {name: tuple(units) for name, units in layers.items()}
+        self._layer_of = {unit: name for name, units in self._units.items() for unit in units}
+        self._frozen = frozenset(frozen)
         self._travels = memory.transient or axis.shards > 1
         self._pending: dict[str, Any] = {}
         self._present = set() if memory.transient else set(memory.full)
         self._in_backward: set[str] = set()
-        self._last = {names[-1] for names in chunks if names}
+        self._last: set[str] = set()
         self._next: dict[str, str] = {}
         self._previous: dict[str, str] = {}
-        for names in chunks:
+
+    def follow(self, orders: Sequence[Sequence[str]]) -> None:
+        """Expect layers to be called in this order, a list for each virtual stage: the next one's values come early.
+
+        The last layer of a list stays after its forward pass: its backward pass follows at once.
+        """
+        self._last = {names[-1] for names in orders if names}
+        self._next.clear()
+        self._previous.clear()
+        for names in orders:
             for before, after in zip(names, names[1:], strict=False):
                 self._next.setdefault(before, after)
                 self._previous[after] = before
@@ -68,15 +82,15 @@ class ParameterGatherer:
         if self._memory.transient:
             self._release_all()
         elif self._axis.shards > 1:
-            self._present.clear()
-            for name in self._full if self._subscriber is None else ():
-                self._start(name)
+            self._present = set(self._frozen)
+            for unit in self._full if self._subscriber is None else ():
+                self._start(unit)
         elif self._subscriber is not None:
-            self._present.clear()
+            self._present = set(self._frozen)
 
-    def _bring(self, name: str) -> Any:
+    def _bring(self, unit: str) -> Any:
         """Begin to fill a unit's memory on the device; the result has a ``wait()``, or is ``None``."""
-        full, shard = self._full[name], self._shards[name]
+        full, shard = self._full[unit], self._shards[unit]
         if not self._memory.on_host:
             return self._gather(full, shard) if self._axis.shards > 1 else None
         if self._memory.stream is None:
@@ -95,30 +109,48 @@ class ParameterGatherer:
 
     def __call__(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> torch.Tensor:
         """Call a layer with its parameters in place."""
-        if name not in self._full:
+        if name not in self._units:
             return call(x, *args)
-        self._acquire(name)
-        if self._travels and not self._in_backward and name not in self._last:
-            self._start(self._next.get(name))  # but not while activations are computed again
-        if not self._memory.transient:
-            return call(x, *args)
+        self.before_forward(name)
         y: torch.Tensor = call(x, *args)
-        if y.requires_grad:
-            y.register_hook(lambda _: self._before_backward(name))
-        if name not in self._in_backward and not (y.requires_grad and name in self._last):
-            self._release(name)
+        self.after_forward(name, y if y.requires_grad else None)
         return y
 
-    def _before_backward(self, name: str) -> None:
+    def before_forward(self, name: str) -> None:
+        """Return when a layer's parameters are in place; the next layer's follow."""
+        self._acquire(name)
+        if self._travels and not self._in_backward and name not in self._last:
+            self._start_layer(self._next.get(name))  # but not while activations are computed again
+
+    def after_forward(self, name: str, output: torch.Tensor | None) -> None:
+        """A layer was called.
+
+        Args:
+            output: through which gradients come back to it, if they do.
+        """
+        if not self._memory.transient:
+            return
+        if output is not None:
+            output.register_hook(lambda _: self.before_backward(name))
+        if name not in self._in_backward and not (output is not None and name in self._last):
+            self._release_layer(name)
+
+    def before_backward(self, name: str) -> None:
+        """A layer's backward pass is about to begin, or has begun already."""
         self._in_backward.add(name)
         self._acquire(name)
-        self._start(self._previous.get(name))
+        self._start_layer(self._previous.get(name))
 
-    def backward_done(self, name: str) -> None:
+    def backward_done(self, unit: str) -> None:
         """A unit's gradients are complete: its parameters are not needed again in this pass."""
         if self._memory.transient:
-            self._in_backward.discard(name)
-            self._release(name)
+            self._in_backward.discard(self._layer_of[unit])
+            self._release(unit)
+
+    def end_backward(self) -> None:
+        """A whole backward pass is over: nothing that it brought is needed any more."""
+        if self._memory.transient:
+            self._release_all()
 
     def wait_for_all(self) -> None:
         """Before a step that is launched as one: let everything that is on its way arrive before it.
@@ -126,38 +158,47 @@ class ParameterGatherer:
         Where a subscriber updates parameters, each layer will wait for its own instead.
         """
         if self._subscriber is not None:
-            self._present.clear()
+            self._present = set(self._frozen)
             return
-        for name in self._full if not self._memory.transient else ():
+        for name in self._units if not self._memory.transient else ():
             self._acquire(name)
 
     def _acquire(self, name: str) -> None:
-        self._start(name)
-        work = self._pending.pop(name, None)
-        if work is not None:
-            work.wait()
-
-    def _start(self, name: str | None) -> None:
-        if name is None or name in self._present or name not in self._full:
-            return
-        if self._subscriber is not None:
-            self._cuts.at(partial(self._subscriber.wait, name))
-        self._present.add(name)
-        if self._memory.transient:
-            self._memory.allocate(name)
-        work = self._bring(name)
-        if work is not None:
-            self._pending[name] = work
-
-    def _release(self, name: str) -> None:
-        if name in self._present:
-            work = self._pending.pop(name, None)
+        self._start_layer(name)
+        for unit in self._units[name]:
+            work = self._pending.pop(unit, None)
             if work is not None:
                 work.wait()
-            self._memory.free(name)
-            self._present.discard(name)
+
+    def _start_layer(self, name: str | None) -> None:
+        for unit in self._units.get(name, ()) if name is not None else ():
+            self._start(unit)
+
+    def _start(self, unit: str) -> None:
+        if unit in self._present:
+            return
+        if self._subscriber is not None and unit not in self._frozen:
+            self._cuts.at(partial(self._subscriber.wait, unit))
+        self._present.add(unit)
+        if self._memory.transient:
+            self._memory.allocate(unit)
+        work = self._bring(unit)
+        if work is not None:
+            self._pending[unit] = work
+
+    def _release_layer(self, name: str) -> None:
+        for unit in self._units[name]:
+            self._release(unit)
+
+    def _release(self, unit: str) -> None:
+        if unit in self._present:
+            work = self._pending.pop(unit, None)
+            if work is not None:
+                work.wait()
+            self._memory.free(unit)
+            self._present.discard(unit)
 
     def _release_all(self) -> None:
         self._in_backward.clear()
-        for name in self._full:
-            self._release(name)
+        for unit in self._full:
+            self._release(unit)

@@ -73,7 +73,7 @@ class GradientMemory:
     def sum_of(self, unit: Unit) -> torch.Tensor:
         """[unit.length] the sum of this process's gradients; new memory is zero where it is padding."""
         if unit.name not in self._sums:
-            dtype = self._arriving_dtype if self._alone and self.single else self._dtype
+            dtype = (unit.dtype or self._arriving_dtype) if self._alone and self.single else self._dtype
             # What is taken ahead holds the last step's gradient until the subscriber has it: only padding is written.
             new = torch.empty if unit.name in self._ahead else torch.zeros
             total = self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)

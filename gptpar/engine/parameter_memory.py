@@ -19,49 +19,71 @@ class ParameterMemory:
 
     Args:
         units: in forward order.
-        dtype: of the parameters.
+        dtype: of units that do not say theirs.
         on_host: whether the shards live in host memory.
 
     Attributes:
         full: unit -> [length] its memory on the device, which need not be there all the time.
         shards: unit -> [shard_length] this process's shard.
         transient: whether whole units come and go.
-        everything: [sum of lengths] all units in a row, where they stay.
+        everything: [sum of lengths] all units in a row, where they stay and have one dtype; else empty.
     """
 
     def __init__(
         self, units: Sequence[Unit], axis: DataAxis, dtype: torch.dtype, device: torch.device, *, on_host: bool = False
     ):
         self.transient, self.on_host = axis.zero_stage == 3 or on_host, on_host
+        self._dtype, self._device = dtype, device
         self.full: dict[str, torch.Tensor] = {}
         self.shards: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
+        self._pinned: list[PinnedMemory] = []
         self.everything = torch.empty(0, dtype=dtype, device=device)
         # A stream on which shards leave host memory.
         self.stream = torch.cuda.Stream(device) if on_host and device.type == "cuda" else None
         if self.transient:
-            for unit in units:  # one after the other: together they may not fit
-                full = self.full[unit.name] = torch.empty(unit.length, dtype=dtype, device=device)
-                self._views |= unit.views(full)
-                self.free(unit.name)
-            lengths = {unit.name: unit.shard_length for unit in units}
-            if on_host:
-                self.shards = self._on_host(lengths, dtype, device)
+            self._place_shards(units)
+        else:
+            self._place_whole(units, axis)
+
+    def _place_shards(self, units: Sequence[Unit]) -> None:
+        for unit in units:  # one after the other: together they may not fit
+            full = self.full[unit.name] = torch.empty(unit.length, dtype=self._dtype_of(unit), device=self._device)
+            self._views |= unit.views(full)
+            self.free(unit.name)
+        for dtype, alike in self._by_dtype(units).items():
+            lengths = {unit.name: unit.shard_length for unit in alike}
+            if self.on_host:
+                self.shards |= self._on_host(lengths, dtype, self._device)
             else:
-                self.shards = {name: torch.zeros(n, dtype=dtype, device=device) for name, n in lengths.items()}
-            return
-        self.everything = torch.zeros(sum(unit.length for unit in units), dtype=dtype, device=device)
-        for unit, piece in zip(units, self.everything.split([unit.length for unit in units]), strict=True):
-            self.full[unit.name] = piece
-            self.shards[unit.name] = piece.split(unit.shard_length)[axis.shard]
-            self._views |= unit.views(piece)
+                self.shards |= {name: torch.zeros(n, dtype=dtype, device=self._device) for name, n in lengths.items()}
+
+    def _place_whole(self, units: Sequence[Unit], axis: DataAxis) -> None:
+        by_dtype = self._by_dtype(units)
+        for dtype, alike in by_dtype.items():
+            row = torch.zeros(sum(unit.length for unit in alike), dtype=dtype, device=self._device)
+            if len(by_dtype) == 1:
+                self.everything = row
+            for unit, piece in zip(alike, row.split([unit.length for unit in alike]), strict=True):
+                self.full[unit.name] = piece
+                self.shards[unit.name] = piece.split(unit.shard_length)[axis.shard]
+                self._views |= unit.views(piece)
+
+    def _dtype_of(self, unit: Unit) -> torch.dtype:
+        return unit.dtype or self._dtype
+
+    def _by_dtype(self, units: Sequence[Unit]) -> dict[torch.dtype, list[Unit]]:
+        found: dict[torch.dtype, list[Unit]] = {}
+        for unit in units:
+            found.setdefault(self._dtype_of(unit), []).append(unit)
+        return found
 
     def _on_host(self, lengths: dict[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
         """Zeros in host memory, one vector for each name, all in one piece."""
         num_bytes = sum(lengths.values()) * dtype.itemsize
         if device.type == "cuda":
-            self._pinned = PinnedMemory(num_bytes)
-            memory = self._pinned.data
+            self._pinned.append(PinnedMemory(num_bytes))
+            memory = self._pinned[-1].data
         else:
             memory = torch.zeros(num_bytes, dtype=torch.uint8)
         return dict(zip(lengths, memory.view(dtype).split(list(lengths.values())), strict=True))

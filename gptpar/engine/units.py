@@ -55,12 +55,14 @@ class Unit:
         name: the layer's.
         length: elements with padding, a multiple of ``shards * ALIGNMENT``.
         shards: equal ones into which the data axis cuts it.
+        dtype: of the model's parameters in it; ``None``: the engine's.
     """
 
     name: str
     params: dict[str, Param]
     length: int
     shards: int
+    dtype: torch.dtype | None = None
 
     @staticmethod
     def of(name: str, parameters: Mapping[str, ParameterInfo], shards: int) -> Unit:
@@ -96,9 +98,14 @@ class Unit:
             if end < start:
                 yield end, start
 
+    def view(self, buffer: torch.Tensor, parameter: str) -> torch.Tensor:
+        """A parameter's view of a buffer of the unit's length."""
+        param = self.params[parameter]
+        return buffer[param.start : param.stop].view(param.shape)
+
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's view of a buffer of the unit's length."""
-        return {name: buffer[param.start : param.stop].view(param.shape) for name, param in self.params.items()}
+        return {name: self.view(buffer, name) for name in self.params}
 
 
 def has_decay(name: str, shape: torch.Size) -> bool:

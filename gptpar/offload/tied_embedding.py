@@ -58,16 +58,19 @@ class PartialGradient:
         self._sum = torch.empty(0)
 
     @staticmethod
-    def of(unit: Unit | None, host: HostOptimizer | None, engine: Engine) -> PartialGradient | None:
+    def of(
+        unit: Unit | None, host: HostOptimizer | None, engine: Engine, stages: Sequence[Stage]
+    ) -> PartialGradient | None:
         """Watch for the gradient that the embedding has as output layer, if the CPU optimizer can use it.
 
         Args:
             host: the CPU optimizer, attached for this unit.
+            stages: of the model on this process.
         """
         if unit is None or (host is not None and host.partial_unit != unit.name):
             return None
         partial_gradient = PartialGradient(unit, host, engine.gradients, engine.cuts)
-        for layer in (layer for stage in engine.stages for layer in stage.layers):
+        for layer in (layer for stage in stages for layer in stage.layers):
             if isinstance(layer, VocabParallelEmbedding):
                 layer.on_output_grad = partial_gradient.submit
         return partial_gradient

@@ -92,9 +92,13 @@ class PipelineModule(nn.Module):
 
     def _declared_sums(self) -> frozenset[str]:
         """Parameters of this process that are declared to need a sum over the tensor axis."""
-        stages: list[Stage] = list(self.chunks)  # type: ignore[arg-type]
-        infos = {name: info for stage in stages for name, info in stage.infos().items()}
+        infos = {name: info for stage in self.stages_here for name, info in stage.infos().items()}
         return frozenset(name for name, info in infos.items() if TENSOR in info.grad_sums)
+
+    @property
+    def stages_here(self) -> list[Stage]:
+        """This process's virtual stages."""
+        return list(self.chunks)  # type: ignore[arg-type]
 
     @property
     def has_loss(self) -> bool:
@@ -136,7 +140,7 @@ class PipelineModule(nn.Module):
     ) -> list[torch.Tensor]:
         loss_fn = self._loss_fn
         runtime = Runtime(
-            list(self.chunks),  # type: ignore[arg-type]
+            self.stages_here,
             self.stage,
             self.num_stages,
             self._transport,
@@ -169,7 +173,7 @@ class PipelineModule(nn.Module):
         for parameter in earlier:  # they have been reduced already
             parameter.grad = None
         losses = self.forward_backward(batches, grad=share)
-        layers = {n: p for chunk in self.chunks for n, p in chunk.parameters_by_layer().items()}  # type: ignore[operator]
+        layers = {name: own for stage in self.stages_here for name, own in stage.parameters_by_layer().items()}
         for name, parameters in layers.items():  # a tied layer may be in several chunks, yet is summed once
             tied = self.tied_groups.get(name)
             for full_name, parameter in parameters.items():

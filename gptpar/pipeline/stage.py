@@ -164,6 +164,10 @@ class Stage(nn.Module):
         }
         return {name: parameters for name, parameters in found.items() if parameters}
 
+    def units_by_layer(self) -> dict[str, tuple[str, ...]]:
+        """Name -> its unit, which is called the same, of layers that have parameters."""
+        return {name: (name,) for name in self.parameters_by_layer()}
+
     def infos(self) -> dict[str, ParameterInfo]:
         """Global name -> what is known of the parameter.
 

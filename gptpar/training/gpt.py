@@ -33,10 +33,12 @@ class GptEngine:
     """The engine, and what a GPT adds to it.
 
     Attributes:
+        pipeline: the model, cut into stages.
         host: the CPU optimizer; ``None`` where it has nothing to do.
         partial_gradient: submits the tied embedding's gradient in part before it is final, where that is possible.
     """
 
+    pipeline: PipelineModule
     engine: Engine
     host: HostOptimizer | None
     partial_gradient: PartialGradient | None
@@ -64,8 +66,19 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
         dtypes, sums = (settings.dtype, settings.wide), settings.adds_gradients
         host = make_host_optimizer(config, table.offloaded(), offloaded, device, *dtypes, tied, sums=sums)
-    engine = Engine(pipeline, table, parameters, tensor, data, settings, config.optimizer, device, host)
-    return GptEngine(engine, host, PartialGradient.of(tied, host, engine))
+    engine = Engine(
+        pipeline.stages_here,
+        table,
+        parameters,
+        tensor,
+        data,
+        settings,
+        config.optimizer,
+        device,
+        host,
+        tied=pipeline.tied_groups,
+    )
+    return GptEngine(pipeline, engine, host, PartialGradient.of(tied, host, engine, pipeline.stages_here))
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:

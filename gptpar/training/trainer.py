@@ -139,10 +139,12 @@ class Trainer:
         self.loss_scale: LossScale = make_loss_scale(config.precision)
         made = make_engine(config, topology, tries_memory=tries_memory)
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
+        self.pipeline = made.pipeline
         if config.precision.compile and topology.device.type == "cuda":
-            for chunk in self.engine.stages:
-                chunk.compile_layers(Block)
-        self._layers_with_dropout = layers_with_dropout(spec for stage in self.engine.stages for spec in stage.specs)
+            for stage in self.pipeline.stages_here:
+                stage.compile_layers(Block)
+        specs = (spec for stage in self.pipeline.stages_here for spec in stage.specs)
+        self._layers_with_dropout = layers_with_dropout(specs)
         self._graph: StepGraph | None = None
         if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
             engine = self.engine
@@ -187,13 +189,13 @@ class Trainer:
         return (self._graph or self._forward_backward)(on_device)
 
     def _forward_backward(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
-        self.engine.train()
+        self.pipeline.train()
         self.engine.begin_gradients(len(batches))
         if self._partial_gradient is not None:
             self._partial_gradient.begin(len(batches))
         observer = _StepObserver(self, self._iteration, len(batches))
         inputs = [self._training_input(number, batch) for number, batch in enumerate(batches)]
-        losses = self.engine.pipeline.forward_backward(inputs, grad=self._scale, observer=observer)
+        losses = self.pipeline.forward_backward(inputs, grad=self._scale, observer=observer)
         self.activity.note(f"iteration {self._iteration + 1}, gradient reduction")
         self.engine.gradients.finish()
         return torch.stack(losses).mean() if losses else torch.zeros_like(self._scale)
@@ -228,7 +230,7 @@ class Trainer:
     def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""
         share = loss.double() / (self.topology.layout.data * self.topology.layout.tensor)
-        return share if self.engine.pipeline.has_loss else torch.zeros_like(share)
+        return share if self.pipeline.has_loss else torch.zeros_like(share)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -252,9 +254,9 @@ class Trainer:
     def _losses(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Each micro-batch's mean loss, on the last stage; none elsewhere."""
         self.activity.note("evaluation")
-        self.engine.eval()
+        self.pipeline.eval()
         on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
-        return self.engine.pipeline.evaluate([_stage_input(batch, None) for batch in on_device])
+        return self.pipeline.evaluate([_stage_input(batch, None) for batch in on_device])
 
 
 def _stage_input(batch: MicroBatch, scale: torch.Tensor | None) -> StageInput:

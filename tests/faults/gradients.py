@@ -33,9 +33,9 @@ GRADIENTS = [
     Fault(
         "units-reduced-as-they-complete",
         COLLECTOR,
-        "while self._waiting and not self._missing[self._waiting[0][0].name]:\n"
+        "while self._waiting and self._missing[self._waiting[0][0].name] <= 0:\n"
         "            self._hand_on(*self._waiting.popleft())",
-        "for waiting in [w for w in self._waiting if not self._missing[w[0].name]]:\n"
+        "for waiting in [w for w in self._waiting if self._missing[w[0].name] <= 0]:\n"
         "            self._waiting.remove(waiting)\n"
         "            self._hand_on(*waiting)",
         (ONE_ORDER,),
@@ -151,7 +151,7 @@ GRADIENTS = [
     Fault(
         "old-parameters-used-after-a-step",
         GATHERER,
-        "        elif self._axis.shards > 1:\n            self._present.clear()\n",
+        "        elif self._axis.shards > 1:\n            self._present = set(self._frozen)\n",
         "        elif self._axis.shards > 1:\n",
         (TWO_WAYS,),
     ),

@@ -69,7 +69,7 @@ def make_engine(pipeline: PipelineModule) -> Engine:
     table, axis = table_of(pipeline, ALONE, DataAxis(), 0.0), DataAxis()
     memory = ParameterMemory(table.units, axis, torch.float32, CPU)
     settings = EngineSettings(torch.float32, torch.float32)
-    return Engine(pipeline, table, memory, ALONE, axis, settings, tiny_config().optimizer, CPU)
+    return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, tiny_config().optimizer, CPU)
 
 
 def test_buffers_get_memory_and_values_from_the_engine() -> None:

@@ -122,7 +122,7 @@ GRADIENTS = [
     Fault(
         "wait-for-the-CPU-optimizer-skipped",
         GATHERER,
-        "            self._cuts.at(partial(self._subscriber.wait, name))\n",
+        "            self._cuts.at(partial(self._subscriber.wait, unit))\n",
         "            pass\n",
         (RATIOS,),
     ),

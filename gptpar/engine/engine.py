@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from gptpar.config import OptimizerConfig
 from gptpar.engine.collector import GradientCollector
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.gatherer import ParameterGatherer
@@ -20,6 +20,8 @@ from gptpar.engine.router import GradientRouter
 from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.spans import GPT_FAMILIES, Family
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.tensor_parallel import TensorAxis
@@ -78,9 +80,10 @@ class Engine:
         pipeline: the layers of this process, without storage.
         table: of their parameters.
         parameters: the memory of the model's parameters.
-        optimizer: hyperparameters.
+        clip_grad: the largest gradient norm that is not clipped (0: any).
         device: where layers compute.
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
+        families: of the parameter groups (:class:`MasterAdamW`).
 
     Attributes:
         pipeline, table, parameters, device, subscriber: as given.
@@ -99,9 +102,11 @@ class Engine:
         tensor: TensorAxis,
         data: DataAxis,
         settings: EngineSettings,
-        optimizer: OptimizerConfig,
+        clip_grad: float,
         device: torch.device,
         subscriber: Subscriber | None = None,
+        *,
+        families: Sequence[Family] = GPT_FAMILIES,
     ):
         self.pipeline, self.table, self.parameters, self.device = pipeline, table, parameters, device
         self.subscriber, self.cuts = subscriber, Cuts()
@@ -123,8 +128,9 @@ class Engine:
         self.optimizer = MasterAdamW(
             table,
             memory.shard,
-            optimizer,
+            clip_grad,
             subscriber,
+            families=families,
             master=parameters.everything if masters_are_parameters else None,
             live=written if writes_parameters else None,
         )
@@ -156,9 +162,9 @@ class Engine:
             self.parameters.copy_from(self.optimizer.masters)
         self.gatherer.changed()
 
-    def step(self, norm: torch.Tensor, lr: float, weight_decay: float, loss_scale: float) -> torch.Tensor:
+    def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
         """See :meth:`MasterAdamW.step`; the model's parameters follow, each before it is used."""
-        skipped = self.optimizer.step(norm, lr, weight_decay, loss_scale)
+        skipped = self.optimizer.step(norm, hyperparameters, loss_scale)
         if self._copies_each_step:
             self.parameters.copy_from(self.optimizer.masters)
         self.gatherer.changed()

@@ -64,7 +64,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         offloaded = {unit: shard[table.on_device[unit] :] for unit, shard in parameters.shards.items()}
         dtypes, sums = (settings.dtype, settings.wide), settings.adds_gradients
         host = make_host_optimizer(config, table.offloaded(), offloaded, device, *dtypes, tied, sums=sums)
-    engine = Engine(pipeline, table, parameters, tensor, data, settings, config.optimizer, device, host)
+    engine = Engine(pipeline, table, parameters, tensor, data, settings, config.optimizer.clip_grad, device, host)
     return GptEngine(engine, host, PartialGradient.of(tied, host, engine))
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.config import OptimizerConfig
 from gptpar.engine.collector import GradientCollector
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.gatherer import ParameterGatherer
@@ -25,6 +24,8 @@ from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.spans import GPT_FAMILIES, Family
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import LayerCaller, memory_for
 from gptpar.tensor_parallel import TensorAxis
@@ -101,11 +102,12 @@ class Engine:
         stages: the layers of this process, without storage.
         table: of their parameters.
         parameters: the memory of the model's parameters.
-        optimizer: hyperparameters.
+        clip_grad: the largest gradient norm that is not clipped (0: any).
         device: where layers compute.
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
         tied: units that other stages have, too, with the group that sums their gradients.
         frozen: units without gradients, which are not in the table.
+        families: of the parameter groups (:class:`MasterAdamW`).
 
     Attributes:
         stages, table, parameters, device, subscriber: as given.
@@ -123,12 +125,13 @@ class Engine:
         tensor: TensorAxis,
         data: DataAxis,
         settings: EngineSettings,
-        optimizer: OptimizerConfig,
+        clip_grad: float,
         device: torch.device,
         subscriber: Subscriber | None = None,
         *,
         tied: Mapping[str, dist.ProcessGroup] | None = None,
         frozen: Sequence[Unit] = (),
+        families: Sequence[Family] = GPT_FAMILIES,
     ):
         self.stages, self.table, self.parameters, self.device = list(stages), table, parameters, device
         self.subscriber, self.cuts = subscriber, Cuts()
@@ -150,8 +153,9 @@ class Engine:
         self.optimizer = MasterAdamW(
             table,
             memory.shard,
-            optimizer,
+            clip_grad,
             subscriber,
+            families=families,
             master=parameters.everything if masters_are_parameters else None,
             live=written if writes_parameters else None,
         )
@@ -187,9 +191,9 @@ class Engine:
             self.parameters.copy_from(self.optimizer.masters)
         self.gatherer.changed()
 
-    def step(self, norm: torch.Tensor, lr: float, weight_decay: float, loss_scale: float) -> torch.Tensor:
+    def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
         """See :meth:`MasterAdamW.step`; the model's parameters follow, each before it is used."""
-        skipped = self.optimizer.step(norm, lr, weight_decay, loss_scale)
+        skipped = self.optimizer.step(norm, hyperparameters, loss_scale)
         if self._copies_each_step:
             self.parameters.copy_from(self.optimizer.masters)
         self.gatherer.changed()

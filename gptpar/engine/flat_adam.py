@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import DeviceAdam, Piece, make_device_adam
-from gptpar.optim.spans import ALIGNMENT, DECAYS, GroupSpan, spans_between
+from gptpar.optim.spans import ALIGNMENT, GPT_FAMILIES, Family, GroupSpan, spans_between
 
 Stretch = tuple[int, int, torch.Tensor | None]
 """First element, the one behind the last, and their live parameters, unless the masters are those."""
@@ -35,44 +36,99 @@ class FlatAdam:
     """AdamW as :mod:`gptpar.optim.adam_update` defines it; nothing waits for a GPU, whether a step is skipped or not.
 
     Args:
-        spans: which elements are updated, and which of them decay.
-        adam: default: the fastest for the state's device.
+        spans: which elements are updated, and the group of each.
+        families: of the groups. Of one family, what lies together is updated by one launch.
+        make: makes what updates a family's elements; default: the fastest for the state's device.
+
+    Raises:
+        ValueError: a group is not in one family.
     """
 
-    def __init__(self, state: State, spans: Sequence[GroupSpan], adam: DeviceAdam | None = None):
-        self._state, self._spans = state, spans
-        self._adam = adam or make_device_adam(state.weights)
-        self._pieces: list[Piece] = []
+    def __init__(
+        self,
+        state: State,
+        spans: Sequence[GroupSpan],
+        families: Sequence[Family] = GPT_FAMILIES,
+        make: Callable[[torch.Tensor], DeviceAdam] = make_device_adam,
+    ):
+        self._state, self._spans, self._families = state, spans, tuple(families)
+        self._family_of = {group: number for number, family in enumerate(families) for group in family}
+        known, wanted = sorted(group for family in families for group in family), {span.group for span in spans}
+        if len(known) > len(self._family_of) or not wanted <= self._family_of.keys():
+            raise ValueError(f"each of the groups {sorted(wanted)} has to be in one of the families {list(families)}")
+        self._adams = [make(state.weights) for _ in families]
+        self._pieces: list[list[Piece]] = [[] for _ in families]
 
     def lay_out(self, stretches: Sequence[Stretch]) -> None:
         """Set the stretches to update. Inside a stretch, spans begin at multiples of ``ALIGNMENT``."""
-        self._pieces = [self._piece(*stretch) for stretch in _joined(stretches)]
+        self._pieces = [[] for _ in self._families]
+        for start, stop, live in _joined(stretches):
+            for number, low, high in self._parts(start, stop):
+                part = None if live is None else live[low - start : high - start]
+                self._pieces[number].append(self._piece(self._families[number], low, high, part))
 
-    def _piece(self, start: int, stop: int, live: torch.Tensor | None) -> Piece:
-        s, spans = self._state, spans_between(self._spans, start, stop)
-        decays = torch.zeros(-(-(stop - start) // ALIGNMENT), dtype=torch.bool)
-        for span in spans:
-            if span.group == DECAYS:
-                decays[span.start // ALIGNMENT : -(-span.stop // ALIGNMENT)] = True
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(family's number, start, stop) of what one launch can update in a stretch; gaps are padding."""
+        spans = spans_between(self._spans, start, stop)
+        for number, neighbours in groupby(spans, key=lambda span: self._family_of[span.group]):
+            ends = [(span.start, span.stop) for span in neighbours]
+            yield number, start + ends[0][0], start + ends[-1][1]
+
+    def _piece(self, family: Family, start: int, stop: int, live: torch.Tensor | None) -> Piece:
+        s, inside = self._state, spans_between(self._spans, start, stop)
+        spans = [(span.start, span.stop, span.group == family[0]) for span in inside]
         vectors = s.weights[start:stop], s.exp_avg[start:stop], s.exp_avg_sq[start:stop], s.grad[start:stop]
-        return Piece(vectors, live, spans, decays.to(s.weights.device))
+        return Piece(vectors, live, spans, _decaying_blocks(spans, stop - start, s.weights.device))
+
+    def check(self, hyperparameters: Sequence[Hyperparameters]) -> None:
+        """Whether a step's hyperparameters, by group, are what the families say.
+
+        Raises:
+            ValueError: groups of one family differ by more than the weight decay.
+        """
+        for family in self._families:
+            first = hyperparameters[family[0]]
+            for group in family[1:]:
+                if hyperparameters[group] != first._replace(weight_decay=0.0):
+                    raise ValueError(
+                        f"groups {family[0]} and {group} are updated together: {hyperparameters[group]} is not {first} "
+                        "without weight decay. Give groups that may differ families of their own."
+                    )
 
     @torch.no_grad()
-    def step(self, how: Hyperparameters, norm: torch.Tensor, loss_scale: float, max_norm: float) -> torch.Tensor:
+    def step(
+        self, hyperparameters: Sequence[Hyperparameters], norm: torch.Tensor, loss_scale: float, max_norm: float
+    ) -> torch.Tensor:
         """Update weights and live parameters.
 
         Args:
-            how: this step's hyperparameters; the decay is that of the elements that have one.
+            hyperparameters: this step's, by group, as :meth:`check` wants them.
             norm, loss_scale, max_norm: see :meth:`DeviceAdam.begin_step <gptpar.optim.device_adam.DeviceAdam>`.
 
         Returns:
             1.0 where the norm is not finite and nothing was changed, else 0.0 (fp32 scalar on the device, valid until
             the next step).
         """
-        step = self._adam.begin_step(how, norm, loss_scale, max_norm, self._state.steps)
-        for piece in self._pieces:
-            step.update(piece)
-        return step.skipped
+        # Families count together: each but the first raises a copy of the counter.
+        counters = [self._state.steps, *(self._state.steps.clone() for _ in self._families[1:])]
+        steps = [
+            adam.begin_step(hyperparameters[family[0]], norm, loss_scale, max_norm, counter)
+            for adam, family, counter in zip(self._adams, self._families, counters, strict=True)
+        ]
+        for step, pieces in zip(steps, self._pieces, strict=True):
+            for piece in pieces:
+                step.update(piece)
+        return steps[0].skipped
+
+
+def _decaying_blocks(spans: Sequence[tuple[int, int, bool]], length: int, device: torch.device) -> torch.Tensor | None:
+    """[blocks] which blocks of ``ALIGNMENT`` elements decay; ``None``: all do."""
+    if all(decays for *_, decays in spans):
+        return None
+    found = torch.zeros(-(-length // ALIGNMENT), dtype=torch.bool)
+    for start, stop, decays in spans:
+        found[start // ALIGNMENT : -(-stop // ALIGNMENT)] = decays
+    return found.to(device)
 
 
 def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:
@@ -90,11 +146,11 @@ def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:
 
 
 def _goes_on(before: Stretch, start: int, live: torch.Tensor | None) -> bool:
-    """Whether a stretch begins a block behind another one, and so do its live parameters in memory."""
+    """Whether a stretch begins a block behind another one, and so do its live parameters, of one dtype, in memory."""
     first, stop, other = before
     if stop != start or (start - first) % ALIGNMENT:
         return False
     if other is None or live is None:
         return other is live
-    same = other.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
+    same = other.dtype == live.dtype and other.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
     return same and live.data_ptr() == other.data_ptr() + len(other) * other.element_size()

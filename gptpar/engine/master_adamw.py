@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from gptpar.config import OptimizerConfig
 from gptpar.engine.flat_adam import FlatAdam, State
 from gptpar.engine.ranges import Home, Range
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.spans import DECAYS
+from gptpar.optim.spans import GPT_FAMILIES, Family
 from gptpar.tensor_parts import TensorParts
 
 
@@ -28,8 +27,9 @@ class MasterAdamW:
     Args:
         table: of this process's parameters.
         grad: the gradient sum of the device's elements of all units in a row.
-        config: betas, epsilon and clipping.
+        clip_grad: the largest gradient norm that is not clipped (0: any).
         host: updates the other elements; ``None`` where there are none.
+        families: of the parameter groups; each group is in one. A family takes launches of its own.
         master: memory for the master weights, where the model's parameters are their own masters.
         live: unit -> the model's parameters that :meth:`step` is to write in the same pass, as long as its masters.
 
@@ -41,22 +41,22 @@ class MasterAdamW:
         self,
         table: ParameterTable,
         grad: torch.Tensor,
-        config: OptimizerConfig,
+        clip_grad: float,
         host: Subscriber | None = None,
         *,
+        families: Sequence[Family] = GPT_FAMILIES,
         master: torch.Tensor | None = None,
         live: Mapping[str, torch.Tensor] | None = None,
     ):
-        self.clip_grad, self.grad, self.host = config.clip_grad, grad, host
+        self.clip_grad, self.grad, self.host = clip_grad, grad, host
         self._table = table
         wide = torch.promote_types(grad.dtype, torch.float32)
         self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
         self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad, dtype=wide) for _ in range(2))
         self.masters = self._table.split(self.master)
-        self._betas, self._eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = State(self.master, self.exp_avg, self.exp_avg_sq, grad, self._steps)
-        self._adam = FlatAdam(state, table.device_spans())
+        self._adam = FlatAdam(state, table.device_spans(), families)
         ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
         parameters = ((live or {}).get(unit) for unit in table.on_device)
         self._adam.lay_out([(*pair, one) for pair, one in zip(ends, parameters, strict=True)])
@@ -78,32 +78,29 @@ class MasterAdamW:
         return sum(int((grads[one.unit][one.start : one.stop] == 0).sum()) for one in counted)
 
     @torch.no_grad()
-    def step(self, norm: torch.Tensor, lr: float, weight_decay: float, loss_scale: float) -> torch.Tensor:
+    def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
         """Update the masters from the gradient sum.
 
         Args:
             norm: L2 norm of the whole model's gradient before clipping, without the loss scale (fp64 scalar).
-            lr: this step's learning rate.
-            weight_decay: this step's decoupled decay, for the parameters that have one.
+            hyperparameters: this step's, by group.
             loss_scale: what the gradient sum is to be divided by.
 
         Returns:
             1.0 where the gradient was not finite and nothing was changed, else 0.0, on the device.
-        """
-        rates = self._rates(lr, weight_decay)
-        if self.host is not None:  # first: it learns the norm before the device has updated its own elements
-            self.host.step(norm, rates, loss_scale)
-        return self._adam.step(rates[DECAYS], norm, loss_scale, self.clip_grad)
 
-    def expect_step(self, lr: float, weight_decay: float, loss_scale: float) -> None:
+        Raises:
+            ValueError: groups of one family differ by more than the weight decay; nothing was changed.
+        """
+        self._adam.check(hyperparameters)
+        if self.host is not None:  # first: it learns the norm before the device has updated its own elements
+            self.host.step(norm, hyperparameters, loss_scale)
+        return self._adam.step(hyperparameters, norm, loss_scale, self.clip_grad)
+
+    def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """What :meth:`step` will probably be called with: the host may begin during the backward pass."""
         if self.host is not None:
-            self.host.expect_step(self._rates(lr, weight_decay), loss_scale)
-
-    def _rates(self, lr: float, weight_decay: float) -> tuple[Hyperparameters, Hyperparameters]:
-        """By group."""
-        decays, decays_not = (Hyperparameters(lr, *self._betas, self._eps, decay) for decay in (weight_decay, 0.0))
-        return decays, decays_not
+            self.host.expect_step(hyperparameters, loss_scale)
 
     def state_tensors(self) -> dict[str, dict[str, TensorParts]]:
         """Live views for a checkpoint: ``weights``, ``exp_avg`` and ``exp_avg_sq``, each by global parameter name."""

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 
 from gptpar.engine.ranges import Home, Place, Range, device_lengths, extents, merged
-from gptpar.engine.units import Param, Unit
+from gptpar.engine.units import GroupOf, Param, Unit, group_by_decay
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.pipeline.stage import BufferInfo, ParameterInfo
 from gptpar.tensor_parts import TensorParts, parts_of_flat
@@ -80,9 +80,10 @@ class ParameterTable:
         ratio: float = 0.0,
         tied: Mapping[str, Sequence[int]] | None = None,
         buffers: Mapping[str, BufferInfo] | None = None,
+        group_of: GroupOf = group_by_decay,
     ) -> ParameterTable:
         """Lay out a process's layers: name -> its parameters' declarations by global name, both in forward order."""
-        units = [Unit.of(name, infos, place.shards) for name, infos in layers.items()]
+        units = [Unit.of(name, infos, place.shards, group_of=group_of) for name, infos in layers.items()]
         return ParameterTable(units, place, ratio=ratio, tied=tied, buffers=buffers)
 
     def ranges(self, *, unit: str | None = None, home: Home | None = None) -> Iterator[Range]:

@@ -7,13 +7,21 @@ that it can be cut into one equal shard for each data-parallel process.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
+
+GroupOf = Callable[[str, ParameterInfo], int]
+"""(global name, declaration) -> number of the parameter's optimizer group."""
+
+
+def group_by_decay(name: str, info: ParameterInfo) -> int:
+    """A GPT's group: biases and vectors do not decay (Megatron's rule), judged on the full shape."""
+    return DECAYS if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS_NOT
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,19 @@ class Unit:
     dtype: torch.dtype | None = None
 
     @staticmethod
-    def of(name: str, parameters: Mapping[str, ParameterInfo], shards: int) -> Unit:
-        """Lay out a layer, given in forward order; parameters that are treated alike lie next to each other."""
+    def of(
+        name: str, parameters: Mapping[str, ParameterInfo], shards: int, *, group_of: GroupOf = group_by_decay
+    ) -> Unit:
+        """Lay out a layer, given in forward order; parameters that are treated alike lie next to each other.
 
-        def kind(parameter: str) -> tuple[bool, list[str], bool]:
+        Args:
+            group_of: says each parameter's optimizer group; default: a GPT's.
+        """
+        groups = {name: group_of(name, info) for name, info in parameters.items()}
+
+        def kind(parameter: str) -> tuple[bool, list[str], int]:
             info = parameters[parameter]
-            return info.split is not None, sorted(info.grad_sums), not has_decay(parameter, info.full_shape)
+            return info.split is not None, sorted(info.grad_sums), groups[parameter]
 
         params: dict[str, Param] = {}
         start = 0
@@ -81,8 +96,8 @@ class Unit:
                 sizes[info.split.dim] = info.split.longest
             longest = math.prod(sizes)
             end = _round_up(start + longest, ALIGNMENT)
-            group = DECAYS if has_decay(parameter, info.full_shape) else DECAYS_NOT
-            params[parameter] = Param(parameter, info, group, start, start + info.shape.numel(), end, longest)
+            stop = start + info.shape.numel()
+            params[parameter] = Param(parameter, info, groups[parameter], start, stop, end, longest)
             start = end
         return Unit(name, params, _round_up(start, shards * ALIGNMENT), shards)
 
@@ -106,11 +121,6 @@ class Unit:
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's view of a buffer of the unit's length."""
         return {name: self.view(buffer, name) for name in self.params}
-
-
-def has_decay(name: str, shape: torch.Size) -> bool:
-    """Whether weight decay applies: not to biases, not to vectors (Megatron's rule), judged on the full shape."""
-    return len(shape) > 1 and not name.endswith(".bias")
 
 
 def _round_up(number: int, multiple: int) -> int:

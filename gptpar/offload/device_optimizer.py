@@ -10,7 +10,6 @@ import torch
 
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.device_adam import DeviceAdam, Piece, make_device_adam
-from gptpar.optim.spans import DECAYS, GroupSpan
 
 
 @dataclass
@@ -77,7 +76,7 @@ class DeviceOptimizer:
 
     def _piece(self, unit: str, grad: torch.Tensor) -> Piece:
         vectors = self.masters[unit], *self._moments[unit], grad
-        return Piece(vectors, self._live.get(unit), (GroupSpan(0, len(grad), DECAYS),))
+        return Piece(vectors, self._live.get(unit), ((0, len(grad), True),))
 
     def _separate(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Count apart, from now on, what takes a step and what does not."""

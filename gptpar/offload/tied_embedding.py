@@ -8,6 +8,7 @@ gradient"). It updates the embedding while the device is at the other layers, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.index_ranges import between, ranges_of_rows
+from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import VocabParallelEmbedding
 from gptpar.topology import Layout
 

@@ -20,7 +20,7 @@ from gptpar.optim.adam_update import (
     update,
 )
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import ALIGNMENT, DECAYS, GroupSpan
+from gptpar.optim.spans import ALIGNMENT
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -32,18 +32,19 @@ class Piece:
     Attributes:
         vectors: [n] weights, both moments, and the gradient, whose dtype is not wider than theirs.
         live: [n] model parameters to be written, in a dtype of their own; ``None``: the weights are the parameters.
-        spans: the elements to be updated, and which of them decay.
-        decays: [blocks] the same by blocks of ``ALIGNMENT`` elements; ``None``: all decay.
+        spans: (start, stop, whether they decay) of the elements to be updated. Others may be updated, too: their
+            gradients have to be zero.
+        decays: [blocks] whether elements decay, by blocks of ``ALIGNMENT``; ``None``: all do.
     """
 
     vectors: Vectors
     live: torch.Tensor | None
-    spans: Sequence[GroupSpan]
+    spans: Sequence[tuple[int, int, bool]]
     decays: torch.Tensor | None = None
 
 
 class DeviceStep(Protocol):
-    """One step of one parameter group, whose numbers are known to the device."""
+    """One step of one family of parameter groups, whose numbers are known to the device."""
 
     @property
     def skipped(self) -> torch.Tensor:
@@ -54,7 +55,7 @@ class DeviceStep(Protocol):
 
 
 class DeviceAdam(Protocol):
-    """Makes the steps of one parameter group."""
+    """Makes the steps of one family of parameter groups."""
 
     def begin_step(
         self, how: Hyperparameters, norm: torch.Tensor, loss_scale: float, max_norm: float, steps: torch.Tensor
@@ -62,6 +63,7 @@ class DeviceAdam(Protocol):
         """Count a step and compute its numbers, without waiting for a GPU.
 
         Args:
+            how: the hyperparameters of the elements that decay; those of the others have a weight decay of 0.
             norm: of the whole gradient, without the loss scale (fp64 scalar); if it is not finite, nothing changes.
             max_norm: the gradient is clipped to this norm (0: never).
             steps: steps so far (fp64 scalar on the device); raised by one, unless the step is skipped.
@@ -102,7 +104,7 @@ class _CpuStep:
         if self.how is None:
             return
         without_decay = AdamStep(**{**vars(self.how), "weight_decay": 0.0})
-        ranges = [(s.start, s.stop, self.how if s.group == DECAYS else without_decay) for s in piece.spans]
+        ranges = [(start, stop, self.how if decays else without_decay) for start, stop, decays in piece.spans]
         p, m, v, grad = piece.vectors
         self.kernel.steps(p, m, v, grad, ranges, low=piece.live)
 
@@ -162,8 +164,8 @@ class _TorchStep:
     skipped: torch.Tensor
 
     def update(self, piece: Piece) -> None:
-        for span in piece.spans:
-            *state, grad = (vector[span.start : span.stop] for vector in piece.vectors)
-            numbers = self.numbers if span.group == DECAYS else self.numbers._replace(decay=1.0)
-            low = None if piece.live is None else piece.live[span.start : span.stop]
+        for start, stop, decays in piece.spans:
+            *state, grad = (vector[start:stop] for vector in piece.vectors)
+            numbers = self.numbers if decays else self.numbers._replace(decay=1.0)
+            low = None if piece.live is None else piece.live[start:stop]
             update(state, grad, numbers, low=low, skipped=self.skipped)

@@ -9,7 +9,15 @@ ALIGNMENT = 64
 """Elements; every parameter starts on a multiple, so that its views are aligned for vector and tensor-core loads."""
 
 DECAYS, DECAYS_NOT = 0, 1
-"""The groups of a model that is trained by :class:`~gptpar.engine.master_adamw.MasterAdamW`."""
+"""The parameter groups of a GPT."""
+
+Family = tuple[int, ...]
+"""Parameter groups whose hyperparameters are equal in every step, but that all except the first have no weight decay.
+
+One launch of a GPU's kernel updates all groups of a family."""
+
+GPT_FAMILIES: tuple[Family, ...] = ((DECAYS, DECAYS_NOT),)
+"""The families of a GPT's parameter groups."""
 
 
 @dataclass(frozen=True)

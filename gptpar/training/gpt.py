@@ -73,7 +73,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         tensor,
         data,
         settings,
-        config.optimizer,
+        config.optimizer.clip_grad,
         device,
         host,
         tied=pipeline.tied_groups,

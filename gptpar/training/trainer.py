@@ -17,6 +17,7 @@ from gptpar.errors import GptparError
 from gptpar.init import initialise
 from gptpar.model.block import Block
 from gptpar.model.dropout import layers_with_dropout, seed_fields
+from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
 from gptpar.pipeline.runtime import MicroBatch as StageInput
@@ -168,8 +169,13 @@ class Trainer:
 
     def expect_step(self, progress: float) -> None:
         """Say where in the schedules the coming step will probably be: the CPU optimizer may begin it early."""
-        decay = self.schedule.weight_decay(progress)
-        self.engine.optimizer.expect_step(self.schedule.learning_rate(progress), decay, self.loss_scale.value)
+        self.engine.optimizer.expect_step(self._hyperparameters(progress), self.loss_scale.value)
+
+    def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, Hyperparameters]:
+        """Of the parameters that decay, and of those that do not."""
+        o, lr = self.config.optimizer, self.schedule.learning_rate(progress)
+        decays = Hyperparameters(lr, o.adam_beta1, o.adam_beta2, o.adam_eps, self.schedule.weight_decay(progress))
+        return decays, decays._replace(weight_decay=0.0)
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.
@@ -218,14 +224,16 @@ class Trainer:
             stop: this process's vote to end the run; all processes learn of it in the readings.
         """
         self.activity.note(f"iteration {iteration}, optimizer step")
-        lr, scale = self.schedule.learning_rate(progress), self.loss_scale.value
+        hyperparameters, scale = self._hyperparameters(progress), self.loss_scale.value
         square = self.engine.square_of_grad()
         sums = torch.stack([square, self._share_of_mean(loss), torch.full_like(square, float(stop))])
         square, mean_loss, votes = self.topology.sum_over_all(sums)
         norm = square.sqrt() / torch.full_like(square, scale)  # a number would be inverted and multiplied on GPUs
-        skipped = self.engine.step(norm, lr, self.schedule.weight_decay(progress), scale)
+        skipped = self.engine.step(norm, hyperparameters, scale)
         timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
-        return Step(iteration, samples, lr, scale, Readings([mean_loss, norm, skipped, votes], timeout_s))
+        return Step(
+            iteration, samples, hyperparameters[0].lr, scale, Readings([mean_loss, norm, skipped, votes], timeout_s)
+        )
 
     def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""

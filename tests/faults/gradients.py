@@ -129,9 +129,9 @@ GRADIENTS = [
     Fault(
         "gathering-not-waited-for",
         GATHERER,
-        "        work = self._pending.pop(name, None)\n        if work is not None:\n            work.wait()\n\n"
-        "    def _start",
-        "        self._pending.pop(name, None)\n\n    def _start",
+        "            work = self._pending.pop(unit, None)\n"
+        "            if work is not None:\n                work.wait()\n\n    def _start_layer",
+        "            self._pending.pop(unit, None)\n\n    def _start_layer",
         (TWO_WAYS,),
     ),
     Fault(

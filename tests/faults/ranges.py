@@ -78,15 +78,15 @@ RANGES = [
     Fault(
         "decay-groups-swapped",
         UNITS,
-        "group = DECAYS if has_decay(parameter, info.full_shape) else DECAYS_NOT",
-        "group = DECAYS_NOT if has_decay(parameter, info.full_shape) else DECAYS",
+        'return DECAYS if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS_NOT',
+        'return DECAYS_NOT if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS',
         ("tests/unit/test_training_reference.py::test_fifty_steps_follow_a_plain_loop",),
     ),
     Fault(
         "decay-of-a-bias-with-two-dimensions",
         UNITS,
-        'return len(shape) > 1 and not name.endswith(".bias")',
-        "return len(shape) > 1",
+        'len(info.full_shape) > 1 and not name.endswith(".bias")',
+        "len(info.full_shape) > 1",
         ("tests/unit/test_optim.py::test_a_unit_is_aligned_and_ordered_by_kind",),
     ),
 ]

@@ -9,7 +9,7 @@ from gptpar.optim.adam_arguments import AdamStep
 from gptpar.optim.adam_update import clipped_divisor, step_numbers, step_numbers_on_device, update
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.device_adam import DeviceAdam, Piece, TorchAdam, TritonAdam
-from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT, GroupSpan
+from gptpar.optim.spans import ALIGNMENT
 from tests.gpu.test_offload_gpu import OFFLOAD, run
 from tests.unit.test_adam_update import FORMATS, HOW, STEPS, cases, same
 
@@ -33,7 +33,7 @@ def test_triton_and_torch_compute_the_definition(
     for case in cases():
         length = len(case[0]) // ALIGNMENT // 2 * ALIGNMENT
         cut = length // ALIGNMENT // 2 * ALIGNMENT
-        spans = (GroupSpan(0, cut, DECAYS), GroupSpan(cut, length, DECAYS_NOT))
+        spans = ((0, cut, True), (cut, length, False))
         decays = torch.arange(length // ALIGNMENT, device="cuda") < cut // ALIGNMENT
         p, m, v, g = (vector[:length].cuda() for vector in case)
         for step in STEPS:
@@ -69,7 +69,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(norm: float) 
     vectors = tuple(torch.full((100,), value, device="cuda") for value in (1.0, 2.0, 3.0, 4.0))
     live, steps = torch.full((100,), 7.0, device="cuda", dtype=torch.bfloat16), on_gpu(5.0)
     taken = TritonAdam(steps.device).begin_step(HOW, on_gpu(norm), 1.0, 0.3, steps)
-    taken.update(Piece(vectors, live, (GroupSpan(0, 100, DECAYS),)))
+    taken.update(Piece(vectors, live, ((0, 100, True),)))
     assert (steps.item(), taken.skipped.item()) == (5, 1)
     assert [t.unique().tolist() for t in (*vectors, live)] == [[1.0], [2.0], [3.0], [4.0], [7.0]]
 

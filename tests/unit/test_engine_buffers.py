@@ -15,7 +15,6 @@ from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import BufferInfo, Stage, build_on_meta, memory_for
 from gptpar.placement import REPLICATED, SAME, ParameterSpec
 from gptpar.tensor_parallel import ALONE
-from tests.helpers import tiny_config
 
 CPU = torch.device("cpu")
 
@@ -69,7 +68,7 @@ def make_engine(pipeline: PipelineModule) -> Engine:
     table, axis = table_of(pipeline, ALONE, DataAxis(), 0.0), DataAxis()
     memory = ParameterMemory(table.units, axis, torch.float32, CPU)
     settings = EngineSettings(torch.float32, torch.float32)
-    return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, tiny_config().optimizer, CPU)
+    return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, 1.0, CPU)
 
 
 def test_buffers_get_memory_and_values_from_the_engine() -> None:

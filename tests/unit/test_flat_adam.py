@@ -10,7 +10,7 @@ import torch
 from gptpar.engine import flat_adam
 from gptpar.engine.flat_adam import FlatAdam, State
 from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.device_adam import TorchAdam
+from gptpar.optim.device_adam import TorchAdam, make_device_adam
 from gptpar.optim.spans import DECAYS, DECAYS_NOT, GroupSpan
 
 RATES = [Hyperparameters(lr, 0.9, 0.95, 1e-8, 0.1) for lr in (1e-2, 3e-3, 2e-2, 1e-2)]
@@ -43,7 +43,7 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
     grads = torch.zeros(length, dtype=getattr(torch, grad), device=device)
     steps = torch.zeros((), dtype=torch.float64, device=device)
     state = State(weights, *moments, grads, steps)
-    adam = FlatAdam(state, SPANS, TorchAdam(dtype) if by_torch else None)
+    adam = FlatAdam(state, SPANS, make=(lambda like: TorchAdam(like.dtype)) if by_torch else make_device_adam)
     live = torch.zeros(length + 8, dtype=torch.bfloat16, device=device)
     pieces = [live[0:256], live[256:384], None, live[-100:]]
     adam.lay_out([(*ends, piece) for ends, piece in zip(zip(ENDS, ENDS[1:], strict=False), pieces, strict=True)])
@@ -55,8 +55,8 @@ def follows_torch(case: Case, tolerance: float) -> None:
     start = case.state.weights.cpu().double()
     leaves = [start[span.start : span.stop].clone().requires_grad_() for span in SPANS]
     decays = [0.1 if span.group == DECAYS else 0.0 for span in SPANS]
-    groups = [{"params": [leaf], "weight_decay": decay} for leaf, decay in zip(leaves, decays, strict=True)]
-    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    leaf_groups = [{"params": [leaf], "weight_decay": decay} for leaf, decay in zip(leaves, decays, strict=True)]
+    reference = torch.optim.AdamW(leaf_groups, betas=(0.9, 0.95), eps=1e-8)
     generator = torch.Generator().manual_seed(1)
     device = case.state.weights.device
     for step, rates in enumerate(RATES):
@@ -73,7 +73,8 @@ def follows_torch(case: Case, tolerance: float) -> None:
                 group["lr"] = rates.lr
             reference.step()
         norm = torch.tensor(float("inf") if skipped else 1.0, dtype=torch.float64, device=device)
-        assert case.adam.step(rates, norm, divisor, 0.0).item() == skipped
+        groups = rates, rates._replace(weight_decay=0.0)
+        assert case.adam.step(groups, norm, divisor, 0.0).item() == skipped
         assert torch.equal(case.state.grad, given)
     assert case.state.steps.item() == 3
     weights = case.state.weights.cpu()

@@ -22,6 +22,7 @@ from gptpar.offload.events import EventLog, What
 from gptpar.offload.transfers import (
     RING_BYTES,
 )
+from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.spans import GroupSpan, OffloadedPartition, spans_between
 from gptpar.pipeline.stage import ParameterInfo
@@ -141,8 +142,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
         share = make_share(CpuAdam(2), pieces=pieces, parameters=offloaded, speculated=count, log=log)
     grad = torch.zeros(table.length(Home.DEVICE))
     infos = {name: param.info for name, param in table.params.items()}
-    config = tiny_config("--clip-grad 1.0").optimizer
-    optimizer = MasterAdamW(table, grad, config, share)
+    optimizer = MasterAdamW(table, grad, 1.0, share)
     start = {name: torch.randn(info.shape, generator=generator) for name, info in infos.items()}
     for name, parts in optimizer.parts("weights").items():
         parts.fill(start[name])
@@ -156,6 +156,8 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     )
     for step in range(50):
         lr, scale = 1e-2 * min(1.0, (step + 1) / 10), 4.0
+        decays = Hyperparameters(lr, 0.9, 0.999, 1e-8, 0.1)
+        hyperparameters = decays, decays._replace(weight_decay=0.0)
         whole = {name: torch.randn(p.shape, generator=generator).bfloat16() for name, p in reference.items()}
         norm = torch.stack([g.double().norm() for g in whole.values()]).norm() / scale
         wanted_norm = 3.0 if step % 3 == 0 else 0.5
@@ -171,7 +173,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             plain.step()
         if share is not None:
             share.finish()
-            optimizer.expect_step(lr, 0.1, scale)
+            optimizer.expect_step(hyperparameters, scale)
         base = 0
         for unit in made:
             flat = torch.zeros(unit.length, dtype=torch.bfloat16)
@@ -184,7 +186,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
                 share.submit_gradient(unit.name, flat[here:])
         if share is not None and speculate and not share.backs_off:
             wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
-        optimizer.step(norm, lr, 0.1, scale)
+        optimizer.step(norm, hyperparameters, scale)
     if share is not None:
         share.finish()
     for unit in made:

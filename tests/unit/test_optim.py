@@ -214,7 +214,7 @@ def test_what_is_summed_lies_together_and_is_the_same_on_all_tensor_ranks(shards
 
 
 def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: int = 0) -> MasterAdamW:
-    return MasterAdamW(table_of(unit, shard, tensor_rank), grad, tiny_config().optimizer)
+    return MasterAdamW(table_of(unit, shard, tensor_rank), grad, clip_grad=1.0)
 
 
 def square_of_grad(table: ParameterTable, grad: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,19 @@ class ConfigError(GptparError):
 
     def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
-        lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
-        super().__init__(f"the configuration has {count}:\n{lines}")
+        super().__init__(f"the configuration has {_numbered(self.problems)}")
+
+
+class ModelError(GptparError):
+    """All reasons at once why a model cannot be trained as it is.
+
+    Args:
+        problems: one sentence each, with the names and a remedy.
+    """
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = list(problems)
+        super().__init__(f"the model has {_numbered(self.problems)}")
 
 
 class DataError(GptparError):
@@ -42,3 +52,8 @@ class NativeBuildError(GptparError):
 def printable(text: str) -> str:
     """What a stranger wrote, with control characters and line ends escaped: they could forge what is told."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def _numbered(problems: Sequence[str]) -> str:
+    lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1))
+    return f"{len(problems)} problem{'s' if len(problems) != 1 else ''}:\n{lines}"

@@ -28,6 +28,7 @@ ROWS = [
     ["engine"],
     ["reporting"],
     ["offload"],
+    ["any_module"],
     ["run_folder"],
     ["plan"],
     ["training", "fit"],
@@ -45,6 +46,8 @@ FIRST_USER_OF_STANDALONE = ROW_OF["reporting"]
 PROGRAMS = {"data/preprocess.py": "tokenizer", "tokenizer/train.py": "data"}
 
 PURE = [
+    "any_module/units.py",
+    "any_module/refusals.py",
     "config",
     "placement.py",
     "optim/schedule.py",

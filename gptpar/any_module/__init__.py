@@ -1,0 +1,1 @@
+"""Any module on the engine: units, DeepSpeed's verbs, its optimizer."""

@@ -1,0 +1,86 @@
+"""Which modules cannot be laid out in flat memory, and why. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def problems_of(module: nn.Module) -> list[str]:
+    """A sentence for everything in a module that flat units cannot hold."""
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    flat = {}
+    problems = list(_wrappers(module))
+    for name, tensor in (parameters | buffers).items():
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            problems.append(f"{name} has no shape yet: call the model once, so that its lazy modules get theirs")
+        elif name in parameters and (problem := _problem_of(tensor)):
+            problems.append(f"the parameter {name} {problem}")
+        elif tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor):
+            flat[name] = tensor
+    problems += _several_devices({name: tensor for name, tensor in flat.items() if name in parameters})
+    return problems + list(_overlaps(flat, set(parameters)))
+
+
+def _problem_of(parameter: torch.Tensor) -> str | None:
+    """Why one parameter cannot be laid out, as the end of a sentence that its name begins."""
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    if "DTensor" in _class_names(parameter):
+        return "is a DTensor: give the model before it is sharded; initialize shards it"
+    if is_traceable_wrapper_subclass(parameter):
+        return f"is a {type(parameter).__name__}, no plain tensor: give the model before it is quantised or wrapped"
+    if parameter.layout != torch.strided:
+        return f"is sparse ({parameter.layout}): make it dense"
+    if parameter.is_complex():
+        return f"is complex ({parameter.dtype}): keep its real and imaginary parts (torch.view_as_real) as a parameter"
+    if parameter.dtype not in DTYPES:
+        return f"is quantised or no number to train ({parameter.dtype}): use one of {dtypes}, or a buffer"
+    if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+        return f"is expanded: several of its {parameter.numel()} elements are one in memory; use .contiguous()"
+    return None
+
+
+def _wrappers(module: nn.Module) -> Iterator[str]:
+    for path, one in module.named_modules():
+        for name in WRAPPERS & _class_names(one):
+            yield f"{path or 'the model'} is wrapped in {name}: give the module inside; initialize divides the work"
+
+
+def _several_devices(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    devices = Counter(str(parameter.device) for parameter in parameters.values() if not parameter.is_meta)
+    if len(devices) > 1:
+        counts = ", ".join(f"{count} on {device}" for device, count in devices.items())
+        yield f"the parameters are on several devices ({counts}): move the model to one"
+
+
+def _overlaps(tensors: Mapping[str, torch.Tensor], parameters: set[str]) -> Iterator[str]:
+    """Tensors that lie in a parameter's memory: each would get memory of its own and change apart from it."""
+    by_storage = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            extent = (start, start + int(last + 1) * tensor.itemsize, name)
+            by_storage[tensor.untyped_storage()._cdata].append(extent)
+    for extents in by_storage.values():
+        reached, holder = 0, ""
+        for start, stop, name in sorted(extents):
+            if start < reached and {name, holder} & parameters:
+                yield (
+                    f"{name} lies in the memory of {holder}, but is not the same object: "
+                    "assign one nn.Parameter to both modules, or give each memory of its own (.clone())"
+                )
+            if stop > reached:
+                reached, holder = stop, name
+
+
+def _class_names(thing: object) -> set[str]:
+    return {cls.__name__ for cls in type(thing).__mro__}

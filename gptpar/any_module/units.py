@@ -1,0 +1,204 @@
+"""Which parts of any module are reduced, gathered and released at a time. Pure: it reads the module's structure.
+
+A scope is a submodule before whose forward its parameters are brought: a repeated block, or the whole model for what is
+in no block. A scope's parameters lie in flat units, one for each dtype, frozen parameters apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gptpar.any_module.refusals import problems_of
+from gptpar.errors import ModelError
+
+ALONE = 2**20  # a parameter of the root with so many elements is a unit of its own: final, and reduced, alone
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """Parameters that lie in one flat range: of the same scope and dtype, all trainable or all frozen.
+
+    Attributes:
+        name: the scope's path; with more behind it where the scope has several units.
+        scope: path of the :class:`Scope`.
+        parameters: their first names, in order of definition.
+        trainable: whether they require a gradient.
+    """
+
+    name: str
+    scope: str
+    parameters: tuple[str, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A submodule before whose forward its parameters are brought.
+
+    Attributes:
+        path: as in ``named_modules``; "" is the whole model.
+        units: names, in order of definition; only the whole model may have none.
+    """
+
+    path: str
+    units: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Where every parameter of a module belongs.
+
+    Attributes:
+        scopes: the whole model first, the others in order of definition; none lies in another, but in the first.
+        units: in order of definition of their first parameter. Each parameter is in one, under its first name.
+        buffers: first names, in order of definition.
+        aliases: of parameters and buffers with several names: each name, the first included -> the first.
+    """
+
+    scopes: tuple[Scope, ...]
+    units: tuple[FlatUnit, ...]
+    buffers: tuple[str, ...]
+    aliases: dict[str, str]
+
+
+def find_units(module: nn.Module, classes: Collection[str] = ()) -> UnitPlan:
+    """Divide a module into units.
+
+    Blocks are what a container (``ModuleList``, ``Sequential``, ``ModuleDict``, anything with numbered children)
+    repeats: elements with parameters whose class occurs at least twice in it, single layers of torch excepted. Only
+    outermost blocks count: a block's experts stay inside. A parameter that several blocks own, and one that is in no
+    block, belongs to the whole model.
+
+    Args:
+        classes: names of the blocks' classes; the outermost modules of these are blocks, and nothing else is.
+
+    Raises:
+        ModelError: with every reason why the module cannot be divided.
+    """
+    problems = [*_unknown_classes(module, classes), *problems_of(module)]
+    if problems:
+        raise ModelError(problems)
+    blocks = set(_named_blocks(module, set(classes)) if classes else _repeated_blocks(module))
+    first_path: dict[nn.Module, str] = {module: ""}
+    scopes_of: dict[torch.Tensor, set[str]] = {}
+    names_of: dict[torch.Tensor, list[str]] = {}
+    buffer_names: dict[torch.Tensor, list[str]] = {}
+    for path, owner, above in walk(module):
+        first_path.setdefault(owner, path)
+        block = next((m for m in (*above[1:], owner) if m in blocks and m is not module), module)
+        for name, parameter in own(path, owner._parameters):
+            names_of.setdefault(parameter, []).append(name)
+            scopes_of.setdefault(parameter, set()).add(first_path[block])
+        for name, buffer in own(path, owner._buffers):
+            buffer_names.setdefault(buffer, []).append(name)
+    parameters = {names[0]: parameter for parameter, names in names_of.items()}
+    scope_of = {names[0]: _common(scopes_of[parameter]) for parameter, names in names_of.items()}
+    units = _flat_units(parameters, scope_of)
+    with_units = {unit.scope for unit in units} | {""}
+    return UnitPlan(
+        tuple(_scope(path, units) for path in first_path.values() if path in with_units),
+        units,
+        tuple(names[0] for names in buffer_names.values()),
+        {n: names[0] for names in (*names_of.values(), *buffer_names.values()) if len(names) > 1 for n in names},
+    )
+
+
+def walk(module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """Every place in a module, in the order of ``named_modules``, a shared module at each of its places.
+
+    Yields:
+        path, module, and the modules that it is in, outermost first.
+    """
+
+    def below(path: str, one: nn.Module, above: tuple[nn.Module, ...]) -> Iterator:
+        yield path, one, above
+        for name, child in one._modules.items():
+            if child is not None and child is not one and child not in above:  # a child may refer to its parent
+                yield from below(f"{path}.{name}" if path else name, child, (*above, one))
+
+    yield from below("", module, ())
+
+
+def own(path: str, tensors: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, tensor) of a module's own parameters or buffers; those that are None are left out."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            yield f"{path}.{name}" if path else name, tensor
+
+
+def _common(scopes: set[str]) -> str:
+    """The lowest scope above all of several: blocks do not lie in each other, so it is one block or the whole model."""
+    return next(iter(scopes)) if len(scopes) == 1 else ""
+
+
+def _scope(path: str, units: tuple[FlatUnit, ...]) -> Scope:
+    return Scope(path, tuple(unit.name for unit in units if unit.scope == path))
+
+
+def _flat_units(parameters: Mapping[str, torch.Tensor], scope_of: Mapping[str, str]) -> tuple[FlatUnit, ...]:
+    """Group parameters, given in order of definition under their first names."""
+    members: dict[tuple[str, torch.dtype, bool, str | None], list[str]] = {}
+    for name, parameter in parameters.items():
+        alone = name if not scope_of[name] and parameter.numel() >= ALONE else None
+        members.setdefault((scope_of[name], parameter.dtype, parameter.requires_grad, alone), []).append(name)
+    groups = Counter(scope for scope, _, _, alone in members if alone is None)
+
+    def name_of(scope: str, dtype: torch.dtype, trainable: bool, alone: str | None) -> str:
+        kind = f" ({str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'})"
+        return alone or (scope or "(root)") + (kind if groups[scope] > 1 else "")
+
+    return tuple(
+        FlatUnit(name_of(*key), scope, tuple(names), dtype, trainable)
+        for key, names in members.items()
+        for scope, dtype, trainable, _ in [key]
+    )
+
+
+def _named_blocks(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
+    return (one for _, one, above in walk(module) if above and type(one).__name__ in classes)
+
+
+def _unknown_classes(module: nn.Module, classes: Collection[str]) -> Iterator[str]:
+    below = [one for _, one, above in walk(module) if above]
+    there = sorted({type(one).__name__ for one in below if _has_parameters(one) and _is_called(one)})
+    for name in sorted(set(classes) - set(there)):
+        if any(type(one).__name__ == name for one in below):
+            yield f"modules of the class {name} have no parameters or no forward: name the class of blocks, of {there}"
+        else:
+            yield f"there is no module of the class {name} in the model; there are {there}"
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for _, container, _ in walk(module):
+        elements = list(_elements(container))
+        repeated = Counter(map(type, elements))
+        yield from (one for one in elements if repeated[type(one)] > 1 and _may_be_block(one))
+
+
+def _elements(container: nn.Module) -> Iterator[nn.Module]:
+    """What a container repeats. Elements that are never called, such as inner lists, stand for their own elements."""
+    lists = isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    for name, child in container._modules.items():
+        if child is not None and (lists or name.isdecimal()):
+            yield from [child] if _is_called(child) else _elements(child)
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    inner = [child for name, child in module._modules.items() if name != "parametrizations"]
+    single_layer = not inner and type(module).__module__.startswith("torch.nn.")
+    return not single_layer and _has_parameters(module)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, so that there is a moment to bring its parameters."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward

@@ -27,14 +27,15 @@ from gptpar.engine.units import Unit
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.spans import GPT_FAMILIES, Family
 from gptpar.pipeline.module import PipelineModule
-from gptpar.pipeline.stage import LayerCaller, memory_for
+from gptpar.pipeline.stage import memory_for
 from gptpar.tensor_parallel import TensorAxis
 
 
 class EngineStage(Protocol):
     """Layers that this process calls one after the other: a pipeline's virtual stage, or a whole module."""
 
-    caller: LayerCaller
+    def call_through(self, gatherer: ParameterGatherer) -> None:
+        """Have each layer's parameters brought before it is called."""
 
     def call_order(self) -> list[str]:
         """Layers' names as forward calls them, as far as that is known."""
@@ -180,7 +181,7 @@ class Engine:
         self.gradients = Gradients(memory, collector, reducer, router)
         for stage in self.stages:
             stage.place(parameters.views() | memory_for(table.buffers, device))
-            stage.caller = self.gatherer
+            stage.call_through(self.gatherer)
         collector.watch({name: p for stage in self.stages for name, p in stage.global_parameters().items()})
 
     def publish(self) -> None:

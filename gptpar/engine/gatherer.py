@@ -64,12 +64,22 @@ class ParameterGatherer:
         self._next: dict[str, str] = {}
         self._previous: dict[str, str] = {}
 
-    def follow(self, orders: Sequence[Sequence[str]]) -> None:
+    @property
+    def transient(self) -> bool:
+        """Whether parameters come and go."""
+        return self._memory.transient
+
+    def is_present(self, name: str) -> bool:
+        """Whether a layer's parameters are there, or on their way."""
+        return all(unit in self._present for unit in self._units[name])
+
+    def follow(self, orders: Sequence[Sequence[str]], stays: Collection[str] = ()) -> None:
         """Expect layers to be called in this order, a list for each virtual stage: the next one's values come early.
 
-        The last layer of a list stays after its forward pass: its backward pass follows at once.
+        The last layer of a list stays after its forward pass, because its backward pass follows at once; and so do
+        those that ``stays`` names.
         """
-        self._last = {names[-1] for names in orders if names}
+        self._last = {names[-1] for names in orders if names} | set(stays)
         self._next.clear()
         self._previous.clear()
         for names in orders:

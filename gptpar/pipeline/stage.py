@@ -148,6 +148,10 @@ class Stage(nn.Module):
             x = self.caller(call.name, call.run, x, *(fields.get(name) for name in call.fields))
         return x
 
+    def call_through(self, caller: LayerCaller) -> None:
+        """Have layers called by whoever owns their parameters."""
+        self.caller = caller
+
     def call_order(self) -> list[str]:
         """Layers' names as forward calls them; a tied one may come twice."""
         return [call.name for calls, _ in self._segments for call in calls]
@@ -211,9 +215,8 @@ class Stage(nn.Module):
         """
         for name, layer in zip(self._names, self.layers, strict=True):
             for prefix, module in layer.named_modules(prefix=name):
-                for local, _ in list(module.named_parameters(recurse=False)):
-                    # .data: refreshing the memory must not look like an in-place change to autograd
-                    module.register_parameter(local, nn.Parameter(storage[f"{prefix}.{local}"].data))
+                for local, parameter in module.named_parameters(recurse=False):
+                    place_parameter(parameter, storage[f"{prefix}.{local}"])
                 empty = [local for local, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
                 for local in empty:
                     setattr(module, local, storage[f"{prefix}.{local}"])
@@ -225,6 +228,17 @@ class Stage(nn.Module):
         for layer in self.layers:
             if isinstance(layer, kind):
                 layer.compile()
+
+
+def place_parameter(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+    """Let a parameter live in this memory; it remains the same object.
+
+    Refreshing the memory afterwards does not look like an in-place change of the parameter to autograd.
+    """
+    if parameter.is_meta:
+        torch.utils.swap_tensors(parameter, nn.Parameter(memory.data, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data = memory.data
 
 
 def memory_for(buffers: Mapping[str, BufferInfo], device: torch.device) -> dict[str, torch.Tensor]:

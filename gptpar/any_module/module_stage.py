@@ -1,0 +1,171 @@
+"""Any module as the engine sees it: hooks before and after its blocks bring parameters and let them go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gptpar.any_module.absent import AbsentParameters
+from gptpar.any_module.tensors import tensors_in
+from gptpar.any_module.units import Scope, UnitPlan
+from gptpar.engine.gatherer import ParameterGatherer
+from gptpar.pipeline.stage import place_parameter
+
+ROOT = ""
+"""Path of the scope that is the whole model."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A parameter that autograd keeps for the backward pass: its memory may be given up until then."""
+
+    scope: str
+    tensor: torch.Tensor
+
+
+class ModuleStage:
+    """A whole module in the place of a pipeline's virtual stage; its layers are the plan's scopes.
+
+    The module stays the user's: its parameters remain the same objects and get their memory from the engine, its
+    forward is not changed. Before a scope's forward its parameters are brought. Where parameters come and go, tensors
+    that autograd keeps remember the scope they belong to, and bring it back when the backward pass needs them.
+
+    Args:
+        module: on the engine's device, but for its parameters.
+        plan: its units.
+        note: is told of the scope that is about to be called.
+
+    Attributes:
+        parameters: by first name, frozen ones too.
+        passes: the scopes called in each training forward since :meth:`take_passes`, in order.
+        in_backward: whether the engine is in a backward pass: what is called there is computed again.
+    """
+
+    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda path: None):
+        self.module, self.plan, self._note = module, plan, note
+        self.parameters = dict(module.named_parameters())
+        self.passes: list[list[str]] = []
+        self.in_backward = False
+        self._gatherer: ParameterGatherer | None = None
+        self._depth = 0
+        self._kept: saved_tensors_hooks | None = None
+        self._guard: AbsentParameters | None = None
+        self._scope_of: dict[int, str] = {}
+        self._frozen = {unit.name for unit in plan.units if not unit.trainable}
+
+    # What the engine asks.
+
+    def call_order(self) -> list[str]:
+        """Scopes in the order of their definition; the module may call them in another one."""
+        return [scope.path for scope in self.plan.scopes]
+
+    def units_by_layer(self) -> dict[str, tuple[str, ...]]:
+        """Path of a scope -> its units."""
+        return {scope.path: scope.units for scope in self.plan.scopes}
+
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        """First name -> parameter, of those that are trained."""
+        trained = (name for unit in self.plan.units if unit.trainable for name in unit.parameters)
+        return {name: self.parameters[name] for name in trained}
+
+    def place(self, storage: Mapping[str, torch.Tensor]) -> None:
+        """Give every parameter its memory."""
+        unit_of = {name: unit for unit in self.plan.units for name in unit.parameters}
+        for name, parameter in self.parameters.items():
+            memory = storage[name]
+            self._scope_of[memory.untyped_storage()._cdata] = unit_of[name].scope
+            place_parameter(parameter, memory)
+
+    def call_through(self, gatherer: ParameterGatherer) -> None:
+        """Bring parameters by hooks from now on."""
+        self._gatherer = gatherer
+        if gatherer.transient:
+            self._guard = AbsentParameters(self.parameters, gatherer.is_present, self._scope_of)
+        for scope in self.plan.scopes:
+            module = self.module.get_submodule(scope.path)
+            before = torch._dynamo.disable(partial(self._before, scope))
+            after = torch._dynamo.disable(partial(self._after, scope))
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            module.register_forward_hook(after, always_call=True)
+
+    def take_passes(self) -> list[list[str]]:
+        """The scopes that were called in each training forward since the last time."""
+        passes, self.passes = self.passes, []
+        return passes
+
+    # Around a scope's forward.
+
+    def _before(self, scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
+        assert self._gatherer is not None
+        self._note(scope.path)
+        if self.in_backward:
+            self._gatherer.before_backward(scope.path)
+            return
+        if scope.path == ROOT:
+            self._begin()
+        if torch.is_grad_enabled():
+            if not self.passes:
+                self.passes.append([])
+            self.passes[-1].append(scope.path)
+            self._let_go_of_frozen(scope, (args, kwargs))
+        self._gatherer.before_forward(scope.path)
+
+    def _after(self, scope: Scope, module: nn.Module, args: Any, output: Any) -> None:
+        assert self._gatherer is not None
+        found = None if output is None else next((t for t in tensors_in(output) if t.requires_grad), None)
+        self._gatherer.after_forward(scope.path, found)
+        if scope.path == ROOT and not self.in_backward:
+            self._end()
+
+    def _begin(self) -> None:
+        """The whole module is called, perhaps by itself."""
+        self._depth += 1
+        if self._depth > 1 or self._gatherer is None or not self._gatherer.transient:
+            if torch.is_grad_enabled() and self._depth == 1:
+                self.passes.append([])
+            return
+        if torch.is_grad_enabled():
+            self.passes.append([])
+            self._kept = saved_tensors_hooks(self._pack, self._unpack)
+            self._kept.__enter__()
+            if self._guard is not None:
+                self._guard.__enter__()
+
+    def _end(self) -> None:
+        self._depth -= 1
+        if self._depth or self._kept is None:
+            return
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
+            self._guard = None  # one pass is watched: it costs time
+        kept, self._kept = self._kept, None
+        kept.__exit__(None, None, None)
+
+    # Parameters that come and go.
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        scope = self._scope_of.get(tensor.untyped_storage()._cdata)
+        return tensor if scope is None else _Saved(scope, tensor)
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _Saved):
+            return kept
+        assert self._gatherer is not None
+        self._gatherer.before_backward(kept.scope)
+        return kept.tensor
+
+    def _let_go_of_frozen(self, scope: Scope, inputs: Any) -> None:
+        """Frozen units get no gradients: they are let go when the gradient of the scope's input is complete."""
+        assert self._gatherer is not None
+        frozen = [unit for unit in scope.units if unit in self._frozen]
+        if not frozen or scope.path == ROOT or not self._gatherer.transient:
+            return
+        gatherer, first = self._gatherer, next((t for t in tensors_in(inputs) if t.requires_grad), None)
+        if first is not None:
+            first.register_hook(lambda _: [gatherer.backward_done(unit) for unit in frozen] and None)

@@ -27,7 +27,7 @@ class FlatUnit:
         name: the scope's path; with more behind it where the scope has several units.
         scope: path of the :class:`Scope`.
         parameters: their first names, in order of definition.
-        trainable: whether they require a gradient.
+        trainable: whether they are trained.
     """
 
     name: str
@@ -67,7 +67,13 @@ class UnitPlan:
     aliases: dict[str, str]
 
 
-def find_units(module: nn.Module, classes: Collection[str] = ()) -> UnitPlan:
+def find_units(
+    module: nn.Module,
+    classes: Collection[str] = (),
+    *,
+    dtype: torch.dtype | None = None,
+    trained: Collection[nn.Parameter] | None = None,
+) -> UnitPlan:
     """Divide a module into units.
 
     Blocks are what a container (``ModuleList``, ``Sequential``, ``ModuleDict``, anything with numbered children)
@@ -77,6 +83,8 @@ def find_units(module: nn.Module, classes: Collection[str] = ()) -> UnitPlan:
 
     Args:
         classes: names of the blocks' classes; the outermost modules of these are blocks, and nothing else is.
+        dtype: that all parameters will have; ``None``: they keep theirs.
+        trained: the parameters that an optimizer has; default: all that require a gradient.
 
     Raises:
         ModelError: with every reason why the module cannot be divided.
@@ -99,7 +107,9 @@ def find_units(module: nn.Module, classes: Collection[str] = ()) -> UnitPlan:
             buffer_names.setdefault(buffer, []).append(name)
     parameters = {names[0]: parameter for parameter, names in names_of.items()}
     scope_of = {names[0]: _common(scopes_of[parameter]) for parameter, names in names_of.items()}
-    units = _flat_units(parameters, scope_of)
+    kept_out = set() if trained is None else set(parameters.values()) - set(trained)
+    kinds = {n: (dtype or p.dtype, p.requires_grad and p not in kept_out) for n, p in parameters.items()}
+    units = _flat_units(parameters, scope_of, kinds)
     with_units = {unit.scope for unit in units} | {""}
     return UnitPlan(
         tuple(_scope(path, units) for path in first_path.values() if path in with_units),
@@ -141,12 +151,14 @@ def _scope(path: str, units: tuple[FlatUnit, ...]) -> Scope:
     return Scope(path, tuple(unit.name for unit in units if unit.scope == path))
 
 
-def _flat_units(parameters: Mapping[str, torch.Tensor], scope_of: Mapping[str, str]) -> tuple[FlatUnit, ...]:
-    """Group parameters, given in order of definition under their first names."""
+def _flat_units(
+    parameters: Mapping[str, torch.Tensor], scope_of: Mapping[str, str], kinds: Mapping[str, tuple[torch.dtype, bool]]
+) -> tuple[FlatUnit, ...]:
+    """Group parameters, given in order of definition under their first names; ``kinds``: dtype, trained or not."""
     members: dict[tuple[str, torch.dtype, bool, str | None], list[str]] = {}
     for name, parameter in parameters.items():
         alone = name if not scope_of[name] and parameter.numel() >= ALONE else None
-        members.setdefault((scope_of[name], parameter.dtype, parameter.requires_grad, alone), []).append(name)
+        members.setdefault((scope_of[name], *kinds[name], alone), []).append(name)
     groups = Counter(scope for scope, _, _, alone in members if alone is None)
 
     def name_of(scope: str, dtype: torch.dtype, trainable: bool, alone: str | None) -> str:

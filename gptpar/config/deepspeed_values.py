@@ -1,7 +1,7 @@
 """What a DeepSpeed configuration says, and what DeepSpeed assumes where it says nothing.
 
-One reading for two askers: the command line fills what its flags leave open, ``gptpar.initialize`` has nothing else. Each
-brings the tree of the keys that it understands.
+One reading for two askers: the command line fills what its flags leave open, and ``gptpar.initialize`` reads nothing
+else. Each brings the tree of the keys that it understands.
 """
 
 from __future__ import annotations

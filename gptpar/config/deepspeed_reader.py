@@ -40,23 +40,26 @@ class Reader:
     """Collects what the keys say.
 
     Attributes:
+        tree: the keys that there can be.
         default: whether it reads what DeepSpeed assumes instead of what a file says.
         said: values of fields, several for one field where several keys say it.
         problems: sentences, without the file's name.
         without_effect: keys that change nothing, each with the reason.
     """
 
+    tree: Tree = field(default_factory=lambda: KEYS)
     default: bool = False
     said: list[Said] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
 
-    def walk(self, raw: Mapping[str, Any], tree: Tree = KEYS, prefix: str = "") -> None:
-        """Read an object whose keys are ``tree``'s; ``null`` and ``"auto"`` say nothing."""
+    def walk(self, raw: Mapping[str, Any], tree: Tree | None = None, prefix: str = "") -> None:
+        """Read an object whose keys are ``tree``'s (default: all); ``null`` and ``"auto"`` say nothing."""
+        tree = self.tree if tree is None else tree
         for name, value in raw.items():
             key, rule = prefix + name, tree.get(name)
             if rule is None:
-                self.problems.append(f"{key} is unknown{_hint(name, prefix, tree)}")
+                self.problems.append(f"{key} is unknown{self._hint(name, prefix, tree)}")
             elif value is None or value == "auto":
                 continue
             elif not isinstance(rule, Mapping):
@@ -94,15 +97,14 @@ class Reader:
         whose = ", DeepSpeed's default" if self.default else ""
         self.problems.append(f"{key} is {json.dumps(value)}{whose}: {why}.")
 
-
-def _hint(name: str, prefix: str, tree: Tree) -> str:
-    """The nearest key beside it, else the nearest anywhere."""
-    beside = {other: prefix + other for other in tree}
-    for paths in (beside, dict(_paths(KEYS))):
-        near = difflib.get_close_matches(name, paths, n=1, cutoff=0.6)
-        if near:
-            return f"; did you mean {paths[near[0]]}?"
-    return f"; the keys there are {', '.join(tree)}." if len(tree) <= MOST_LISTED else "; leave it out."
+    def _hint(self, name: str, prefix: str, tree: Tree) -> str:
+        """The nearest key beside it, else the nearest anywhere."""
+        beside = {other: prefix + other for other in tree}
+        for paths in (beside, dict(_paths(self.tree))):
+            near = difflib.get_close_matches(name, paths, n=1, cutoff=0.6)
+            if near:
+                return f"; did you mean {paths[near[0]]}?"
+        return f"; the keys there are {', '.join(tree)}." if len(tree) <= MOST_LISTED else "; leave it out."
 
 
 def _paths(tree: Tree, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -59,6 +59,8 @@ PURE = [
     "check_layouts/cases.py",
     "training/batch_plan.py",
     "plan/hardware.py",
+    "any_module/option_keys.py",
+    "any_module/options.py",
     "data/order.py",
     "data/splits.py",
     "model/flops.py",

@@ -1,0 +1,170 @@
+"""Which parameters are trained, in which groups, and with which hyperparameters.
+
+A client's optimizer goes before the configuration's. Of it, the groups are taken; the update is the engine's, so it has
+to be AdamW, or Adam without weight decay, which is the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from gptpar.any_module.options import EngineOptions
+from gptpar.errors import ConfigError
+from gptpar.offload.local_parameters import problems_of_hyperparameters, tensors_of
+from gptpar.optim.adam_update import Hyperparameters
+
+Group: TypeAlias = dict[str, Any]
+ClientOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None
+
+MAX_NAMED = 4
+"""Parameters that a sentence names; of the others it says the number."""
+
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+_OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
+"""Switches of torch's AdamW with which it computes something else."""
+
+
+def groups_of(
+    optimizer: ClientOptimizer, model_parameters: Iterable[Any] | None, model: nn.Module, options: EngineOptions
+) -> list[Group]:
+    """The parameter groups: ``params`` (a list), ``lr``, ``betas``, ``eps``, ``weight_decay``, and what else users add.
+
+    A client optimizer's groups are its own dictionaries, so that a scheduler which the client has built over it changes
+    their rates. Frozen parameters stay in the groups that name them. Trainable ones that no group names are not
+    trained, as in DeepSpeed, and a warning names them.
+
+    Args:
+        optimizer: the client's: an AdamW that has not stepped, or a function (a class) from parameters to one.
+        model_parameters: parameters, (name, parameter) pairs or groups; default: all trainable ones of the model. An
+            optimizer that is there already brings its own.
+        options: its ``optimizer`` is for a client that brings none.
+
+    Raises:
+        ConfigError: naming everything that does not fit.
+    """
+    client, given = optimizer, _listed(model_parameters, model)
+    if client is not None and not isinstance(client, torch.optim.Optimizer):
+        if not callable(client):
+            raise ConfigError([f"optimizer is of type {type(client).__name__}: {_USE_ADAMW}."])
+        client = client(given)
+    if client is None:
+        groups, problems = _grouped(given, options.optimizer)
+    elif isinstance(client, torch.optim.Optimizer):
+        groups, problems = client.param_groups, list(_client_problems(client))
+    else:
+        raise ConfigError([f"the function optimizer returned a {type(client).__name__}: {_USE_ADAMW}."])
+    problems += [*_parameter_problems(groups, model), *_number_problems(groups)]
+    if problems:
+        raise ConfigError(problems)
+    _warn_of_others(groups, model)
+    return groups
+
+
+_USE_ADAMW = (
+    "gptpar's optimizer is AdamW, updated by the engine; pass a torch.optim.AdamW, whose groups it takes over, or none "
+    "and the configuration's optimizer"
+)
+
+
+_NO_OPTIMIZER = 'no optimizer is said: add {"optimizer": {"type": "AdamW"}} to the configuration, or pass optimizer=.'
+
+
+def _listed(params: Any, model: nn.Module) -> list[Any]:
+    """Parameters, or groups of them, as lists; without names."""
+    if params is None:
+        return [p for p in model.parameters() if p.requires_grad]
+    given, _ = tensors_of([params] if isinstance(params, dict) else params)
+    return [{**g, "params": _nameless(g["params"])} if isinstance(g, dict) else g for g in _nameless(given)]
+
+
+def _nameless(entries: Sequence[Any]) -> list[Any]:
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+
+
+def _grouped(given: list[Any], adam: Hyperparameters | None) -> tuple[list[Group], list[str]]:
+    """(groups, completed from the configuration; why there can be none)"""
+    if adam is None:
+        return [], [
+            'no optimizer is said: give the configuration {"optimizer": {"type": "AdamW"}}, or pass optimizer=.'
+        ]
+    groups = [item for item in given if isinstance(item, dict)]
+    if groups and len(groups) != len(given):
+        return [], ["model_parameters has groups and parameters side by side: make it one or the other."]
+    defaults = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
+    return [{**defaults, **group} for group in groups or [{"params": given}]], []
+
+
+def _client_problems(client: torch.optim.Optimizer) -> Iterator[str]:
+    kind = type(client)
+    if kind not in (torch.optim.AdamW, torch.optim.Adam):
+        yield f"optimizer is a {kind.__name__}: {_USE_ADAMW}."
+        return
+    for place, group in enumerate(client.param_groups):
+        coupled = kind is torch.optim.Adam and not group.get("decoupled_weight_decay")
+        if coupled and group["weight_decay"] != 0:
+            yield (
+                f"optimizer is an Adam whose group {place} has the weight decay {group['weight_decay']:g}: Adam adds "
+                "it to the gradient, and gptpar takes it off the weights; pass AdamW, or weight_decay=0."
+            )
+        for name in _OTHER_UPDATES:
+            if group.get(name):
+                yield f"optimizer has {name}=True in group {place}, which gptpar's AdamW has not: leave it out."
+    if client.state:
+        yield (
+            f"optimizer has taken steps: it has moments of {len(client.state)} parameters, which the engine would not "
+            "take over; pass it before its first step, and resume by engine.load_checkpoint."
+        )
+
+
+def _parameter_problems(groups: Sequence[Group], model: nn.Module) -> Iterator[str]:
+    """Whether the groups have parameters of the model, each once."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    places: dict[torch.Tensor, int] = {}
+    foreign = []
+    for place, group in enumerate(groups):
+        for number, parameter in enumerate(group["params"]):
+            if not isinstance(parameter, torch.Tensor) or parameter not in names:
+                foreign.append(f"{_described(parameter)} (group {place}, place {number})")
+            elif parameter in places:
+                other = places[parameter]
+                where = f"group {place} twice" if other == place else f"the groups {other} and {place}"
+                yield f"{names[parameter]} is in {where}: name each parameter once."
+            else:
+                places[parameter] = place
+    if foreign:
+        yield f"not among the model's parameters: {_shortened(foreign)}: pass those of the model that is passed, too."
+    if not any(parameter.requires_grad for parameter in places) and not foreign and groups:
+        yield "there is no trainable parameter in the groups: set requires_grad before gptpar.initialize."
+
+
+def _described(entry: Any) -> str:
+    if isinstance(entry, torch.Tensor):
+        return f"a tensor of shape {tuple(entry.shape)}"
+    return f"a {type(entry).__name__}"
+
+
+def _number_problems(groups: Sequence[Group]) -> list[str]:
+    """Other optimizers' groups, which are told of, need not have AdamW's numbers."""
+    return problems_of_hyperparameters(group for group in groups if set(_HYPERPARAMETERS) <= group.keys())
+
+
+def _warn_of_others(groups: Sequence[Group], model: nn.Module) -> None:
+    named = {parameter for group in groups for parameter in group["params"]}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and p not in named]
+    if others:
+        verb = "parameter is" if len(others) == 1 else "parameters are"
+        warnings.warn(
+            f"{len(others)} trainable {verb} in no group and will not be trained: {_shortened(others)}. Add a group, "
+            "or set requires_grad to False.",
+            stacklevel=3,
+        )
+
+
+def _shortened(names: Sequence[str]) -> str:
+    left = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {left} more" if left > 0 else "")

@@ -1,0 +1,94 @@
+"""The optimizer that ``gptpar.initialize`` returns: parameter groups to look at and to change, without state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gptpar.errors import GptparError
+from gptpar.optim.adam_update import Hyperparameters
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """AdamW's parameter groups. The engine updates, with the hyperparameters that the groups have at that moment.
+
+    So schedulers, of torch's or the user's own, work on it as on any optimizer. Moments and master weights are in the
+    engine and in its checkpoints; ``state`` stays empty.
+
+    Args:
+        groups: complete ones, as :func:`~gptpar.any_module.client_optimizer.groups_of` makes them. They become
+            ``param_groups`` themselves, so that who has changed a rate in them before changes it here.
+        update: updates all parameters with :meth:`hyperparameters`.
+        drop_gradients: forgets the gradients.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], update: Callable[[], None], drop_gradients: Callable[[], None]
+    ):
+        self._complete = False
+        # Schedulers that move a beta, too, look for it among the defaults.
+        super().__init__(list(groups), {name: groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")})
+        self._update, self._drop_gradients, self._complete = update, drop_gradients, True
+
+    def hyperparameters(self) -> tuple[Hyperparameters, ...]:
+        """Of each group, as they are now."""
+        return tuple(_hyperparameters(group) for group in self.param_groups)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters.
+
+        Raises:
+            GptparError: with a closure: the loss would be differentiated behind the engine's back.
+        """
+        if closure is not None:
+            raise GptparError(
+                "optimizer.step(closure) differentiates a loss itself, which the engine has to do: call engine(...), "
+                "engine.backward(loss) and engine.step()."
+            )
+        self._update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, also those of a step's micro-batches so far."""
+        self._drop_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only at the beginning: the engine's memory is laid out by the groups.
+
+        Raises:
+            GptparError: afterwards.
+        """
+        if self._complete:
+            raise GptparError(
+                "a parameter group was added after gptpar.initialize, which lays out the memory of all groups: pass "
+                "all of them to it, frozen ones too."
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the groups' numbers; schedulers that hold the groups follow.
+
+        Raises:
+            GptparError: the groups are others, or there is state, which ``engine.load_checkpoint`` brings.
+        """
+        saved, groups = state_dict["param_groups"], self.param_groups
+        if state_dict["state"]:
+            raise GptparError(
+                f"this state_dict has moments of {len(state_dict['state'])} parameters, and the engine keeps its own: "
+                "load them with engine.load_checkpoint, or pass the param_groups alone."
+            )
+        sizes = [[len(g["params"]) for g in some] for some in (saved, groups)]
+        if sizes[0] != sizes[1]:
+            raise GptparError(
+                f"this state_dict has groups of {sizes[0]} parameters, and the optimizer has groups of {sizes[1]}: "
+                "pass gptpar.initialize the same groups."
+            )
+        for group, other in zip(groups, saved, strict=True):
+            group.update({name: value for name, value in other.items() if name != "params"})
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
+    """In Python's floats: a group may have tensors in their place."""
+    beta1, beta2 = group["betas"]
+    return Hyperparameters(*map(float, (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))

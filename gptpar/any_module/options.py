@@ -1,0 +1,323 @@
+"""Everything that ``gptpar.initialize`` is told by its configuration, checked and completed. Pure but for the files.
+
+The configuration is DeepSpeed's JSON with a section of our own, ``"gptpar"``. It is read as the command line reads
+``--deepspeed_config``: by one tree of keys, with the same defaults of DeepSpeed, and unknown keys are problems.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptpar.any_module.option_keys import OTHER_OPTIMIZER, tree_for
+from gptpar.config import Config, PrecisionConfig
+from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
+from gptpar.config.deepspeed_reader import Said
+from gptpar.config.deepspeed_values import (
+    decay_problems,
+    one_each,
+    part_of,
+    read_file,
+    read_values,
+    reason_of,
+    schedule_problems,
+    type_problems,
+    without_auto,
+)
+from gptpar.config.derive import Derived
+from gptpar.config.ranges import out_of_range
+from gptpar.errors import ConfigError
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.loss_scale import LossScale, make_loss_scale
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DEFAULT_LR = 1e-3
+"""AdamW's in torch and in DeepSpeed."""
+
+_OFFLOAD = "zero_optimization.offload_optimizer"
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """How many samples a step has: train_batch_size = micro_batch_size x accumulation_steps x data-parallel size."""
+
+    train_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """What lives in host memory.
+
+    Attributes:
+        ratio: the twin-flow ratio, 0 to 1: which fraction of the optimizer's elements the CPU updates.
+        folder: where their state is kept in files; ``None``: in memory.
+        parameters: whether the model's parameters are there, too.
+        speculation: ``auto``, ``on`` or ``off``: whether the CPU updates before the gradient's norm is known.
+        threads: of each process's CPU optimizer; ``None``: by the machine's cores.
+    """
+
+    ratio: float
+    folder: Path | None
+    parameters: bool
+    speculation: str
+    threads: int | None
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """A schedule of DeepSpeed's by name, with the arguments of the class of that name in ``schedulers.py``."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The whole configuration of an engine for any module.
+
+    Attributes:
+        dtype: of the model's floating-point parameters; ``None``: those that the module gave them.
+        cast_inputs: whether floating-point inputs are cast to the model's 16-bit format.
+        loss_scale: of the first step; the engine moves a copy of it.
+        max_norm: the gradient's global norm is clipped to this (0: never).
+        reduce_in_bf16: whether gradients travel between processes in bf16; else in the format of the master weights.
+        optimizer: AdamW's hyperparameters of parameters whose group says no other; ``None``: the configuration names
+            no optimizer.
+        scheduler: ``None``: the configuration names none.
+        steps_per_print: steps between lines on the console; 0: none.
+        compile: whether each unit's module is compiled.
+        units: names of the classes whose modules are units; empty: they are found by the module's structure.
+        step_graph: ``auto``, ``on`` or ``off``: whether ``train_batch`` records steps as graphs.
+        seed: of the order of ``training_data``.
+        derived: values with their reasons, among them what DeepSpeed assumes for absent keys.
+        without_effect: keys that change nothing, each with the reason.
+    """
+
+    batch: StepBatch
+    dtype: torch.dtype | None
+    cast_inputs: bool
+    loss_scale: LossScale
+    zero_stage: int
+    offload: OffloadOptions
+    max_norm: float
+    reduce_in_bf16: bool
+    optimizer: Hyperparameters | None
+    scheduler: SchedulerOptions | None
+    steps_per_print: int
+    compile: bool
+    units: tuple[str, ...]
+    step_graph: str
+    seed: int
+    derived: tuple[Derived, ...]
+    without_effect: tuple[str, ...]
+
+
+def read_options(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None, args: object = None, *, world: int
+) -> EngineOptions:
+    """Read a configuration.
+
+    Args:
+        config: DeepSpeed's JSON as a path (comments and trailing commas allowed) or a dictionary.
+        args: a script's command line, whose ``deepspeed_config`` names the file instead.
+        world: the data-parallel size.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    raw, name = _raw_of(config, getattr(args, "deepspeed_config", None))
+    options, problems = _options_of(raw, world)
+    if options is None:
+        raise ConfigError([f"{name}: {problem}" for problem in problems])
+    return options
+
+
+def _raw_of(config: Any, from_args: Any) -> tuple[dict[str, Any], str]:
+    """(the configuration as JSON says it, its name in sentences)"""
+    if (config is None) == (from_args is None):
+        both = f"both by config and by args.deepspeed_config ({from_args}): drop one of them"
+        neither = "neither by config nor by args.deepspeed_config: pass config=, a path or a dictionary"
+        raise ConfigError([f"gptpar.initialize is configured {neither if config is None else both}."])
+    source = from_args if config is None else config
+    try:
+        if isinstance(source, Mapping):
+            return dict(json.loads(json.dumps(dict(source), allow_nan=False))), "config"
+        if isinstance(source, str | os.PathLike):
+            return read_file(os.fspath(source)), str(source)
+    except (TypeError, ValueError) as error:
+        where = "config" if isinstance(source, Mapping) else source
+        raise ConfigError([f"{where}: {error}"]) from None
+    raise ConfigError([f"config is of type {type(source).__name__}: a path or a dictionary is needed."])
+
+
+def _options_of(raw: Mapping[str, Any], world: int) -> tuple[EngineOptions | None, list[str]]:
+    """(the options, if nothing is wrong; all problems)"""
+    reader = read_values(raw, tree_for(raw), Config(), micro_is_known=False)
+    said, contradictions = one_each(reader.said)
+    values = _Values(said)
+    problems = [
+        *type_problems(raw, OTHER_OPTIMIZER),
+        *decay_problems(raw, 0),
+        *schedule_problems(raw),
+        *reader.problems,
+        *contradictions,
+        *values.out_of_range(),
+        *_precision_problems(values.config.precision),
+        *_zero_problems(values),
+        *_offload_problems(values, raw),
+    ]
+    batch = None
+    if not any(problem.startswith(("train_", "gradient_accumulation_steps")) for problem in problems):
+        try:
+            batch = step_batch(*(values.get(f"batch.{name}", None) for name in _BATCH), world=world)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems or batch is None:
+        return None, problems
+    return _assembled(values, batch, without_auto(raw), reader.without_effect), []
+
+
+class _Values:
+    """What was said, by field, and within the configuration's sections where it has such a field."""
+
+    def __init__(self, said: Iterable[Said]):
+        self._said = {one.field: one for one in said}
+        self.config = Config()
+        for one in self._said.values():
+            section, name = one.field.split(".")
+            if hasattr(self.config, section):
+                self.config = self.config.update(section, **{name: one.value})
+
+    def get(self, field: str, default: Any) -> Any:
+        return self._said[field].value if field in self._said else default
+
+    def section(self, name: str) -> dict[str, Any]:
+        """What was said of one section."""
+        return {field.split(".")[1]: one.value for field, one in self._said.items() if field.startswith(f"{name}.")}
+
+    def out_of_range(self) -> Iterator[str]:
+        for field, problem in out_of_range(self.config).items():
+            yield f"{self._said[field].key} {problem}."
+
+    def derived(self) -> Iterator[Derived]:
+        for field, one in self._said.items():
+            if one.value is not None and one.value is not False:
+                yield Derived(field.split(".")[1].replace("_", " "), one.value, reason_of(one))
+
+
+_BATCH = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+
+
+def step_batch(train: int | None, micro: int | None, steps: int | None, *, world: int) -> StepBatch:
+    """DeepSpeed's three numbers from those that are said; ``steps`` is 1 where one of the others is alone.
+
+    Args:
+        train, micro, steps: samples in a step, samples in a micro-batch, micro-batches in a process's step.
+        world: the data-parallel size.
+
+    Raises:
+        ValueError: they contradict each other, or do not suffice.
+    """
+    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    if train is None and micro is None:
+        raise ValueError(f"the batch is not said: give {names[0]} or {names[1]}.")
+    if train is None:
+        assert micro is not None
+        return StepBatch(micro * (steps or 1) * world, micro, steps or 1)
+    known, number = (names[2], steps or 1) if micro is None else (names[1], micro)
+    unit = number * world
+    if train % unit:
+        raise ValueError(
+            f"{names[0]} {train} is not a multiple of {known} {number} x {world} data-parallel process(es) = {unit}: "
+            f"the nearest that fits is {max(unit, round(train / unit) * unit)}."
+        )
+    if micro is None:
+        return StepBatch(train, train // unit, number)
+    if steps is not None and train != unit * steps:
+        raise ValueError(
+            f"{names[0]} {train} is not {names[1]} {micro} x {names[2]} {steps} x {world} data-parallel process(es) = "
+            f"{unit * steps}: drop one of the three, or make them agree."
+        )
+    return StepBatch(train, micro, train // unit)
+
+
+def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:
+    if precision.fp16 and precision.bf16:
+        yield "fp16 and bf16 are both enabled: choose one number format."
+    if precision.fp16 and precision.loss_scale is None and precision.initial_loss_scale < precision.min_loss_scale:
+        yield (
+            f"fp16.initial_scale_power: the scale begins at {precision.initial_loss_scale:g}, below min_loss_scale "
+            f"{precision.min_loss_scale:g}: raise it, or lower min_loss_scale."
+        )
+
+
+def _zero_problems(values: _Values) -> Iterator[str]:
+    stage = values.get("parallel.zero_stage", 0)
+    if stage > HIGHEST_ZERO_STAGE:
+        yield f"zero_optimization.stage is {stage}; it must be at most {HIGHEST_ZERO_STAGE}."
+
+
+def _offload_problems(values: _Values, raw: Mapping[str, Any]) -> Iterator[str]:
+    offload, device = values.config.offload, part_of(raw, *_OFFLOAD.split(".")).get("device")
+    if not 0 <= float(offload.cpu_optimizer_ratio) <= 1:
+        yield f"{_OFFLOAD}.ratio is {offload.cpu_optimizer_ratio}: a number from 0 to 1 is needed."
+    folder = offload.optimizer_nvme_path
+    if device == "nvme" and folder is None:
+        yield f"{_OFFLOAD}.nvme_path is missing: the folder in which the optimizer's state is kept."
+    if folder is not None and not os.path.isdir(folder):
+        yield f"{_OFFLOAD}.nvme_path is {json.dumps(folder)}, which is not a folder."
+    if folder is not None and offload.offload_speculation == "on":
+        yield (
+            f'gptpar.speculation is "on": it needs a second copy of the state in memory, which {_OFFLOAD}.device '
+            '"nvme" avoids; drop one of them.'
+        )
+
+
+def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], without_effect: list[str]) -> EngineOptions:
+    config, offload = values.config, values.config.offload
+    notes = [*without_effect]
+    if not offload.cpu_optimizer:
+        keys = {"speculation": "offload.offload_speculation", "threads": "offload.cpu_optimizer_threads"}
+        notes += [
+            f"gptpar.{k}: nothing is offloaded" for k, field in keys.items() if values.get(field, None) is not None
+        ]
+    o, named = config.optimizer, part_of(plain, "optimizer")
+    has_optimizer = "type" in named or bool(part_of(named, "params"))
+    adam = Hyperparameters(
+        values.get("optimizer.lr", DEFAULT_LR), o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay
+    )
+    schedule = values.section("scheduler")
+    kind = schedule.pop("type", None)
+    return EngineOptions(
+        batch=batch,
+        dtype=DTYPES.get(config.precision.dtype),
+        cast_inputs=values.get(f"module.{config.precision.dtype}_auto_cast", False),
+        loss_scale=make_loss_scale(config.precision),
+        zero_stage=values.get("parallel.zero_stage", 0),
+        offload=OffloadOptions(
+            ratio=float(offload.cpu_optimizer_ratio) if offload.cpu_optimizer else 0.0,
+            folder=None if offload.optimizer_nvme_path is None else Path(offload.optimizer_nvme_path),
+            parameters=offload.cpu_parameters,
+            speculation=offload.offload_speculation,
+            threads=offload.cpu_optimizer_threads,
+        ),
+        max_norm=o.clip_grad,
+        reduce_in_bf16=config.parallel.grad_reduce_in_bf16,
+        optimizer=adam if has_optimizer else None,
+        scheduler=None if kind is None else SchedulerOptions(kind, schedule),
+        steps_per_print=values.get("logging.log_interval", 0),
+        compile=values.get("module.compile", False),
+        units=values.get("module.units", ()),
+        step_graph=config.precision.cuda_graph,
+        seed=config.data.seed,
+        derived=tuple(values.derived()),
+        without_effect=tuple(notes),
+    )

@@ -6,14 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gptpar.any_module.initialize import initialize
     from gptpar.layer_spec import LayerSpec, TiedLayerSpec
     from gptpar.offload.twin_flow import TwinFlowAdamW
     from gptpar.pipeline import PipelineModule
 
 __version__ = "0.1.0"
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "TwinFlowAdamW", "__version__"]
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "TwinFlowAdamW", "__version__", "initialize"]
 
 _HOMES = {
+    "initialize": "gptpar.any_module.initialize",
     "LayerSpec": "gptpar.layer_spec",
     "PipelineModule": "gptpar.pipeline",
     "TiedLayerSpec": "gptpar.layer_spec",

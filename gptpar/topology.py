@@ -280,6 +280,30 @@ def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[in
         dist.destroy_process_group()
 
 
+def join_world(timeout_minutes: float) -> tuple[int, torch.device]:
+    """Join the other processes, unless the caller has; this process's rank and device.
+
+    Raises:
+        GptparError: the environment cannot be, or the processes did not meet.
+    """
+    if not dist.is_initialized():
+        rank, place, world_size = world_from_environment()
+        device = _device_of(place) if torch.cuda.is_available() else torch.device("cpu")
+        if world_size > 1:
+            on_gpu = device.type == "cuda"
+            _meet("cpu:gloo,cuda:nccl" if on_gpu else "gloo", datetime.timedelta(minutes=timeout_minutes))
+        return rank, device
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+    return dist.get_rank(), _device_of(local_rank(os.environ)) if on_gpu else torch.device("cpu")
+
+
+def _device_of(place: int | None) -> torch.device:
+    """This process's GPU, made the current one; ``place``: among the machine's processes."""
+    current = torch.cuda.current_device() if place is None else place % torch.cuda.device_count()
+    torch.cuda.set_device(current)
+    return torch.device("cuda", current)
+
+
 def _meet(backend: str, timeout: datetime.timedelta) -> None:
     try:
         dist.init_process_group(backend, timeout=timeout)

@@ -38,7 +38,7 @@ class AbsentParameters(TorchDispatchMode):
         scope = self._scope_of.get(tensor.untyped_storage()._cdata) if tensor.numel() else None
         if scope is None or self._is_present(scope):
             return
-        place = tensor.storage_offset()
+        place = int(tensor.storage_offset())
         storage = tensor.untyped_storage()._cdata
         names = [n for n, p in self._parameters.items() if p.untyped_storage()._cdata == storage and _holds(p, place)]
         name = names[0] if names else f"a parameter of {scope}"
@@ -51,5 +51,5 @@ class AbsentParameters(TorchDispatchMode):
 
 
 def _holds(parameter: nn.Parameter, place: int) -> bool:
-    start = parameter.storage_offset()
+    start = int(parameter.storage_offset())
     return start <= place < start + max(parameter.numel(), 1)

@@ -167,5 +167,10 @@ class ModuleStage:
         if not frozen or scope.path == ROOT or not self._gatherer.transient:
             return
         gatherer, first = self._gatherer, next((t for t in tensors_in(inputs) if t.requires_grad), None)
+
+        def let_go(grad: torch.Tensor) -> None:
+            for unit in frozen:
+                gatherer.backward_done(unit)
+
         if first is not None:
-            first.register_hook(lambda _: [gatherer.backward_done(unit) for unit in frozen] and None)
+            first.register_hook(let_go)

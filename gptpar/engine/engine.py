@@ -108,10 +108,11 @@ class Engine:
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
         tied: units that other stages have, too, with the group that sums their gradients.
         frozen: units without gradients, which are not in the table.
+        learns: see :class:`~gptpar.engine.collector.GradientCollector`.
         families: of the parameter groups (:class:`MasterAdamW`).
 
     Attributes:
-        stages, table, parameters, device, subscriber: as given.
+        stages, table, parameters, settings, device, subscriber: as given.
         optimizer: of the device's elements, through which the subscriber gets its steps, too.
         gatherer: brings parameters before layers are called.
         gradients: collector, reducer and router.
@@ -132,10 +133,11 @@ class Engine:
         *,
         tied: Mapping[str, dist.ProcessGroup] | None = None,
         frozen: Sequence[Unit] = (),
+        learns: bool = False,
         families: Sequence[Family] = GPT_FAMILIES,
     ):
         self.stages, self.table, self.parameters, self.device = list(stages), table, parameters, device
-        self.subscriber, self.cuts = subscriber, Cuts()
+        self.settings, self.subscriber, self.cuts = settings, subscriber, Cuts()
         memory = GradientMemory(
             table,
             data,
@@ -177,7 +179,8 @@ class Engine:
         )
         reducer = GradientReducer(memory, data, settings.reduce_dtype, router)
         trained = [[u for name in order for u in layers[name] if u not in frozen_units] for order in orders]
-        collector = GradientCollector(table.units, trained, memory, reducer, self.gatherer.backward_done)
+        done = self.gatherer.backward_done
+        collector = GradientCollector(table.units, trained, memory, reducer, done, learns=learns)
         self.gradients = Gradients(memory, collector, reducer, router)
         for stage in self.stages:
             stage.place(parameters.views() | memory_for(table.buffers, device))

@@ -69,6 +69,11 @@ class ParameterGatherer:
         """Whether parameters come and go."""
         return self._memory.transient
 
+    @property
+    def gathers_in_call_order(self) -> bool:
+        """Whether processes have to call the same layers in the same order."""
+        return self._axis.shards > 1 and (self._memory.transient or self._subscriber is not None)
+
     def is_present(self, name: str) -> bool:
         """Whether a layer's parameters are there, or on their way."""
         return all(unit in self._present for unit in self._units[name])

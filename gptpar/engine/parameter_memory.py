@@ -101,6 +101,23 @@ class ParameterMemory:
         """Give up a transient unit's memory on the device."""
         self.full[unit].untyped_storage().resize_(0)
 
+    @torch.no_grad()
+    def fill(self, unit: Unit, shard: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Give a unit that no optimizer updates its values.
+
+        Args:
+            shard: this process's.
+            values: of every parameter, by name.
+        """
+        if self.transient:
+            self.allocate(unit.name)
+        for name, value in values.items():
+            unit.view(self.full[unit.name], name).copy_(value)
+        if self.transient:
+            low = shard * unit.shard_length
+            self.shards[unit.name].copy_(self.full[unit.name][low : low + unit.shard_length])
+            self.free(unit.name)
+
     def copy_from(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Round master weights to the shards.
 

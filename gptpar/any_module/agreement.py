@@ -1,0 +1,89 @@
+"""Whether all processes have run the same units in a step: collectives match by their order alone."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+
+from gptpar.errors import GptparError
+from gptpar.topology import Topology
+
+MODULUS = 2**20
+"""Fingerprints are below it, so that sums of their squares over processes are exact in fp64."""
+
+FINE, OTHER_UNITS, LATE = 0.0, 1.0, 2.0
+
+Passes = Sequence[Sequence[str]]
+
+
+class Agreement:
+    """Compares what processes did, with three numbers that ride in the all-reduce of the gradient's norm.
+
+    A step in which they did different things changes nothing: its norm becomes infinite, on the device, and the error
+    is raised on every process when the numbers are read.
+
+    Args:
+        ordered: whether parameters are gathered in the order of the calls.
+    """
+
+    def __init__(self, topology: Topology, *, ordered: bool):
+        self._topology, self._ordered = topology, ordered
+        self._passes: Passes = ()
+        self._late: tuple[str, ...] = ()
+
+    def evidence(self, passes: Passes, late: Collection[str], like: torch.Tensor) -> torch.Tensor:
+        """[3] this process's addends.
+
+        Args:
+            passes: the units called in each forward pass of the step.
+            late: parameters whose gradient came after their unit's had been handed on.
+            like: of the device and dtype (fp64).
+        """
+        self._passes, self._late = [list(one) for one in passes], tuple(sorted(late))
+        text = "\n".join("\t".join(one) for one in passes) if self._ordered else ""
+        fingerprint = zlib.crc32(text.encode()) % MODULUS
+        numbers = [fingerprint, fingerprint**2, len(self._late)]
+        return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
+
+    def judge(self, norm: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the norm, infinite where the step must not be taken; the verdict, for :meth:`error`), on the device."""
+        differ = sums[0].square() != sums[1] * self._topology.layout.world_size
+        verdict = torch.where(differ, OTHER_UNITS, torch.where(sums[2] > 0, LATE, FINE))
+        return torch.where(verdict == FINE, norm, float("inf")), verdict
+
+    def error(self, verdict: float, step: int) -> GptparError:
+        """What went wrong, the same sentence on all processes, which all call it."""
+        everyone: list[tuple[Passes, tuple[str, ...]]] = [((), ())] * self._topology.layout.world_size
+        if self._topology.layout.world_size > 1:
+            dist.all_gather_object(everyone, (self._passes, self._late))
+        else:
+            everyone = [(self._passes, self._late)]
+        if verdict == LATE:
+            names = sorted({name for _, late in everyone for name in late})
+            return GptparError(
+                f"step {step} was not taken: {', '.join(names)} got a gradient after the unit's gradient had been "
+                "handed on as final, because the backward pass used it more often than in earlier steps. Nothing was "
+                "changed, and from now on that is expected: repeat the step."
+            )
+        return GptparError(
+            f"step {step} was not taken: processes ran different units, so that they gathered each other's parameters "
+            f"in another order. {_first_difference([passes for passes, _ in everyone])} Let all processes call the "
+            "same modules in the same order within a step, make them one unit by naming a class around them in "
+            '{"gptpar": {"units": [...]}}, or use ZeRO stage 2 or lower without offload.'
+        )
+
+
+def _first_difference(passes: Sequence[Passes]) -> str:
+    flat = [[name for one in each for name in one] for each in passes]
+    for place in range(max(map(len, flat))):
+        called = [names[place] if place < len(names) else None for names in flat]
+        if len(set(called)) > 1:
+            told = ", ".join(
+                f"rank {rank} " + ("ended" if name is None else f"called {name or 'the model'}")
+                for rank, name in enumerate(called)
+            )
+            return f"At call {place + 1}, {told}."
+    return "The calls are the same, but divided differently over forward passes."

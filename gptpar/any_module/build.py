@@ -1,0 +1,174 @@
+"""Puts any module on the engine: units, memory, the CPU optimizer, and the values that the module has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gptpar.any_module.module_stage import ROOT, ModuleStage
+from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.units import FlatUnit
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.engine import Engine, EngineSettings
+from gptpar.engine.parameter_memory import ParameterMemory
+from gptpar.engine.ranges import Place
+from gptpar.engine.table import ParameterTable
+from gptpar.engine.units import GroupOf, Unit
+from gptpar.init import Constant
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.machine import build_host_optimizer, room_for_speculation
+from gptpar.pipeline.stage import ParameterInfo
+from gptpar.tensor_parallel import ALONE
+from gptpar.topology import Topology
+
+NOT_DRAWN = Constant(0.0)
+"""Stands for the initial values of a module that brings its own."""
+
+
+def data_axis_of(options: EngineOptions, topology: Topology) -> DataAxis:
+    """This process's place on the data axis; alone there, nothing is sharded."""
+    size = topology.layout.data
+    return DataAxis(size, topology.data_rank, topology.data_group, options.zero_stage if size > 1 else 0)
+
+
+def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], axis: DataAxis) -> EngineSettings:
+    """How the engine keeps and moves numbers.
+
+    Args:
+        dtypes: of the trained parameters; sums and master weights are as wide as the widest.
+    """
+    widest = torch.float16 if not dtypes else next(iter(dtypes))
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    wide = torch.promote_types(widest, torch.float32)
+    adds = options.batch.accumulation_steps > 1 or axis.size > 1 or len(set(dtypes)) > 1
+    return EngineSettings(widest, torch.bfloat16 if options.reduce_in_bf16 else wide, adds)
+
+
+def unit_of(unit: FlatUnit, parameters: Mapping[str, nn.Parameter], shards: int, group_of: GroupOf) -> Unit:
+    """Lay out a unit's parameters."""
+    infos = {name: _info_of(parameters[name]) for name in unit.parameters}
+    return replace(Unit.of(unit.name, infos, shards, group_of=group_of), dtype=unit.dtype)
+
+
+def _info_of(parameter: nn.Parameter) -> ParameterInfo:
+    return ParameterInfo(parameter.shape, None, NOT_DRAWN, frozenset())
+
+
+def build_engine(
+    stage: ModuleStage, groups: Sequence[Collection[nn.Parameter]], options: EngineOptions, topology: Topology
+) -> tuple[Engine, HostOptimizer | None]:
+    """The engine of a module, and its CPU optimizer if it has one.
+
+    Parameters have the module's values; on several processes, the first one's.
+
+    Args:
+        groups: parameters of each group of the optimizer.
+
+    Raises:
+        GptparError: the host's memory does not suffice for what is offloaded.
+    """
+    axis, device, plan = data_axis_of(options, topology), topology.device, stage.plan
+    number = {parameter: place for place, group in enumerate(groups) for parameter in group}
+    units = [
+        unit_of(unit, stage.parameters, axis.shards, lambda name, _: number.get(stage.parameters[name], 0))
+        for unit in plan.units
+    ]
+    trained = [unit for unit, flat in zip(units, plan.units, strict=True) if flat.trainable]
+    frozen = [unit for unit, flat in zip(units, plan.units, strict=True) if not flat.trainable]
+    table = ParameterTable(
+        trained,
+        Place(axis.shards, axis.shard, axis.size // axis.shards),
+        ratio=options.offload.ratio,
+    )
+    settings = settings_of(options, {unit.dtype for unit in plan.units if unit.trainable}, axis)
+    on_host = options.offload.parameters
+    parameters = ParameterMemory([*trained, *frozen], axis, settings.dtype, device, on_host=on_host)
+    values = {name: parameter.data for name, parameter in stage.parameters.items()}
+    host = _host_optimizer(table, parameters, settings, options, device)
+    engine = Engine(
+        [stage],
+        table,
+        parameters,
+        ALONE,
+        axis,
+        settings,
+        options.max_norm,
+        device,
+        host,
+        frozen=frozen,
+        families=[(group,) for group in range(len(groups))],
+        learns=True,
+    )
+    engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
+    take_values(engine, frozen, values, topology)
+    return engine, host
+
+
+def _host_optimizer(
+    table: ParameterTable,
+    parameters: ParameterMemory,
+    settings: EngineSettings,
+    options: EngineOptions,
+    device: torch.device,
+) -> HostOptimizer | None:
+    pieces, offload = table.offloaded(), options.offload
+    elements = sum(piece.length for piece in pieces)
+    if not elements:
+        return None
+    room = 0
+    if offload.folder is None:
+        room = room_for_speculation(
+            elements,
+            settings.wide,
+            offload.speculation,
+            asker="gptpar.initialize",
+            option='"speculation": "on"',
+            remedy="lower zero_optimization.offload_optimizer.ratio, or use more processes with ZeRO",
+        )
+    return build_host_optimizer(
+        pieces,
+        {piece.unit: parameters.shards[piece.unit][table.on_device[piece.unit] :] for piece in pieces},
+        device,
+        (settings.wide if settings.adds_gradients else settings.dtype).itemsize,
+        settings.wide,
+        clip_grad=options.max_norm,
+        folder=offload.folder,
+        threads=offload.threads,
+        speculated_elements=room,
+    )
+
+
+@torch.no_grad()
+def take_values(engine: Engine, frozen: Sequence[Unit], values: dict[str, torch.Tensor], topology: Topology) -> None:
+    """Let master weights and parameters have a module's values; those of the first process count.
+
+    Args:
+        frozen: units that are not trained.
+        values: by first name, on any device; each is dropped once it is taken over.
+    """
+    weights, shard = engine.optimizer.parts("weights"), engine.table.place.shard
+
+    def taken(name: str) -> torch.Tensor:
+        return _agreed(values.pop(name), topology.data_group, engine.device)
+
+    for name in engine.table.params:
+        value = taken(name)
+        if name in weights:
+            weights[name].fill(value)
+    for unit in frozen:
+        engine.parameters.fill(unit, shard, {name: taken(name) for name in unit.params})
+    engine.publish()
+
+
+def _agreed(value: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
+    """The first process's value."""
+    value = value.to(device)
+    if group is not None:
+        value = value.contiguous().clone()
+        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+    return value

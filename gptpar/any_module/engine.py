@@ -1,0 +1,300 @@
+"""The engine that a training script holds: DeepSpeed's verbs over any module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from gptpar.activity import Activity
+from gptpar.any_module.agreement import Agreement
+from gptpar.any_module.module_stage import ROOT, ModuleStage
+from gptpar.any_module.optimizer import EngineOptimizer
+from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.tensors import mapped
+from gptpar.engine.engine import Engine
+from gptpar.engine.readings import Readings
+from gptpar.errors import GptparError
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.topology import Topology
+
+TIMEOUT_S = 1800.0
+
+
+class ModuleEngine(nn.Module):
+    """Trains a module: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()`` for each micro-batch.
+
+    Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
+
+    Args:
+        stage: the module, on the engine.
+        engine: where it is trained.
+        host: the CPU optimizer; ``None``: nothing is offloaded.
+        groups: the parameter groups, whose numbers hold at each step.
+        options: everything that was configured.
+        topology: this process's place.
+        activity: is told what this process is doing.
+
+    Attributes:
+        module: the user's.
+        optimizer: the parameter groups.
+        lr_scheduler: is stepped after each step; ``None``: nobody is.
+        options: as given.
+        global_steps: steps taken, skipped ones included.
+        skipped_steps: steps that changed nothing because the gradient was not finite, as far as they are known.
+        micro_steps: micro-batches so far.
+    """
+
+    def __init__(
+        self,
+        stage: ModuleStage,
+        engine: Engine,
+        host: HostOptimizer | None,
+        groups: list[dict[str, Any]],
+        options: EngineOptions,
+        topology: Topology,
+        activity: Activity,
+    ):
+        super().__init__()
+        self.module = stage.module
+        self.options, self.topology, self.engine, self.host = options, topology, engine, host
+        self.optimizer = EngineOptimizer(groups, self._update, self.zero_grad)
+        self.lr_scheduler: LRScheduler | None = None
+        self.loss_scale = copy(options.loss_scale)
+        self.global_steps = self.skipped_steps = self.micro_steps = 0
+        self._stage, self._activity = stage, activity
+        self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
+        self._count = 0  # micro-batches of the step at work
+        self._is_final = self._closed = False
+        self._no_sync = False
+        self._boundary: bool | None = None
+        self._readings: Readings | None = None
+        self._norm, self._was_skipped = 0.0, False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self.topology.device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; floating-point inputs are cast where the configuration says ``auto_cast``."""
+        self._require_open()
+        if self.options.cast_inputs and self.options.dtype is not None:
+            args, kwargs = mapped((args, kwargs), self._cast)
+        with self._activity.lost_ranks_explained():
+            return self.module(*args, **kwargs)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.options.dtype) if tensor.is_floating_point() else tensor
+
+    # A step.
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at work is its step's last."""
+        return self._is_final or self._is_last()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the coming micro-batches end a step, in place of counting them."""
+        self._boundary = is_boundary
+
+    def _is_last(self) -> bool:
+        wanted = self._count + 1 >= self.options.batch.accumulation_steps
+        return not self._no_sync and (wanted if self._boundary is None else self._boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """No micro-batch done inside is its step's last: gradients are added up here, and not yet over processes."""
+        if not self.engine.settings.adds_gradients:
+            raise GptparError(
+                "no_sync() adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
+                "that the sums get memory."
+            )
+        before, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = before
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Add the gradient of a micro-batch's loss to the step's.
+
+        The step's gradient is the mean over its micro-batches and the data-parallel processes.
+
+        Args:
+            loss: a scalar that :meth:`forward` has led to.
+            scale_wrt_gas: whether this loss is one of ``gradient_accumulation_steps`` to be averaged; else it counts
+                in full.
+
+        Returns:
+            The loss.
+
+        Raises:
+            GptparError: the step's gradient is final already, or the loss is no scalar with a gradient.
+        """
+        self._require_loss(loss)
+        if self._count == 0:
+            self._begin()
+        last = self._is_last()
+        scale = self.loss_scale.value * (1 if scale_wrt_gas else self.options.batch.accumulation_steps)
+        self.engine.gradients.begin_backward(0, last=last)
+        self._stage.in_backward = True
+        try:
+            with self._activity.lost_ranks_explained():
+                torch.autograd.backward(loss, torch.full_like(loss, scale), retain_graph=retain_graph)
+                self.engine.gradients.end_backward()
+                if last:
+                    self.engine.gradients.finish()
+        finally:
+            self._stage.in_backward = False
+        self.engine.gatherer.end_backward()
+        self._count += 1
+        self.micro_steps += 1
+        self._is_final = last
+        return loss
+
+    def _begin(self) -> None:
+        self._activity.note(f"step {self.global_steps + 1}")
+        self._take_note_of_last_step()
+        self.engine.begin_gradients(self.options.batch.accumulation_steps)
+        self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
+
+    @property
+    def _divisor(self) -> float:
+        """What the sum of all gradients is divided by: the loss scale, and the number of addends of the mean."""
+        return self.loss_scale.value * self.options.batch.accumulation_steps * self.topology.layout.data
+
+    def step(self) -> None:
+        """Update the parameters if the micro-batch was its step's last; else do nothing."""
+        self._require_open()
+        if self._is_final:
+            self.optimizer.step()
+        elif self._count >= self.options.batch.accumulation_steps and self._boundary is None:
+            raise GptparError(
+                f"engine.step() after {self._count} micro-batches whose gradients were added up in no_sync(): let the "
+                "step's last backward be outside of it."
+            )
+
+    def _update(self) -> None:
+        if not self._is_final:
+            raise GptparError(
+                f"{self._count} of {self.options.batch.accumulation_steps} micro-batches of the step are done: the "
+                "optimizer can step after the last one's engine.backward(loss)."
+            )
+        self._activity.note(f"step {self.global_steps + 1}, optimizer")
+        passes = self._stage.take_passes()
+        square = self.engine.square_of_grad()
+        evidence = self._agreement.evidence(passes, self.engine.gradients.collector.late, square)
+        sums = self.topology.sum_over_all(torch.cat([square[None], evidence]))
+        norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
+        norm, verdict = self._agreement.judge(norm, sums[1:])
+        skipped = self.engine.step(norm, self.optimizer.hyperparameters(), self._divisor)
+        self._readings = Readings([norm, skipped, verdict], TIMEOUT_S)
+        self._follow(passes)
+        self.global_steps += 1
+        self._count, self._is_final = 0, False
+        if self.loss_scale.dynamic or self.device.type == "cpu":
+            self._take_note_of_last_step()
+        if self.lr_scheduler is not None and not (self.loss_scale.dynamic and self._was_skipped):
+            self.lr_scheduler.step()
+
+    def _follow(self, passes: list[list[str]]) -> None:
+        """Expect the next step to be like this one."""
+        if passes:
+            self.engine.gatherer.follow([passes[-1]], stays=(ROOT,))
+
+    def _take_note_of_last_step(self) -> None:
+        """Read the numbers of the last step, which has had time to end.
+
+        Raises:
+            GptparError: it was refused, on all processes.
+        """
+        readings, self._readings = self._readings, None
+        if readings is None:
+            return
+        self._norm, skipped, verdict = readings.read()
+        self._was_skipped = bool(skipped)
+        if verdict:
+            raise self._agreement.error(verdict, self.global_steps)
+        self.skipped_steps += self._was_skipped
+        self.loss_scale.update(self._was_skipped)
+        every = self.options.steps_per_print
+        if every and self.global_steps % every == 0 and self.topology.is_main:
+            rates = ", ".join(f"{group['lr']:.4g}" for group in self.optimizer.param_groups)
+            print(
+                f"step {self.global_steps}: learning rate {rates}, gradient norm {self._norm:.4g}, "
+                f"{self.skipped_steps} skipped so far",
+                flush=True,
+            )
+
+    def get_global_grad_norm(self) -> float:
+        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first."""
+        self._take_note_of_last_step()
+        return self._norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the step at work."""
+        if self._is_final and self.host is not None:
+            self.host.cancel()
+        self._count, self._is_final = 0, False
+
+    def full_gradient(self, name: str) -> torch.Tensor:
+        """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.
+
+        It is the mean over micro-batches and processes, not clipped.
+
+        Args:
+            name: of the parameter, as the module names it.
+
+        Raises:
+            GptparError: the step's gradient is not final, or no such parameter is trained.
+        """
+        if not self._is_final:
+            raise GptparError("full_gradient() is there between the step's last backward pass and the step.")
+        return self._whole(name, "grad") / self._divisor
+
+    def _whole(self, name: str, kind: str) -> torch.Tensor:
+        """A parameter's ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``, from all processes that have some."""
+        first = self._stage.plan.aliases.get(name, name)
+        if first not in self.engine.table.params:
+            raise GptparError(f"{name} is no parameter that is trained.")
+        info = self.engine.table.params[first].info
+        found = torch.zeros(info.full_shape, dtype=self.engine.settings.wide, device=self.device)
+        held = self.engine.optimizer.parts(kind).get(first)
+        for offsets, part in held.parts if held is not None else ():
+            box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+            found[box] = part.to(found)
+        if self.engine.table.place.shards > 1:
+            dist.all_reduce(found, group=self.topology.data_group)
+        return found
+
+    def close(self) -> None:
+        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise GptparError("the engine is closed: make a new one with gptpar.initialize.")
+
+    def _require_loss(self, loss: torch.Tensor) -> None:
+        self._require_open()
+        if self._is_final:
+            raise GptparError(
+                "engine.backward(loss) after the step's gradient became final: call engine.step() first, or add up "
+                "losses that belong together and call backward once."
+            )
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {_described(loss)}.")
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)} that {'has' if value.requires_grad else 'requires no'} gradient"

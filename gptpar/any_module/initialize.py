@@ -1,0 +1,109 @@
+"""``gptpar.initialize``: any module on the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from gptpar.activity import Activity
+from gptpar.any_module.build import build_engine
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
+from gptpar.any_module.dataset import make_loader
+from gptpar.any_module.engine import ModuleEngine
+from gptpar.any_module.module_stage import ROOT, ModuleStage
+from gptpar.any_module.options import EngineOptions, read_options
+from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
+from gptpar.any_module.units import UnitPlan, find_units
+from gptpar.topology import Layout, Topology, join_world, make_topology
+
+TIMEOUT_MINUTES = 30.0
+
+Initialized = tuple[ModuleEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
+
+
+def initialize(
+    args: object = None,
+    model: nn.Module | None = None,
+    optimizer: ClientOptimizer = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: ClientScheduler = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+) -> Initialized:
+    """Train a module with ZeRO, offload and whatever else a DeepSpeed configuration asks for, without changing it.
+
+    Every process calls it, with the same model; the first process's values count. On several processes
+    ``torch.distributed`` is initialised if it is not yet.
+
+    Args:
+        args: a command line whose ``deepspeed_config`` may name the configuration.
+        model: the module; its parameters get other memory, and stay the same objects.
+        optimizer: an AdamW that has taken no step, or a function from parameters to one; goes before the
+            configuration's.
+        model_parameters: parameters or groups to be trained; default: all that require a gradient.
+        training_data: becomes the returned loader.
+        lr_scheduler: over the given optimizer, or a function from the returned one to a scheduler; goes before the
+            configuration's.
+        collate_fn: of the loader.
+        config: DeepSpeed's JSON as a path or a dictionary.
+
+    Returns:
+        (engine, optimizer, loader, scheduler); the last two are ``None`` where nothing asks for them.
+
+    Raises:
+        ConfigError: with everything that is wrong with configuration, optimizer or parameters.
+        ModelError: with every reason why the module cannot be trained.
+        GptparError: memory does not suffice.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"gptpar.initialize trains a torch.nn.Module, not a {type(model).__name__}.")
+    rank, device = join_world(TIMEOUT_MINUTES)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    topology = make_topology(Layout(data=world), rank, device)
+    options = read_options(config, args, world=world)
+    groups = groups_of(optimizer, model_parameters, model, options)
+    trained = {parameter for group in groups for parameter in group["params"]}
+    plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
+    engine = _engine_of(model, plan, groups, options, topology)
+    engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
+    loader = None
+    if training_data is not None:
+        loader = make_loader(training_data, options, topology.data_rank, world, collate_fn)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _engine_of(
+    model: nn.Module, plan: UnitPlan, groups: list[dict[str, Any]], options: EngineOptions, topology: Topology
+) -> ModuleEngine:
+    activity = Activity.of_worker()
+    stage = ModuleStage(model, plan, lambda path: activity.note(f"unit {path or 'the model'}"))
+    move_buffers(model, topology.device)
+    engine, host = build_engine(stage, [group["params"] for group in groups], options, topology)
+    if options.compile:
+        compile_scopes(model, plan)
+    return ModuleEngine(stage, engine, host, groups, options, topology, activity)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Bring buffers to the device; they keep their dtype, and modules that share one go on sharing it."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
+
+
+def compile_scopes(model: nn.Module, plan: UnitPlan) -> None:
+    """Compile each block by itself, its hooks left out; without blocks, the whole model."""
+    paths = [scope.path for scope in plan.scopes if scope.path != ROOT] or [ROOT]
+    for path in paths:
+        module = model.get_submodule(path)
+        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]

@@ -1,0 +1,63 @@
+"""Numbers and times of a device's work, without waiting for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from gptpar.errors import GptparError
+
+POLL_SECONDS = 2e-4
+
+
+class Moment:
+    """A point in the device's work, for timing it without waiting for it."""
+
+    def __init__(self, device: torch.device):
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._host = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self, timeout_s: float = float("inf")) -> None:
+        """Return when the device has got here.
+
+        Raises:
+            GptparError: it did not in time. A transfer that waits for another process looks like this from the host.
+        """
+        started = time.perf_counter()
+        while self._event is not None and not self._event.query():
+            if time.perf_counter() - started > timeout_s:
+                raise GptparError(
+                    f"the device did not finish within {timeout_s / 60:g} minutes: another process is stuck or gone. "
+                    "If steps really take so long, raise --distributed-timeout-minutes."
+                )
+            time.sleep(POLL_SECONDS)
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Time that passed on the device; both moments must have been waited for or lie in the past."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._host - earlier._host
+
+
+class Readings:
+    """Numbers on their way from the device; the host goes on until it asks for them.
+
+    Attributes:
+        moment: when they were ready.
+    """
+
+    def __init__(self, numbers: Sequence[torch.Tensor], timeout_s: float):
+        self._timeout_s = timeout_s
+        stacked = torch.stack([n.detach().double() for n in numbers])
+        self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=stacked.is_cuda)
+        self._host.copy_(stacked, non_blocking=True)
+        self.moment = Moment(stacked.device)
+
+    def read(self) -> list[float]:
+        """Wait for this step, not for what was queued after it; see :meth:`Moment.wait`."""
+        self.moment.wait(self._timeout_s)
+        return self._host.tolist()

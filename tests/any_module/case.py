@@ -104,9 +104,9 @@ class Case:
             torch.manual_seed(seed)
             return self.build().train()
 
-    def make_batch(self, step: int, micro: int, rank: int) -> Batch:
-        """A rank's micro-batch, which does not depend on how many ranks there are."""
-        generator = torch.Generator().manual_seed(1_000_003 * step + 1_009 * micro + rank)
+    def make_batch(self, step: int, micro: int, rank: int, world: int) -> Batch:
+        """A rank's micro-batch; a step's micro-batches together are the same on any number of ranks."""
+        generator = torch.Generator().manual_seed(1_009 * step + micro * world + rank)
         return {**self.data(generator), "step": step, "micro": micro}
 
     def losses_of(self, model: Model, batch: Batch) -> list[torch.Tensor]:

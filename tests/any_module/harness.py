@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.any_module.case import Case, Setup, make_optimizer
+from tests.any_module.case import Batch, Case, Setup, make_optimizer
 from tests.any_module.compare import Deviations, deviations
 from tests.any_module.oddities import ODDITIES
-from tests.any_module.reference import Trace, copy_of_buffers, copy_of_weights, mean_over_ranks
+from tests.any_module.reference import Trace, copy_of_buffers, copy_of_weights, mean_over_ranks, reference_of_rank
 from tests.any_module.zoo import ZOO
 
 CASES = {**ZOO, **ODDITIES}
-GPTPAR = "gptpar:initialize"
+GPTPAR = os.environ.get("ANY_MODULE_ENGINE", "gptpar:initialize")
+"""What is proved; the environment may name :data:`PLAIN` instead, to see that the tests themselves are right."""
 PLAIN = "tests.any_module.plain_engine:initialize"
 
 
@@ -68,11 +69,13 @@ class Training:
             self.trace.norms.append(float(self.engine.get_global_grad_norm()))
             with self.engine.gathered():
                 self.trace.weights.append(copy_of_weights(self.model))
+            self.after_step(step)
         self.trace.buffers = copy_of_buffers(self.model)
         return self.trace
 
     def _micro_batch(self, step: int, micro: int) -> float:
-        losses = self.case.losses_of(self.engine, self.case.make_batch(step, micro, self.rank))
+        self.before_micro_batch(step, micro)
+        losses = self.case.losses_of(self.engine, self.make_batch(step, micro))
         for number, loss in enumerate(losses):
             again = self.case.shares_graph and number < len(losses) - 1
             if again:
@@ -84,23 +87,30 @@ class Training:
         self.engine.step()
         return sum(loss.item() for loss in losses) / self.setup.accumulation
 
+    def make_batch(self, step: int, micro: int) -> Batch:
+        """This rank's."""
+        return self.case.make_batch(step, micro, self.rank, self.setup.world)
+
+    def before_micro_batch(self, step: int, micro: int) -> None:
+        """For scenarios: what else the user does there."""
+
+    def after_step(self, step: int) -> None:
+        """For scenarios: what else the user does there."""
+
     def _gradient(self, name: str) -> torch.Tensor:
         return self.engine.full_gradient(name).detach().clone()
 
 
-def run_case(rank: int, name: str, setup: Setup, engine: str = GPTPAR) -> Trace:
-    """Train a case from its beginning to its end, as one of the ranks."""
-    training = Training(CASES[name], setup, engine)
-    try:
-        return training.run(0, setup.steps)
-    finally:
-        training.engine.close()
+def run_case(rank: int, name: str, setup: Setup, engine: str = GPTPAR, kind: type[Training] = Training) -> Trace:
+    """Train a case from its beginning to its end, as one of the ranks; ``kind``: a scenario."""
+    training = kind(CASES[name], setup, engine)
+    trace = training.run(0, setup.steps)
+    training.engine.close()
+    return trace
 
 
 def ddp_reference(rank: int, name: str, setup: Setup) -> Trace:
     """The reference of a case with BatchNorm, as one of the ranks."""
-    from tests.any_module.reference import reference_of_rank
-
     return reference_of_rank(rank, CASES[name], setup)
 
 
@@ -111,8 +121,3 @@ def worst_of_ranks(traces: Sequence[Trace], wanted: Trace) -> Deviations:
         one = deviations(trace, wanted)
         found.append(one if rank == 0 else {kind: one[kind] for kind in one if kind != "buffer"})
     return {kind: max(one[kind] for one in found if kind in one) for kind in found[0]}
-
-
-def parameters_of(model: nn.Module) -> int:
-    """How many elements are trained."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from tests.any_module.case import Setup
-from tests.any_module.compare import Deviations
-from tests.any_module.harness import CASES, GPTPAR, ddp_reference, run_case, worst_of_ranks
+from tests.any_module.compare import Deviations, problems
+from tests.any_module.harness import CASES, GPTPAR, Training, ddp_reference, run_case, worst_of_ranks
 from tests.any_module.rank_pool import RankPool
 from tests.any_module.reference import Trace, ranks_agree, reference
 
@@ -51,13 +51,22 @@ class Bench:
             )
         return self._references[key]
 
-    def deviations(self, name: str, setup: Setup) -> Deviations:
+    def deviations(self, name: str, setup: Setup, kind: type[Training] = Training) -> Deviations:
         """Train a case with the engine and compare.
+
+        Args:
+            name: of the case.
+            kind: of training; a scenario does more than train, with the same result.
 
         Raises:
             AssertionError: a rank failed, or ranks hold different weights.
         """
         wanted = self.reference(name, setup)
-        traces = self.on_ranks(setup.world, run_case, name, setup, self.engine)
+        traces = self.on_ranks(setup.world, run_case, name, setup, self.engine, kind)
         assert ranks_agree(traces), "the ranks hold different weights"
         return worst_of_ranks(traces, wanted)
+
+    def check(self, name: str, setup: Setup, kind: type[Training] = Training) -> None:
+        """The same, as an assertion."""
+        bad = problems(self.deviations(name, setup, kind), CASES[name].tolerance)
+        assert not bad, f"{name}, {setup}: {bad}"

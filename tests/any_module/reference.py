@@ -134,7 +134,7 @@ def _accumulate(
     total = []
     for micro in range(setup.accumulation):
         with nullcontext() if micro == setup.accumulation - 1 else no_sync():
-            losses = case.losses_of(model, case.make_batch(step, micro, rank))
+            losses = case.losses_of(model, case.make_batch(step, micro, rank, setup.world))
             for number, loss in enumerate(losses):
                 again = case.shares_graph and number < len(losses) - 1
                 (loss / (setup.accumulation * addends)).backward(retain_graph=again)

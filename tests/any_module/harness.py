@@ -15,9 +15,10 @@ from tests.any_module.case import Batch, Case, Setup, make_optimizer
 from tests.any_module.compare import Deviations, deviations
 from tests.any_module.oddities import ODDITIES
 from tests.any_module.reference import Trace, copy_of_buffers, copy_of_weights, mean_over_ranks, reference_of_rank
+from tests.any_module.scenario_cases import SCENARIOS
 from tests.any_module.zoo import ZOO
 
-CASES = {**ZOO, **ODDITIES}
+CASES = {**ZOO, **ODDITIES, **SCENARIOS}
 GPTPAR = os.environ.get("ANY_MODULE_ENGINE", "gptpar:initialize")
 """What is proved; the environment may name :data:`PLAIN` instead, to see that the tests themselves are right."""
 PLAIN = "tests.any_module.plain_engine:initialize"

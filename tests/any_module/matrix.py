@@ -62,9 +62,13 @@ class Bench:
             AssertionError: a rank failed, or ranks hold different weights.
         """
         wanted = self.reference(name, setup)
+        return worst_of_ranks(self.train(name, setup, kind), wanted)
+
+    def train(self, name: str, setup: Setup, kind: type[Training] = Training) -> list[Trace]:
+        """With the engine: each rank's trace; see :meth:`deviations`."""
         traces = self.on_ranks(setup.world, run_case, name, setup, self.engine, kind)
         assert ranks_agree(traces), "the ranks hold different weights"
-        return worst_of_ranks(traces, wanted)
+        return traces
 
     def check(self, name: str, setup: Setup, kind: type[Training] = Training) -> None:
         """The same, as an assertion."""

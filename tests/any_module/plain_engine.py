@@ -72,6 +72,7 @@ class PlainEngine(nn.Module):
         super().__init__()
         self.module, self.optimizer, self.lr_scheduler, self.config = model, optimizer, scheduler, config
         self._mistake, self._norm, self._micro, self._steps = mistake, 0.0, 0, 0
+        self._final: dict[nn.Parameter, Tensor] | None = None
         self._world, self._rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sums = {p: torch.zeros_like(p) for p in self._named.values()}
@@ -121,6 +122,8 @@ class PlainEngine(nn.Module):
             self._micro += 1
             self._used.clear()
             return
+        if self._final is None and not self._used:
+            raise RuntimeError("step() without backward()")
         gradients = self._reduce()
         self._norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
         clip = self.config["gradient_clipping"]
@@ -142,6 +145,7 @@ class PlainEngine(nn.Module):
             p.grad = None
             total.zero_()
         self._used.clear()
+        self._final = None
         self._micro, self._steps = 0, self._steps + 1
 
     def _plant(self) -> None:
@@ -155,6 +159,13 @@ class PlainEngine(nn.Module):
                 zeros = {kind: torch.zeros_like(p) for kind in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[p] = {"step": torch.tensor(1.0), **zeros}
 
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
     def get_global_grad_norm(self) -> float:
         return self._norm
 
@@ -163,11 +174,9 @@ class PlainEngine(nn.Module):
         yield
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        self.module.eval()
         with torch.no_grad():
-            loss = self.module(*next(data_iter))
-        self.module.train()
-        return loss
+            losses = [self.module(*next(data_iter)) for _ in range(self.config["gradient_accumulation_steps"])]
+        return torch.stack(losses).mean()
 
     def train_batch(self, data_iter: Iterator[Any]) -> Tensor:
         losses = []

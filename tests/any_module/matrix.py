@@ -1,0 +1,76 @@
+"""Runs cases in processes that stay, beside references that are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tests.any_module.case import Setup
+from tests.any_module.compare import Deviations, problems
+from tests.any_module.harness import CASES, GPTPAR, Training, ddp_reference, run_case, worst_of_ranks
+from tests.any_module.rank_pool import RankPool
+from tests.any_module.reference import Trace, ranks_agree, reference
+
+
+class Bench:
+    """A pool of processes for each number of them, and the references computed so far.
+
+    Args:
+        engine: see :func:`~tests.any_module.harness.initializer`.
+        timeout_s: of one case.
+    """
+
+    def __init__(self, engine: str = GPTPAR, timeout_s: float = 60.0):
+        self.engine, self._timeout_s = engine, timeout_s
+        self._pools: dict[int, RankPool] = {}
+        self._references: dict[Any, Trace] = {}
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for pool in self._pools.values():
+            pool.close()
+
+    def on_ranks(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``fn(rank, *args)`` on each rank; see :meth:`RankPool.run`."""
+        return self._pools.setdefault(world, RankPool(world)).run(fn, *args, timeout_s=self._timeout_s)
+
+    def reference(self, name: str, setup: Setup) -> Trace:
+        """In plain torch; stage and CPU share play no part."""
+        key = name, replace(setup, stage=0, ratio=0.0)
+        if key not in self._references:
+            together = CASES[name].synchronised and setup.world > 1
+            self._references[key] = (
+                self.on_ranks(setup.world, ddp_reference, *key)[0] if together else reference(CASES[name], setup)
+            )
+        return self._references[key]
+
+    def deviations(self, name: str, setup: Setup, kind: type[Training] = Training) -> Deviations:
+        """Train a case with the engine and compare.
+
+        Args:
+            name: of the case.
+            kind: of training; a scenario does more than train, with the same result.
+
+        Raises:
+            AssertionError: a rank failed, or ranks hold different weights.
+        """
+        wanted = self.reference(name, setup)
+        return worst_of_ranks(self.train(name, setup, kind), wanted)
+
+    def train(self, name: str, setup: Setup, kind: type[Training] = Training) -> list[Trace]:
+        """With the engine: each rank's trace; see :meth:`deviations`."""
+        traces = self.on_ranks(setup.world, run_case, name, setup, self.engine, kind)
+        assert ranks_agree(traces), "the ranks hold different weights"
+        return traces
+
+    def check(self, name: str, setup: Setup, kind: type[Training] = Training) -> None:
+        """The same, as an assertion."""
+        bad = problems(self.deviations(name, setup, kind), CASES[name].tolerance)
+        assert not bad, f"{name}, {setup}: {bad}"

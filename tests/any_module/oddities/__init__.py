@@ -1,0 +1,10 @@
+"""One small module an oddity, by name: what strangers' modules do that a flat engine may not expect."""
+
+from __future__ import annotations
+
+from tests.any_module.case import by_name
+from tests.any_module.oddities.flow import FLOW
+from tests.any_module.oddities.parameters import PARAMETERS
+from tests.any_module.oddities.training import TRAINING
+
+ODDITIES = by_name([*PARAMETERS, *FLOW, *TRAINING])

@@ -1,0 +1,145 @@
+"""Processes that stay: several tests run in the same ranks, so that Python and torch are imported once.
+
+with RankPool(2) as ranks:
+    assert ranks.run(sums, 10) == [10.0, 10.0]     # sums(rank, 10) on each
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.spawn import GRACE_S, seed_everything
+
+IMPORT_S = 60.0
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised, died or did not finish.
+
+    Attributes:
+        reports: by rank: the traceback of its error, or the place where it hangs, or '' where it is fine.
+    """
+
+    def __init__(self, reports: list[str]):
+        super().__init__("\n".join(f"--- rank {rank}: {text}" for rank, text in enumerate(reports) if text))
+        self.reports = reports
+
+
+class RankPool:
+    """``size`` gloo processes. After a failure they are killed, and started anew for the next call."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Call ``fn(rank, *args)`` on every rank; returns the results by rank.
+
+        Raises:
+            RanksFailed: some rank raised, died or took longer than ``timeout_s``.
+        """
+        timeout_s += 0 if self._ranks else IMPORT_S
+        if not self._ranks:
+            self._start()
+        task = pickle.dumps((fn, args))
+        for _, pipe in self._ranks:
+            pipe.send_bytes(task)
+        answers = self._collect(timeout_s)
+        if all(answer is not None and answer[0] for answer in answers):
+            return [answer[1] for answer in answers if answer is not None]
+        reports = [self._report(rank, answer) for rank, answer in enumerate(answers)]
+        self.close()
+        raise RanksFailed(reports)
+
+    def close(self) -> None:
+        """Kill the processes."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="gptpar-pool-")
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, self._folder.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _collect(self, timeout_s: float) -> list[tuple[bool, Any] | None]:
+        """Each rank's answer; None of one that gave none in time, or soon after the first failure."""
+        deadline = time.monotonic() + timeout_s
+        answers: list[tuple[bool, Any] | None] = [None] * self.size
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    answers[rank] = (False, "died without a word")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _report(self, rank: int, answer: tuple[bool, Any] | None) -> str:
+        if answer is not None:
+            return "" if answer[0] else str(answer[1])
+        assert self._folder is not None
+        path = _stack_file(self._folder.name, rank)
+        if not path.exists():
+            return "did not finish its imports"
+        os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.3)  # until it has written
+        return f"did not finish; it stands at:\n{path.read_text()}"
+
+
+def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+    """The child: take calls until it is killed."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(minutes=5), rank=rank, world_size=size)
+    with open(_stack_file(folder, rank), "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        while True:
+            fn, args = pickle.loads(pipe.recv_bytes())
+            seed_everything()
+            try:
+                answer = pickle.dumps((True, fn(rank, *args)))
+            except BaseException:
+                answer = pickle.dumps((False, traceback.format_exc()))
+            pipe.send_bytes(answer)
+
+
+def _stack_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"stack-{rank}.txt")

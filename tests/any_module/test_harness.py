@@ -1,0 +1,80 @@
+"""The harness accepts a right engine, and sees every planted mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.any_module.case import Setup
+from tests.any_module.compare import deviations, problems
+from tests.any_module.harness import CASES, PLAIN
+from tests.any_module.matrix import Bench
+from tests.any_module.plain_engine import MISTAKES
+from tests.any_module.rank_pool import RankPool, RanksFailed
+from tests.any_module.reference import Trace, reference
+
+SETUP = Setup(world=2, accumulation=2, steps=8)
+SEEN_IN = {
+    "last_gradient_wins": "parameter_used_twice_recomputed_reentrant",
+    "unused_skipped": "parameter_unused",
+    "late_rate": "clients_schedule",
+    "buffers_lost": "cnn",
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Bench]:
+    with Bench(PLAIN) as bench:
+        yield bench
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "clients_schedule", "two_backward_calls_of_one_graph", "buffers"])
+def test_a_right_engine_is_accepted(plain: Bench, name: str) -> None:
+    plain.check(name, SETUP)
+
+
+@pytest.mark.parametrize("mistake", [name for name in MISTAKES if name != "moments_forgotten"])
+def test_mistakes_are_seen(plain: Bench, mistake: str) -> None:
+    """Those of checkpoints are seen in test_checkpoint.py."""
+    plain.engine = f"mistake:{mistake}"
+    with pytest.raises(AssertionError, match="deviates by|different weights"):
+        plain.check(SEEN_IN.get(mistake, "mlp"), SETUP)
+
+
+def test_the_place_of_a_deviation_is_named() -> None:
+    wanted = reference(CASES["mlp"], Setup(steps=3))
+    got = Trace(wanted.losses, wanted.norms, [dict(g) for g in wanted.gradients], wanted.weights)
+    name = "blocks.1.up.weight"
+    got.gradients[1][name] = wanted.gradients[1][name] + 1e-7 * wanted.gradients[1][name].abs().max()
+    found = deviations(got, wanted)
+    assert problems(found, 1e-10) == f"gradient deviates by 1.0e-07 ({name}, step 2)"
+    assert problems(found, 1e-6) == ""
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
+def test_what_is_missing_or_not_finite_deviates(value: float | None) -> None:
+    wanted = Trace(weights=[{"a": torch.ones(3), "b": torch.zeros(2)}])
+    got = Trace(weights=[{"a": torch.ones(3)} if value is None else {"a": torch.ones(3), "b": torch.full((2,), value)}])
+    assert deviations(got, wanted)["weight"].size == float("inf")
+
+
+def hangs_on_one(rank: int) -> int:
+    if rank == 1:
+        raise ValueError("told")
+    torch.distributed.barrier()
+    return rank
+
+
+def answers(rank: int) -> int:
+    return rank
+
+
+def test_a_pool_reports_a_hang_and_goes_on() -> None:
+    with RankPool(2) as ranks:
+        with pytest.raises(RanksFailed) as caught:
+            ranks.run(hangs_on_one)
+        assert "ValueError: told" in caught.value.reports[1]
+        assert "did not finish" in caught.value.reports[0] and "hangs_on_one" in caught.value.reports[0]
+        assert ranks.run(answers) == [0, 1]

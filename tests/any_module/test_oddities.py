@@ -1,0 +1,24 @@
+"""Every oddity by name, on one process and on two, without ZeRO and with all of it, with and without the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.any_module.case import Setup
+from tests.any_module.matrix import Bench
+from tests.any_module.oddities import ODDITIES
+
+STEPS = 8
+SETUPS = [
+    Setup(1, 0, 0.0, steps=STEPS),
+    Setup(1, 3, 0.6, accumulation=3, clip=0.0, steps=STEPS),
+    Setup(2, 0, 0.6, accumulation=2, steps=STEPS),
+    Setup(2, 3, 0.0, accumulation=2, steps=STEPS),
+    Setup(2, 3, 0.6, steps=STEPS),
+]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
+@pytest.mark.parametrize("name", ODDITIES)
+def test_oddity(bench: Bench, name: str, setup: Setup) -> None:
+    bench.check(name, setup)

@@ -1,0 +1,316 @@
+"""What cannot be right is refused with a sentence, on every rank; nothing hangs, nothing is wrong in silence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gptpar.errors import GptparError
+from tests.any_module.case import Case, Setup
+from tests.any_module.harness import CASES, GPTPAR, Training, initializer
+from tests.any_module.matrix import Bench
+from tests.any_module.zoo import Mlp
+
+SETUPS = [Setup(1, 0, accumulation=2), Setup(1, 3, 0.6, 2), Setup(2, 1, 0.0, 2), Setup(2, 3, 0.6, 2)]
+layouts = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
+
+
+# Acts that an engine in training does not allow; each goes on to a step, in which it has to be told at last.
+
+
+def begin(setup: Setup, name: str = "mlp") -> Training:
+    """After two good steps: the engine has seen how the model behaves."""
+    training = Training(CASES[name], setup, GPTPAR)
+    training.run(0, 2)
+    return training
+
+
+def forward(training: Training, micro: int = 0) -> torch.Tensor:
+    """Of the third step."""
+    return training.case.losses_of(training.engine, training.make_batch(2, micro))[0]
+
+
+def finish(training: Training, first: int = 0) -> None:
+    """The rest of the step."""
+    for micro in range(first, training.setup.accumulation):
+        training.engine.backward(forward(training, micro))
+        training.engine.step()
+
+
+def graph_of_the_gradient(setup: Setup) -> None:
+    training = begin(setup)
+    training.engine.backward(forward(training), create_graph=True)
+    finish(training)
+
+
+def graph_of_the_gradient_outside(setup: Setup) -> None:
+    training = begin(setup)
+    forward(training).backward(create_graph=True)
+    finish(training)
+
+
+def backward_outside(setup: Setup) -> None:
+    training = begin(setup)
+    forward(training).backward()
+    training.engine.step()
+    finish(training, 1)
+
+
+def backward_outside_between(setup: Setup) -> None:
+    training = begin(setup)
+    training.engine.backward(forward(training))
+    training.engine.step()
+    forward(training, 1).backward()
+    training.engine.step()
+
+
+def frozen_during_accumulation(setup: Setup) -> None:
+    training = begin(setup)
+    training.engine.backward(forward(training))
+    training.engine.step()
+    training.model.blocks[1].up.weight.requires_grad_(False)
+    finish(training, 1)
+
+
+def thawed_during_accumulation(setup: Setup) -> None:
+    training = begin(setup, "frozen_block")
+    training.engine.backward(forward(training))
+    training.engine.step()
+    training.model.blocks[1].requires_grad_(True)
+    finish(training, 1)
+
+
+ACTS: dict[Callable[[Setup], None], str] = {
+    graph_of_the_gradient: "create_graph",
+    graph_of_the_gradient_outside: "create_graph|engine.backward",
+    backward_outside: "engine.backward",
+    backward_outside_between: "engine.backward",
+    frozen_during_accumulation: "requires_grad.*blocks.1.up.weight|blocks.1.up.weight.*requires_grad",
+    thawed_during_accumulation: "requires_grad.*blocks.1|blocks.1.*requires_grad",
+}
+
+
+def told(rank: int, act: Callable[..., None], *args: Any) -> str:
+    """The sentence."""
+    try:
+        act(*args)
+    except GptparError as error:
+        return str(error)
+    return ""
+
+
+def assert_told(bench: Bench, setup: Setup, sentence: str, act: Callable[..., None], *args: Any) -> None:
+    """Every rank says so; the processes end, because a refused step leaves them anywhere."""
+    try:
+        found = bench.on_ranks(setup.world, told, act, *args)
+    finally:
+        bench.close()
+    assert all(re.search(sentence, text, re.DOTALL) for text in found), found
+
+
+@layouts
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_in_training(bench: Bench, act: Callable[[Setup], None], setup: Setup) -> None:
+    assert_told(bench, setup, ACTS[act], act, setup)
+
+
+# Models that initialize does not take.
+
+
+class Inside(Mlp):
+    """DistributedDataParallel within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = DistributedDataParallel(self.blocks[1])
+
+
+def with_parameter(make: Callable[[], torch.Tensor]) -> nn.Module:
+    model = Mlp()
+    model.blocks[1].odd = nn.Parameter(make(), requires_grad=False)
+    return model
+
+
+def overlapping() -> nn.Module:
+    """Two parameters in one memory, which are not the same object."""
+    model = Mlp()
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[0].up.weight.data)
+    return model
+
+
+def lazy() -> nn.Module:
+    model = Mlp()
+    model.last = nn.LazyLinear(16)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "ddp": (lambda: DistributedDataParallel(Mlp()), "DistributedDataParallel"),
+    "ddp_inside": (Inside, "blocks.1.*DistributedDataParallel"),
+    "complex": (lambda: with_parameter(lambda: torch.zeros(2, dtype=torch.complex128)), "blocks.1.odd.*complex"),
+    "integers": (lambda: with_parameter(lambda: torch.zeros(2, dtype=torch.int8)), "blocks.1.odd.*int8"),
+    "fp8": (lambda: with_parameter(lambda: torch.zeros(2).to(torch.float8_e4m3fn)), "blocks.1.odd.*float8"),
+    "sparse": (lambda: with_parameter(lambda: torch.eye(2).to_sparse()), "blocks.1.odd.*sparse"),
+    "overlapping": (overlapping, "blocks.[01].up.weight.*memory.*blocks.[01].up.weight"),
+    "lazy": (lazy, "last.weight.*shape"),
+}
+
+
+def initialize_model(name: str, setup: Setup) -> None:
+    Training(Case(name, MODELS[name][0]), setup, GPTPAR)
+
+
+@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[3]], ids=lambda setup: str(setup).replace(", ", "-"))
+@pytest.mark.parametrize("name", MODELS)
+def test_at_initialize(bench: Bench, name: str, setup: Setup) -> None:
+    assert_told(bench, setup, MODELS[name][1], initialize_model, name, setup)
+
+
+def several_problems(setup: Setup) -> None:
+    """Of the model and of the optimizer."""
+    model = with_parameter(lambda: torch.zeros(2, dtype=torch.complex128))
+    model.last.odd = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    initializer(GPTPAR)(model=model, model_parameters=model.parameters(), config=setup.config(CASES["mlp"]))
+
+
+def test_all_problems_at_once(bench: Bench) -> None:
+    assert_told(bench, SETUPS[0], "(?=.*blocks.1.odd)(?=.*last.odd)", several_problems, SETUPS[0])
+
+
+def other_optimizer(setup: Setup) -> None:
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    case = replace(CASES["mlp"], client=True)
+    initializer(GPTPAR)(model=model, optimizer=optimizer, config=setup.config(case))
+
+
+def strangers_parameters(setup: Setup) -> None:
+    model = Mlp()
+    given = [*model.parameters(), nn.Parameter(torch.zeros(3))]
+    initializer(GPTPAR)(model=model, model_parameters=given, config=setup.config(CASES["mlp"]))
+
+
+@pytest.mark.parametrize(("act", "sentence"), [(other_optimizer, "SGD"), (strangers_parameters, "parameter")])
+def test_optimizers(bench: Bench, act: Callable[[Setup], None], sentence: str) -> None:
+    assert_told(bench, SETUPS[0], sentence, act, SETUPS[0])
+
+
+# Ranks that do different things: each says so, in time.
+
+
+def by_rank(model: Any, batch: dict[str, Any], orders: list[list[int]]) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"], orders[dist.get_rank() if batch["step"] == 1 else 0]), batch["y"])
+
+
+def other_orders(setup: Setup, orders: list[list[int]]) -> None:
+    """The ranks agree in the first step, and run other blocks, or others first, in the second."""
+    case = CASES["changing_order"]
+    training = Training(replace(case, loss=lambda model, batch: by_rank(model, batch, orders)), setup, GPTPAR)
+    with suppress(RuntimeError):  # gloo's own words, where a peer has given up already, are no sentence of ours
+        training.run(0, 3)
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [[[0, 1, 2], [0, 2, 1]], [[0, 1, 2], [0, 1]], [[0, 1, 2], [0, 1, 2, 1]]],
+    ids=["another order", "one block less", "one block twice"],
+)
+@pytest.mark.parametrize("stage", [3])
+def test_ranks_that_run_different_blocks(bench: Bench, orders: list[list[int]], stage: int) -> None:
+    setup = Setup(2, stage, 0.6)
+    assert_told(bench, setup, r"(?=.*rank)(?=.*blocks\.[12])", other_orders, setup, orders)
+
+
+def other_models(setup: Setup) -> None:
+    """A rank has a block more."""
+    blocks = 2 + (dist.get_rank() == 1)
+    Training(Case("other", lambda: Mlp(blocks=blocks)), setup, GPTPAR)
+
+
+def test_ranks_with_different_models(bench: Bench) -> None:
+    setup = Setup(2, 3)
+    assert_told(bench, setup, "rank", other_models, setup)
+
+
+# Either right, or refused with the parameter's name.
+
+
+class ReadsAnotherBlock(Mlp):
+    """A block multiplies by the matrix of another one, which nobody has declared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].register_forward_pre_hook(lambda module, args: (args[0] + self._part(args[0]),))
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.blocks[0].up.weight)[..., : x.shape[-1]]
+
+
+class KeepsAView(Mlp):
+    """A view of a parameter is kept over steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.blocks[0].up.weight[:16]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + F.linear(x, self.kept[0].detach())
+
+
+class PenaltyOfAll(Mlp):
+    """The root sums the squares of all parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return super().forward(x) + 0.01 * penalty
+
+
+EITHER = {
+    "reads_another_block": (ReadsAnotherBlock, r"blocks\.0\.up\.weight"),
+    "keeps_a_view": (KeepsAView, "blocks.0|view"),
+    "penalty_of_all": (PenaltyOfAll, r"blocks\.\d\.\w+\.(weight|bias)"),
+}
+
+
+def train_either(name: str, setup: Setup) -> Any:
+    training = Training(Case(name, EITHER[name][0]), setup, GPTPAR)
+    trace = training.run(0, setup.steps)
+    training.engine.close()
+    return trace
+
+
+def trace_or_told(rank: int, name: str, setup: Setup) -> Any:
+    try:
+        return train_either(name, setup)
+    except GptparError as error:
+        return str(error)
+
+
+@layouts
+@pytest.mark.parametrize("name", EITHER)
+def test_right_or_refused(bench: Bench, name: str, setup: Setup) -> None:
+    from tests.any_module.compare import problems
+    from tests.any_module.harness import worst_of_ranks
+    from tests.any_module.reference import reference
+
+    setup = replace(setup, steps=5)
+    make, sentence = EITHER[name]
+    try:
+        found = bench.on_ranks(setup.world, trace_or_told, name, setup)
+    finally:
+        bench.close()
+    if any(isinstance(one, str) for one in found):
+        assert all(isinstance(one, str) and re.search(sentence, one) for one in found), found
+    else:
+        bad = problems(worst_of_ranks(found, reference(Case(name, make), setup)), 1e-10)
+        assert not bad, bad

@@ -61,8 +61,8 @@ def _info_of(parameter: nn.Parameter) -> ParameterInfo:
 
 def build_engine(
     stage: ModuleStage, groups: Sequence[Collection[nn.Parameter]], options: EngineOptions, topology: Topology
-) -> tuple[Engine, HostOptimizer | None]:
-    """The engine of a module, and its CPU optimizer if it has one.
+) -> tuple[Engine, HostOptimizer | None, list[Unit]]:
+    """The engine of a module, its CPU optimizer if it has one, and the units that are not trained.
 
     Parameters have the module's values; on several processes, the first one's.
 
@@ -106,7 +106,7 @@ def build_engine(
     )
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     take_values(engine, frozen, values, topology)
-    return engine, host
+    return engine, host, frozen
 
 
 def _host_optimizer(

@@ -8,7 +8,6 @@ from copy import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -18,6 +17,7 @@ from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.tensors import mapped
+from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
 from gptpar.errors import GptparError
@@ -36,6 +36,7 @@ class ModuleEngine(nn.Module):
         stage: the module, on the engine.
         engine: where it is trained.
         host: the CPU optimizer; ``None``: nothing is offloaded.
+        weights: the module's.
         groups: the parameter groups, whose numbers hold at each step.
         options: everything that was configured.
         topology: this process's place.
@@ -56,6 +57,7 @@ class ModuleEngine(nn.Module):
         stage: ModuleStage,
         engine: Engine,
         host: HostOptimizer | None,
+        weights: Weights,
         groups: list[dict[str, Any]],
         options: EngineOptions,
         topology: Topology,
@@ -68,7 +70,7 @@ class ModuleEngine(nn.Module):
         self.lr_scheduler: LRScheduler | None = None
         self.loss_scale = copy(options.loss_scale)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
-        self._stage, self._activity = stage, activity
+        self.weights, self._stage, self._activity = weights, stage, activity
         self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
         self._count = 0  # micro-batches of the step at work
         self._is_final = self._closed = False
@@ -152,7 +154,7 @@ class ModuleEngine(nn.Module):
                     self.engine.gradients.finish()
         finally:
             self._stage.in_backward = False
-        self.engine.gatherer.end_backward()
+        self.engine.gatherer.let_all_go()
         self._count += 1
         self.micro_steps += 1
         self._is_final = last
@@ -161,6 +163,7 @@ class ModuleEngine(nn.Module):
     def _begin(self) -> None:
         self._activity.note(f"step {self.global_steps + 1}")
         self._take_note_of_last_step()
+        self.weights.catch_up()
         self.engine.begin_gradients(self.options.batch.accumulation_steps)
         self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
 
@@ -256,22 +259,19 @@ class ModuleEngine(nn.Module):
         """
         if not self._is_final:
             raise GptparError("full_gradient() is there between the step's last backward pass and the step.")
-        return self._whole(name, "grad") / self._divisor
+        return self.weights.whole(name, "grad") / self._divisor
 
-    def _whole(self, name: str, kind: str) -> torch.Tensor:
-        """A parameter's ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``, from all processes that have some."""
-        first = self._stage.plan.aliases.get(name, name)
-        if first not in self.engine.table.params:
-            raise GptparError(f"{name} is no parameter that is trained.")
-        info = self.engine.table.params[first].info
-        found = torch.zeros(info.full_shape, dtype=self.engine.settings.wide, device=self.device)
-        held = self.engine.optimizer.parts(kind).get(first)
-        for offsets, part in held.parts if held is not None else ():
-            box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
-            found[box] = part.to(found)
-        if self.engine.table.place.shards > 1:
-            dist.all_reduce(found, group=self.topology.data_group)
-        return found
+    @contextlib.contextmanager
+    def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
+        """Inside, all parameters are there, with the last step's values; all processes enter and leave it.
+
+        Parameters that are changed in place inside keep their new values, and the optimizer goes on from them.
+
+        Args:
+            modifier_rank: the process whose values count; ``None``: all processes have changed them alike.
+        """
+        with self.weights.gathered(modifier_rank):
+            yield
 
     def close(self) -> None:
         """End the engine's background work, also in the middle of a step; afterwards there are no steps."""

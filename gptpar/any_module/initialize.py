@@ -21,6 +21,7 @@ from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions, read_options
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.units import UnitPlan, find_units
+from gptpar.any_module.weights import Weights
 from gptpar.topology import Layout, Topology, join_world, make_topology
 
 TIMEOUT_MINUTES = 30.0
@@ -86,10 +87,11 @@ def _engine_of(
     activity = Activity.of_worker()
     stage = ModuleStage(model, plan, lambda path: activity.note(f"unit {path or 'the model'}"))
     move_buffers(model, topology.device)
-    engine, host = build_engine(stage, [group["params"] for group in groups], options, topology)
+    engine, host, frozen = build_engine(stage, [group["params"] for group in groups], options, topology)
     if options.compile:
         compile_scopes(model, plan)
-    return ModuleEngine(stage, engine, host, groups, options, topology, activity)
+    weights = Weights(stage, engine, frozen, topology)
+    return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

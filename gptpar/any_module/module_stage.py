@@ -99,6 +99,10 @@ class ModuleStage:
         passes, self.passes = self.passes, []
         return passes
 
+    def scope_of(self, tensor: Any) -> str | None:
+        """The scope whose memory a tensor is in; ``None``: it is no parameter's."""
+        return self._scope_of.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+
     # Around a scope's forward.
 
     def _before(self, scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -150,7 +154,7 @@ class ModuleStage:
     # Parameters that come and go.
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        scope = self._scope_of.get(tensor.untyped_storage()._cdata)
+        scope = self.scope_of(tensor)
         return tensor if scope is None else _Saved(scope, tensor)
 
     def _unpack(self, kept: Any) -> torch.Tensor:

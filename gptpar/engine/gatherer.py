@@ -162,8 +162,17 @@ class ParameterGatherer:
             self._in_backward.discard(self._layer_of[unit])
             self._release(unit)
 
-    def end_backward(self) -> None:
-        """A whole backward pass is over: nothing that it brought is needed any more."""
+    def bring(self, name: str) -> None:
+        """Have a layer's parameters in place, outside of its forward."""
+        self._acquire(name)
+
+    def let_go(self, name: str) -> None:
+        """A layer's parameters are not needed outside of its forward any more."""
+        if self._memory.transient:
+            self._release_layer(name)
+
+    def let_all_go(self) -> None:
+        """No layer's parameters are needed any more: a whole backward pass is over, for one."""
         if self._memory.transient:
             self._release_all()
 

@@ -1,0 +1,140 @@
+"""A module's weights as its user reads and changes them, wherever they are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gptpar.any_module.module_stage import ModuleStage
+from gptpar.any_module.units import Scope
+from gptpar.engine.engine import Engine
+from gptpar.engine.units import Unit
+from gptpar.errors import GptparError
+from gptpar.topology import Topology
+
+
+class Weights:
+    """Notices what was changed from outside, and makes ``state_dict`` and ``load_state_dict`` of the module work.
+
+    Where parameters come and go, ``state_dict`` brings one scope after the other and has copies in host memory;
+    elsewhere it has the parameters themselves, as torch's.
+
+    Args:
+        frozen: the units that are not trained.
+    """
+
+    def __init__(self, stage: ModuleStage, engine: Engine, frozen: Sequence[Unit], topology: Topology):
+        self._stage, self._engine, self._topology = stage, engine, topology
+        self._frozen = {name: unit for unit in frozen for name in unit.params}
+        self._loading = 0
+        self._versions = self._read_versions()
+        for scope in stage.plan.scopes:
+            module = stage.module.get_submodule(scope.path)
+            module.register_state_dict_pre_hook(partial(self._before_saving, scope))
+            module.register_state_dict_post_hook(partial(self._after_saving, scope))
+            module.register_load_state_dict_pre_hook(partial(self._before_loading, scope))
+            module.register_load_state_dict_post_hook(partial(self._after_loading, scope))
+
+    def _read_versions(self) -> dict[str, int]:
+        return {name: parameter._version for name, parameter in self._stage.parameters.items()}
+
+    def catch_up(self) -> None:
+        """Let master weights follow parameters that were changed in place, on all processes alike."""
+        changed = self._changed()
+        if not changed:
+            return
+        with self.gathered():
+            self._take(changed)
+
+    def _changed(self) -> list[str]:
+        versions = self._read_versions()
+        changed = [name for name, version in versions.items() if version != self._versions[name]]
+        self._versions = versions
+        return changed
+
+    @torch.no_grad()
+    def _take(self, names: Collection[str]) -> None:
+        """Parameters that are here have new values."""
+        self._engine.finish()
+        weights, memory = self._engine.optimizer.parts("weights"), self._engine.parameters
+        for name in names:
+            if name in weights:
+                weights[name].fill(self._stage.parameters[name])
+        for unit in {self._frozen[name].name: self._frozen[name] for name in names if name in self._frozen}.values():
+            low = self._engine.table.place.shard * unit.shard_length
+            memory.shards[unit.name].copy_(memory.full[unit.name][low : low + unit.shard_length])
+
+    @contextlib.contextmanager
+    def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
+        """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
+        gatherer, paths = self._engine.gatherer, [scope.path for scope in self._stage.plan.scopes]
+        self._engine.finish()
+        for path in paths:
+            gatherer.bring(path)
+        try:
+            yield
+            self._finish_changes(modifier_rank)
+        finally:
+            gatherer.let_all_go()
+
+    def _finish_changes(self, modifier_rank: int | None) -> None:
+        changed = self._changed()
+        if modifier_rank is not None:
+            changed = list(self._stage.parameters)
+            for name in changed if self._topology.layout.world_size > 1 else ():
+                dist.broadcast(self._stage.parameters[name].data, modifier_rank)
+        if changed:
+            self._take(changed)
+            self._engine.publish()
+
+    def whole(self, name: str, kind: str) -> torch.Tensor:
+        """A parameter's ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``, from all processes that have some."""
+        first = self._stage.plan.aliases.get(name, name)
+        table = self._engine.table
+        if first not in table.params:
+            raise GptparError(f"{name} is no parameter that is trained.")
+        found = torch.zeros(
+            table.params[first].info.full_shape, dtype=self._engine.settings.wide, device=self._engine.device
+        )
+        held = self._engine.optimizer.parts(kind).get(first)
+        for offsets, part in held.parts if held is not None else ():
+            box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+            found[box] = part.to(found)
+        if table.place.shards > 1:
+            dist.all_reduce(found, group=self._topology.data_group)
+        return found
+
+    # state_dict and load_state_dict, scope by scope.
+
+    def _before_saving(self, scope: Scope, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self._loading:
+            self._engine.finish()
+        self._engine.gatherer.bring(scope.path)
+
+    def _after_saving(
+        self, scope: Scope, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        if not self._engine.gatherer.transient:
+            return
+        for name, value in state_dict.items():
+            if name.startswith(prefix) and self._stage.scope_of(value) == scope.path:
+                state_dict[name] = value.detach().to("cpu", copy=True)
+        self._engine.gatherer.let_go(scope.path)
+
+    def _before_loading(self, scope: Scope, module: nn.Module, state_dict: Mapping[str, Any], *rest: Any) -> None:
+        self._loading += 1
+        self._engine.finish()
+        self._engine.gatherer.bring(scope.path)
+
+    def _after_loading(self, scope: Scope, module: nn.Module, incompatible: Any) -> None:
+        self._take(self._changed())
+        self._engine.gatherer.let_go(scope.path)
+        self._loading -= 1
+        if not self._loading:
+            self._engine.publish()

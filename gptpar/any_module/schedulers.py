@@ -151,8 +151,8 @@ def scheduler_of(
     scheduler = client if isinstance(client, LRScheduler) or not callable(client) else client(optimizer)
     if not isinstance(scheduler, LRScheduler):
         raise GptparError(
-            f"lr_scheduler is, or returns, what is of type {type(scheduler).__name__}: pass a torch.optim.lr_scheduler, or a "
-            "function from an optimizer to one."
+            f"lr_scheduler is, or returns, what is of type {type(scheduler).__name__}: pass a "
+            "torch.optim.lr_scheduler, or a function from an optimizer to one."
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise GptparError(
@@ -168,8 +168,8 @@ def _require_groups(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) ->
     theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
     if [*map(id, theirs)] != [*map(id, ours)]:
         raise GptparError(
-            f"lr_scheduler moves the rates of another optimizer ({type(scheduler.optimizer).__name__}) than the one passed to "
-            "gptpar.initialize: pass that one, or a function from an optimizer to a scheduler."
+            f"lr_scheduler moves the rates of another optimizer ({type(scheduler.optimizer).__name__}) than the one "
+            "passed to gptpar.initialize: pass that one, or a function from an optimizer to a scheduler."
         )
     if scheduler.optimizer is not optimizer:
         # The engine steps in its place: torch would warn that the scheduler was stepped before the optimizer.

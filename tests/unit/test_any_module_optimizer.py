@@ -155,7 +155,8 @@ def test_parameters_that_cannot_be() -> None:
         "model_parameters has groups and parameters side by side: make it one or the other."
     ]
     assert problems(None, [{"params": ["0.weight"], "betas": (1.5, 0.9)}], module) == [
-        "not among the model's parameters: an entry of type str (group 0, place 0): pass those of the model that is passed, too.",
+        "not among the model's parameters: an entry of type str (group 0, place 0): pass those of the model that is "
+        "passed, too.",
         "beta 1.5 is not in [0, 1)",
     ]
     for parameter in module.parameters():

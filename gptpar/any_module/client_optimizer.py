@@ -57,7 +57,7 @@ def groups_of(
     elif isinstance(client, torch.optim.Optimizer):
         groups, problems = client.param_groups, list(_client_problems(client))
     else:
-        raise ConfigError([f"the function optimizer returned a {type(client).__name__}: {_USE_ADAMW}."])
+        raise ConfigError([f"the function optimizer returns what is of type {type(client).__name__}: {_USE_ADAMW}."])
     problems += [*_parameter_problems(groups, model), *_number_problems(groups)]
     if problems:
         raise ConfigError(problems)
@@ -89,9 +89,7 @@ def _nameless(entries: Sequence[Any]) -> list[Any]:
 def _grouped(given: list[Any], adam: Hyperparameters | None) -> tuple[list[Group], list[str]]:
     """(groups, completed from the configuration; why there can be none)"""
     if adam is None:
-        return [], [
-            'no optimizer is said: give the configuration {"optimizer": {"type": "AdamW"}}, or pass optimizer=.'
-        ]
+        return [], [_NO_OPTIMIZER]
     groups = [item for item in given if isinstance(item, dict)]
     if groups and len(groups) != len(given):
         return [], ["model_parameters has groups and parameters side by side: make it one or the other."]
@@ -102,7 +100,7 @@ def _grouped(given: list[Any], adam: Hyperparameters | None) -> tuple[list[Group
 def _client_problems(client: torch.optim.Optimizer) -> Iterator[str]:
     kind = type(client)
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
-        yield f"optimizer is a {kind.__name__}: {_USE_ADAMW}."
+        yield f"optimizer is of type {kind.__name__}: {_USE_ADAMW}."
         return
     for place, group in enumerate(client.param_groups):
         coupled = kind is torch.optim.Adam and not group.get("decoupled_weight_decay")
@@ -145,7 +143,7 @@ def _parameter_problems(groups: Sequence[Group], model: nn.Module) -> Iterator[s
 def _described(entry: Any) -> str:
     if isinstance(entry, torch.Tensor):
         return f"a tensor of shape {tuple(entry.shape)}"
-    return f"a {type(entry).__name__}"
+    return f"an entry of type {type(entry).__name__}"
 
 
 def _number_problems(groups: Sequence[Group]) -> list[str]:

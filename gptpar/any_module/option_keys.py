@@ -113,7 +113,7 @@ _WORDS: Words = {
     "wall_clock_breakdown": _TIMES,
     "flops_profiler": _TIMES,
     "memory_breakdown": "see torch.cuda.memory_summary()",
-    "dump_state": "engine.options has everything that was read",
+    "dump_state": "the engine prints no configuration",
     "activation_checkpointing": _RECOMPUTE,
     "pipeline": "the module's layers are not split over processes",
     "checkpoint": "checkpoints load into any ZeRO stage and number of processes",

@@ -110,7 +110,7 @@ class WarmupCosineLR(LRScheduler):
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """Of each group, in the step that follows."""
         share = self._share(self.last_epoch - 1)
-        return [highest * share for highest in self.base_lrs]
+        return [float(highest) * share for highest in self.base_lrs]
 
     def _share(self, i: int) -> float:
         """Of each group's highest rate."""
@@ -151,8 +151,8 @@ def scheduler_of(
     scheduler = client if isinstance(client, LRScheduler) or not callable(client) else client(optimizer)
     if not isinstance(scheduler, LRScheduler):
         raise GptparError(
-            f"lr_scheduler is, or returns, a {type(scheduler).__name__}: pass a torch.optim.lr_scheduler, or a "
-            "function from an optimizer to one."
+            f"lr_scheduler is, or returns, what is of type {type(scheduler).__name__}: pass a "
+            "torch.optim.lr_scheduler, or a function from an optimizer to one."
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise GptparError(
@@ -168,11 +168,12 @@ def _require_groups(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) ->
     theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
     if [*map(id, theirs)] != [*map(id, ours)]:
         raise GptparError(
-            f"lr_scheduler moves the rates of a {type(scheduler.optimizer).__name__} that was not passed to "
-            "gptpar.initialize: pass that one as optimizer, or a function from an optimizer to a scheduler."
+            f"lr_scheduler moves the rates of another optimizer ({type(scheduler.optimizer).__name__}) than the one "
+            "passed to gptpar.initialize: pass that one, or a function from an optimizer to a scheduler."
         )
-    # The engine steps in its place: without this, torch warns that the scheduler was stepped before the optimizer.
-    scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+    if scheduler.optimizer is not optimizer:
+        # The engine steps in its place: torch would warn that the scheduler was stepped before the optimizer.
+        scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def _of_each_group(optimizer: torch.optim.Optimizer, name: str, rates: Rates) -> list[float]:
@@ -180,9 +181,7 @@ def _of_each_group(optimizer: torch.optim.Optimizer, name: str, rates: Rates) ->
     if not isinstance(rates, Sequence):
         return [float(rates)] * count
     if len(rates) != count:
-        raise GptparError(
-            f"{name} has {len(rates)} rates, and the optimizer has {count} parameter groups: give as many."
-        )
+        raise GptparError(f"{name} has {len(rates)} rate(s) for {count} parameter group(s): give one, or as many.")
     return [float(rate) for rate in rates]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tests.faults.gradients import GRADIENTS
 from tests.faults.offload import OFFLOAD
+from tests.faults.options import OPTIONS
 from tests.faults.parallel import PARALLEL
 from tests.faults.ranges import RANGES
 from tests.faults.state import STATE
 from tests.faults.update import UPDATE
 
-FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE]
+FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE, *OPTIONS]

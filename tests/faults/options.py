@@ -1,0 +1,44 @@
+"""Mistakes in what ``gptpar.initialize`` is told."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Fault
+
+OPTIONS = [
+    Fault(
+        "warm-up-a-step-early",
+        "gptpar/any_module/schedulers.py",
+        "self._share(max(0, self.last_epoch - 1))",
+        "self._share(self.last_epoch)",
+        ("tests/unit/test_any_module_schedulers.py",),
+    ),
+    Fault(
+        "clients-groups-are-copied",
+        "gptpar/any_module/client_optimizer.py",
+        "client.param_groups, list(_client_problems(client))",
+        "[dict(g) for g in client.param_groups], list(_client_problems(client))",
+        ("tests/unit/test_any_module_optimizer.py",),
+    ),
+    Fault(
+        "configurations-numbers-before-the-groups",
+        "gptpar/any_module/client_optimizer.py",
+        "{**defaults, **group}",
+        "{**group, **defaults}",
+        ("tests/unit/test_any_module_optimizer.py",),
+    ),
+    Fault(
+        "loaded-groups-are-other-objects",
+        "gptpar/any_module/optimizer.py",
+        "for group, other in zip(groups, saved, strict=True):",
+        "self.param_groups = groups = [dict(group) for group in groups]\n"
+        "        for group, other in zip(groups, saved, strict=True):",
+        ("tests/unit/test_any_module_schedulers.py",),
+    ),
+    Fault(
+        "every-process-reads-the-same-samples",
+        "gptpar/any_module/dataset.py",
+        "DistributedSampler(dataset, world, rank, seed",
+        "DistributedSampler(dataset, world, 0, seed",
+        ("tests/unit/test_any_module_dataset.py",),
+    ),
+]

@@ -72,8 +72,8 @@ class ModuleEngine(nn.Module):
         self.global_steps = self.skipped_steps = self.micro_steps = 0
         self.weights, self._stage, self._activity = weights, stage, activity
         self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
-        self._count = 0  # micro-batches of the step at work
-        self._is_final = self._closed = False
+        self._count = 0  # complete micro-batches of the step at work
+        self._has_begun = self._is_final = self._closed = False
         self._no_sync = False
         self._boundary: bool | None = None
         self._readings: Readings | None = None
@@ -111,8 +111,12 @@ class ModuleEngine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """No micro-batch done inside is its step's last: gradients are added up here, and not yet over processes."""
-        if not self.engine.settings.adds_gradients:
+        """Gradients of backward passes done inside are added to, and not yet summed over processes.
+
+        It is for all backward passes of a micro-batch but the last, if there are several.
+        """
+        settings = self.engine.settings
+        if not settings.adds_gradients and settings.dtype != settings.wide:
             raise GptparError(
                 "no_sync() adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
                 "that the sums get memory."
@@ -140,12 +144,14 @@ class ModuleEngine(nn.Module):
             GptparError: the step's gradient is final already, or the loss is no scalar with a gradient.
         """
         self._require_loss(loss)
-        if self._count == 0:
+        if not self._has_begun:
             self._begin()
         last = self._is_last()
         scale = self.loss_scale.value * (1 if scale_wrt_gas else self.options.batch.accumulation_steps)
         self.engine.gradients.begin_backward(0, last=last)
         self._stage.in_backward = True
+        collector = self.engine.gradients.collector
+        hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
         try:
             with self._activity.lost_ranks_explained():
                 torch.autograd.backward(loss, torch.full_like(loss, scale), retain_graph=retain_graph)
@@ -153,10 +159,9 @@ class ModuleEngine(nn.Module):
                 if last:
                     self.engine.gradients.finish()
         finally:
+            hook.remove()
             self._stage.in_backward = False
         self.engine.gatherer.let_all_go()
-        self._count += 1
-        self.micro_steps += 1
         self._is_final = last
         return loss
 
@@ -166,6 +171,7 @@ class ModuleEngine(nn.Module):
         self.weights.catch_up()
         self.engine.begin_gradients(self.options.batch.accumulation_steps)
         self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
+        self._has_begun = True
 
     @property
     def _divisor(self) -> float:
@@ -173,21 +179,28 @@ class ModuleEngine(nn.Module):
         return self.loss_scale.value * self.options.batch.accumulation_steps * self.topology.layout.data
 
     def step(self) -> None:
-        """Update the parameters if the micro-batch was its step's last; else do nothing."""
+        """End a micro-batch; after the step's last one, update the parameters.
+
+        Raises:
+            GptparError: no gradient of the micro-batch is final, though it is the step's last.
+        """
         self._require_open()
-        if self._is_final:
-            self.optimizer.step()
-        elif self._count >= self.options.batch.accumulation_steps and self._boundary is None:
+        ends_step = self._is_final or self._is_last()
+        if ends_step and not self._is_final:
             raise GptparError(
-                f"engine.step() after {self._count} micro-batches whose gradients were added up in no_sync(): let the "
-                "step's last backward be outside of it."
+                "engine.step() at the end of a step whose last micro-batch had no engine.backward(loss), or had it in "
+                "no_sync() alone: nothing was changed."
             )
+        self._count += 1
+        self.micro_steps += 1
+        if ends_step:
+            self.optimizer.step()
 
     def _update(self) -> None:
         if not self._is_final:
             raise GptparError(
-                f"{self._count} of {self.options.batch.accumulation_steps} micro-batches of the step are done: the "
-                "optimizer can step after the last one's engine.backward(loss)."
+                f"{self._count} of {self.options.batch.accumulation_steps} micro-batches of the step are done: "
+                "the optimizer can step after the last one's engine.backward(loss)."
             )
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
         passes = self._stage.take_passes()
@@ -200,7 +213,7 @@ class ModuleEngine(nn.Module):
         self._readings = Readings([norm, skipped, verdict], TIMEOUT_S)
         self._follow(passes)
         self.global_steps += 1
-        self._count, self._is_final = 0, False
+        self._forget_step()
         if self.loss_scale.dynamic or self.device.type == "cpu":
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scale.dynamic and self._was_skipped):
@@ -244,7 +257,10 @@ class ModuleEngine(nn.Module):
         """Forget the gradients of the step at work."""
         if self._is_final and self.host is not None:
             self.host.cancel()
-        self._count, self._is_final = 0, False
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._count, self._has_begun, self._is_final = 0, False, False
 
     def full_gradient(self, name: str) -> torch.Tensor:
         """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.
@@ -287,8 +303,9 @@ class ModuleEngine(nn.Module):
         self._require_open()
         if self._is_final:
             raise GptparError(
-                "engine.backward(loss) after the step's gradient became final: call engine.step() first, or add up "
-                "losses that belong together and call backward once."
+                "engine.backward(loss) after the step's gradient became final: call engine.step() first. If a "
+                'micro-batch has several backward passes, do all but the last "with engine.no_sync():", or add up the '
+                "losses and call backward once."
             )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {_described(loss)}.")

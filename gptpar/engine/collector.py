@@ -21,15 +21,15 @@ class GradientCollector:
     processes match collectives by their order alone, and one whose autograd differed would hang or add up the wrong
     units.
 
-    A unit is complete when each of its parameters has got one gradient in a backward pass. In a module that is not
-    ours a parameter may get several, or none: there the number is learned from the passes before, and the first pass
-    hands everything on at its end.
+    A unit is complete when each of its parameters has got a gradient in a backward pass. In a module that is not ours
+    a parameter may get several, from backward passes nested in it (reentrant recomputation): how many is learned in the
+    first pass, which hands such units on at its end.
 
     Args:
         units: in forward order.
         chunks: names of the units of each of this process's virtual stages, in forward order.
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
-        learns: whether the number of gradients is learned.
+        learns: whether backward passes may be nested.
 
     Attributes:
         in_last_forward: whether the forward pass at work is the step's last of its stage.
@@ -50,7 +50,9 @@ class GradientCollector:
         self._memory, self._reducer, self._done, self._learns = memory, reducer, done, learns
         self._units = {unit.name: unit for unit in units}
         self._unit_of = {name: unit for unit in units for name in unit.params}
-        self._expected = {unit.name: sys.maxsize if learns else len(unit.params) for unit in units}
+        self._expected = {unit.name: len(unit.params) for unit in units}
+        self._arrivals: dict[str, int] = {}
+        self._outer_task: int | None = None
         self.in_last_forward = False
         self.late: set[str] = set()
         self.last_arrivals: list[str] = []
@@ -59,6 +61,7 @@ class GradientCollector:
         self._missing: dict[str, int] = {}
         self._waiting: deque[tuple[Unit, bool]] = deque()
         self._handed_on: set[str] = set()
+        self._nested: set[str] = set()
         self.follow(chunks)
 
     def follow(self, chunks: Sequence[Sequence[str]]) -> None:
@@ -79,10 +82,15 @@ class GradientCollector:
         """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
         self._missing = {name: self._expected[name] for name in self._chunks[chunk]}
         self._handed_on.clear()
-        if self._learns:
-            self.last_arrivals.clear()
+        self._outer_task = None
+        self._arrivals.clear()
+        self.last_arrivals.clear()
         if last or not self._memory.keeps_all:
             self._waiting.extend((self._units[name], last) for name in reversed(self._chunks[chunk]))
+
+    def enter_backward(self, task: int) -> None:
+        """Autograd has begun the pass as this task; a nested one will have another number."""
+        self._outer_task = task
 
     def end_backward(self) -> None:
         """The pass is over: what got no gradient counts as zero."""
@@ -94,10 +102,8 @@ class GradientCollector:
             self._learn()
 
     def _learn(self) -> None:
-        for name, missing in self._missing.items():
-            arrivals = self._expected[name] - missing
-            unknown = self._expected[name] == sys.maxsize
-            self._expected[name] = arrivals if unknown else max(arrivals, self._expected[name])
+        for name, arrivals in self._arrivals.items():
+            self._expected[name] = max(arrivals, self._expected[name])
         self.last_arrivals = list(dict.fromkeys(reversed(self.last_arrivals)))[::-1]
 
     def _take(self, name: str, parameter: torch.Tensor) -> None:
@@ -106,7 +112,7 @@ class GradientCollector:
         parameter.grad = None
         self._missing[unit.name] -= 1
         if self._learns:
-            self.last_arrivals.append(unit.name)
+            self._note_arrival(unit)
         if unit.name in self._handed_on:
             self.late.add(name)
             return
@@ -116,6 +122,13 @@ class GradientCollector:
             self._add(unit)
         while self._waiting and self._missing[self._waiting[0][0].name] <= 0:
             self._hand_on(*self._waiting.popleft())
+
+    def _note_arrival(self, unit: Unit) -> None:
+        self._arrivals[unit.name] = self._arrivals.get(unit.name, 0) + 1
+        self.last_arrivals.append(unit.name)
+        if torch._C._current_graph_task_id() != self._outer_task and unit.name not in self._nested:
+            self._nested.add(unit.name)
+            self._missing[unit.name] = sys.maxsize  # this once
 
     @torch.no_grad()
     def _add(self, unit: Unit) -> None:

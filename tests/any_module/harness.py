@@ -78,9 +78,9 @@ class Training:
         self.before_micro_batch(step, micro)
         losses = self.case.losses_of(self.engine, self.make_batch(step, micro))
         for number, loss in enumerate(losses):
-            again = self.case.shares_graph and number < len(losses) - 1
-            if again:
-                self.engine.backward(loss, retain_graph=True)
+            if number < len(losses) - 1:
+                with self.engine.no_sync():
+                    self.engine.backward(loss, retain_graph=self.case.shares_graph)
             else:
                 self.engine.backward(loss)
         if micro == self.setup.accumulation - 1:

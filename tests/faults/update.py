@@ -44,6 +44,13 @@ UPDATE = [
         (GROUPS,),
     ),
     Fault(
+        "live-parameters-of-two-dtypes-updated-as-one",
+        "gptpar/engine/flat_adam.py",
+        "same = other.dtype == live.dtype and other",
+        "same = other",
+        ("tests/unit/test_flat_adam.py::test_neighbours_are_updated_together",),
+    ),
+    Fault(
         "launch-reaches-over-another-family",
         "gptpar/engine/flat_adam.py",
         "key=lambda span: self._family_of[span.group]",

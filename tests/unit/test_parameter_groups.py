@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,16 +17,21 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.device_adam import DeviceAdam, TorchAdam, make_device_adam
 from gptpar.optim.spans import Family, GroupSpan
 from gptpar.pipeline.stage import ParameterInfo
 
 SHAPES = {
     "first": {"a": (13, 11), "b": (7,), "c": (5, 5), "d": (65,)},
-    "second": {"e": (10, 20), "f": (3, 3), "g": (100,)},
-    "third": {"h": (4, 4), "i": (2, 90)},
+    "second": {"e": (10, 20), "f": (3, 3), "g": (100,), "j": (4, 3, 5, 2)},
+    "third": {"h": (4, 4), "i": (2, 90), "k": (), "l": (0, 4)},
 }
-GROUP_OF = dict(zip("abcdefghi", (3, 1, 0, 2, 0, 1, 2, 3, 0), strict=True))
+STRIDES = {"j": (30, 1, 6, 3)}  # channels last
+GROUP_OF = dict(zip("abcdefghijkl", (3, 1, 0, 2, 0, 1, 2, 3, 0, 0, 1, 2), strict=True))
+MIXED = {"second": torch.bfloat16, "third": torch.float32}
 SEPARATE: tuple[Family, ...] = ((0,), (1,), (2,), (3,))
+JOINED: tuple[Family, ...] = ((2,), (0, 1), (3,))
+Make = Callable[[torch.Tensor], DeviceAdam]
 CLIP, SCALE, STEPS, SKIPPED = 1.0, 3.0, 20, 5
 
 
@@ -44,10 +49,13 @@ def norm_at(step: int) -> float:
 
 def table_of(ratio: float, place: Place) -> ParameterTable:
     layers = {
-        unit: {name: ParameterInfo(torch.Size(s), None, Constant(0.0), frozenset()) for name, s in shapes.items()}
+        unit: {
+            name: ParameterInfo(torch.Size(s), None, Constant(0.0), frozenset(), STRIDES.get(name))
+            for name, s in shapes.items()
+        }
         for unit, shapes in SHAPES.items()
     }
-    return ParameterTable.of(layers, place, ratio=ratio, group_of=lambda name, info: GROUP_OF[name])
+    return ParameterTable.of(layers, place, ratio=ratio, group_of=lambda name, info: GROUP_OF[name], dtypes=MIXED)
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:
@@ -58,7 +66,11 @@ def values(seed: int) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Process:
-    """One shard of the model and its optimizer, partly on the device and partly on the host."""
+    """One shard of the model and its optimizer, partly on the device and partly on the host.
+
+    Attributes:
+        dtype: of the parameters of units that have none of their own.
+    """
 
     ratio: float
     place: Place
@@ -69,7 +81,8 @@ class Process:
 
     def __post_init__(self) -> None:
         table, wide = table_of(self.ratio, self.place), torch.promote_types(self.dtype, torch.float32)
-        self.live = {unit.name: torch.zeros(unit.shard_length, dtype=self.dtype) for unit in table.units}
+        for unit in table.units:
+            self.live[unit.name] = torch.zeros(unit.shard_length, dtype=unit.dtype or self.dtype)
         host = None
         if pieces := table.offloaded():
             parameters = {unit: self.live[unit][table.on_device[unit] :] for unit in table.on_device}
@@ -128,7 +141,7 @@ def torchs_adamw() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("families", [SEPARATE, ((0, 1), (2,), (3,)), ((3,), (2,), (0, 1))], ids=str)
+@pytest.mark.parametrize("families", [SEPARATE, JOINED, JOINED[::-1]], ids=str)
 def test_groups_are_those_of_torchs_adamw_at_every_ratio(families: tuple[Family, ...], shards: int) -> None:
     wanted = torchs_adamw()
     for ratio in (0.0, 0.3, 1.0):
@@ -142,14 +155,48 @@ def test_groups_are_those_of_torchs_adamw_at_every_ratio(families: tuple[Family,
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_neither_the_ratio_nor_the_families_change_a_bit(dtype: torch.dtype) -> None:
     first, *others = (
-        Process(ratio, Place(), families, dtype)
-        for ratio in (0.0, 0.3, 0.731, 1.0)
-        for families in (SEPARATE, ((2,), (0, 1), (3,)))
+        Process(ratio, Place(), families, dtype) for ratio in (0.0, 0.3, 0.731, 1.0) for families in (SEPARATE, JOINED)
     )
     for other in others:
         for kind, tensors in first.state.items():
             assert all(torch.equal(tensor, other.state[kind][name]) for name, tensor in tensors.items()), kind
         assert all(torch.equal(first.live[unit], other.live[unit]) for unit in SHAPES)
+    for unit in table_of(0.0, Place()).units:
+        assert first.live[unit.name].dtype == MIXED.get(unit.name, dtype)
+        for name, view in unit.views(first.live[unit.name]).items():
+            assert torch.equal(view, first.state["weights"][name].to(view.dtype)), name
+
+
+def flat_after(device: str, families: Sequence[Family], make: Make = make_device_adam) -> list[torch.Tensor]:
+    """The vectors after all steps: model parameters of two dtypes, and elements that are their own."""
+    generator, every = torch.Generator().manual_seed(0), range(0, 1536, 128)
+    spans = [GroupSpan(low, low + 100, (3, 0, 1, 2)[k % 4]) for k, low in enumerate(every)]
+
+    def normal() -> torch.Tensor:
+        """Zero between spans, as padding is."""
+        padded = torch.randn(1536, generator=generator)
+        for span in spans:
+            padded[span.stop : span.start + 128] = 0
+        return padded.to(device)
+
+    weights, grad, steps = normal(), normal(), torch.zeros((), dtype=torch.float64, device=device)
+    state = State(weights, torch.zeros_like(weights), torch.zeros_like(weights), grad, steps)
+    live = [torch.zeros(512, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float16)]
+    adam = FlatAdam(state, spans, families, make)
+    adam.lay_out([(0, 512, live[0]), (512, 1024, live[1]), (1024, 1536, None)])
+    for step in range(STEPS):
+        grad.copy_(normal())
+        norm = torch.tensor(norm_at(step), dtype=torch.float64, device=device)
+        assert adam.step(groups_at(step), norm, SCALE, CLIP).item() == (step == SKIPPED)
+    assert steps.item() == STEPS - 1
+    return [vector.cpu() for vector in (weights, state.exp_avg, state.exp_avg_sq, *live)]
+
+
+def test_torchs_operators_have_the_same_bits() -> None:
+    wanted = flat_after("cpu", SEPARATE)
+    for families in (SEPARATE, JOINED):
+        found = flat_after("cpu", families, lambda like: TorchAdam(like.dtype))
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def flat(spans: Sequence[GroupSpan], families: Sequence[Family], dtype: torch.dtype = torch.float32) -> FlatAdam:

@@ -57,9 +57,9 @@ class Param:
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter's view of a buffer of its unit's length."""
         values = buffer[self.start : self.stop]
-        return (
-            values.view(self.shape) if self.info.strides is None else values.as_strided(self.shape, self.info.strides)
-        )
+        if self.info.strides is None:
+            return values.view(self.shape)
+        return values.as_strided(self.shape, self.info.strides)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Unit:
 
         Args:
             group_of: says each parameter's optimizer group; default: a GPT's.
+            dtype: of the model's parameters; ``None``: the engine's.
         """
         groups = {name: group_of(name, info) for name, info in parameters.items()}
 

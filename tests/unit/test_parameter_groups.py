@@ -86,8 +86,15 @@ class Process:
         host = None
         if pieces := table.offloaded():
             parameters = {unit: self.live[unit][table.on_device[unit] :] for unit in table.on_device}
-            copies = SameMemory()
-            host = HostOptimizer(pieces, parameters, dtype=wide, clip_grad=CLIP, adam=CpuAdam(1), transfers=copies)
+            host = HostOptimizer(
+                pieces,
+                parameters,
+                dtype=wide,
+                clip_grad=CLIP,
+                adam=CpuAdam(1),
+                transfers=SameMemory(),
+                speculated_elements=table.length(Home.HOST),
+            )
         live = {unit: self.live[unit][:length] for unit, length in table.on_device.items()}
         grad = torch.zeros(table.length(Home.DEVICE), dtype=wide)
         adam = MasterAdamW(table, grad, CLIP, host, families=self.families, live=live)

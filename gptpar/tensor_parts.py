@@ -71,24 +71,28 @@ def parts_of_flat(
     start: int,
     stop: int,
     flat: torch.Tensor,
+    order: Sequence[int] | None = None,
 ) -> TensorParts:
     """The part of a tensor that a range of a flat buffer holds.
 
     Args:
         shape: of the global tensor.
-        local_shape, offsets: the box of it (a tensor-parallel share, say) whose row-major elements are flattened.
+        local_shape, offsets: the box of it (a tensor-parallel share, say) whose elements are flattened.
         start, stop: which of the box's elements `flat` holds; start == stop: none.
         flat: [stop - start], a view of the buffer.
+        order: the box's dims in the order in which they are flattened, the last one fastest; default: row-major.
 
     Raises:
         ValueError: `flat` is not of that length, or the range or the box does not fit.
     """
     if not 0 <= start <= stop <= prod(local_shape) or flat.shape != (stop - start,):
         raise ValueError(f"{list(flat.shape)} elements for {start}..{stop} of a box {list(local_shape)}")
+    order = range(len(local_shape)) if order is None else order
+    place_of = [order.index(dim) for dim in range(len(local_shape))]
     parts, first = [], 0
-    for lows, sizes in flat_boxes(tuple(local_shape), start, stop):
-        view = flat[first : first + prod(sizes)].view(sizes)
-        parts.append((tuple(low + at for low, at in zip(lows, offsets, strict=True)), view))
+    for lows, sizes in flat_boxes(tuple(local_shape[dim] for dim in order), start, stop):
+        view = flat[first : first + prod(sizes)].view(sizes).permute(place_of)
+        parts.append((tuple(lows[place] + at for place, at in zip(place_of, offsets, strict=True)), view))
         first += prod(sizes)
     return TensorParts(torch.Size(shape), tuple(parts), flat.dtype)
 

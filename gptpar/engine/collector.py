@@ -134,7 +134,7 @@ class GradientCollector:
     def _add(self, unit: Unit) -> None:
         """Add a unit's gradients to its sum, together: launched one by one they would keep the host busy."""
         fresh, total = self._fresh.pop(unit.name), self._memory.sum_of(unit)
-        views = {name: unit.view(total, name) for name in fresh}
+        views = {name: unit.params[name].view(total) for name in fresh}
         known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))
         if known:
             torch._foreach_add_([views[name] for name in known], [fresh[name] for name in known])

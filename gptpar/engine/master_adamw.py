@@ -111,7 +111,10 @@ class MasterAdamW:
 
         The host's gradients are there between the end of the backward pass and the step.
         """
-        found: dict[str, TensorParts] = {}
+        params, dtype = self._table.params.items(), self.grad.dtype if kind == "grad" else self.master.dtype
+        # An empty parameter has no range anywhere; that it exists is known all the same.
+        shapes = {name: param.info.full_shape for name, param in params if not param.info.full_shape.numel()}
+        found = {name: TensorParts(shape, (), dtype) for name, shape in shapes.items()}
         for one, values in self._held(kind):
             more = self._table.parts(one, values)
             if one.param in found:

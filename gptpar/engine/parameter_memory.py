@@ -112,7 +112,7 @@ class ParameterMemory:
         if self.transient:
             self.allocate(unit.name)
         for name, value in values.items():
-            unit.view(self.full[unit.name], name).copy_(value)
+            unit.params[name].view(self.full[unit.name]).copy_(value)
         if self.transient:
             low = shard * unit.shard_length
             self.shards[unit.name].copy_(self.full[unit.name][low : low + unit.shard_length])

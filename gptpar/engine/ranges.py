@@ -45,7 +45,7 @@ class Range:
     Attributes:
         param: the parameter's global name.
         start, stop: of the elements in the shard.
-        first: the first element's number among the parameter's on this tensor-parallel rank, in row-major order.
+        first: the first element's number among the parameter's on this tensor-parallel rank, in the order of memory.
         group: number of the optimizer group.
         counted: whether this process counts the elements in sums over the model. Of replicas on the tensor axis and
             of tied copies on other stages one is counted; replicas on the data axis share the count.

@@ -81,9 +81,18 @@ class ParameterTable:
         tied: Mapping[str, Sequence[int]] | None = None,
         buffers: Mapping[str, BufferInfo] | None = None,
         group_of: GroupOf = group_by_decay,
+        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> ParameterTable:
-        """Lay out a process's layers: name -> its parameters' declarations by global name, both in forward order."""
-        units = [Unit.of(name, infos, place.shards, group_of=group_of) for name, infos in layers.items()]
+        """Lay out a process's layers: name -> its parameters' declarations by global name, both in forward order.
+
+        Args:
+            dtypes: by unit, of those whose parameters are not in the engine's.
+        """
+        dtype_of = dtypes or {}
+        units = [
+            Unit.of(name, infos, place.shards, group_of=group_of, dtype=dtype_of.get(name))
+            for name, infos in layers.items()
+        ]
         return ParameterTable(units, place, ratio=ratio, tied=tied, buffers=buffers)
 
     def ranges(self, *, unit: str | None = None, home: Home | None = None) -> Iterator[Range]:
@@ -100,7 +109,8 @@ class ParameterTable:
     def parts(self, one: Range, values: torch.Tensor) -> TensorParts:
         """The boxes of the global parameter that a range covers, each with its view of the range's values [n]."""
         info = self.params[one.param].info
-        return parts_of_flat(info.full_shape, info.shape, info.offsets, one.first, one.first + one.length, values)
+        first, stop, order = one.first, one.first + one.length, info.memory_order
+        return parts_of_flat(info.full_shape, info.shape, info.offsets, first, stop, values, order)
 
     def spans(self, unit: str) -> list[GroupSpan]:
         """What the optimizer treats alike of this process's shard of a unit, padding between parameters included."""

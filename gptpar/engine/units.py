@@ -26,7 +26,7 @@ def group_by_decay(name: str, info: ParameterInfo) -> int:
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of a unit: ``unit[start:stop]`` viewed as ``info.shape``.
+    """One parameter of a unit: ``unit[start:stop]`` with the declared shape and strides.
 
     Attributes:
         name: global.
@@ -54,6 +54,13 @@ class Param:
         """Whether every tensor-parallel rank has the whole parameter."""
         return self.info.split is None
 
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The parameter's view of a buffer of its unit's length."""
+        values = buffer[self.start : self.stop]
+        if self.info.strides is None:
+            return values.view(self.shape)
+        return values.as_strided(self.shape, self.info.strides)
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -61,9 +68,9 @@ class Unit:
 
     Attributes:
         name: the layer's.
-        length: elements with padding, a multiple of ``shards * ALIGNMENT``.
+        length: elements with padding, a multiple of ``shards * ALIGNMENT``; 0 without parameters.
         shards: equal ones into which the data axis cuts it.
-        dtype: of the model's parameters in it; ``None``: the engine's.
+        dtype: of the model's parameters; ``None``: the engine's. Master weights and moments are in one wide dtype.
     """
 
     name: str
@@ -74,12 +81,18 @@ class Unit:
 
     @staticmethod
     def of(
-        name: str, parameters: Mapping[str, ParameterInfo], shards: int, *, group_of: GroupOf = group_by_decay
+        name: str,
+        parameters: Mapping[str, ParameterInfo],
+        shards: int,
+        *,
+        group_of: GroupOf = group_by_decay,
+        dtype: torch.dtype | None = None,
     ) -> Unit:
         """Lay out a layer, given in forward order; parameters that are treated alike lie next to each other.
 
         Args:
             group_of: says each parameter's optimizer group; default: a GPT's.
+            dtype: of the model's parameters; ``None``: the engine's.
         """
         groups = {name: group_of(name, info) for name, info in parameters.items()}
 
@@ -99,7 +112,8 @@ class Unit:
             stop = start + info.shape.numel()
             params[parameter] = Param(parameter, info, groups[parameter], start, stop, end, longest)
             start = end
-        return Unit(name, params, _round_up(start, shards * ALIGNMENT), shards)
+        used = max(start, 1) if params else 0  # a unit of empty parameters has shards, too
+        return Unit(name, params, _round_up(used, shards * ALIGNMENT), shards, dtype)
 
     @property
     def shard_length(self) -> int:
@@ -113,14 +127,9 @@ class Unit:
             if end < start:
                 yield end, start
 
-    def view(self, buffer: torch.Tensor, parameter: str) -> torch.Tensor:
-        """A parameter's view of a buffer of the unit's length."""
-        param = self.params[parameter]
-        return buffer[param.start : param.stop].view(param.shape)
-
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter's view of a buffer of the unit's length."""
-        return {name: self.view(buffer, name) for name in self.params}
+        return {name: param.view(buffer) for name, param in self.params.items()}
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -39,7 +39,7 @@ def build_host_optimizer(
     Args:
         pieces: in forward order, at least one.
         parameters, partial_unit: see :class:`HostOptimizer`.
-        itemsize: bytes of an element that travels.
+        itemsize: bytes of the widest element that travels, in a gradient or in new parameters.
         wide: of master weights and moments.
         folder: on a disk that the state is to be kept on.
         threads: of the kernel; default: this process's cores but two.

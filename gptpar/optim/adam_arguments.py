@@ -55,7 +55,8 @@ def check_arguments(
         ValueError: naming every tensor and number that does not fit.
     """
     length, state = p.numel(), (p.dtype if p.dtype == torch.float64 else torch.float32,)
-    grads, lows = (state if p.dtype == torch.float64 else GRAD_TYPES), (torch.bfloat16, torch.float16, *state)
+    wider = state if p.dtype == torch.float64 else ()
+    grads, lows = (*GRAD_TYPES, *wider), (torch.bfloat16, torch.float16, torch.float32, *wider)
     given: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [("p", p, state), ("m", m, state), ("v", v, state)]
     if into is not None:
         given += [("into[0]", into[0], state), ("into[1]", into[1], state), ("into[2]", into[2], state)]

@@ -142,12 +142,12 @@ class CpuAdam:
         Args:
             p, m, v: [n] contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's operators
                 are used.
-            grad: [n] fp32, bf16 or fp16; fp64 with fp64 parameters.
+            grad: [n] fp32, bf16 or fp16; with fp64 parameters, fp64 as well.
             stretches: (first element, the one behind the last, numbers of the step for those), one after the other;
                 elements between them stay as they are.
             into: where the new p, m and v go, while p, m and v stay as they are; default: in place.
-            low: [n] bf16, fp16 or like p: gets the new parameters, rounded to nearest even. It may be ``grad`` itself,
-                or lie in the same place.
+            low: [n] in any dtype that a gradient may have: gets the new parameters, rounded to nearest even. It may be
+                ``grad`` itself, or lie in the same place.
             only: ranges (:mod:`~gptpar.offload.index_ranges`, in one piece) to which it may keep, because elsewhere the
                 outputs have their new values already, or get them later. Torch's operators write them all each time.
 

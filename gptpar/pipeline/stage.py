@@ -28,12 +28,39 @@ class ParameterInfo:
         split: how the whole parameter is split over the tensor axis; ``None`` where every rank has all of it.
         init: how it is initialised.
         grad_sums: axes over which its gradient is summed, beside the data axis.
+        strides: of this process's tensor-parallel share, whose memory is dense; ``None``: row-major.
+
+    Raises:
+        ValueError: memory with these strides has gaps, or elements share a place.
     """
 
     shape: torch.Size
     split: Split | None
     init: Init
     grad_sums: frozenset[str]
+    strides: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.strides is None or (len(self.strides) == len(self.shape) and self._is_dense(self.strides)):
+            return
+        raise ValueError(
+            f"a parameter {list(self.shape)} with the strides {list(self.strides)} does not fill its memory: give it a "
+            "dense copy, as parameter.data.clone() makes one"
+        )
+
+    def _is_dense(self, strides: tuple[int, ...]) -> bool:
+        expected = 1
+        for dim in reversed(self.memory_order):
+            if self.shape[dim] != 1 and strides[dim] != expected:
+                return not self.shape.numel()
+            expected *= self.shape[dim]
+        return True
+
+    @property
+    def memory_order(self) -> tuple[int, ...]:
+        """The dims, from the one whose neighbours are farthest apart in memory to that whose neighbours are nearest."""
+        dims = range(len(self.shape))
+        return tuple(dims if self.strides is None else sorted(dims, key=self.strides.__getitem__, reverse=True))
 
     @property
     def full_shape(self) -> torch.Size:

@@ -19,6 +19,7 @@ from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
+from gptpar.optim.spans import DECAYS
 from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.topology import Topology
 from gptpar.training.gpt import make_engine
@@ -118,7 +119,7 @@ class Trainer:
         self.engine.optimizer.expect_step(self._hyperparameters(progress), self.loss_scale.value)
 
     def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, Hyperparameters]:
-        """Of the parameters that decay, and of those that do not."""
+        """A step's, by parameter group: of the parameters that decay, and of those that do not."""
         o, lr = self.config.optimizer, self.schedule.learning_rate(progress)
         decays = Hyperparameters(lr, o.adam_beta1, o.adam_beta2, o.adam_eps, self.schedule.weight_decay(progress))
         return decays, decays._replace(weight_decay=0.0)
@@ -178,7 +179,11 @@ class Trainer:
         skipped = self.engine.step(norm, hyperparameters, scale)
         timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
         return Step(
-            iteration, samples, hyperparameters[0].lr, scale, Readings([mean_loss, norm, skipped, votes], timeout_s)
+            iteration,
+            samples,
+            hyperparameters[DECAYS].lr,
+            scale,
+            Readings([mean_loss, norm, skipped, votes], timeout_s),
         )
 
     def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ PARAMETER_RANGES = "gptpar/engine/ranges.py"
 UNITS = "gptpar/engine/units.py"
 COVER = "tests/unit/test_table.py::test_ranges_and_padding_cover_each_shard_once"
 COUNTED_ONCE = "tests/unit/test_table.py::test_every_element_of_the_model_is_counted_once"
+ROUND_TRIP = "tests/unit/test_strides.py::test_ranges_bring_every_value_back"
 CUT_ALIKE = "tests/unit/test_table.py::test_all_tensor_ranks_send_equal_messages_and_cut_alike"
 
 RANGES = [
@@ -74,6 +75,27 @@ RANGES = [
         "(max(a, low) - low, min(b, high) - low) for a, b in self.counted",
         "(max(a, low), min(b, high)) for a, b in self.counted",
         ("tests/unit/test_table.py::test_what_the_host_updates_is_what_the_table_says",),
+    ),
+    Fault(
+        "boxes-of-a-convolution-as-if-it-were-row-major",
+        TABLE,
+        "one.first + one.length, info.memory_order",
+        "one.first + one.length, None",
+        (ROUND_TRIP,),
+    ),
+    Fault(
+        "view-of-a-box-with-its-dims-permuted-twice",
+        "gptpar/tensor_parts.py",
+        ".permute(place_of)",
+        ".permute(tuple(order))",
+        (ROUND_TRIP,),
+    ),
+    Fault(
+        "empty-parameter-left-out-of-checkpoints",
+        "gptpar/engine/master_adamw.py",
+        "found = {name: TensorParts(shape, (), dtype) for name, shape in shapes.items()}",
+        "found: dict[str, TensorParts] = {}",
+        ("tests/unit/test_strides.py::test_a_checkpoint_brings_every_value_back",),
     ),
     Fault(
         "decay-groups-swapped",

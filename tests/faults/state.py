@@ -40,8 +40,8 @@ STATE = [
     Fault(
         "tensor-ranks-offset-left-out-of-the-box",
         "gptpar/tensor_parts.py",
-        "tuple(low + at for low, at in zip(lows, offsets, strict=True))",
-        "tuple(low for low, _ in zip(lows, offsets, strict=True))",
+        "tuple(lows[place] + at for place, at in zip(place_of, offsets, strict=True))",
+        "tuple(lows[place] for place, _ in zip(place_of, offsets, strict=True))",
         ("tests/unit/test_tensor_parts.py",),
     ),
     Fault(

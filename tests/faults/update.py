@@ -10,6 +10,7 @@ INSTRUCTION_SETS = "tests/unit/test_adam_update.py::test_every_instruction_set_c
 ROUNDED = "tests/unit/test_adam_update.py::test_each_operation_is_rounded_by_itself"
 NUMBERS = "tests/unit/test_adam_update.py::test_numbers_on_the_device_are_those_of_the_host"
 TORCH_ADAMW = "tests/unit/test_flat_adam.py::test_it_is_torchs_adamw"
+GROUPS = "tests/unit/test_parameter_groups.py::test_groups_are_those_of_torchs_adamw_at_every_ratio"
 PLAIN_LOOP = "tests/unit/test_training_reference.py::test_fifty_steps_follow_a_plain_loop"
 DYNAMIC_SCALE = "tests/unit/test_optim.py::test_dynamic_loss_scale_follows_megatron"
 
@@ -27,6 +28,34 @@ UPDATE = [
         "steps += 1 - skipped\n        if skipped:",
         "steps += 1\n        if skipped:",
         ("tests/unit/test_optim.py::test_a_gradient_that_is_not_finite_changes_nothing",),
+    ),
+    Fault(
+        "step-counted-once-for-each-family",
+        "gptpar/engine/flat_adam.py",
+        "*(self._state.steps.clone() for _",
+        "*(self._state.steps for _",
+        (GROUPS,),
+    ),
+    Fault(
+        "family-updated-with-its-neighbours-numbers",
+        "gptpar/engine/flat_adam.py",
+        "adam.begin_step(hyperparameters[family[0]],",
+        "adam.begin_step(hyperparameters[0],",
+        (GROUPS,),
+    ),
+    Fault(
+        "live-parameters-of-two-dtypes-updated-as-one",
+        "gptpar/engine/flat_adam.py",
+        "same = other.dtype == live.dtype and other",
+        "same = other",
+        ("tests/unit/test_flat_adam.py::test_neighbours_are_updated_together",),
+    ),
+    Fault(
+        "launch-reaches-over-another-family",
+        "gptpar/engine/flat_adam.py",
+        "key=lambda span: self._family_of[span.group]",
+        "key=lambda span: 0",
+        (GROUPS, "tests/unit/test_parameter_groups.py::test_what_lies_together_is_one_launch"),
     ),
     Fault(
         "first-moment-without-bias-correction",

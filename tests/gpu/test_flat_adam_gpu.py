@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from gptpar.optim.device_adam import TorchAdam, make_device_adam
+from gptpar.optim.spans import Family
 from tests.unit.test_flat_adam import GRADS, follows_torch, make
+from tests.unit.test_parameter_groups import JOINED, SEPARATE, flat_after
 
 pytestmark = pytest.mark.gpu
 
@@ -18,3 +22,12 @@ def test_it_is_torchs_adamw(by_torch: bool, grad: str) -> None:
 @pytest.mark.parametrize("by_torch", [True, False])
 def test_double_precision_is_kept(by_torch: bool) -> None:
     follows_torch(make("cuda", "float64", "float64", by_torch=by_torch), 1e-12)
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+@pytest.mark.parametrize("families", [SEPARATE, JOINED], ids=str)
+def test_groups_have_the_cpus_bits(by_torch: bool, families: tuple[Family, ...]) -> None:
+    """Own launches of groups that share nothing, over model parameters of two dtypes, and over padding."""
+    made = (lambda like: TorchAdam(like.dtype)) if by_torch else make_device_adam
+    for ours, true in zip(flat_after("cuda", families, made), flat_after("cpu", SEPARATE), strict=True):
+        assert torch.equal(ours, true)

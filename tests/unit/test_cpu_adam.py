@@ -340,6 +340,13 @@ def test_fp64_state_is_updated_in_fp64():
         assert (ours - true).abs().max() < 1e-14 * true.abs().max()
     assert torch.equal(low, new[0].bfloat16())
     assert CpuAdam(1).square(tensors[3]) == pytest.approx(float(tensors[3].square().sum()), rel=1e-13)
+    for narrow in (torch.float32, torch.bfloat16, torch.float16):  # of a unit in another dtype than the others
+        rounded, low = tensors[3].to(narrow), torch.empty(4001, dtype=torch.float32)
+        states = [[t.clone() for t in tensors[:3]] for _ in range(2)]
+        CpuAdam(1).step(*states[0], rounded, how, low=low)
+        CpuAdam(1).step(*states[1], rounded.double(), how)
+        assert all(torch.equal(ours, true) for ours, true in zip(*states, strict=True))
+        assert torch.equal(low, states[0][0].float())
 
 
 def test_all_problems_are_told_at_once():

@@ -111,6 +111,7 @@ def test_double_precision_is_kept(by_torch: bool) -> None:
 def test_neighbours_are_updated_together() -> None:
     """As far as their live parameters lie behind each other, and blocks begin where they did."""
     memory, other = torch.zeros(512), torch.zeros(512)
+    narrow = memory.view(torch.bfloat16)[256:512]  # the places of memory[128:256]
     whole = flat_adam._joined([(0, 128, memory[:128]), (128, 128, memory[128:128]), (128, 500, memory[128:500])])
     ((start, stop, live),) = whole
     assert (start, stop) == (0, 500) and live is not None
@@ -119,6 +120,7 @@ def test_neighbours_are_updated_together() -> None:
         [(0, 128, memory[:128]), (128, 256, other[128:256])],
         [(0, 128, memory[:128]), (128, 256, memory[192:320])],
         [(0, 128, None), (128, 256, memory[128:256])],
+        [(0, 128, memory[:128]), (128, 384, narrow)],
         [(0, 100, memory[:100]), (100, 200, memory[100:200])],  # no multiple of a block
         [(0, 128, memory[:128]), (192, 256, memory[128:192])],
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.faults.deferred import DEFERRED
 from tests.faults.gradients import GRADIENTS
 from tests.faults.offload import OFFLOAD
 from tests.faults.parallel import PARALLEL
@@ -9,4 +10,4 @@ from tests.faults.ranges import RANGES
 from tests.faults.state import STATE
 from tests.faults.update import UPDATE
 
-FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE]
+FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE, *DEFERRED]

@@ -6,13 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gptpar.any_module.deferred import deferred_init
     from gptpar.any_module.initialize import initialize
     from gptpar.layer_spec import LayerSpec, TiedLayerSpec
     from gptpar.offload.twin_flow import TwinFlowAdamW
     from gptpar.pipeline import PipelineModule
 
 __version__ = "0.1.0"
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec", "TwinFlowAdamW", "__version__", "initialize"]
+__all__ = [
+    "LayerSpec",
+    "PipelineModule",
+    "TiedLayerSpec",
+    "TwinFlowAdamW",
+    "__version__",
+    "deferred_init",
+    "initialize",
+]
+    "LayerSpec",
+    "PipelineModule",
+    "TiedLayerSpec",
+    "TwinFlowAdamW",
+    "__version__",
+    "deferred_init",
+    "initialize",
+]
 
 _HOMES = {
     "initialize": "gptpar.any_module.initialize",
@@ -20,6 +37,7 @@ _HOMES = {
     "PipelineModule": "gptpar.pipeline",
     "TiedLayerSpec": "gptpar.layer_spec",
     "TwinFlowAdamW": "gptpar.offload.twin_flow",
+    "deferred_init": "gptpar.any_module.deferred",
 }
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.deferred import Recording
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.units import FlatUnit
@@ -56,11 +57,17 @@ def unit_of(unit: FlatUnit, parameters: Mapping[str, nn.Parameter], shards: int,
 
 
 def _info_of(parameter: nn.Parameter) -> ParameterInfo:
-    return ParameterInfo(parameter.shape, None, NOT_DRAWN, frozenset())
+    usual = torch.empty(parameter.shape, device="meta").stride()
+    strides = None if parameter.stride() == usual else parameter.stride()
+    return ParameterInfo(parameter.shape, None, NOT_DRAWN, frozenset(), strides)
 
 
 def build_engine(
-    stage: ModuleStage, groups: Sequence[Collection[nn.Parameter]], options: EngineOptions, topology: Topology
+    stage: ModuleStage,
+    groups: Sequence[Collection[nn.Parameter]],
+    options: EngineOptions,
+    topology: Topology,
+    recording: Recording | None = None,
 ) -> tuple[Engine, HostOptimizer | None, list[Unit]]:
     """The engine of a module, its CPU optimizer if it has one, and the units that are not trained.
 
@@ -68,6 +75,7 @@ def build_engine(
 
     Args:
         groups: parameters of each group of the optimizer.
+        recording: makes the values of parameters without memory.
 
     Raises:
         GptparError: the host's memory does not suffice for what is offloaded.
@@ -88,7 +96,7 @@ def build_engine(
     settings = settings_of(options, {unit.dtype for unit in plan.units if unit.trainable}, axis)
     on_host = options.offload.parameters
     parameters = ParameterMemory([*trained, *frozen], axis, settings.dtype, device, on_host=on_host)
-    values = {name: parameter.data for name, parameter in stage.parameters.items()}
+    values = {name: _value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
     host = _host_optimizer(table, parameters, settings, options, device)
     engine = Engine(
         [stage],
@@ -143,18 +151,30 @@ def _host_optimizer(
     )
 
 
+Value = Callable[[], torch.Tensor]
+"""Makes or finds a parameter's value, on any device."""
+
+
+def _value_of(name: str, parameter: nn.Parameter, recording: Recording | None) -> Value:
+    if recording is not None and parameter.is_meta:
+        meta = parameter.data
+        return lambda: recording.make(meta, "cpu", name)
+    value = parameter.data
+    return lambda: value
+
+
 @torch.no_grad()
-def take_values(engine: Engine, frozen: Sequence[Unit], values: dict[str, torch.Tensor], topology: Topology) -> None:
+def take_values(engine: Engine, frozen: Sequence[Unit], values: dict[str, Value], topology: Topology) -> None:
     """Let master weights and parameters have a module's values; those of the first process count.
 
     Args:
         frozen: units that are not trained.
-        values: by first name, on any device; each is dropped once it is taken over.
+        values: by first name; each is dropped once it is taken over.
     """
     weights, shard = engine.optimizer.parts("weights"), engine.table.place.shard
 
     def taken(name: str) -> torch.Tensor:
-        return _agreed(values.pop(name), topology.data_group, engine.device)
+        return _agreed(values.pop(name)(), topology.data_group, engine.device)
 
     for name in engine.table.params:
         value = taken(name)

@@ -169,7 +169,8 @@ class ModuleEngine(nn.Module):
         self._activity.note(f"step {self.global_steps + 1}")
         self._take_note_of_last_step()
         self.weights.catch_up()
-        self.engine.begin_gradients(self.options.batch.accumulation_steps)
+        passes = self.options.batch.accumulation_steps
+        self.engine.begin_gradients(max(passes, 2) if self._no_sync else passes)
         self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
         self._has_begun = True
 

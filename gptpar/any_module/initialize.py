@@ -16,6 +16,7 @@ from gptpar.activity import Activity
 from gptpar.any_module.build import build_engine
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
+from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions, read_options
@@ -38,6 +39,7 @@ def initialize(
     lr_scheduler: ClientScheduler = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    recording: Recording | None = None,
 ) -> Initialized:
     """Train a module with ZeRO, offload and whatever else a DeepSpeed configuration asks for, without changing it.
 
@@ -55,6 +57,7 @@ def initialize(
             configuration's.
         collate_fn: of the loader.
         config: DeepSpeed's JSON as a path or a dictionary.
+        recording: of the :func:`gptpar.deferred_init` in which the model was built.
 
     Returns:
         (engine, optimizer, loader, scheduler); the last two are ``None`` where nothing asks for them.
@@ -66,6 +69,8 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"gptpar.initialize trains a torch.nn.Module, not a {type(model).__name__}.")
+    if recording is not None:
+        recording.check(model)
     rank, device = join_world(TIMEOUT_MINUTES)
     world = dist.get_world_size() if dist.is_initialized() else 1
     topology = make_topology(Layout(data=world), rank, device)
@@ -73,7 +78,7 @@ def initialize(
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
-    engine = _engine_of(model, plan, groups, options, topology)
+    engine = _engine_of(model, plan, groups, options, topology, recording)
     engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
     loader = None
     if training_data is not None:
@@ -82,25 +87,34 @@ def initialize(
 
 
 def _engine_of(
-    model: nn.Module, plan: UnitPlan, groups: list[dict[str, Any]], options: EngineOptions, topology: Topology
+    model: nn.Module,
+    plan: UnitPlan,
+    groups: list[dict[str, Any]],
+    options: EngineOptions,
+    topology: Topology,
+    recording: Recording | None,
 ) -> ModuleEngine:
     activity = Activity.of_worker()
     stage = ModuleStage(model, plan, lambda path: activity.note(f"unit {path or 'the model'}"))
-    move_buffers(model, topology.device)
-    engine, host, frozen = build_engine(stage, [group["params"] for group in groups], options, topology)
+    move_buffers(model, topology.device, recording)
+    engine, host, frozen = build_engine(stage, [group["params"] for group in groups], options, topology, recording)
     if options.compile:
         compile_scopes(model, plan)
     weights = Weights(stage, engine, frozen, topology)
     return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity)
 
 
-def move_buffers(model: nn.Module, device: torch.device) -> None:
+def move_buffers(model: nn.Module, device: torch.device, recording: Recording | None) -> None:
     """Bring buffers to the device; they keep their dtype, and modules that share one go on sharing it."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
+    if recording is not None:
+        recording.make_attributes(model, device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
-                module._buffers[name] = moved.setdefault(buffer, buffer.to(device))
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device) if recording is None else recording.make(buffer, device, name)
+                module._buffers[name] = moved[buffer]
 
 
 def compile_scopes(model: nn.Module, plan: UnitPlan) -> None:

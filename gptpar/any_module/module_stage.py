@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gptpar.any_module.absent import AbsentParameters
 from gptpar.any_module.tensors import tensors_in
-from gptpar.any_module.units import Scope, UnitPlan
+from gptpar.any_module.units import FlatUnit, Scope, UnitPlan
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.pipeline.stage import place_parameter
 
@@ -56,7 +57,7 @@ class ModuleStage:
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._guard: AbsentParameters | None = None
-        self._scope_of: dict[int, str] = {}
+        self._unit_of: dict[int, FlatUnit] = {}
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
 
     # What the engine asks.
@@ -79,14 +80,14 @@ class ModuleStage:
         unit_of = {name: unit for unit in self.plan.units for name in unit.parameters}
         for name, parameter in self.parameters.items():
             memory = storage[name]
-            self._scope_of[memory.untyped_storage()._cdata] = unit_of[name].scope
+            self._unit_of[memory.untyped_storage()._cdata] = unit_of[name]
             place_parameter(parameter, memory)
 
     def call_through(self, gatherer: ParameterGatherer) -> None:
         """Bring parameters by hooks from now on."""
         self._gatherer = gatherer
         if gatherer.transient:
-            self._guard = AbsentParameters(self.parameters, gatherer.is_present, self._scope_of)
+            self._guard = AbsentParameters(self._read_outside)
         for scope in self.plan.scopes:
             module = self.module.get_submodule(scope.path)
             before = torch._dynamo.disable(partial(self._before, scope))
@@ -101,7 +102,11 @@ class ModuleStage:
 
     def scope_of(self, tensor: Any) -> str | None:
         """The scope whose memory a tensor is in; ``None``: it is no parameter's."""
-        return self._scope_of.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+        unit = self._unit_in(tensor)
+        return None if unit is None else unit.scope
+
+    def _unit_in(self, tensor: Any) -> FlatUnit | None:
+        return self._unit_of.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
 
     # Around a scope's forward.
 
@@ -153,6 +158,18 @@ class ModuleStage:
 
     # Parameters that come and go.
 
+    def _read_outside(self, tensor: torch.Tensor) -> None:
+        """An operator of the first pass reads a tensor: if it is a parameter that is not there, let it stay."""
+        unit = self._unit_in(tensor)
+        if unit is None or self._gatherer is None or self._gatherer.is_present(unit.name):
+            return
+        warnings.warn(
+            f"parameters of {unit.scope} are read outside of its call: they are there during the whole model's forward "
+            "and backward pass from now on, which costs their memory.",
+            stacklevel=2,
+        )
+        self._gatherer.merge(unit.scope, into=ROOT)
+
     def _pack(self, tensor: torch.Tensor) -> Any:
         scope = self.scope_of(tensor)
         return tensor if scope is None else _Saved(scope, tensor)
@@ -167,7 +184,7 @@ class ModuleStage:
     def _let_go_of_frozen(self, scope: Scope, inputs: Any) -> None:
         """Frozen units get no gradients: they are let go when the gradient of the scope's input is complete."""
         assert self._gatherer is not None
-        frozen = [unit for unit in scope.units if unit in self._frozen]
+        frozen = [unit for unit in self._gatherer.units_of(scope.path) if unit in self._frozen]
         if not frozen or scope.path == ROOT or not self._gatherer.transient:
             return
         gatherer, first = self._gatherer, next((t for t in tensors_in(inputs) if t.requires_grad), None)

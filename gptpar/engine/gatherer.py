@@ -74,9 +74,20 @@ class ParameterGatherer:
         """Whether processes have to call the same layers in the same order."""
         return self._axis.shards > 1 and (self._memory.transient or self._subscriber is not None)
 
-    def is_present(self, name: str) -> bool:
-        """Whether a layer's parameters are there, or on their way."""
-        return all(unit in self._present for unit in self._units[name])
+    def is_present(self, unit: str) -> bool:
+        """Whether a unit's parameters are there, or on their way."""
+        return unit in self._present
+
+    def units_of(self, name: str) -> tuple[str, ...]:
+        """The units that are brought with a layer."""
+        return self._units[name]
+
+    def merge(self, name: str, into: str) -> None:
+        """Bring a layer's units with another one from now on, and at once."""
+        moved, self._units[name] = self._units[name], ()
+        self._units[into] += moved
+        self._layer_of |= dict.fromkeys(moved, into)
+        self._acquire(into)
 
     def follow(self, orders: Sequence[Sequence[str]], stays: Collection[str] = ()) -> None:
         """Expect layers to be called in this order, a list for each virtual stage: the next one's values come early.

@@ -68,6 +68,15 @@ def test_readme_optimizer(tmp_path: Path) -> None:
     assert (tmp_path / "twin.pt").stat().st_size > 100_000
 
 
+def test_readme_deferred_init(tmp_path: Path) -> None:
+    """The program under "A model that fits no single device" makes values of a model of 103 GB."""
+    section = (ROOT / "README.md").read_text().split("## A model that fits no single device")[1]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    (tmp_path / "deferred.py").write_text(block[1])
+    assert "tensor([1., 1., 1.,  ..., 1., 1., 1.], dtype=torch.bfloat16)" in run('"$PYTHON" deferred.py', tmp_path)
+
+
 @pytest.fixture
 def small_text(tmp_path: Path) -> Path:
     path = tmp_path / "mine.jsonl"

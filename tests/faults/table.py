@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.faults.deferred import DEFERRED
 from tests.faults.gradients import GRADIENTS
 from tests.faults.offload import OFFLOAD
 from tests.faults.options import OPTIONS
@@ -10,4 +11,4 @@ from tests.faults.ranges import RANGES
 from tests.faults.state import STATE
 from tests.faults.update import UPDATE
 
-FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE, *OPTIONS]
+FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE, *OPTIONS, *DEFERRED]

@@ -22,14 +22,6 @@ __all__ = [
     "deferred_init",
     "initialize",
 ]
-    "LayerSpec",
-    "PipelineModule",
-    "TiedLayerSpec",
-    "TwinFlowAdamW",
-    "__version__",
-    "deferred_init",
-    "initialize",
-]
 
 _HOMES = {
     "initialize": "gptpar.any_module.initialize",

@@ -25,7 +25,7 @@ class AbsentParameters(TorchDispatchMode):
         self._look = look
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func is not torch.ops.aten.detach.default:
+        if func is not torch.ops.aten.detach.default:
             for tensor in tensors_in((args, kwargs or {})):
                 self._look(tensor)
         return func(*args, **(kwargs or {}))

@@ -12,16 +12,15 @@ from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
-from tests.any_module.case import SAMPLES, Setup
+from tests.any_module.case import BETAS, DECAY, EPS, LR, SAMPLES, Setup
 from tests.any_module.harness import GPTPAR, initializer
 from tests.any_module.matrix import Bench
 from tests.any_module.reference import Named
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
-LENGTH, LR, DECAY = 16, 1e-2, 0.1
-FLAGS = (
-    f"--fp64 --lr {LR} --lr-decay-style constant --weight-decay {DECAY} --adam-beta2 0.95 --micro-batch-size {SAMPLES}"
-)
+LENGTH = 16
+FLAGS = f"--fp64 --lr {LR} --lr-decay-style constant --weight-decay {DECAY} --adam-beta1 {BETAS[0]} "
+FLAGS += f"--adam-beta2 {BETAS[1]} --adam-eps {EPS} --micro-batch-size {SAMPLES}"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --num-query-groups 2 --disable-bias-linear "
 LLAMA += "--untie-embeddings-and-output-weights"
 
@@ -74,7 +73,7 @@ def as_stranger(rank: int, flags: str, setup: Setup, first: Named) -> tuple[floa
         {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": DECAY},
         {"params": [p for p in named.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    params = {"lr": LR, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": DECAY}
+    params = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}
     zero: dict[str, Any] = {"stage": setup.stage}
     if setup.ratio:
         zero["offload_optimizer"] = {"device": "cpu", "ratio": setup.ratio}

@@ -20,7 +20,8 @@ from tests.any_module.case import Case, Setup
 from tests.any_module.compare import problems
 from tests.any_module.harness import CASES, GPTPAR, Training, initializer, worst_of_ranks
 from tests.any_module.matrix import Bench
-from tests.any_module.reference import reference
+from tests.any_module.oddities.training import TWO_BACKWARD_CALLS
+from tests.any_module.reference import Trace, reference
 from tests.any_module.zoo import Mlp
 
 SETUPS = [Setup(1, 0, accumulation=2), Setup(1, 3, 0.6, 2), Setup(2, 3, 0.6, 2)]
@@ -280,35 +281,35 @@ class PenaltyOfAll(Mlp):
         return super().forward(x) + 0.01 * penalty
 
 
+SEVERAL = "backward.*(once|sum|add)"
 EITHER = {
-    "reads_another_block": (ReadsAnotherBlock, r"blocks\.0\.up\.weight"),
-    "keeps_a_view": (KeepsAView, "blocks.0|view"),
-    "penalty_of_all": (PenaltyOfAll, r"blocks\.\d\.\w+\.(weight|bias)"),
+    "reads_another_block": (Case("reads_another_block", ReadsAnotherBlock), r"blocks\.0\.up\.weight"),
+    "keeps_a_view": (Case("keeps_a_view", KeepsAView), "blocks.0|view"),
+    "penalty_of_all": (Case("penalty_of_all", PenaltyOfAll), r"blocks\.\d\.\w+\.(weight|bias)"),
+    **{case.name: (case, SEVERAL) for case in TWO_BACKWARD_CALLS},
 }
 
 
-def train_either(name: str, setup: Setup) -> Any:
-    training = Training(Case(name, EITHER[name][0]), setup, GPTPAR)
-    trace = training.run(0, setup.steps)
-    training.engine.close()
-    return trace
-
-
-def trace_or_told(rank: int, name: str, setup: Setup) -> Any:
+def trace_or_told(rank: int, name: str, setup: Setup) -> Trace | str:
+    """What the engine gives, or what it says instead."""
     try:
-        return train_either(name, setup)
+        training = Training(EITHER[name][0], setup, GPTPAR)
+        trace = training.run(0, setup.steps)
+        training.engine.close()
+        return trace
     except GptparError as error:
         return str(error)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
 @layouts
 @pytest.mark.parametrize("name", EITHER)
-def test_right_or_refused(new_ranks: Bench, name: str, setup: Setup) -> None:
-    setup = replace(setup, steps=5)
-    make, sentence = EITHER[name]
+def test_right_or_refused(new_ranks: Bench, name: str, setup: Setup, accumulation: int) -> None:
+    setup = replace(setup, steps=4, accumulation=accumulation)
+    case, sentence = EITHER[name]
     found = new_ranks.on_ranks(setup.world, trace_or_told, name, setup)
     if any(isinstance(one, str) for one in found):
         assert all(isinstance(one, str) and re.search(sentence, one) for one in found), found
     else:
-        bad = problems(worst_of_ranks(found, reference(Case(name, make), setup)), 1e-10)
+        bad = problems(worst_of_ranks(found, reference(case, setup)), 1e-10)
         assert not bad, bad

@@ -78,11 +78,10 @@ class Training:
         self.before_micro_batch(step, micro)
         losses = self.case.losses_of(self.engine, self.make_batch(step, micro))
         for number, loss in enumerate(losses):
-            if number < len(losses) - 1:
-                with self.engine.no_sync():
-                    self.engine.backward(loss, retain_graph=self.case.shares_graph)
+            if self.case.shares_graph and number < len(losses) - 1:
+                self.engine.backward(loss, retain_graph=True)
             else:
-                self.engine.backward(loss)
+                self.backward(loss, micro)
         if micro == self.setup.accumulation - 1:
             self.trace.gradients.append({name: self._gradient(name) for name in self.trainable})
         self.engine.step()
@@ -91,6 +90,10 @@ class Training:
     def make_batch(self, step: int, micro: int) -> Batch:
         """This rank's."""
         return self.case.make_batch(step, micro, self.rank, self.setup.world)
+
+    def backward(self, loss: torch.Tensor, micro: int) -> None:
+        """Of a micro-batch."""
+        self.engine.backward(loss)
 
     def before_micro_batch(self, step: int, micro: int) -> None:
         """For scenarios: what else the user does there."""

@@ -32,10 +32,11 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End the processes."""
-        for pool in self._pools.values():
-            pool.close()
+    def close(self, keep: int = 0) -> None:
+        """End the processes but those of pools of ``keep`` or fewer."""
+        for size, pool in self._pools.items():
+            if size > keep:
+                pool.close()
 
     def on_ranks(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """``fn(rank, *args)`` on each rank; see :meth:`RankPool.run`."""

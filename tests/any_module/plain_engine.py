@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,17 +188,20 @@ class PlainEngine(nn.Module):
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
-    def save_checkpoint(self, folder: Any, tag: str = "latest", client_state: Any = None) -> None:
+    def save_checkpoint(self, folder: Any, tag: str = "step", client_state: Any = None) -> None:
         if self._rank == 0:
             os.makedirs(folder, exist_ok=True)
             scheduler = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
             state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
             torch.save({**state, "scheduler": scheduler, "client": client_state or {}}, f"{folder}/{tag}.pt")
+            Path(folder, "latest").write_text(tag)
         if self._world > 1:
             dist.barrier()
 
-    def load_checkpoint(self, folder: Any, tag: str = "latest") -> tuple[str, Any]:
-        path = f"{folder}/{tag}.pt"
+    def load_checkpoint(self, folder: Any, tag: str | None = None) -> tuple[str | None, Any]:
+        if tag is None and not Path(folder, "latest").exists():
+            return None, {}
+        path = f"{folder}/{tag or Path(folder, 'latest').read_text()}.pt"
         state = torch.load(path)
         self.module.load_state_dict(state["model"])
         if self._mistake != "moments_forgotten":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.any_module.case import Case, by_name
-from tests.any_module.oddities.training import LossesInside, two_losses
+from tests.any_module.oddities.training import TWO_BACKWARD_CALLS, LossesInside
 from tests.any_module.zoo import Mlp
 
 DECAY_OF_RATE = 0.9
@@ -49,6 +49,6 @@ SCENARIOS = by_name(
         Case("raises", Raises),
         Case("loss_inside", LossInside, loss=mean_square),
         Case("falling_rate", Mlp, schedule=falling),
-        Case("two_losses", Mlp, loss=two_losses),
+        *TWO_BACKWARD_CALLS,
     ]
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -68,16 +68,12 @@ class GradientsAreZeroed(Training):
 
 
 class NoSync(Training):
-    """The first of two backward passes is under no_sync."""
+    """Every micro-batch but the step's last is under no_sync, as loops of DistributedDataParallel have it."""
 
-    def _micro_batch(self, step: int, micro: int) -> float:
-        first, second = self.case.losses_of(self.engine, self.make_batch(step, micro))
-        with self.engine.no_sync():
-            self.engine.backward(first)
-        self.engine.backward(second)
-        self.trace.gradients.append({name: self._gradient(name) for name in self.trainable})
-        self.engine.step()
-        return first.item() + second.item()
+    def backward(self, loss: torch.Tensor, micro: int) -> None:
+        last = micro == self.setup.accumulation - 1
+        with nullcontext() if last else self.engine.no_sync():
+            self.engine.backward(loss)
 
 
 class UsersScheduler(Training):

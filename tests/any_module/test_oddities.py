@@ -8,12 +8,11 @@ from tests.any_module.case import Setup
 from tests.any_module.matrix import Bench
 from tests.any_module.oddities import ODDITIES
 
-STEPS = 8
+STEPS = 6
 SETUPS = [
-    Setup(1, 0, 0.0, steps=STEPS),
-    Setup(1, 3, 0.6, accumulation=3, clip=0.0, steps=STEPS),
-    Setup(2, 0, 0.6, accumulation=2, steps=STEPS),
-    Setup(2, 3, 0.0, accumulation=2, steps=STEPS),
+    Setup(1, 0, 0.6, steps=STEPS),
+    Setup(1, 3, 0.0, accumulation=3, clip=0.0, steps=STEPS),
+    Setup(2, 0, 0.0, accumulation=2, steps=STEPS),
     Setup(2, 3, 0.6, steps=STEPS),
 ]
 

@@ -64,8 +64,8 @@ DEFERRED = [
     Fault(
         "frozen-parameters-lie-among-trainable-ones",
         UNITS,
-        "parameter.dtype, parameter.requires_grad, alone)",
-        "parameter.dtype, True, alone)",
+        "p.requires_grad and p not in kept_out) for",
+        "True) for",
         (f"{UNIT_TESTS}::test_each_dtype_and_frozen_parameters_have_units_of_their_own",),
     ),
     Fault(

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from gptpar.activity import Activity
+from gptpar.any_module.agreement import require_same_model
 from gptpar.any_module.build import build_engine
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
@@ -78,6 +79,7 @@ def initialize(
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
+    require_same_model(model, topology)
     engine = _engine_of(model, plan, groups, options, topology, recording)
     engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
     loader = None

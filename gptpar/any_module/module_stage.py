@@ -16,6 +16,7 @@ from gptpar.any_module.absent import AbsentParameters
 from gptpar.any_module.tensors import tensors_in
 from gptpar.any_module.units import FlatUnit, Scope, UnitPlan
 from gptpar.engine.gatherer import ParameterGatherer
+from gptpar.errors import GptparError
 from gptpar.pipeline.stage import place_parameter
 
 ROOT = ""
@@ -58,6 +59,7 @@ class ModuleStage:
         self._kept: saved_tensors_hooks | None = None
         self._guard: AbsentParameters | None = None
         self._unit_of: dict[int, FlatUnit] = {}
+        self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
 
     # What the engine asks.
@@ -134,6 +136,8 @@ class ModuleStage:
 
     def _begin(self) -> None:
         """The whole module is called, perhaps by itself."""
+        if torch.is_grad_enabled():
+            self._require_same_trained()
         self._depth += 1
         if self._depth > 1 or self._gatherer is None or not self._gatherer.transient:
             if torch.is_grad_enabled() and self._depth == 1:
@@ -145,6 +149,16 @@ class ModuleStage:
             self._kept.__enter__()
             if self._guard is not None:
                 self._guard.__enter__()
+
+    def _require_same_trained(self) -> None:
+        changed = [
+            name for name, parameter in self.parameters.items() if parameter.requires_grad != self._requires[name]
+        ]
+        if changed:
+            raise GptparError(
+                f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory for "
+                "what is trained: set it before, or make a new engine."
+            )
 
     def _end(self) -> None:
         self._depth -= 1

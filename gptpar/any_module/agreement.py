@@ -92,8 +92,8 @@ def require_same_model(model: nn.Module, topology: Topology) -> None:
             first, its = next((a, b) for a, b in pairs if a != b)
             raise ModelError(
                 [
-                    f"rank {rank} has another model than rank 0: {_told(its)} in place of {_told(first)}; all processes "
-                    "have to build the same one"
+                    f"rank {rank} has another model than rank 0: {_told(its)} in place of {_told(first)}; all "
+                    "processes have to build the same one"
                 ]
             )
 

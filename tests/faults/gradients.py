@@ -130,7 +130,7 @@ GRADIENTS = [
         "gathering-not-waited-for",
         GATHERER,
         "            work = self._pending.pop(unit, None)\n"
-        "            if work is not None:\n                work.wait()\n\n    def _start_layer",
+        "            if work is not None:\n                self._axis.wait_for(work)\n\n    def _start_layer",
         "            self._pending.pop(unit, None)\n\n    def _start_layer",
         (TWO_WAYS,),
     ),

@@ -156,8 +156,8 @@ class ModuleStage:
         ]
         if changed:
             raise GptparError(
-                f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory for "
-                "what is trained: set it before, or make a new engine."
+                f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory "
+                "for what is trained: set it before, or make a new engine."
             )
 
     def _end(self) -> None:

@@ -131,6 +131,6 @@ def difference_of(notes: Sequence[Sequence[str]], step: int) -> GptparError | No
 
 
 REMEDY = (
-    "All processes have to call the same modules in the same order within a step; else make them one unit by naming the "
-    'class of a module around them in {"gptpar": {"units": [...]}}, or use ZeRO stage 2 or lower without offload.'
+    "All processes have to call the same modules in the same order within a step; else make them one unit by naming "
+    'the class of a module around them in {"gptpar": {"units": [...]}}, or use ZeRO stage 2 or lower without offload.'
 )

@@ -50,7 +50,7 @@ GRADIENTS = [
     Fault(
         "reduction-not-waited-for",
         REDUCER,
-        "                work.wait()\n                self._add(unit, shard, last)\n\n            return complete",
+        "                self._axis.wait_for(work)\n                self._add(unit, shard, last)\n\n            return complete",
         "                self._add(unit, shard, last)\n\n            return complete",
         (TWO_PROCESSES,),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from typing import Any
 
@@ -13,13 +13,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
 from gptpar.any_module.agreement import Agreement
+from gptpar.any_module.batches import LossFunction, call_with, described, loss_of, take_batches
+from gptpar.any_module.dataset import RepeatingLoader
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.tensors import mapped
+from gptpar.any_module.step_work import StepResult, StepWork, mean_of
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
+from gptpar.engine.tensors import mapped
 from gptpar.errors import GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.topology import Topology
@@ -41,9 +44,11 @@ class ModuleEngine(nn.Module):
         options: everything that was configured.
         topology: this process's place.
         activity: is told what this process is doing.
+        loss_fn: finds the loss in the module's output, for :meth:`train_batch` and :meth:`eval_batch`.
 
     Attributes:
         module: the user's.
+        training_data: the loader from which :meth:`train_batch` takes micro-batches if it is given none.
         optimizer: the parameter groups.
         lr_scheduler: is stepped after each step; ``None``: nobody is.
         options: as given.
@@ -62,6 +67,7 @@ class ModuleEngine(nn.Module):
         options: EngineOptions,
         topology: Topology,
         activity: Activity,
+        loss_fn: LossFunction | None = None,
     ):
         super().__init__()
         self.module = stage.module
@@ -70,13 +76,18 @@ class ModuleEngine(nn.Module):
         self.lr_scheduler: LRScheduler | None = None
         self.loss_scale = copy(options.loss_scale)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
-        self.weights, self._stage, self._activity = weights, stage, activity
+        self.training_data: Iterable[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+        self.weights, self._stage, self._activity, self._loss_fn = weights, stage, activity, loss_fn
+        self._work = StepWork(stage, engine, self.forward, loss_fn, activity)
         self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the step at work
         self._has_begun = self._is_final = self._closed = False
         self._no_sync = False
         self._boundary: bool | None = None
         self._readings: Readings | None = None
+        self._result: StepResult | None = None
+        self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._norm, self._was_skipped = 0.0, False
 
     @property
@@ -147,31 +158,23 @@ class ModuleEngine(nn.Module):
         if not self._has_begun:
             self._begin()
         last = self._is_last()
-        scale = self.loss_scale.value * (1 if scale_wrt_gas else self.options.batch.accumulation_steps)
-        self.engine.gradients.begin_backward(0, last=last)
-        self._stage.in_backward = True
-        collector = self.engine.gradients.collector
-        hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
-        try:
-            with self._activity.lost_ranks_explained():
-                torch.autograd.backward(loss, torch.full_like(loss, scale), retain_graph=retain_graph)
-                self.engine.gradients.end_backward()
-                if last:
-                    self.engine.gradients.finish()
-        finally:
-            hook.remove()
-            self._stage.in_backward = False
-        self.engine.gatherer.let_all_go()
+        factor = 1 if scale_wrt_gas else self.options.batch.accumulation_steps
+        self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
         self._is_final = last
         return loss
 
     def _begin(self) -> None:
-        self._activity.note(f"step {self.global_steps + 1}")
         self._take_note_of_last_step()
-        self.weights.catch_up()
+        self._prepare()
         passes = self.options.batch.accumulation_steps
         self.engine.begin_gradients(max(passes, 2) if self._no_sync else passes)
+
+    def _prepare(self) -> None:
+        """What the host does before a step's gradients are begun."""
+        self._activity.note(f"step {self.global_steps + 1}")
+        self.weights.catch_up()
         self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
+        self._work.scale.fill_(self.loss_scale.value)
         self._has_begun = True
 
     @property
@@ -204,21 +207,102 @@ class ModuleEngine(nn.Module):
                 "the optimizer can step after the last one's engine.backward(loss)."
             )
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
-        passes = self._stage.take_passes()
+        result = self._result or self._work.result()
         square = self.engine.square_of_grad()
-        evidence = self._agreement.evidence(passes, self.engine.gradients.collector.late, square)
-        sums = self.topology.sum_over_all(torch.cat([square[None], evidence]))
+        evidence = self._agreement.evidence(result.passes, result.late, square)
+        loss = self._share_of_mean(result.loss)
+        sums = self.topology.sum_over_all(torch.cat([square[None], evidence, loss[None]]))
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
-        norm, verdict = self._agreement.judge(norm, sums[1:])
+        norm, verdict = self._agreement.judge(norm, sums[1:-1])
         skipped = self.engine.step(norm, self.optimizer.hyperparameters(), self._divisor)
         self._readings = Readings([norm, skipped, verdict], TIMEOUT_S)
-        self._follow(passes)
+        self._mean_loss = sums[-1]
+        self._follow(result.passes)
         self.global_steps += 1
         self._forget_step()
         if self.loss_scale.dynamic or self.device.type == "cpu":
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scale.dynamic and self._was_skipped):
             self.lr_scheduler.step()
+
+    def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """What this process adds to the mean over processes."""
+        return loss.double() / self.topology.layout.world_size
+
+    # Whole batches.
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Take a step, in the mode the module is in, over ``gradient_accumulation_steps`` micro-batches.
+
+        A mapping is passed to the module as keywords, a tuple or a list as positional arguments, all else as one
+        argument; tensors in it are moved to the device. The loss is what ``loss_fn(output, micro-batch)`` of
+        :func:`gptpar.initialize` returns; without it the output, its ``loss``, or the first element of a tuple.
+
+        Args:
+            data_iter: has this process's micro-batches; default: the ``training_data`` of :func:`gptpar.initialize`.
+
+        Returns:
+            [] the mean loss over micro-batches and processes, on the device, fp32 or wider; it is not waited for.
+
+        Raises:
+            StopIteration: the data is at its end; nothing was done.
+            GptparError: it ends amid the step, there is no loss, or another step has begun.
+        """
+        batches = self._begin_batch(data_iter)
+        self._prepare()
+        try:
+            self._result = self._work(batches)
+            self._take_note_of_last_step()
+            self._count, self._is_final = len(batches), True
+            self.micro_steps += len(batches)
+            dtype = self._result.loss.dtype
+            self.optimizer.step()
+        finally:
+            self._forget_step()
+        return self._mean_loss.to(dtype)
+
+    def _begin_batch(self, data_iter: Iterator[Any] | None) -> list[Any]:
+        self._require_open()
+        if self._has_begun or self._count or self._no_sync:
+            raise GptparError(
+                f"train_batch() amid a step, {self._count} of whose micro-batches are done, or in no_sync(): end the "
+                "step with engine.step(), or forget it with engine.zero_grad()."
+            )
+        data = self._own_data() if data_iter is None else data_iter
+        return take_batches(data, self.options.batch.accumulation_steps, self.device)
+
+    def _own_data(self) -> Iterator[Any]:
+        if self._batches is None:
+            if self.training_data is None:
+                raise GptparError("train_batch() has no data: pass an iterator, or training_data to gptpar.initialize.")
+            self._batches = RepeatingLoader(self.training_data)
+        return self._batches
+
+    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
+
+        Micro-batches and losses are those of :meth:`train_batch`. Afterwards each module is in the mode it was in. A
+        step at work goes on.
+
+        Returns:
+            [] the mean over micro-batches and processes, on the device, fp32 or wider; it is not waited for.
+
+        Raises:
+            StopIteration: the data is at its end.
+            GptparError: it ends amid the batch, or there is no loss.
+        """
+        self._require_open()
+        batches = take_batches(data_iter, self.options.batch.accumulation_steps, self.device)
+        modes = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            with torch.no_grad():
+                losses = [loss_of(call_with(self.forward, batch), batch, self._loss_fn) for batch in batches]
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        mean = mean_of(losses)
+        return self.topology.sum_over_all(self._share_of_mean(mean)).to(mean.dtype)
 
     def _follow(self, passes: list[list[str]]) -> None:
         """Expect the next step to be like this one."""
@@ -261,7 +345,7 @@ class ModuleEngine(nn.Module):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._count, self._has_begun, self._is_final = 0, False, False
+        self._count, self._has_begun, self._is_final, self._result = 0, False, False, None
 
     def full_gradient(self, name: str) -> torch.Tensor:
         """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.
@@ -309,10 +393,4 @@ class ModuleEngine(nn.Module):
                 "losses and call backward once."
             )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {_described(loss)}.")
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(value.shape)} that {'has' if value.requires_grad else 'requires no'} gradient"
+            raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {described(loss)}.")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from gptpar.activity import Activity
-from gptpar.any_module.agreement import Passes
+from gptpar.any_module.batches import LossFunction, described
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.step_work import StepWork
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
@@ -23,10 +24,18 @@ from gptpar.topology import Topology
 class ModuleEngine(TrainingEngine):
     """Trains a module: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()`` for each micro-batch.
 
+    In :meth:`train_batch` and :meth:`eval_batch`, a micro-batch that is a mapping is passed to the module as keywords,
+    a tuple or a list as positional arguments, all else as one argument. The loss is what ``loss_fn(output,
+    micro-batch)`` returns; without it the output, its ``loss``, or the first element of a tuple.
+
     Args:
         stage: the module, on the engine.
-        Others as in :class:`TrainingEngine`.
+        loss_fn: finds the loss in the module's output, for :meth:`train_batch` and :meth:`eval_batch`.
+
+    The other arguments are those of :class:`~gptpar.any_module.training_engine.TrainingEngine`.
     """
+
+    _work: StepWork
 
     def __init__(
         self,
@@ -38,16 +47,17 @@ class ModuleEngine(TrainingEngine):
         options: EngineOptions,
         topology: Topology,
         activity: Activity,
+        loss_fn: LossFunction | None = None,
     ):
-        super().__init__(stage.module, engine, host, weights, groups, options, topology, activity)
-        self._stage = stage
+        work = StepWork(stage, engine, self.forward, loss_fn, activity)
+        super().__init__(stage.module, work, engine, host, weights, groups, options, topology, activity)
         self._no_sync = False
         self._boundary: bool | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; floating-point inputs are cast where the configuration says ``auto_cast``."""
         self._require_open()
-        args, kwargs = self._cast_inputs((args, kwargs))
+        args, kwargs = self._cast((args, kwargs))
         with self._activity.lost_ranks_explained():
             return self.module(*args, **kwargs)
 
@@ -101,26 +111,18 @@ class ModuleEngine(TrainingEngine):
         """
         self._require_loss(loss)
         if not self._has_begun:
-            passes = self.options.batch.accumulation_steps
-            self._begin(max(passes, 2) if self._no_sync else passes)
+            self._begin()
         last = self._is_last()
-        scale = self.loss_scale.value * (1 if scale_wrt_gas else self.options.batch.accumulation_steps)
-        self.engine.gradients.begin_backward(0, last=last)
-        self._stage.in_backward = True
-        collector = self.engine.gradients.collector
-        hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
-        try:
-            with self._activity.lost_ranks_explained():
-                torch.autograd.backward(loss, torch.full_like(loss, scale), retain_graph=retain_graph)
-                self.engine.gradients.end_backward()
-                if last:
-                    self.engine.gradients.finish()
-        finally:
-            hook.remove()
-            self._stage.in_backward = False
-        self.engine.gatherer.let_all_go()
+        factor = 1 if scale_wrt_gas else self.options.batch.accumulation_steps
+        self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
         self._is_final = last
         return loss
+
+    def _begin(self) -> None:
+        self._take_note_of_last_step()
+        self._prepare()
+        passes = self.options.batch.accumulation_steps
+        self.engine.begin_gradients(max(passes, 2) if self._no_sync else passes)
 
     def step(self) -> None:
         """End a micro-batch; after the step's last one, update the parameters.
@@ -140,17 +142,15 @@ class ModuleEngine(TrainingEngine):
         if ends_step:
             self.optimizer.step()
 
-    def _require_final(self) -> None:
-        if not self._is_final:
+    def _begin_batch(self, data_iter: Iterator[Any] | None) -> list[Any]:
+        if self._has_begun or self._count or self._no_sync:
             raise GptparError(
-                f"{self._count} of {self.options.batch.accumulation_steps} micro-batches of the step are done: "
-                "the optimizer can step after the last one's engine.backward(loss)."
+                f"train_batch() amid a step, {self._count} of whose micro-batches are done, or in no_sync(): end the "
+                "step with engine.step(), or forget it with engine.zero_grad()."
             )
+        return super()._begin_batch(data_iter)
 
-    def _take_passes(self) -> Passes:
-        return self._stage.take_passes()
-
-    def _follow(self, passes: Passes) -> None:
+    def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         if passes:
             self.engine.gatherer.follow([passes[-1]], stays=(ROOT,))
 
@@ -163,10 +163,4 @@ class ModuleEngine(TrainingEngine):
                 "losses and call backward once."
             )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {_described(loss)}.")
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(value.shape)} that {'has' if value.requires_grad else 'requires no'} gradient"
+            raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {described(loss)}.")

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from gptpar.activity import Activity
+from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
@@ -40,6 +41,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     recording: Recording | None = None,
+    loss_fn: LossFunction | None = None,
 ) -> Initialized:
     """Train a module with ZeRO, offload and whatever else a DeepSpeed configuration asks for, without changing it.
 
@@ -58,6 +60,8 @@ def initialize(
         collate_fn: of the loader.
         config: DeepSpeed's JSON as a path or a dictionary.
         recording: of the :func:`gptpar.deferred_init` in which the model was built.
+        loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:
+            the output is the loss, or has it as ``loss`` or as the first element of a tuple.
 
     Returns:
         (engine, optimizer, loader, scheduler); the last two are ``None`` where nothing asks for them.
@@ -78,11 +82,12 @@ def initialize(
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
-    engine = _engine_of(model, plan, groups, options, topology, recording)
+    engine = _engine_of(model, plan, groups, options, topology, recording, loss_fn)
     engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
     loader = None
     if training_data is not None:
         loader = make_loader(training_data, options, topology.data_rank, world, collate_fn)
+        engine.training_data = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -93,6 +98,7 @@ def _engine_of(
     options: EngineOptions,
     topology: Topology,
     recording: Recording | None,
+    loss_fn: LossFunction | None,
 ) -> ModuleEngine:
     activity = Activity.of_worker()
     stage = ModuleStage(model, plan, lambda path: activity.note(f"unit {path or 'the model'}"))
@@ -101,7 +107,7 @@ def _engine_of(
     if options.compile:
         compile_scopes(model, plan)
     weights = Weights(stage, engine, frozen, topology)
-    return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity)
+    return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity, loss_fn)
 
 
 def move_buffers(model: nn.Module, device: torch.device, recording: Recording | None) -> None:

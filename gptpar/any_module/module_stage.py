@@ -13,9 +13,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gptpar.any_module.absent import AbsentParameters
-from gptpar.any_module.tensors import tensors_in
 from gptpar.any_module.units import FlatUnit, Scope, UnitPlan
 from gptpar.engine.gatherer import ParameterGatherer
+from gptpar.engine.tensors import tensors_in
 from gptpar.pipeline.stage import place_parameter
 
 ROOT = ""

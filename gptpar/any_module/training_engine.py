@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
-from gptpar.any_module.agreement import Agreement, Passes
+from gptpar.any_module.agreement import Agreement
+from gptpar.any_module.batches import take_batches
+from gptpar.any_module.dataset import RepeatingLoader
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.tensors import mapped
+from gptpar.any_module.step_work import StepResult
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
+from gptpar.engine.tensors import mapped
 from gptpar.errors import GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.topology import Topology
@@ -26,13 +29,33 @@ from gptpar.topology import Topology
 TIMEOUT_S = 1800.0
 
 
+class Work(Protocol):
+    """The passes of a step.
+
+    Attributes:
+        scale: the incoming gradient of each loss, on the device.
+    """
+
+    scale: torch.Tensor
+
+    def __call__(self, batches: Sequence[Any]) -> StepResult:
+        """All passes over a step's micro-batches; the gradient is final afterwards."""
+
+    def evaluate(self, batches: Sequence[Any]) -> torch.Tensor:
+        """[] the mean loss over this process's micro-batches, fp32 or wider; zero where another stage has it."""
+
+    def result(self) -> StepResult:
+        """Of passes that were not called through this."""
+
+
 class TrainingEngine(nn.Module):
-    """Takes steps over an :class:`~gptpar.engine.engine.Engine` whose gradients somebody else has made final.
+    """Takes steps, whoever runs their forward and backward passes.
 
     Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
 
     Args:
         module: what is trained.
+        work: runs its passes.
         engine: where it is trained.
         host: the CPU optimizer; ``None``: nothing is offloaded.
         weights: the module's.
@@ -43,6 +66,7 @@ class TrainingEngine(nn.Module):
 
     Attributes:
         module: the user's.
+        training_data: the loader from which :meth:`train_batch` takes micro-batches if it is given none.
         optimizer: the parameter groups.
         lr_scheduler: is stepped after each step; ``None``: nobody is.
         options: as given.
@@ -54,6 +78,7 @@ class TrainingEngine(nn.Module):
     def __init__(
         self,
         module: nn.Module,
+        work: Work,
         engine: Engine,
         host: HostOptimizer | None,
         weights: Weights,
@@ -69,11 +94,15 @@ class TrainingEngine(nn.Module):
         self.lr_scheduler: LRScheduler | None = None
         self.loss_scale = copy(options.loss_scale)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
-        self.weights, self._activity = weights, activity
+        self.training_data: Iterable[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+        self.weights, self._work, self._activity = weights, work, activity
         self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the step at work
         self._has_begun = self._is_final = self._closed = False
         self._readings: Readings | None = None
+        self._result: StepResult | None = None
+        self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._norm, self._was_skipped = 0.0, False
 
     @property
@@ -81,7 +110,7 @@ class TrainingEngine(nn.Module):
         """Where the module computes."""
         return self.topology.device
 
-    def _cast_inputs(self, inputs: Any) -> Any:
+    def _cast(self, inputs: Any) -> Any:
         """Nested inputs, floating-point ones cast where the configuration says ``auto_cast``."""
         dtype = self.options.dtype
         if not self.options.cast_inputs or dtype is None:
@@ -90,13 +119,12 @@ class TrainingEngine(nn.Module):
 
     # A step.
 
-    def _begin(self, num_micro_batches: int) -> None:
-        """A step's first micro-batch is at work."""
+    def _prepare(self) -> None:
+        """What the host does before a step's gradients are begun."""
         self._activity.note(f"step {self.global_steps + 1}")
-        self._take_note_of_last_step()
         self.weights.catch_up()
-        self.engine.begin_gradients(num_micro_batches)
         self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
+        self._work.scale.fill_(self.loss_scale.value)
         self._has_begun = True
 
     @property
@@ -104,39 +132,105 @@ class TrainingEngine(nn.Module):
         """What the sum of all gradients is divided by: the loss scale, and the number of addends of the mean."""
         return self.loss_scale.value * self.options.batch.accumulation_steps * self.topology.layout.data
 
-    def _require_final(self) -> None:
-        """Called before an update.
-
-        Raises:
-            GptparError: the step's gradient is not final.
-        """
-        raise NotImplementedError
-
-    def _take_passes(self) -> Passes:
-        """The units called in each forward pass of the step, where processes could differ in them."""
-        return ()
-
-    def _follow(self, passes: Passes) -> None:
+    def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         """Expect the next step to be like this one."""
 
     def _update(self) -> None:
-        self._require_final()
+        if not self._is_final:
+            raise GptparError(
+                f"{self._count} of {self.options.batch.accumulation_steps} micro-batches of the step are done: "
+                "the optimizer can step after the last one's engine.backward(loss)."
+            )
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
-        passes = self._take_passes()
+        result = self._result or self._work.result()
         square = self.engine.square_of_grad()
-        evidence = self._agreement.evidence(passes, self.engine.gradients.collector.late, square)
-        sums = self.topology.sum_over_all(torch.cat([square[None], evidence]))
+        evidence = self._agreement.evidence(result.passes, result.late, square)
+        loss = self._share_of_mean(result.loss)
+        sums = self.topology.sum_over_all(torch.cat([square[None], evidence, loss[None]]))
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
-        norm, verdict = self._agreement.judge(norm, sums[1:])
+        norm, verdict = self._agreement.judge(norm, sums[1:-1])
         skipped = self.engine.step(norm, self.optimizer.hyperparameters(), self._divisor)
         self._readings = Readings([norm, skipped, verdict], TIMEOUT_S)
-        self._follow(passes)
+        self._mean_loss = sums[-1]
+        self._follow(result.passes)
         self.global_steps += 1
         self._forget_step()
         if self.loss_scale.dynamic or self.device.type == "cpu":
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scale.dynamic and self._was_skipped):
             self.lr_scheduler.step()
+
+    def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """What this process adds to the mean over processes; its loss is zero where another stage has it."""
+        return loss.double() / self.topology.layout.data
+
+    # Whole batches.
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Take a step, in the mode the module is in, over ``gradient_accumulation_steps`` micro-batches.
+
+        Tensors in them are moved to the device; what they are to the module, and what its loss is, the engine's class
+        says.
+
+        Args:
+            data_iter: has this process's micro-batches; default: the ``training_data`` of :func:`gptpar.initialize`.
+
+        Returns:
+            [] the mean loss over micro-batches and processes, on the device, fp32 or wider; it is not waited for.
+
+        Raises:
+            StopIteration: the data is at its end; nothing was done.
+            GptparError: it ends amid the step, there is no loss, or another step has begun.
+        """
+        batches = self._begin_batch(data_iter)
+        self._prepare()
+        try:
+            self._result = self._work(batches)
+            self._take_note_of_last_step()
+            self._count, self._is_final = len(batches), True
+            self.micro_steps += len(batches)
+            dtype = self._result.loss.dtype
+            self.optimizer.step()
+        finally:
+            self._forget_step()
+        return self._mean_loss.to(dtype)
+
+    def _begin_batch(self, data_iter: Iterator[Any] | None) -> list[Any]:
+        self._require_open()
+        data = self._own_data() if data_iter is None else data_iter
+        return take_batches(data, self.options.batch.accumulation_steps, self.device)
+
+    def _own_data(self) -> Iterator[Any]:
+        if self._batches is None:
+            if self.training_data is None:
+                raise GptparError("train_batch() has no data: pass an iterator, or training_data to gptpar.initialize.")
+            self._batches = RepeatingLoader(self.training_data)
+        return self._batches
+
+    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
+
+        Micro-batches and losses are those of :meth:`train_batch`. Afterwards each module is in the mode it was in. A
+        step at work goes on.
+
+        Returns:
+            [] the mean over micro-batches and processes, on the device, fp32 or wider; it is not waited for.
+
+        Raises:
+            StopIteration: the data is at its end.
+            GptparError: it ends amid the batch, or there is no loss.
+        """
+        self._require_open()
+        batches = take_batches(data_iter, self.options.batch.accumulation_steps, self.device)
+        modes = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            with torch.no_grad():
+                mean = self._work.evaluate(batches)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return self.topology.sum_over_all(self._share_of_mean(mean)).to(mean.dtype)
 
     def _take_note_of_last_step(self) -> None:
         """Read the numbers of the last step, which has had time to end.
@@ -174,7 +268,7 @@ class TrainingEngine(nn.Module):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._count, self._has_begun, self._is_final = 0, False, False
+        self._count, self._has_begun, self._is_final, self._result = 0, False, False, None
 
     # Whole tensors.
 

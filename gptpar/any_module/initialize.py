@@ -104,6 +104,7 @@ def _engine_of(
     stage = ModuleStage(model, plan, lambda path: activity.note(f"unit {path or 'the model'}"))
     move_buffers(model, topology.device, recording)
     engine, host, frozen = build_engine(stage, [group["params"] for group in groups], options, topology, recording)
+    engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     if options.compile:
         compile_scopes(model, plan)
     weights = Weights(stage, engine, frozen, topology)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptpar.any_module.tensors import tensors_in
+from gptpar.engine.tensors import tensors_in
 
 
 class AbsentParameters(TorchDispatchMode):

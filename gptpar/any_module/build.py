@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.any_module.deferred import Recording
-from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.units import FlatUnit
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.engine import Engine, EngineSettings
@@ -36,17 +36,18 @@ def data_axis_of(options: EngineOptions, topology: Topology) -> DataAxis:
     return DataAxis(size, topology.data_rank, topology.data_group, options.zero_stage if size > 1 else 0)
 
 
-def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], axis: DataAxis) -> EngineSettings:
+def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], world: int) -> EngineSettings:
     """How the engine keeps and moves numbers.
 
     Args:
         dtypes: of the trained parameters; sums and master weights are as wide as the widest.
+        world: number of processes.
     """
     widest = torch.float16 if not dtypes else next(iter(dtypes))
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype)
     wide = torch.promote_types(widest, torch.float32)
-    adds = options.batch.accumulation_steps > 1 or axis.size > 1 or len(set(dtypes)) > 1
+    adds = options.batch.accumulation_steps > 1 or world > 1 or len(set(dtypes)) > 1
     return EngineSettings(widest, torch.bfloat16 if options.reduce_in_bf16 else wide, adds)
 
 
@@ -63,7 +64,7 @@ def _info_of(parameter: nn.Parameter) -> ParameterInfo:
 
 
 def build_engine(
-    stage: ModuleStage,
+    stage: PlacedParameters,
     groups: Sequence[Collection[nn.Parameter]],
     options: EngineOptions,
     topology: Topology,
@@ -71,9 +72,10 @@ def build_engine(
 ) -> tuple[Engine, HostOptimizer | None, list[Unit]]:
     """The engine of a module, its CPU optimizer if it has one, and the units that are not trained.
 
-    Parameters have the module's values; on several processes, the first one's.
+    Parameters have the module's values; on several data-parallel processes, the first one's.
 
     Args:
+        stage: the module, or the layers that this process has.
         groups: parameters of each group of the optimizer.
         recording: makes the values of parameters without memory.
 
@@ -90,16 +92,18 @@ def build_engine(
     frozen = [unit for unit, flat in zip(units, plan.units, strict=True) if not flat.trainable]
     table = ParameterTable(
         trained,
-        Place(axis.shards, axis.shard, axis.size // axis.shards),
+        Place(axis.shards, axis.shard, axis.size // axis.shards, stage=topology.stage),
         ratio=options.offload.ratio,
+        tied={unit: tie.stages for unit, tie in stage.tied.items()},
     )
-    settings = settings_of(options, {unit.dtype for unit in plan.units if unit.trainable}, axis)
+    dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
+    settings = settings_of(options, dtypes, topology.layout.world_size)
     on_host = options.offload.parameters
     parameters = ParameterMemory([*trained, *frozen], axis, settings.dtype, device, on_host=on_host)
     values = {name: _value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
     host = _host_optimizer(table, parameters, settings, options, device)
     engine = Engine(
-        [stage],
+        stage.stages,
         table,
         parameters,
         ALONE,
@@ -108,13 +112,22 @@ def build_engine(
         options.max_norm,
         device,
         host,
+        tied={unit: tie.group for unit, tie in stage.tied.items()},
         frozen=frozen,
         families=[(group,) for group in range(len(groups))],
         learns=True,
     )
-    engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     take_values(engine, frozen, values, topology)
     return engine, host, frozen
+
+
+def _over_stages(dtypes: set[torch.dtype], topology: Topology) -> set[torch.dtype]:
+    """All stages': what they sum has to have one dtype."""
+    if topology.layout.pipeline == 1:
+        return dtypes
+    everyone: list[set[torch.dtype]] = [set()] * topology.layout.world_size
+    dist.all_gather_object(everyone, dtypes)
+    return set().union(*everyone)
 
 
 def _host_optimizer(

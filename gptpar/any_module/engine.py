@@ -3,54 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from copy import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
-from gptpar.any_module.agreement import Agreement
+from gptpar.any_module.batches import LossFunction, described
 from gptpar.any_module.module_stage import ROOT, ModuleStage
-from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.tensors import mapped
+from gptpar.any_module.step_work import StepWork
+from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
-from gptpar.engine.readings import Readings
 from gptpar.errors import GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.topology import Topology
 
-TIMEOUT_S = 1800.0
 
-
-class ModuleEngine(nn.Module):
+class ModuleEngine(TrainingEngine):
     """Trains a module: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()`` for each micro-batch.
 
-    Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
+    In :meth:`train_batch` and :meth:`eval_batch`, a micro-batch that is a mapping is passed to the module as keywords,
+    a tuple or a list as positional arguments, all else as one argument. The loss is what ``loss_fn(output,
+    micro-batch)`` returns; without it the output, its ``loss``, or the first element of a tuple.
 
     Args:
         stage: the module, on the engine.
-        engine: where it is trained.
-        host: the CPU optimizer; ``None``: nothing is offloaded.
-        weights: the module's.
-        groups: the parameter groups, whose numbers hold at each step.
-        options: everything that was configured.
-        topology: this process's place.
-        activity: is told what this process is doing.
+        loss_fn: finds the loss in the module's output, for :meth:`train_batch` and :meth:`eval_batch`.
 
-    Attributes:
-        module: the user's.
-        optimizer: the parameter groups.
-        lr_scheduler: is stepped after each step; ``None``: nobody is.
-        options: as given.
-        global_steps: steps taken, skipped ones included.
-        skipped_steps: steps that changed nothing because the gradient was not finite, as far as they are known.
-        micro_steps: micro-batches so far.
+    The other arguments are those of :class:`~gptpar.any_module.training_engine.TrainingEngine`.
     """
+
+    _work: StepWork
 
     def __init__(
         self,
@@ -62,38 +47,19 @@ class ModuleEngine(nn.Module):
         options: EngineOptions,
         topology: Topology,
         activity: Activity,
+        loss_fn: LossFunction | None = None,
     ):
-        super().__init__()
-        self.module = stage.module
-        self.options, self.topology, self.engine, self.host = options, topology, engine, host
-        self.optimizer = EngineOptimizer(groups, self._update, self.zero_grad)
-        self.lr_scheduler: LRScheduler | None = None
-        self.loss_scale = copy(options.loss_scale)
-        self.global_steps = self.skipped_steps = self.micro_steps = 0
-        self.weights, self._stage, self._activity = weights, stage, activity
-        self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
-        self._count = 0  # complete micro-batches of the step at work
-        self._has_begun = self._is_final = self._closed = False
+        work = StepWork(stage, engine, self.forward, loss_fn, activity)
+        super().__init__(stage.module, work, engine, host, weights, groups, options, topology, activity)
         self._no_sync = False
         self._boundary: bool | None = None
-        self._readings: Readings | None = None
-        self._norm, self._was_skipped = 0.0, False
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module computes."""
-        return self.topology.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; floating-point inputs are cast where the configuration says ``auto_cast``."""
         self._require_open()
-        if self.options.cast_inputs and self.options.dtype is not None:
-            args, kwargs = mapped((args, kwargs), self._cast)
+        args, kwargs = self._cast((args, kwargs))
         with self._activity.lost_ranks_explained():
             return self.module(*args, **kwargs)
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.options.dtype) if tensor.is_floating_point() else tensor
 
     # A step.
 
@@ -147,37 +113,16 @@ class ModuleEngine(nn.Module):
         if not self._has_begun:
             self._begin()
         last = self._is_last()
-        scale = self.loss_scale.value * (1 if scale_wrt_gas else self.options.batch.accumulation_steps)
-        self.engine.gradients.begin_backward(0, last=last)
-        self._stage.in_backward = True
-        collector = self.engine.gradients.collector
-        hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
-        try:
-            with self._activity.lost_ranks_explained():
-                torch.autograd.backward(loss, torch.full_like(loss, scale), retain_graph=retain_graph)
-                self.engine.gradients.end_backward()
-                if last:
-                    self.engine.gradients.finish()
-        finally:
-            hook.remove()
-            self._stage.in_backward = False
-        self.engine.gatherer.let_all_go()
+        factor = 1 if scale_wrt_gas else self.options.batch.accumulation_steps
+        self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
         self._is_final = last
         return loss
 
     def _begin(self) -> None:
-        self._activity.note(f"step {self.global_steps + 1}")
         self._take_note_of_last_step()
-        self.weights.catch_up()
+        self._prepare()
         passes = self.options.batch.accumulation_steps
         self.engine.begin_gradients(max(passes, 2) if self._no_sync else passes)
-        self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
-        self._has_begun = True
-
-    @property
-    def _divisor(self) -> float:
-        """What the sum of all gradients is divided by: the loss scale, and the number of addends of the mean."""
-        return self.loss_scale.value * self.options.batch.accumulation_steps * self.topology.layout.data
 
     def step(self) -> None:
         """End a micro-batch; after the step's last one, update the parameters.
@@ -197,108 +142,17 @@ class ModuleEngine(nn.Module):
         if ends_step:
             self.optimizer.step()
 
-    def _update(self) -> None:
-        if not self._is_final:
+    def _begin_batch(self, data_iter: Iterator[Any] | None) -> list[Any]:
+        if self._has_begun or self._count or self._no_sync:
             raise GptparError(
-                f"{self._count} of {self.options.batch.accumulation_steps} micro-batches of the step are done: "
-                "the optimizer can step after the last one's engine.backward(loss)."
+                f"train_batch() amid a step, {self._count} of whose micro-batches are done, or in no_sync(): end the "
+                "step with engine.step(), or forget it with engine.zero_grad()."
             )
-        self._activity.note(f"step {self.global_steps + 1}, optimizer")
-        passes = self._stage.take_passes()
-        square = self.engine.square_of_grad()
-        evidence = self._agreement.evidence(passes, self.engine.gradients.collector.late, square)
-        sums = self.topology.sum_over_all(torch.cat([square[None], evidence]))
-        norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
-        norm, verdict = self._agreement.judge(norm, sums[1:])
-        skipped = self.engine.step(norm, self.optimizer.hyperparameters(), self._divisor)
-        self._readings = Readings([norm, skipped, verdict], TIMEOUT_S)
-        self._follow(passes)
-        self.global_steps += 1
-        self._forget_step()
-        if self.loss_scale.dynamic or self.device.type == "cpu":
-            self._take_note_of_last_step()
-        if self.lr_scheduler is not None and not (self.loss_scale.dynamic and self._was_skipped):
-            self.lr_scheduler.step()
+        return super()._begin_batch(data_iter)
 
-    def _follow(self, passes: list[list[str]]) -> None:
-        """Expect the next step to be like this one."""
+    def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         if passes:
             self.engine.gatherer.follow([passes[-1]], stays=(ROOT,))
-
-    def _take_note_of_last_step(self) -> None:
-        """Read the numbers of the last step, which has had time to end.
-
-        Raises:
-            GptparError: it was refused, on all processes.
-        """
-        readings, self._readings = self._readings, None
-        if readings is None:
-            return
-        self._norm, skipped, verdict = readings.read()
-        self._was_skipped = bool(skipped)
-        if verdict:
-            raise self._agreement.error(verdict, self.global_steps)
-        self.skipped_steps += self._was_skipped
-        self.loss_scale.update(self._was_skipped)
-        every = self.options.steps_per_print
-        if every and self.global_steps % every == 0 and self.topology.is_main:
-            rates = ", ".join(f"{group['lr']:.4g}" for group in self.optimizer.param_groups)
-            print(
-                f"step {self.global_steps}: learning rate {rates}, gradient norm {self._norm:.4g}, "
-                f"{self.skipped_steps} skipped so far",
-                flush=True,
-            )
-
-    def get_global_grad_norm(self) -> float:
-        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first."""
-        self._take_note_of_last_step()
-        return self._norm
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the step at work."""
-        if self._is_final and self.host is not None:
-            self.host.cancel()
-        self._forget_step()
-
-    def _forget_step(self) -> None:
-        self._count, self._has_begun, self._is_final = 0, False, False
-
-    def full_gradient(self, name: str) -> torch.Tensor:
-        """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.
-
-        It is the mean over micro-batches and processes, not clipped.
-
-        Args:
-            name: of the parameter, as the module names it.
-
-        Raises:
-            GptparError: the step's gradient is not final, or no such parameter is trained.
-        """
-        if not self._is_final:
-            raise GptparError("full_gradient() is there between the step's last backward pass and the step.")
-        return self.weights.whole(name, "grad") / self._divisor
-
-    @contextlib.contextmanager
-    def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
-        """Inside, all parameters are there, with the last step's values; all processes enter and leave it.
-
-        Parameters that are changed in place inside keep their new values, and the optimizer goes on from them.
-
-        Args:
-            modifier_rank: the process whose values count; ``None``: all processes have changed them alike.
-        """
-        with self.weights.gathered(modifier_rank):
-            yield
-
-    def close(self) -> None:
-        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
-        if not self._closed:
-            self._closed = True
-            self.engine.close()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise GptparError("the engine is closed: make a new one with gptpar.initialize.")
 
     def _require_loss(self, loss: torch.Tensor) -> None:
         self._require_open()
@@ -309,10 +163,4 @@ class ModuleEngine(nn.Module):
                 "losses and call backward once."
             )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {_described(loss)}.")
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(value.shape)} that {'has' if value.requires_grad else 'requires no'} gradient"
+            raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {described(loss)}.")

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gptpar.activity import Activity
 from gptpar.any_module.agreement import require_same_model
+from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
@@ -41,6 +42,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     recording: Recording | None = None,
+    loss_fn: LossFunction | None = None,
 ) -> Initialized:
     """Train a module with ZeRO, offload and whatever else a DeepSpeed configuration asks for, without changing it.
 
@@ -59,6 +61,8 @@ def initialize(
         collate_fn: of the loader.
         config: DeepSpeed's JSON as a path or a dictionary.
         recording: of the :func:`gptpar.deferred_init` in which the model was built.
+        loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:
+            the output is the loss, or has it as ``loss`` or as the first element of a tuple.
 
     Returns:
         (engine, optimizer, loader, scheduler); the last two are ``None`` where nothing asks for them.
@@ -80,11 +84,12 @@ def initialize(
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
     require_same_model(model, topology)
-    engine = _engine_of(model, plan, groups, options, topology, recording)
+    engine = _engine_of(model, plan, groups, options, topology, recording, loss_fn)
     engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
     loader = None
     if training_data is not None:
         loader = make_loader(training_data, options, topology.data_rank, world, collate_fn)
+        engine.training_data = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -95,15 +100,17 @@ def _engine_of(
     options: EngineOptions,
     topology: Topology,
     recording: Recording | None,
+    loss_fn: LossFunction | None,
 ) -> ModuleEngine:
     activity = Activity.of_worker()
     stage = ModuleStage(model, plan, lambda path: activity.note(f"unit {path or 'the model'}"))
     move_buffers(model, topology.device, recording)
     engine, host, frozen = build_engine(stage, [group["params"] for group in groups], options, topology, recording)
+    engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     if options.compile:
         compile_scopes(model, plan)
     weights = Weights(stage, engine, frozen, topology)
-    return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity)
+    return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity, loss_fn)
 
 
 def move_buffers(model: nn.Module, device: torch.device, recording: Recording | None) -> None:

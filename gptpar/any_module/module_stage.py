@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +13,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gptpar.any_module.absent import AbsentParameters
-from gptpar.any_module.tensors import tensors_in
-from gptpar.any_module.units import FlatUnit, Scope, UnitPlan
+from gptpar.any_module.placed import PlacedParameters
+from gptpar.any_module.units import Scope, UnitPlan
 from gptpar.engine.gatherer import ParameterGatherer
+from gptpar.engine.tensors import tensors_in
 from gptpar.errors import GptparError
-from gptpar.pipeline.stage import place_parameter
 
 ROOT = ""
 """Path of the scope that is the whole model."""
@@ -31,7 +31,7 @@ class _Saved:
     tensor: torch.Tensor
 
 
-class ModuleStage:
+class ModuleStage(PlacedParameters):
     """A whole module in the place of a pipeline's virtual stage; its layers are the plan's scopes.
 
     The module stays the user's: its parameters remain the same objects and get their memory from the engine, its
@@ -44,21 +44,19 @@ class ModuleStage:
         note: is told of the scope that is about to be called.
 
     Attributes:
-        parameters: by first name, frozen ones too.
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
         in_backward: whether the engine is in a backward pass: what is called there is computed again.
     """
 
     def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda path: None):
-        self.module, self.plan, self._note = module, plan, note
-        self.parameters = dict(module.named_parameters())
+        super().__init__(plan, dict(module.named_parameters()))
+        self.module, self.stages, self._note = module, (self,), note
         self.passes: list[list[str]] = []
         self.in_backward = False
         self._gatherer: ParameterGatherer | None = None
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._guard: AbsentParameters | None = None
-        self._unit_of: dict[int, FlatUnit] = {}
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
 
@@ -77,21 +75,13 @@ class ModuleStage:
         trained = (name for unit in self.plan.units if unit.trainable for name in unit.parameters)
         return {name: self.parameters[name] for name in trained}
 
-    def place(self, storage: Mapping[str, torch.Tensor]) -> None:
-        """Give every parameter its memory."""
-        unit_of = {name: unit for unit in self.plan.units for name in unit.parameters}
-        for name, parameter in self.parameters.items():
-            memory = storage[name]
-            self._unit_of[memory.untyped_storage()._cdata] = unit_of[name]
-            place_parameter(parameter, memory)
-
     def call_through(self, gatherer: ParameterGatherer) -> None:
         """Bring parameters by hooks from now on."""
         self._gatherer = gatherer
         if gatherer.transient:
             self._guard = AbsentParameters(self._read_outside)
         for scope in self.plan.scopes:
-            module = self.module.get_submodule(scope.path)
+            module = self.scope_module(scope.path)
             before = torch._dynamo.disable(partial(self._before, scope))
             after = torch._dynamo.disable(partial(self._after, scope))
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -102,13 +92,9 @@ class ModuleStage:
         passes, self.passes = self.passes, []
         return passes
 
-    def scope_of(self, tensor: Any) -> str | None:
-        """The scope whose memory a tensor is in; ``None``: it is no parameter's."""
-        unit = self._unit_in(tensor)
-        return None if unit is None else unit.scope
-
-    def _unit_in(self, tensor: Any) -> FlatUnit | None:
-        return self._unit_of.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+    def scope_module(self, path: str) -> nn.Module:
+        """See :meth:`PlacedParameters.scope_module`."""
+        return self.module.get_submodule(path)
 
     # Around a scope's forward.
 
@@ -174,7 +160,7 @@ class ModuleStage:
 
     def _read_outside(self, tensor: torch.Tensor) -> None:
         """An operator of the first pass reads a tensor: if it is a parameter that is not there, let it stay."""
-        unit = self._unit_in(tensor)
+        unit = self.unit_in(tensor)
         if unit is None or self._gatherer is None or self._gatherer.is_present(unit.name):
             return
         warnings.warn(

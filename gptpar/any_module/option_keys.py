@@ -81,6 +81,12 @@ def _class_names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _partition(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("parameters, uniform, type:REGEX or boundaries such as 0,7,14 are needed")
+    return "parameters" if value == "best" else value
+
+
 _SCHEDULE_PARAMS: Mapping[str, Rule] = {
     **{
         name: Sets(_rates, (f"scheduler.{name}",), "the first two steps have it" if name == "warmup_min_lr" else "")
@@ -97,6 +103,7 @@ _GPTPAR: Tree = {
     "step_graph": Sets(_step_graph, ("precision.cuda_graph",)),
     "speculation": Sets(word_of({"auto": "auto", "on": "on", "off": "off"}), ("offload.offload_speculation",)),
     "threads": Sets(whole, ("offload.cpu_optimizer_threads",)),
+    "virtual_stages": Sets(whole, ("pipeline.virtual_stages",)),
     "seed": Sets(whole, ("data.seed",)),
 }
 
@@ -115,7 +122,6 @@ _WORDS: Words = {
     "memory_breakdown": "see torch.cuda.memory_summary()",
     "dump_state": "the engine prints no configuration",
     "activation_checkpointing": _RECOMPUTE,
-    "pipeline": "the module's layers are not split over processes",
     "checkpoint": "checkpoints load into any ZeRO stage and number of processes",
     "compile": "see gptpar.compile",
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _RECORDS),
@@ -130,6 +136,18 @@ def _with(section: str, **rules: Rule) -> Tree:
     return {**inner, **rules}
 
 
+_PIPELINE: Tree = {
+    "stages": Sets(whole, ("pipeline.stages",)),
+    "partition": Sets(_partition, ("pipeline.partition",)),
+    "activation_checkpoint_interval": Sets(whole, ("pipeline.recompute",)),
+    "seed_layers": NoEffect("each layer's initial values are drawn from a seed of its own"),
+    "use_reentrant": NoEffect("activations are computed again without nested backward passes"),
+    **dict.fromkeys(
+        ("pipe_partitioned", "grad_partitioned"),
+        NoEffect("activations go whole from stage to stage"),
+    ),
+}
+
 _BF16 = _with("bf16", auto_cast=Sets(truth, ("module.bf16_auto_cast",)))
 
 _MODULE_KEYS: Tree = {
@@ -142,5 +160,6 @@ _MODULE_KEYS: Tree = {
     ),
     "autotuning": Absent("DeepSpeed's autotuning"),
     "tensor_parallel": Absent("tensor parallelism of any module"),
+    "pipeline": _PIPELINE,
     "gptpar": _GPTPAR,
 }

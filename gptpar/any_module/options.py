@@ -6,6 +6,7 @@ The configuration is DeepSpeed's JSON with a section of our own, ``"gptpar"``. I
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +42,14 @@ DEFAULT_LR = 1e-3
 """AdamW's in torch and in DeepSpeed."""
 
 _OFFLOAD = "zero_optimization.offload_optimizer"
+
+
+class ModelKind(enum.Enum):
+    """What is trained: a module, a list of layers that the configuration divides, or a pipeline that has its stages."""
+
+    MODULE = enum.auto()
+    LAYERS = enum.auto()
+    PIPELINE = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,23 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True)
+class PipelineOptions:
+    """How a list of layers becomes a pipeline.
+
+    Attributes:
+        stages: processes over which the layers are spread; the others are data-parallel.
+        partition: see :class:`~gptpar.pipeline.module.PipelineModule`.
+        virtual_stages: pieces on each process.
+        recompute: so many layers at a time are computed again in the backward pass; 0: none.
+    """
+
+    stages: int = 1
+    partition: str = "parameters"
+    virtual_stages: int = 1
+    recompute: int = 0
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """The whole configuration of an engine for any module.
 
@@ -99,6 +125,7 @@ class EngineOptions:
         seed: of the order of ``training_data``.
         derived: values with their reasons, among them what DeepSpeed assumes for absent keys.
         without_effect: keys that change nothing, each with the reason.
+        pipeline: of a list of layers.
     """
 
     batch: StepBatch
@@ -118,23 +145,29 @@ class EngineOptions:
     seed: int
     derived: tuple[Derived, ...]
     without_effect: tuple[str, ...]
+    pipeline: PipelineOptions = PipelineOptions()
 
 
 def read_options(
-    config: str | os.PathLike[str] | Mapping[str, Any] | None, args: object = None, *, world: int
+    config: str | os.PathLike[str] | Mapping[str, Any] | None,
+    args: object = None,
+    *,
+    world: int,
+    model: ModelKind = ModelKind.MODULE,
 ) -> EngineOptions:
     """Read a configuration.
 
     Args:
         config: DeepSpeed's JSON as a path (comments and trailing commas allowed) or a dictionary.
         args: a script's command line, whose ``deepspeed_config`` names the file instead.
-        world: the data-parallel size.
+        world: number of processes; of a pipeline that is divided already, data-parallel ones.
+        model: what is trained.
 
     Raises:
         ConfigError: with all problems.
     """
     raw, name = _raw_of(config, getattr(args, "deepspeed_config", None))
-    options, problems = _options_of(raw, world)
+    options, problems = _options_of(raw, world, model)
     if options is None:
         raise ConfigError([f"{name}: {problem}" for problem in problems])
     return options
@@ -158,11 +191,12 @@ def _raw_of(config: Any, from_args: Any) -> tuple[dict[str, Any], str]:
     raise ConfigError([f"config is of type {type(source).__name__}: a path or a dictionary is needed."])
 
 
-def _options_of(raw: Mapping[str, Any], world: int) -> tuple[EngineOptions | None, list[str]]:
+def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[EngineOptions | None, list[str]]:
     """(the options, if nothing is wrong; all problems)"""
     reader = read_values(raw, tree_for(raw), Config(), micro_is_known=False)
     said, contradictions = one_each(reader.said)
     values = _Values(said)
+    stages = values.get("pipeline.stages", 1)
     problems = [
         *type_problems(raw, OTHER_OPTIMIZER),
         *decay_problems(raw, 0),
@@ -173,16 +207,19 @@ def _options_of(raw: Mapping[str, Any], world: int) -> tuple[EngineOptions | Non
         *_precision_problems(values.config.precision),
         *_zero_problems(values),
         *_offload_problems(values, raw),
+        *_pipeline_problems(values, world, model),
     ]
     batch = None
-    if not any(problem.startswith(("train_", "gradient_accumulation_steps")) for problem in problems):
+    unclear = "train_", "gradient_accumulation_steps", "pipeline."
+    if not any(problem.startswith(unclear) for problem in problems):
         try:
-            batch = step_batch(*(values.get(f"batch.{name}", None) for name in _BATCH), world=world)
+            batch = step_batch(*(values.get(f"batch.{name}", None) for name in _BATCH), world=world // stages)
         except ValueError as error:
             problems.append(str(error))
     if problems or batch is None:
         return None, problems
-    return _assembled(values, batch, without_auto(raw), reader.without_effect), []
+    notes = [*reader.without_effect, *_pipeline_notes(values, model)]
+    return _assembled(values, batch, without_auto(raw), notes), []
 
 
 class _Values:
@@ -281,6 +318,31 @@ def _offload_problems(values: _Values, raw: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _pipeline_problems(values: _Values, world: int, model: ModelKind) -> Iterator[str]:
+    keys = {"stages": "pipeline.stages", "virtual_stages": "gptpar.virtual_stages"}
+    numbers = {name: values.get(f"pipeline.{name}", 1) for name in keys}
+    for name, number in numbers.items():
+        if number < 1:
+            yield f"{keys[name]} is {number}: at least 1 is needed."
+    if values.get("pipeline.recompute", 0) < 0:
+        yield "pipeline.activation_checkpoint_interval is negative: 0 recomputes nothing."
+    said = values.section("pipeline")
+    if model is not ModelKind.LAYERS and any(number > 1 for number in numbers.values()):
+        has = {ModelKind.MODULE: "is no list of layers", ModelKind.PIPELINE: "is a PipelineModule, which has its own"}
+        told = " and ".join(f"{keys[name]} {number}" for name, number in numbers.items() if number > 1)
+        yield f"{told}: the model {has[model]}: drop it, or pass the list of layers as the model."
+    elif model is ModelKind.LAYERS and numbers["stages"] > 0 and world % numbers["stages"]:
+        yield f"pipeline.stages is {numbers['stages']}, of which {world} process(es) are no multiple: start a multiple."
+    elif numbers["virtual_stages"] > 1 and numbers["stages"] == 1:
+        yield f"gptpar.virtual_stages is {said['virtual_stages']}: it needs pipeline.stages of at least 2."
+
+
+def _pipeline_notes(values: _Values, model: ModelKind) -> Iterator[str]:
+    keys = {"partition": "partition", "recompute": "activation_checkpoint_interval"}
+    for name in keys.keys() & values.section("pipeline").keys() if model is not ModelKind.LAYERS else ():
+        yield f"pipeline.{keys[name]}: the model is no list of layers that would be divided"
+
+
 def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], without_effect: list[str]) -> EngineOptions:
     config, offload = values.config, values.config.offload
     notes = [*without_effect]
@@ -320,4 +382,5 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         seed=config.data.seed,
         derived=tuple(values.derived()),
         without_effect=tuple(notes),
+        pipeline=PipelineOptions(**values.section("pipeline")),
     )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.any_module.module_stage import ModuleStage
+from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.units import Scope
 from gptpar.engine.engine import Engine
 from gptpar.engine.units import Unit
@@ -29,13 +29,13 @@ class Weights:
         frozen: the units that are not trained.
     """
 
-    def __init__(self, stage: ModuleStage, engine: Engine, frozen: Sequence[Unit], topology: Topology):
+    def __init__(self, stage: PlacedParameters, engine: Engine, frozen: Sequence[Unit], topology: Topology):
         self._stage, self._engine, self._topology = stage, engine, topology
         self._frozen = {name: unit for unit in frozen for name in unit.params}
         self._loading = 0
         self._versions = self._read_versions()
         for scope in stage.plan.scopes:
-            module = stage.module.get_submodule(scope.path)
+            module = stage.scope_module(scope.path)
             module.register_state_dict_pre_hook(partial(self._before_saving, scope))
             module.register_state_dict_post_hook(partial(self._after_saving, scope))
             module.register_load_state_dict_pre_hook(partial(self._before_loading, scope))

@@ -69,6 +69,13 @@ class GradientCollector:
     def follow(self, chunks: Sequence[Sequence[str]]) -> None:
         """Hand the units of each virtual stage on in the reverse of this order."""
         self._chunks = [list(dict.fromkeys(names)) for names in chunks]
+        # Backward passes of a micro-batch go from the last virtual stage to the first.
+        self._last_chunk = {name: chunk for chunk, names in reversed(list(enumerate(self._chunks))) for name in names}
+
+    @property
+    def shares_units(self) -> bool:
+        """Whether several virtual stages add to one unit's gradient."""
+        return sum(map(len, self._chunks)) > len(self._last_chunk)
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take these parameters' gradients, by global name; their ``.grad`` is always empty afterwards."""
@@ -88,8 +95,10 @@ class GradientCollector:
         self._outer_task, self._in_pass = None, True
         self._arrivals.clear()
         self.last_arrivals.clear()
-        if last or not self._memory.keeps_all:
-            self._waiting.extend((self._units[name], last) for name in reversed(self._chunks[chunk]))
+        for name in reversed(self._chunks[chunk]):
+            final = last and self._last_chunk[name] == chunk
+            if final or not self._memory.keeps_all:
+                self._waiting.append((self._units[name], final))
 
     def enter_backward(self, task: int) -> None:
         """Autograd has begun the pass as this task; a nested one will have another number."""

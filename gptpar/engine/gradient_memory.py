@@ -21,10 +21,11 @@ class GradientMemory:
         table: of this process's parameters.
         dtype: of sums, fp32 or wider; where nothing is ever added, that of the gradients is enough.
         arriving_dtype: of the gradients that autograd produces.
-        ahead: whether to take the memory of sums that are not kept at the beginning of a step, so that the step uses it
-            for nothing else: a recording of the step would do so before a subscriber has fetched them.
+        ahead: see the attribute.
 
     Attributes:
+        ahead: whether to take the memory of sums that are not kept at the beginning of a step, so that the step uses it
+            for nothing else: a recording of the step would do so before a subscriber has fetched them.
         shard: the final gradient of the elements that the device's optimizer updates: all units' in a row.
         shards: the same by unit.
         keeps_all: whether whole sums are kept over micro-batches.
@@ -56,7 +57,7 @@ class GradientMemory:
             self._sums = {unit.name: piece for unit, piece in zip(self.undivided, pieces, strict=True)}
         self._fixed = frozenset(self._sums)
         names = {unit.name for unit in self.undivided}
-        self._ahead = {unit.name: unit for unit in table.units if ahead and unit.name not in names}
+        self.ahead, self._divided = ahead, {unit.name: unit for unit in table.units if unit.name not in names}
         self._shard_sums: dict[str, torch.Tensor] = {}
 
     @property
@@ -67,7 +68,7 @@ class GradientMemory:
     def begin(self, num_micro_batches: int) -> None:
         """A step begins."""
         self.single = num_micro_batches == 1
-        for unit in self._ahead.values():
+        for unit in self._divided.values() if self.ahead else ():
             self.sum_of(unit)
 
     def sum_of(self, unit: Unit) -> torch.Tensor:
@@ -75,9 +76,10 @@ class GradientMemory:
         if unit.name not in self._sums:
             dtype = (unit.dtype or self._arriving_dtype) if self._alone and self.single else self._dtype
             # What is taken ahead holds the last step's gradient until the subscriber has it: only padding is written.
-            new = torch.empty if unit.name in self._ahead else torch.zeros
+            ahead = self.ahead and unit.name in self._divided
+            new = torch.empty if ahead else torch.zeros
             total = self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
-            for start, stop in unit.padding() if unit.name in self._ahead else ():
+            for start, stop in unit.padding() if ahead else ():
                 total[start:stop].zero_()
         return self._sums[unit.name]
 

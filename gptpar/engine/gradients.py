@@ -29,7 +29,7 @@ class Gradients:
         self.router.begin()
         self._reducer.begin()
         self.collector.begin()
-        self.memory.begin(num_micro_batches)
+        self.memory.begin(num_micro_batches + self.collector.shares_units)  # a second addend of such a unit
 
     def begin_forward(self, *, last: bool) -> None:
         """A forward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.errors import ConfigError
+from gptpar.errors import ConfigError, GptparError
 from gptpar.init import seed_of
 from gptpar.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.pipeline import schedules
+from gptpar.pipeline.abstract_run import AbstractRun
+from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
 from gptpar.pipeline.stage import Fields, Stage, build_on_meta
@@ -74,7 +75,8 @@ class PipelineModule(nn.Module):
         if num_virtual_stages > 1 and self.num_stages == 1:
             raise ConfigError([f"{num_virtual_stages} virtual stages need a pipeline of at least 2 stages."])
         self._loss_fn = loss_fn
-        self._boundary = boundary or _AbstractRun(self)
+        self._abstract = AbstractRun(self.specs)
+        self._boundary = boundary or self._abstract_boundary
         self.split = split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
         self.bounds = self.split.bounds
         tied: dict[str, nn.Module] = {}
@@ -82,7 +84,7 @@ class PipelineModule(nn.Module):
         for part in range(self.stage, len(self.bounds) - 1, self.num_stages):
             mine = self.specs[self.bounds[part] : self.bounds[part + 1]]
             groups = recompute([spec.name for spec in mine])
-            make = build or (lambda spec: _seeded(spec, base_seed).to(self.topology.device))
+            make = build or (lambda spec: seeded(spec, base_seed).to(self.topology.device))
             self.chunks.append(Stage(mine, build=make, recompute=groups, keep=keep, tied=tied))
         self._transport = None if self.topology.links is None else Transport(self.topology.links)
         self.tied_stages = self.split.tied_stages(self.specs)
@@ -95,6 +97,9 @@ class PipelineModule(nn.Module):
         infos = {name: info for stage in self.stages_here for name, info in stage.infos().items()}
         return frozenset(name for name, info in infos.items() if TENSOR in info.grad_sums)
 
+    def _abstract_boundary(self, sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
+        return self._abstract(x, fields)[self.bounds[sender + 1] - 1]
+
     @property
     def stages_here(self) -> list[Stage]:
         """This process's virtual stages."""
@@ -104,6 +109,10 @@ class PipelineModule(nn.Module):
     def has_loss(self) -> bool:
         """Whether the last layer is here."""
         return self.stage == self.num_stages - 1
+
+    def expect_dtype(self, dtype: torch.dtype) -> None:
+        """Say that the layers' floating-point parameters will have another dtype: so may what goes between stages."""
+        self._abstract.dtype = dtype
 
     def forward_backward(
         self,
@@ -145,7 +154,7 @@ class PipelineModule(nn.Module):
             self.num_stages,
             self._transport,
             self._boundary,
-            (lambda y, fields: y) if loss_fn is None else (lambda y, fields: loss_fn(y, fields["labels"])),
+            lambda y, fields: _scalar(y if loss_fn is None else loss_fn(y, fields["labels"]), loss_fn),
             micro_batches,
             grad,
             observer or Silent(),
@@ -245,72 +254,31 @@ def split_layers(
     return LayerSplit(bounds, balance(parameters, bounds, num_stages), costs)
 
 
-class _AbstractRun:
-    """Shapes between stages, found by running every layer on tensors without data."""
-
-    def __init__(self, module: PipelineModule):
-        self._specs, self._found = module.specs, dict[Any, list[tuple[torch.Size, torch.dtype]]]()
-        self._module = [module]  # in a list, or nn.Module would adopt it as a child of itself
-
-    def __call__(self, sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
-        key = (x.shape, x.dtype)
-        if key not in self._found:
-            self._found[key] = self._run(x, fields)
-        return self._found[key][self._module[0].bounds[sender + 1] - 1]
-
-    @torch.no_grad()
-    def _run(self, x: torch.Tensor, fields: Fields) -> list[tuple[torch.Size, torch.dtype]]:
-        on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in fields.items()}
-        x, shapes = x.to("meta"), []
-        tied: dict[str, nn.Module] = {}
-        for spec in self._specs:
-            x = Stage([spec], build=_without_data, tied=tied)(x, on_meta)
-            shapes.append((x.shape, x.dtype))
-        return shapes
-
-
-def _without_data(spec: LayerSpec) -> nn.Module:
-    """The layer on the meta device, a copy where it exists already."""
-    return copy.deepcopy(build_on_meta(spec)).to("meta")
-
-
-class _Function(nn.Module):
-    """A plain function as a layer."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
-
-
-class _Built(LayerSpec):
-    """A layer that exists already."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__(type(module))
-        self.module = module
-
-    def build(self) -> nn.Module:
-        return self.module
+def _scalar(loss: torch.Tensor, loss_fn: Callable[..., Any] | None) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        who = "the last layer returned" if loss_fn is None else "loss_fn returned"
+        remedy = ": pass loss_fn=lambda output, labels: ..., or let it return" if loss_fn is None else ": let it return"
+        raise GptparError(f"{who} {what}, which is no loss{remedy} a scalar.")
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _as_spec(layer: Any, number: int) -> LayerSpec:
     if isinstance(layer, PipelineModule):
         raise ConfigError(["a PipelineModule cannot be a layer of another one."])
     if isinstance(layer, nn.Module):
-        layer = _Built(layer)
+        layer = BuiltLayer(layer)
     elif not isinstance(layer, LayerSpec):
         if not callable(layer):
             raise TypeError(f"layer {number} is {layer!r}: a LayerSpec, a module or a function is needed")
-        layer = LayerSpec(_Function, layer)
+        layer = LayerSpec(FunctionLayer, layer)
     if not layer.name:
         layer.name = f"tied.{layer.key}" if isinstance(layer, TiedLayerSpec) else f"layers.{number}"
     return layer
 
 
-def _seeded(spec: LayerSpec, seed: int) -> nn.Module:
+def seeded(spec: LayerSpec, seed: int) -> nn.Module:
+    """The layer with its own initial values, drawn from a seed that its name and ``seed`` make."""
     with torch.random.fork_rng():
         torch.manual_seed(seed_of(seed, spec.name))
         return spec.build()

@@ -26,11 +26,11 @@ MicroBatch = tuple[torch.Tensor, Fields]
 
 
 class Observer(Protocol):
-    """Is told before and after each piece of work of this process."""
+    """Is told before and after each piece of work of this process; of a backward pass, from which output it begins."""
 
     def before_forward(self, micro_batch: int, chunk: int) -> None: ...
 
-    def before_backward(self, micro_batch: int, chunk: int) -> None: ...
+    def before_backward(self, micro_batch: int, chunk: int, output: torch.Tensor) -> None: ...
 
     def after_backward(self, micro_batch: int, chunk: int) -> None: ...
 
@@ -40,7 +40,7 @@ class Silent:
 
     def before_forward(self, micro_batch: int, chunk: int) -> None: ...
 
-    def before_backward(self, micro_batch: int, chunk: int) -> None: ...
+    def before_backward(self, micro_batch: int, chunk: int, output: torch.Tensor) -> None: ...
 
     def after_backward(self, micro_batch: int, chunk: int) -> None: ...
 
@@ -114,7 +114,7 @@ class Runtime:
         x, y = self._alive.pop((micro_batch, chunk))
         arriving = self._arriving.pop(("gradient", micro_batch, chunk), None)
         grad = self.grad if arriving is None else arriving.take()
-        self.observer.before_backward(micro_batch, chunk)
+        self.observer.before_backward(micro_batch, chunk, y)
         if y.requires_grad:  # not where the first stages have no parameters
             torch.autograd.backward(y, grad)
         self.observer.after_backward(micro_batch, chunk)

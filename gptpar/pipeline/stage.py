@@ -183,6 +183,10 @@ class Stage(nn.Module):
         """Layers' names as forward calls them; a tied one may come twice."""
         return [call.name for calls, _ in self._segments for call in calls]
 
+    def layers_by_name(self) -> dict[str, nn.Module]:
+        """Name -> layer, in forward order; a tied one once."""
+        return dict(zip(self._names, self.layers, strict=True))
+
     def global_parameters(self) -> dict[str, nn.Parameter]:
         """Global name -> parameter, in forward order, tied parameters once."""
         return {name: parameter for layer in self.parameters_by_layer().values() for name, parameter in layer.items()}

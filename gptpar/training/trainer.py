@@ -48,7 +48,7 @@ class _StepObserver:
         self._note(micro_batch, "forward")
         self.trainer.engine.gradients.begin_forward(last=self._is_last(micro_batch))
 
-    def before_backward(self, micro_batch: int, chunk: int) -> None:
+    def before_backward(self, micro_batch: int, chunk: int, output: torch.Tensor) -> None:
         self._note(micro_batch, "backward")
         self.trainer.engine.gradients.begin_backward(chunk, last=self._is_last(micro_batch))
 

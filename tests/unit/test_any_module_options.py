@@ -20,7 +20,7 @@ from gptpar.any_module.options import (
     read_options,
     step_batch,
 )
-from gptpar.config.deepspeed_keys import KEYS, SCHEDULES, Absent, Elsewhere, Tree
+from gptpar.config.deepspeed_keys import KEYS, SCHEDULES, Absent, Elsewhere, NoEffect, Tree
 from gptpar.errors import ConfigError
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.loss_scale import LossScale
@@ -298,7 +298,9 @@ def keys_of(tree: Tree, prefix: str = "") -> set[str]:
 
 def test_the_keys_are_those_of_the_command_line_and_a_few_more() -> None:
     more = keys_of(tree_for({})) - keys_of(KEYS)
-    assert {key for key in more if not key.startswith(("gptpar.", "scheduler."))} == {
+    of_pipelines = {key.removeprefix("pipeline.") for key in more if key.startswith("pipeline.")}
+    assert isinstance(KEYS["pipeline"], NoEffect) and of_pipelines == set(KEYS["pipeline"].inside)
+    assert {key for key in more if not key.startswith(("gptpar.", "scheduler.", "pipeline."))} == {
         "bf16.auto_cast",
         "bfloat16.auto_cast",
         "dataloader_drop_last",

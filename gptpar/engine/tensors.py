@@ -1,8 +1,9 @@
-"""The tensors in what a module is given and returns."""
+"""The tensors in what layers and modules are given and return: nested tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -34,6 +35,35 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return type(value)(mapped(inner, change) for inner in value)
     if type(value) is dict:
         return {name: mapped(inner, change) for name, inner in value.items()}
+    if isinstance(value, MutableMapping):  # transformers' batches and outputs, for one
+        changed = copy(value)
+        for name, inner in value.items():
+            changed[name] = mapped(inner, change)
+        return changed
     if is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Mapping):
         return replace(value, **{field.name: mapped(getattr(value, field.name), change) for field in fields(value)})
     return value
+
+
+Outline = Any
+"""Compared with ``==``."""
+
+_PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
+
+
+def outline(value: Any) -> Outline:
+    """What two values must have in common for the same work to be done on them: all but the numbers in tensors.
+
+    Where a value has objects whose contents are not known, its outline equals no other one.
+    """
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, Mapping):
+        return type(value), [(name, outline(inner)) for name, inner in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value), [outline(inner) for inner in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), [outline(getattr(value, field.name)) for field in fields(value)]
+    return object()

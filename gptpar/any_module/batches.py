@@ -1,0 +1,90 @@
+"""Micro-batches as a module is given them, and the loss in what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from gptpar.engine.tensors import mapped
+from gptpar.errors import GptparError
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+"""(the module's output, the micro-batch) -> the loss, a scalar."""
+
+
+def take_batches(data: Iterator[Any], number: int, device: torch.device) -> list[Any]:
+    """A step's micro-batches, their tensors on their way to the device.
+
+    Raises:
+        StopIteration: the data is at its end.
+        GptparError: it ends amid the step.
+        TypeError: ``data`` is no iterator.
+    """
+    if not isinstance(data, Iterator):
+        raise TypeError(
+            f"an iterator over micro-batches is needed, not a {type(data).__name__}: call iter(loader) once and pass "
+            "that to each step, or every step would begin with the first batch again."
+        )
+    batches = []
+    for taken in range(number):
+        try:
+            batches.append(mapped(next(data), lambda tensor: tensor.to(device, non_blocking=True)))
+        except StopIteration:
+            if not taken:
+                raise
+            raise GptparError(
+                f"the data ended after {taken} of the step's {number} micro-batches, which were not used: let its "
+                "length be a multiple of gradient_accumulation_steps, or repeat it."
+            ) from None
+    return batches
+
+
+def call_with(module: Callable[..., Any], batch: Any) -> Any:
+    """Call a module: a mapping gives keywords, a tuple or a list positional arguments, all else is one argument."""
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    if isinstance(batch, tuple | list):
+        return module(*batch)
+    return module(batch)
+
+
+def loss_of(output: Any, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+    """[] the loss: what ``loss_fn`` returns; without it the output, its ``loss``, or the first element of a tuple.
+
+    Raises:
+        GptparError: that is no scalar.
+    """
+    loss = _found(output) if loss_fn is None else loss_fn(output, batch)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(())
+    if loss_fn is not None:
+        raise GptparError(f"loss_fn returned {described(loss)}: a scalar is needed.")
+    what = described(output) if loss is output else f"{described(output)} whose loss is {described(loss)}"
+    raise GptparError(
+        f"the module returned {what}, and a scalar loss is needed: pass gptpar.initialize "
+        "loss_fn=lambda output, batch: ..., or let the module return a scalar, an object with .loss, or a tuple that "
+        "begins with it."
+    )
+
+
+def _found(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if hasattr(output, "loss"):
+        return output.loss
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+def described(value: Any) -> str:
+    """A value in a sentence."""
+    if not isinstance(value, torch.Tensor):
+        return "None" if value is None else f"a {type(value).__name__}"
+    kind = str(value.dtype).removeprefix("torch.")
+    return (
+        f"a {kind} tensor of shape {tuple(value.shape)} that {'has a' if value.requires_grad else 'requires no'} "
+        "gradient"
+    )

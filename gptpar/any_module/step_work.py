@@ -1,0 +1,117 @@
+"""Forward and backward passes of a step: what a step graph can record of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gptpar.activity import Activity
+from gptpar.any_module.batches import LossFunction, call_with, loss_of
+from gptpar.any_module.module_stage import ModuleStage
+from gptpar.engine.engine import Engine
+from gptpar.errors import GptparError
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the passes of a step have left.
+
+    Attributes:
+        loss: the mean over this process's micro-batches, fp32 or wider; zero where only backward passes were ours.
+        passes: the scopes called in each forward pass.
+        late: parameters whose gradient came after their unit's had been handed on.
+    """
+
+    loss: torch.Tensor
+    passes: Sequence[Sequence[str]]
+    late: tuple[str, ...]
+
+
+class StepWork:
+    """Runs the passes of a step; the host has nothing to do in between but to launch them.
+
+    Args:
+        call: the module, or what calls it.
+        loss_fn: see :func:`~gptpar.any_module.batches.loss_of`.
+
+    Attributes:
+        scale: the incoming gradient of each loss, on the device, so that a recorded step reads it anew.
+    """
+
+    def __init__(
+        self,
+        stage: ModuleStage,
+        engine: Engine,
+        call: Callable[..., Any],
+        loss_fn: LossFunction | None,
+        activity: Activity,
+    ):
+        self._stage, self._engine, self._call, self._loss_fn, self._activity = stage, engine, call, loss_fn, activity
+        self.scale = torch.ones((), dtype=engine.settings.wide, device=engine.device)
+        self._no_loss = torch.zeros_like(self.scale)
+
+    def backward(self, loss: torch.Tensor, *, last: bool, factor: float = 1.0, retain_graph: bool = False) -> None:
+        """Add the gradient of a micro-batch's loss to the step's.
+
+        Args:
+            last: the step's gradient is final then.
+            factor: how often the loss counts.
+        """
+        gradients, collector = self._engine.gradients, self._engine.gradients.collector
+        gradients.begin_backward(0, last=last)
+        self._stage.in_backward = True
+        hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
+        try:
+            with self._activity.lost_ranks_explained():
+                incoming = (self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)
+                torch.autograd.backward(loss, incoming, retain_graph=retain_graph)
+                gradients.end_backward()
+                if last:
+                    gradients.finish()
+        finally:
+            hook.remove()
+            self._stage.in_backward = False
+        self._engine.gatherer.let_all_go()
+
+    def __call__(self, batches: Sequence[Any]) -> StepResult:
+        """All passes of a step.
+
+        Raises:
+            GptparError: the module returned no loss, or one without a gradient.
+        """
+        self._stage.take_passes()
+        self._engine.gradients.memory.ahead = self._engine.cuts.recorder is not None
+        self._engine.begin_gradients(len(batches))
+        losses = []
+        for number, batch in enumerate(batches):
+            loss = loss_of(call_with(self._call, batch), batch, self._loss_fn)
+            if not loss.requires_grad:
+                raise GptparError(
+                    "the loss requires no gradient: train_batch was called under torch.no_grad(), or nothing that is "
+                    "trained leads to it."
+                )
+            self.backward(loss, last=number == len(batches) - 1)
+            losses.append(loss.detach())
+        return self.result(mean_of(losses))
+
+    def evaluate(self, batches: Sequence[Any]) -> torch.Tensor:
+        """[] the mean loss over micro-batches, fp32 or wider.
+
+        Raises:
+            GptparError: the module returned no loss.
+        """
+        return mean_of([loss_of(call_with(self._call, batch), batch, self._loss_fn) for batch in batches])
+
+    def result(self, loss: torch.Tensor | None = None) -> StepResult:
+        """Of the passes that are over."""
+        late = self._engine.gradients.collector.late
+        return StepResult(self._no_loss if loss is None else loss, self._stage.take_passes(), tuple(sorted(late)))
+
+
+def mean_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[] in fp32 or wider."""
+    stacked = torch.stack(list(losses))
+    return stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mean()

@@ -1,0 +1,310 @@
+"""What every engine of ``gptpar.initialize`` has in common: steps, their numbers, schedules, whole tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from gptpar.activity import Activity
+from gptpar.any_module.agreement import Agreement
+from gptpar.any_module.batches import take_batches
+from gptpar.any_module.dataset import RepeatingLoader
+from gptpar.any_module.optimizer import EngineOptimizer
+from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.step_work import StepResult
+from gptpar.any_module.weights import Weights
+from gptpar.engine.engine import Engine
+from gptpar.engine.readings import Readings
+from gptpar.engine.tensors import mapped
+from gptpar.errors import GptparError
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.topology import Topology
+
+TIMEOUT_S = 1800.0
+
+
+class Work(Protocol):
+    """The passes of a step.
+
+    Attributes:
+        scale: the incoming gradient of each loss, on the device.
+    """
+
+    scale: torch.Tensor
+
+    def __call__(self, batches: Sequence[Any]) -> StepResult:
+        """All passes over a step's micro-batches; the gradient is final afterwards."""
+
+    def evaluate(self, batches: Sequence[Any]) -> torch.Tensor:
+        """[] the mean loss over this process's micro-batches, fp32 or wider; zero where another stage has it."""
+
+    def result(self) -> StepResult:
+        """Of passes that were not called through this."""
+
+
+class TrainingEngine(nn.Module):
+    """Takes steps, whoever runs their forward and backward passes.
+
+    Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
+
+    Args:
+        module: what is trained.
+        work: runs its passes.
+        engine: where it is trained.
+        host: the CPU optimizer; ``None``: nothing is offloaded.
+        weights: the module's.
+        groups: the parameter groups, whose numbers hold at each step.
+        options: everything that was configured.
+        topology: this process's place.
+        activity: is told what this process is doing.
+
+    Attributes:
+        module: the user's.
+        training_data: the loader from which :meth:`train_batch` takes micro-batches if it is given none.
+        optimizer: the parameter groups.
+        lr_scheduler: is stepped after each step; ``None``: nobody is.
+        options: as given.
+        global_steps: steps taken, skipped ones included.
+        skipped_steps: steps that changed nothing because the gradient was not finite, as far as they are known.
+        micro_steps: micro-batches so far.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        work: Work,
+        engine: Engine,
+        host: HostOptimizer | None,
+        weights: Weights,
+        groups: list[dict[str, Any]],
+        options: EngineOptions,
+        topology: Topology,
+        activity: Activity,
+    ):
+        super().__init__()
+        self.module = module
+        self.options, self.topology, self.engine, self.host = options, topology, engine, host
+        self.optimizer = EngineOptimizer(groups, self._update, self.zero_grad)
+        self.lr_scheduler: LRScheduler | None = None
+        self.loss_scale = copy(options.loss_scale)
+        self.global_steps = self.skipped_steps = self.micro_steps = 0
+        self.training_data: Iterable[Any] | None = None
+        self._batches: Iterator[Any] | None = None
+        self.weights, self._work, self._activity = weights, work, activity
+        self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
+        self._count = 0  # complete micro-batches of the step at work
+        self._has_begun = self._is_final = self._closed = False
+        self._readings: Readings | None = None
+        self._result: StepResult | None = None
+        self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._norm, self._was_skipped = 0.0, False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self.topology.device
+
+    def _cast(self, inputs: Any) -> Any:
+        """Nested inputs, floating-point ones cast where the configuration says ``auto_cast``."""
+        dtype = self.options.dtype
+        if not self.options.cast_inputs or dtype is None:
+            return inputs
+        return mapped(inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    # A step.
+
+    def _prepare(self) -> None:
+        """What the host does before a step's gradients are begun."""
+        self._activity.note(f"step {self.global_steps + 1}")
+        self.weights.catch_up()
+        self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
+        self._work.scale.fill_(self.loss_scale.value)
+        self._has_begun = True
+
+    @property
+    def _divisor(self) -> float:
+        """What the sum of all gradients is divided by: the loss scale, and the number of addends of the mean."""
+        return self.loss_scale.value * self.options.batch.accumulation_steps * self.topology.layout.data
+
+    def _follow(self, passes: Sequence[Sequence[str]]) -> None:
+        """Expect the next step to be like this one."""
+
+    def _update(self) -> None:
+        if not self._is_final:
+            raise GptparError(
+                f"{self._count} of {self.options.batch.accumulation_steps} micro-batches of the step are done: "
+                "the optimizer can step after the last one's engine.backward(loss)."
+            )
+        self._activity.note(f"step {self.global_steps + 1}, optimizer")
+        result = self._result or self._work.result()
+        square = self.engine.square_of_grad()
+        evidence = self._agreement.evidence(result.passes, result.late, square)
+        loss = self._share_of_mean(result.loss)
+        sums = self.topology.sum_over_all(torch.cat([square[None], evidence, loss[None]]))
+        norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
+        norm, verdict = self._agreement.judge(norm, sums[1:-1])
+        skipped = self.engine.step(norm, self.optimizer.hyperparameters(), self._divisor)
+        self._readings = Readings([norm, skipped, verdict], TIMEOUT_S)
+        self._mean_loss = sums[-1]
+        self._follow(result.passes)
+        self.global_steps += 1
+        self._forget_step()
+        if self.loss_scale.dynamic or self.device.type == "cpu":
+            self._take_note_of_last_step()
+        if self.lr_scheduler is not None and not (self.loss_scale.dynamic and self._was_skipped):
+            self.lr_scheduler.step()
+
+    def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """What this process adds to the mean over processes; its loss is zero where another stage has it."""
+        return loss.double() / self.topology.layout.data
+
+    # Whole batches.
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Take a step, in the mode the module is in, over ``gradient_accumulation_steps`` micro-batches.
+
+        Tensors in them are moved to the device; what they are to the module, and what its loss is, the engine's class
+        says.
+
+        Args:
+            data_iter: has this process's micro-batches; default: the ``training_data`` of :func:`gptpar.initialize`.
+
+        Returns:
+            [] the mean loss over micro-batches and processes, on the device, fp32 or wider; it is not waited for.
+
+        Raises:
+            StopIteration: the data is at its end; nothing was done.
+            GptparError: it ends amid the step, there is no loss, or another step has begun.
+        """
+        batches = self._begin_batch(data_iter)
+        self._prepare()
+        try:
+            self._result = self._work(batches)
+            self._take_note_of_last_step()
+            self._count, self._is_final = len(batches), True
+            self.micro_steps += len(batches)
+            dtype = self._result.loss.dtype
+            self.optimizer.step()
+        finally:
+            self._forget_step()
+        return self._mean_loss.to(dtype)
+
+    def _begin_batch(self, data_iter: Iterator[Any] | None) -> list[Any]:
+        self._require_open()
+        data = self._own_data() if data_iter is None else data_iter
+        return take_batches(data, self.options.batch.accumulation_steps, self.device)
+
+    def _own_data(self) -> Iterator[Any]:
+        if self._batches is None:
+            if self.training_data is None:
+                raise GptparError("train_batch() has no data: pass an iterator, or training_data to gptpar.initialize.")
+            self._batches = RepeatingLoader(self.training_data)
+        return self._batches
+
+    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
+
+        Micro-batches and losses are those of :meth:`train_batch`. Afterwards each module is in the mode it was in. A
+        step at work goes on.
+
+        Returns:
+            [] the mean over micro-batches and processes, on the device, fp32 or wider; it is not waited for.
+
+        Raises:
+            StopIteration: the data is at its end.
+            GptparError: it ends amid the batch, or there is no loss.
+        """
+        self._require_open()
+        batches = take_batches(data_iter, self.options.batch.accumulation_steps, self.device)
+        modes = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            with torch.no_grad():
+                mean = self._work.evaluate(batches)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        return self.topology.sum_over_all(self._share_of_mean(mean)).to(mean.dtype)
+
+    def _take_note_of_last_step(self) -> None:
+        """Read the numbers of the last step, which has had time to end.
+
+        Raises:
+            GptparError: it was refused, on all processes.
+        """
+        readings, self._readings = self._readings, None
+        if readings is None:
+            return
+        self._norm, skipped, verdict = readings.read()
+        self._was_skipped = bool(skipped)
+        if verdict:
+            raise self._agreement.error(verdict, self.global_steps)
+        self.skipped_steps += self._was_skipped
+        self.loss_scale.update(self._was_skipped)
+        every = self.options.steps_per_print
+        if every and self.global_steps % every == 0 and self.topology.is_main:
+            rates = ", ".join(f"{group['lr']:.4g}" for group in self.optimizer.param_groups)
+            print(
+                f"step {self.global_steps}: learning rate {rates}, gradient norm {self._norm:.4g}, "
+                f"{self.skipped_steps} skipped so far",
+                flush=True,
+            )
+
+    def get_global_grad_norm(self) -> float:
+        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first."""
+        self._take_note_of_last_step()
+        return self._norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the step at work."""
+        if self._is_final and self.host is not None:
+            self.host.cancel()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._count, self._has_begun, self._is_final, self._result = 0, False, False, None
+
+    # Whole tensors.
+
+    def full_gradient(self, name: str) -> torch.Tensor:
+        """The whole gradient of a parameter, between the step's last backward pass and the step; all processes call it.
+
+        It is the mean over micro-batches and processes, not clipped.
+
+        Args:
+            name: of the parameter, as the module names it.
+
+        Raises:
+            GptparError: the step's gradient is not final, or no such parameter is trained.
+        """
+        if not self._is_final:
+            raise GptparError("full_gradient() is there between the step's last backward pass and the step.")
+        return self.weights.whole(name, "grad") / self._divisor
+
+    @contextlib.contextmanager
+    def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
+        """Inside, all parameters are there, with the last step's values; all processes enter and leave it.
+
+        Parameters that are changed in place inside keep their new values, and the optimizer goes on from them.
+
+        Args:
+            modifier_rank: the process whose values count; ``None``: all processes have changed them alike.
+        """
+        with self.weights.gathered(modifier_rank):
+            yield
+
+    def close(self) -> None:
+        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise GptparError("the engine is closed: make a new one with gptpar.initialize.")

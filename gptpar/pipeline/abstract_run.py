@@ -1,0 +1,67 @@
+"""Shapes and dtypes between layers, found without computing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from gptpar.layer_spec import LayerSpec
+from gptpar.pipeline.built_layers import BuiltLayer
+from gptpar.pipeline.stage import Fields, Stage, build_on_meta
+
+Outputs = list[tuple[torch.Size, torch.dtype]]
+
+
+class AbstractRun:
+    """What each layer returns, found by running all layers on tensors without data.
+
+    Args:
+        specs: of all layers.
+
+    Attributes:
+        dtype: of the layers' floating-point parameters; ``None``: the one they are built with.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec]):
+        self.dtype: torch.dtype | None = None
+        self._specs, self._found = specs, dict[Any, Outputs]()
+
+    def __call__(self, x: torch.Tensor, fields: Fields) -> Outputs:
+        """(shape, dtype) of each layer's output for this input of the first one."""
+        key = x.shape, x.dtype, self.dtype
+        if key not in self._found:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                self._found[key] = self._run(x.to("meta"), fields)
+        return self._found[key]
+
+    def _run(self, x: torch.Tensor, fields: Fields) -> Outputs:
+        on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in fields.items()}
+        outputs: Outputs = []
+        tied: dict[str, nn.Module] = {}
+        for spec in self._specs:
+            if isinstance(spec, BuiltLayer):
+                x = self._call_built(spec, x, on_meta)
+            else:
+                x = Stage([spec], build=self._without_data, tied=tied)(x, on_meta)
+            outputs.append((x.shape, x.dtype))
+        return outputs
+
+    def _without_data(self, spec: LayerSpec) -> nn.Module:
+        layer = build_on_meta(spec)
+        for parameter in layer.parameters():
+            parameter.data = self._cast(parameter.data)
+        return layer
+
+    def _call_built(self, spec: BuiltLayer, x: torch.Tensor, fields: Fields) -> torch.Tensor:
+        """Call a layer that is in use: neither its memory nor its hooks may be copied."""
+        tensors: dict[str, torch.Tensor] = dict(spec.module.named_parameters())
+        values = {name: self._cast(torch.empty_like(tensor, device="meta")) for name, tensor in tensors.items()}
+        values |= {name: torch.empty_like(buffer, device="meta") for name, buffer in spec.module.named_buffers()}
+        return functional_call(spec.module, values, (x, *(fields.get(name) for name in spec.batch_fields)))
+
+    def _cast(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter if self.dtype is None or not parameter.is_floating_point() else parameter.to(self.dtype)

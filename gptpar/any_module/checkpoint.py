@@ -1,16 +1,11 @@
 """An engine's checkpoints: DeepSpeed's two verbs on gptpar's own format.
 
-    save_dir/iter_0000100/               a checkpoint (gptpar.checkpoint), which carries its tag
-    save_dir/latest                      the tag that is loaded where none is given, as DeepSpeed writes it
-
-A checkpoint's number is ``global_steps``, or one more than the newest's where that is not smaller: what was saved last
-is the newest. Saving under a tag that is there replaces it, as in DeepSpeed, but only once the new one is proved.
+Which of them is meant is :mod:`gptpar.any_module.tags`.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,35 +19,35 @@ from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.any_module.stored_state import (
     StoredState,
     alias_problems,
-    group_problems,
+    group_differences,
     groups_to_json,
     load_groups,
     read_state,
     scheduler_problems,
     scheduler_to_json,
-    tag_of,
 )
+from gptpar.any_module.tags import LATEST, agreed_tag, candidates, place_for
 from gptpar.any_module.units import own, walk
-from gptpar.checkpoint import DamagedCheckpoint, Manifest, find_checkpoints, read_manifest
+from gptpar.checkpoint import DamagedCheckpoint, Manifest, read_manifest
 from gptpar.checkpoint import load_checkpoint as load_tensors
 from gptpar.checkpoint import save_checkpoint as save_tensors
 from gptpar.checkpoint.folders import replace_synced
-from gptpar.checkpoint.foreign import foreign_checkpoint
-from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
+from gptpar.checkpoint.verify import report_all
 from gptpar.errors import CheckpointError
 from gptpar.tensor_parts import TensorParts, as_parts
 
 if TYPE_CHECKING:
     from gptpar.any_module.engine import ModuleEngine
 
-LATEST = "latest"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+AMID_A_STEP = (
+    "engine.save_checkpoint in the middle of a step, {} of its {} micro-batches being complete: gradients are in no "
+    "checkpoint, so that these would be lost. Save after the engine.step() that ends the step."
+)
 
 Tensors = dict[str, torch.Tensor | TensorParts]
-Tagged = tuple[int, Path, str | None]
-"""Number and path of a checkpoint, and its tag; ``None``: its manifest is damaged, or it is another program's."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +94,10 @@ def save(
             of them named; another program's folder. What was saved before stays.
     """
     ranks, folder = Ranks(None), Path(save_dir)
-    tag = _agreed(ranks, f"global_step{engine.global_steps}" if tag is None else tag)
+    tag = agreed_tag(ranks, f"global_step{engine.global_steps}" if tag is None else tag)
     engine.weights.catch_up()
     engine.weights.settle()
-    number, replaced = ranks.lead(lambda: _place_for(folder, tag, engine.global_steps))
+    number, replaced = ranks.lead(lambda: place_for(folder, tag, engine.global_steps))
     meta = ranks.lead(lambda: _state_of(engine, tag, client_state).to_meta())
     tensors = _tensors(engine, with_moments=True)
     if ranks.rank == 0:
@@ -132,13 +127,14 @@ def load(
             checkpoint that does not fit, with all that differs.
     """
     ranks, folder = Ranks(None), Path(load_dir)
+    engine.weights.catch_up()
     engine.weights.settle()
-    candidates = ranks.lead(lambda: _candidates(folder, tag))
-    if not candidates:
+    found = ranks.lead(lambda: candidates(folder, tag))
+    if not found:
         ranks.lead(lambda: print_report(f"there is no checkpoint in {folder}: nothing was loaded"))
         return None, {}
     damaged = []
-    for number, path in candidates:
+    for number, path in found:
         try:
             manifest = ranks.lead(partial(read_manifest, path))
             state = read_state(path, manifest.meta)
@@ -151,80 +147,6 @@ def load(
             _take_over(engine, state, chosen)
             return str(path), from_json(state.client)
     raise CheckpointError(f"nothing was loaded: no whole checkpoint in {folder}:\n" + "\n".join(damaged))
-
-
-# Which checkpoint.
-
-
-def _agreed(ranks: Ranks, tag: str) -> str:
-    """The tag, which is one line and the same on all processes."""
-    tags = ranks.each(lambda: str(tag))
-    if len(set(tags)) > 1:
-        told = ", ".join(f"{one!r} on rank {tags.index(one)}" for one in dict.fromkeys(tags))
-        raise CheckpointError(f"the processes save one checkpoint under different tags: {told}; give all the same.")
-    if not tags[0].strip() or not tags[0].isprintable():
-        raise CheckpointError(f"the tag {tags[0]!r} is no name: give a text of one line.")
-    return tags[0]
-
-
-def _tagged(folder: Path) -> list[Tagged]:
-    """Every checkpoint of a folder, newest first."""
-    found: list[Tagged] = []
-    for number, path in find_checkpoints(folder):
-        try:
-            found.append((number, path, tag_of(read_manifest(path).meta)))
-        except DamagedCheckpoint:
-            found.append((number, path, None))
-    return found
-
-
-def _place_for(folder: Path, tag: str, step: int) -> tuple[int, list[Path]]:
-    """(number of a new checkpoint, what it replaces)"""
-    _require_own(folder, "nothing is written into it; choose another folder.")
-    found = _tagged(folder)
-    for _, path, other in found:
-        if other is None and (path / MANIFEST_NAME).exists() and _is_run(path):
-            raise CheckpointError(f"{path} is of a run of gptpar pretrain: save in another folder than {folder}.")
-    newest = found[0][0] if found else -1
-    return max(step, newest + 1), [path for _, path, other in found if other == tag]
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        return tag_of(read_manifest(path).meta) is None
-    except DamagedCheckpoint:
-        return False
-
-
-def _require_own(folder: Path, remedy: str) -> None:
-    if folder.is_dir() and (found := foreign_checkpoint(folder)):
-        raise CheckpointError(f"{folder} holds {found}: {remedy}")
-    if (folder / MANIFEST_NAME).is_file() and re.fullmatch(r"iter_\d+", folder.name):
-        raise CheckpointError(f"{folder} is itself a checkpoint: give {folder.parent}, the folder that it is in.")
-
-
-def _candidates(folder: Path, tag: str | None) -> list[tuple[int, Path]]:
-    """Checkpoints to be tried, in this order."""
-    _require_own(folder, "the engine reads its own checkpoints only.")
-    found = _tagged(folder)
-    if tag is None:
-        wanted = _latest_tag(folder)
-        first = next((number for number, _, one in found if one == wanted), None) if wanted is not None else None
-        return [(number, path) for number, path, _ in found if first is None or number <= first]
-    chosen = [(number, path) for number, path, one in found if one == str(tag)]
-    if not chosen:
-        names = ", ".join(repr(one) for *_, one in found if one is not None) or "none"
-        damaged = [str(path) for *_, path, one in found if one is None]
-        unknown = f"; of {', '.join(damaged)} it cannot be read" if damaged else ""
-        raise CheckpointError(f"{folder} has no checkpoint of the tag {str(tag)!r}; it has {names}{unknown}.")
-    return chosen
-
-
-def _latest_tag(folder: Path) -> str | None:
-    try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 # What is in it.
@@ -292,17 +214,19 @@ def _buffers(module: nn.Module) -> Tensors:
 
 def _require_fit(ranks: Ranks, engine: ModuleEngine, path: Path, state: StoredState, chosen: Chosen) -> None:
     """Whether the checkpoint's names and groups are the engine's, before anything is read."""
-    names = _names(engine.module)
-    ties = list(alias_problems(state.aliases, engine.weights.aliases))
+    groups = engine.optimizer.param_groups
+    differences = list(alias_problems(state.aliases, engine.weights.aliases))
     extra = state.extra.keys() ^ {name for name, _ in _with_extra_state(engine.module)}
-    ties += [f"the module {name or '(root)'} has extra state on one side only" for name in sorted(extra)]
-    problems = ties if chosen.strict else []
-    for sentence in () if chosen.strict else ties:
-        ranks.lead(partial(print_report, f"{sentence}; left alone"))
-    if chosen.moments:
-        problems += group_problems(state.groups, engine.optimizer.param_groups, names)
-    if chosen.schedule:
-        problems += scheduler_problems(state.scheduler, engine.lr_scheduler)
+    differences += [f"the module {name or '(root)'} has extra state on one side only" for name in sorted(extra)]
+    problems = list(scheduler_problems(state.scheduler, engine.lr_scheduler)) if chosen.schedule else []
+    if chosen.moments and len(state.groups) != len(groups):
+        problems.append(f"the checkpoint has {len(state.groups)} parameter group(s), and the engine has {len(groups)}")
+    elif chosen.moments:
+        differences += group_differences(state.groups, groups, _names(engine.module))
+    if chosen.strict:
+        problems += differences
+    else:
+        ranks.lead(lambda: report_all(print_report, [f"{one}; left alone" for one in differences]))
     if problems:
         listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         raise CheckpointError(f"{path} does not fit this engine, and nothing was loaded:\n{listing}\n{_REMEDY}")

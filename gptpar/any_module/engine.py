@@ -305,11 +305,8 @@ class ModuleEngine(nn.Module):
         """
         self._require_open()
         if self._has_begun or self._count:
-            raise CheckpointError(
-                f"engine.save_checkpoint in the middle of a step ({self.micro_steps} micro-batches so far, "
-                f"{self._count} complete ones in the step): its gradients are in no checkpoint; save after the "
-                "engine.step() that ends it, where engine.is_gradient_accumulation_boundary() was true before it."
-            )
+            steps = self.options.batch.accumulation_steps
+            raise CheckpointError(checkpoint.AMID_A_STEP.format(self._count, steps))
         self._take_note_of_last_step()
         return checkpoint.save(self, save_dir, tag, client_state, save_latest)
 
@@ -329,10 +326,8 @@ class ModuleEngine(nn.Module):
         self._require_open()
         self._take_note_of_last_step()
         self.zero_grad()
-        chosen = checkpoint.Chosen(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
-        )
-        return checkpoint.load(self, load_dir, tag, chosen)
+        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return checkpoint.load(self, load_dir, tag, checkpoint.Chosen(*what))
 
     def close(self) -> None:
         """End the engine's background work, also in the middle of a step; afterwards there are no steps."""

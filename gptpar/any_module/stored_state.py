@@ -65,9 +65,7 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
         CheckpointError: with everything that is wrong.
     """
     if tag_of(meta) is None:
-        raise CheckpointError(
-            f"{path} was not saved by engine.save_checkpoint: a run of gptpar pretrain reads its own."
-        )
+        raise CheckpointError(f"{path} is no engine's: gptpar pretrain --load goes on with its own runs.")
     kinds: dict[str, Callable[[Any], bool]] = {
         "tag": lambda value: isinstance(value, str),
         "counts": lambda value: _has(value, dict.fromkeys(COUNTS, int)) and all(value[n] >= 0 for n in COUNTS),
@@ -117,13 +115,10 @@ def groups_to_json(
     return found
 
 
-def group_problems(
+def group_differences(
     stored: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
 ) -> Iterator[str]:
-    """Sentences on groups that are not those of the checkpoint."""
-    if len(stored) != len(groups):
-        yield f"the checkpoint has {len(stored)} parameter group(s), and the optimizer has {len(groups)}"
-        return
+    """Sentences on parameters that the checkpoint has in other groups; there are as many groups on both sides."""
     for place, (old, new) in enumerate(zip(stored, groups, strict=True)):
         before, now = set(map(str, old["params"])), {names[parameter] for parameter in new["params"]}
         for one, where in ((before - now, "in the checkpoint"), (now - before, "here")):

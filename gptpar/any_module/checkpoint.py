@@ -95,7 +95,6 @@ def save(
     """
     ranks, folder = Ranks(None), Path(save_dir)
     tag = agreed_tag(ranks, f"global_step{engine.global_steps}" if tag is None else tag)
-    engine.weights.catch_up()
     engine.weights.settle()
     number, replaced = ranks.lead(lambda: place_for(folder, tag, engine.global_steps))
     meta = ranks.lead(lambda: _state_of(engine, tag, client_state).to_meta())
@@ -127,7 +126,6 @@ def load(
             checkpoint that does not fit, with all that differs.
     """
     ranks, folder = Ranks(None), Path(load_dir)
-    engine.weights.catch_up()
     engine.weights.settle()
     found = ranks.lead(lambda: candidates(folder, tag))
     if not found:
@@ -271,7 +269,6 @@ def _like(target: torch.Tensor | TensorParts, dtype: torch.dtype) -> TensorParts
 def _take_over(engine: ModuleEngine, state: StoredState, chosen: Chosen) -> None:
     """Everything but the tensors."""
     engine.engine.publish()
-    engine.weights.forget_changes()
     for path, module in _with_extra_state(engine.module):
         if path in state.extra:
             module.set_extra_state(from_json(state.extra[path]))

@@ -54,13 +54,10 @@ class Weights:
         with self.gathered():
             self._take(changed)
 
-    def forget_changes(self) -> None:
-        """Master weights were set: parameters that were changed in place before that do not count any more."""
-        self._versions = self._read_versions()
-
     def settle(self) -> None:
-        """Return when nobody writes into parameters or master weights, by this process or another."""
+        """Return when master weights follow all changes, and nothing that writes into parameters is on its way."""
         gatherer = self._engine.gatherer
+        self.catch_up()
         self._engine.finish()
         gatherer.let_all_go()
         for scope in self._stage.plan.scopes if not gatherer.transient else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
+from gptpar.any_module import checkpoint
 from gptpar.any_module.agreement import Agreement
 from gptpar.any_module.batches import take_batches
 from gptpar.any_module.dataset import RepeatingLoader
@@ -22,7 +24,7 @@ from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
 from gptpar.engine.tensors import mapped
-from gptpar.errors import GptparError
+from gptpar.errors import CheckpointError, GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.topology import Topology
 
@@ -298,6 +300,43 @@ class TrainingEngine(nn.Module):
         """
         with self.weights.gathered(modifier_rank):
             yield
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+    ) -> str:
+        """Keep the module's and the engine's state between two steps; all processes call it.
+
+        See :func:`gptpar.any_module.checkpoint.save` for the arguments, the result and the errors.
+        """
+        self._require_open()
+        if self._has_begun or self._count:
+            steps = self.options.batch.accumulation_steps
+            raise CheckpointError(checkpoint.AMID_A_STEP.format(self._count, steps))
+        self._take_note_of_last_step()
+        return checkpoint.save(self, save_dir, tag, client_state, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Go on from what :meth:`save_checkpoint` kept, at any size, stage and ratio; all processes call it.
+
+        Gradients of a step at work are forgotten. See :func:`gptpar.any_module.checkpoint.load`.
+        """
+        self._require_open()
+        self._take_note_of_last_step()
+        self.zero_grad()
+        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return checkpoint.load(self, load_dir, tag, checkpoint.Chosen(*what))
 
     def close(self) -> None:
         """End the engine's background work, also in the middle of a step; afterwards there are no steps."""

@@ -50,7 +50,8 @@ GRADIENTS = [
     Fault(
         "reduction-not-waited-for",
         REDUCER,
-        "                self._axis.wait_for(work)\n                self._add(unit, shard, last)\n\n            return complete",
+        "                self._axis.wait_for(work)\n                self._add(unit, shard, last)\n\n"
+        "            return complete",
         "                self._add(unit, shard, last)\n\n            return complete",
         (TWO_PROCESSES,),
     ),

@@ -2,7 +2,7 @@
 
 python examples/any_module.py
 torchrun --nproc-per-node 2 examples/any_module.py
-python -m gptpar check-layouts --module examples/any_module.py:make --nproc 2    proves that it trains as in plain PyTorch
+python -m gptpar check-layouts --module examples/any_module.py:make --nproc 2    # is it the same as plain PyTorch?
 """
 
 from pathlib import Path

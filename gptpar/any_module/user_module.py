@@ -161,9 +161,9 @@ def _told(what: str, allowed: tuple[type[Exception], ...] = ()) -> Iterator[None
     """A user's own mistake as one sentence, with the line where it happened."""
     try:
         yield
-    except (GptparError, *allowed):
-        raise
     except Exception as error:
+        if isinstance(error, (GptparError, *allowed)):
+            raise
         *_, last = traceback.extract_tb(error.__traceback__)
         text = str(error).strip() or "no message"
         place = f"{Path(last.filename).name}, line {last.lineno}"

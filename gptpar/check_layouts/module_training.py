@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptpar.any_module.initialize import initialize
@@ -21,9 +22,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 PASSES = 2
 """Micro-batches of each process in a step: gradients are added up."""
 
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-"""Divided by a smaller epsilon, gradients that are nothing but round-off would move weights."""
-CLIP = 0.5
+LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 0.5
+EPS = 1e-6
+"""Divided by a smaller one, gradients that are nothing but round-off would move weights."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ class ModuleCheck:
         with self.kept_wide():
             user.loss(module, batch)
         if any(not torch.equal(a, b) for a, b in zip(before, _random_states(device), strict=True)):
-            paths = [name for name, one in module.named_modules() if getattr(one, "p", 0.0) and "Drop" in str(type(one))]
+            paths = [name for name, one in module.named_modules() if isinstance(one, _DropoutNd) and one.p]
             hint = f" ({', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})" if paths else ""
             raise GptparError(
-                f"{user.name}: the model draws random numbers in its forward pass{hint}, and each process draws others: "
-                "results would differ. Set dropout to 0, or return the model after model.eval()."
+                f"{user.name}: the model draws random numbers in its forward pass{hint}, and each process draws "
+                "others: results would differ. Set dropout to 0, or return the model after model.eval()."
             )
 
     def kept_wide(self) -> contextlib.AbstractContextManager[Any]:
@@ -91,12 +92,11 @@ def train_plainly(check: ModuleCheck, device: torch.device) -> Outcome:
     masters = {name: p.detach().clone().requires_grad_() for name, p in trained.items()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(check.dtype)
-    optimizer = torch.optim.AdamW(masters.values(), **ADAM)
-    outcome = Outcome(initial=_copies(masters))
+    optimizer = torch.optim.AdamW(masters.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    outcome = Outcome(initial=_copies(trained))
     for step in range(check.steps):
         total = 0.0
-        for master in masters.values():
-            master.grad = torch.zeros_like(master)  # of what a step does not use, too
+        sums = {name: torch.zeros_like(master) for name, master in masters.items()}  # of what no batch uses, too
         for micro in range(check.micro_batches):
             with check.kept_wide():
                 loss = user.loss(module, user.batch(step * check.micro_batches + micro, device, check.dtype))
@@ -104,16 +104,18 @@ def train_plainly(check: ModuleCheck, device: torch.device) -> Outcome:
             total += loss.item() / check.micro_batches
             for name, parameter in trained.items():
                 if parameter.grad is not None:
-                    masters[name].grad += parameter.grad.to(masters[name].dtype)
+                    sums[name] += parameter.grad.to(sums[name].dtype)
                     parameter.grad = None
-        outcome.gradients.append({name: master.grad.cpu().clone() for name, master in masters.items()})
+        for name, master in masters.items():
+            master.grad = sums[name]
+        outcome.gradients.append(_copies(sums))
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), CLIP)
         outcome.steps.append((total, norm.item()))
         optimizer.step()
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(masters[name])
-        outcome.weights.append(_copies(masters))
+        outcome.weights.append(_copies(trained))
     return outcome
 
 
@@ -121,17 +123,14 @@ def train_case(check: ModuleCheck, case: ModuleCase) -> Outcome:
     """With ``gptpar.initialize``; all processes call it, and the main one has the outcome."""
     user = check.made()
     engine, *_ = initialize(model=user.module, config=_config(check, case))
-    names = [name for name, p in user.module.named_parameters() if p.requires_grad]
+    trained = {name: p for name, p in user.module.named_parameters() if p.requires_grad}
     rank, is_main = engine.topology.rank, engine.topology.is_main
 
-    def whole(read: Callable[[str], torch.Tensor]) -> Tensors:
-        tensors = {name: read(name) for name in names}  # all processes read
-        return {name: tensor.cpu().clone() for name, tensor in tensors.items()} if is_main else {}
+    def weights() -> Tensors:
+        with engine.gathered():
+            return _copies(trained) if is_main else {}
 
-    def weight(name: str) -> torch.Tensor:
-        return engine.weights.whole(name, "weights")
-
-    outcome = Outcome(initial=whole(weight))
+    outcome = Outcome(initial=weights())
     for step in range(check.steps):
         total = torch.zeros((), dtype=torch.float64)
         for micro in range(PASSES):
@@ -141,13 +140,13 @@ def train_case(check: ModuleCheck, case: ModuleCase) -> Outcome:
                 engine.backward(loss)
             total += loss.item() / check.micro_batches
             if micro == PASSES - 1:
-                outcome.gradients.append(whole(engine.full_gradient))
+                gradients = {name: engine.full_gradient(name) for name in trained}  # all processes ask
+                outcome.gradients.append(_copies(gradients) if is_main else {})
             engine.step()
         if check.processes > 1:
             dist.all_reduce(total)
         outcome.steps.append((total.item(), engine.get_global_grad_norm()))
-        engine.engine.finish()
-        outcome.weights.append(whole(weight))
+        outcome.weights.append(weights())
     engine.close()
     return outcome
 
@@ -157,22 +156,20 @@ def _config(check: ModuleCheck, case: ModuleCase) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,  # the user's batches have whichever size
         "gradient_accumulation_steps": PASSES,
         "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}},
         "bf16": {"enabled": check.number_format == "bf16"},
         "zero_optimization": dict(case.zero),
         "steps_per_print": 10**9,
     }
 
 
-def _copies(tensors: Tensors) -> Tensors:
+def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def _random_states(device: torch.device) -> Iterator[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return iter(states)
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_gpu]
 
 
 class _WithoutCasts(TorchDispatchMode):

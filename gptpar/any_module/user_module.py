@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -98,6 +98,11 @@ class UserModule:
             f"{self.name}: {source} gave {what}, not a scalar loss with a gradient: let the model return its loss (or "
             "an object with .loss), or return model, make_batch, loss_fn with a loss_fn(output, batch)."
         )
+
+
+def is_named_in(argv: Sequence[str]) -> bool:
+    """Whether a command line is about a user's module: it has other flags then."""
+    return any(word.split("=", 1)[0] == "--module" for word in argv)
 
 
 def load_user_function(spec: str) -> Callable[[], UserModule]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gptpar.any_module.user_module import is_named_in
 from gptpar.check_layouts import modules
 from gptpar.check_layouts.cases import Case, all_cases
 from gptpar.check_layouts.compare import Comparison
@@ -48,7 +49,7 @@ norms of queries and keys."""
 
 def main(argv: list[str]) -> int:
     """Check, or start the workers that do."""
-    if any(word.split("=")[0] == "--module" for word in argv):
+    if is_named_in(argv):
         return modules.main(argv)
     number_format = [] if {"--bf16", "--fp16", "--fp32", "--fp64"} & set(argv) else ["--fp64"]
     scale = ["--initial-loss-scale", "1024"] if "--fp16" in argv else []  # the usual first ones overflow for many steps

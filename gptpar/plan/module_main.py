@@ -12,8 +12,8 @@ from gptpar.any_module.user_module import SEED, load_user_function
 from gptpar.command import Parser, positive_int
 from gptpar.plan.module_memory import estimate_memory
 
-DESCRIPTION = """Tell what gptpar.initialize will take of each GPU's and of the machine's memory for your module, without
-activations, on a machine without a GPU. The module is built without memory: it may be of any size.
+DESCRIPTION = """Tell what gptpar.initialize will take of each GPU's and of the machine's memory for your module,
+without activations, on a machine without a GPU. The module is built without memory: it may be of any size.
 
 FUNCTION takes no arguments and returns the model, or model, make_batch (see gptpar check-layouts --module --help)."""
 

@@ -19,8 +19,8 @@ from gptpar.host import peak_process_memory
 from gptpar.launch import is_worker, start_workers, workers_wanted
 from gptpar.topology import open_world
 
-DESCRIPTION = """Time training steps of your own module with gptpar.initialize and a DeepSpeed configuration, and print one
-JSON line with the median step. The batches of one step are made before the first and used in all.
+DESCRIPTION = """Time training steps of your own module with gptpar.initialize and a DeepSpeed configuration, and print
+one JSON line with the median step. The batches of one step are made before the first and used in all.
 
 FUNCTION takes no arguments and returns model, make_batch or model, make_batch, loss_fn (see gptpar check-layouts
 --module --help)."""

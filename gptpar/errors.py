@@ -20,6 +20,9 @@ class ConfigError(GptparError):
         self.problems = list(problems)
         super().__init__(f"the configuration has {_numbered(self.problems)}")
 
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
+        return type(self), (self.problems,)
+
 
 class ModelError(GptparError):
     """All reasons at once why a model cannot be trained as it is.
@@ -31,6 +34,9 @@ class ModelError(GptparError):
     def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
         super().__init__(f"the model has {_numbered(self.problems)}")
+
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
+        return type(self), (self.problems,)
 
 
 class DataError(GptparError):

@@ -147,6 +147,26 @@ def _over_stages(dtypes: set[torch.dtype], topology: Topology) -> set[torch.dtyp
     return set().union(*everyone)
 
 
+def move_buffers(model: nn.Module, device: torch.device, recording: Recording | None) -> None:
+    """Bring buffers to the device; they keep their dtype, and modules that share one go on sharing it."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    if recording is not None:
+        recording.make_attributes(model, device)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device) if recording is None else recording.make(buffer, device, name)
+                module._buffers[name] = moved[buffer]
+
+
+def compile_scopes(stage: PlacedParameters) -> None:
+    """Compile each block by itself, its hooks left out; without blocks, the whole model."""
+    for path in [scope.path for scope in stage.plan.scopes if scope.path] or [""]:
+        module = stage.scope_module(path)
+        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+
+
 def _host_optimizer(
     table: ParameterTable,
     parameters: ParameterMemory,

@@ -30,7 +30,12 @@ _OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
 
 
 def groups_of(
-    optimizer: ClientOptimizer, model_parameters: Iterable[Any] | None, model: nn.Module, options: EngineOptions
+    optimizer: ClientOptimizer,
+    model_parameters: Iterable[Any] | None,
+    model: nn.Module,
+    options: EngineOptions,
+    *,
+    may_be_empty: bool = False,
 ) -> list[Group]:
     """The parameter groups: ``params`` (a list), ``lr``, ``betas``, ``eps``, ``weight_decay``, and what else users add.
 
@@ -43,6 +48,7 @@ def groups_of(
         model_parameters: parameters, (name, parameter) pairs or groups; default: all trainable ones of the model. An
             optimizer that is there already brings its own.
         options: its ``optimizer`` is for a client that brings none.
+        may_be_empty: whether there need not be trainable parameters: a pipeline's stage may have none.
 
     Raises:
         ConfigError: naming everything that does not fit.
@@ -51,14 +57,14 @@ def groups_of(
     if client is not None and not isinstance(client, torch.optim.Optimizer):
         if not callable(client):
             raise ConfigError([f"optimizer is of type {type(client).__name__}: {_USE_ADAMW}."])
-        client = client(given)
+        client = client(given or [{"params": []}])
     if client is None:
         groups, problems = _grouped(given, options.optimizer)
     elif isinstance(client, torch.optim.Optimizer):
         groups, problems = client.param_groups, list(_client_problems(client))
     else:
         raise ConfigError([f"the function optimizer returns what is of type {type(client).__name__}: {_USE_ADAMW}."])
-    problems += [*_parameter_problems(groups, model), *_number_problems(groups)]
+    problems += [*_parameter_problems(groups, model, may_be_empty), *_number_problems(groups)]
     if problems:
         raise ConfigError(problems)
     _warn_of_others(groups, model)
@@ -119,7 +125,7 @@ def _client_problems(client: torch.optim.Optimizer) -> Iterator[str]:
         )
 
 
-def _parameter_problems(groups: Sequence[Group], model: nn.Module) -> Iterator[str]:
+def _parameter_problems(groups: Sequence[Group], model: nn.Module, may_be_empty: bool) -> Iterator[str]:
     """Whether the groups have parameters of the model, each once."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     places: dict[torch.Tensor, int] = {}
@@ -136,7 +142,7 @@ def _parameter_problems(groups: Sequence[Group], model: nn.Module) -> Iterator[s
                 places[parameter] = place
     if foreign:
         yield f"not among the model's parameters: {_shortened(foreign)}: pass those of the model that is passed, too."
-    if not any(parameter.requires_grad for parameter in places) and not foreign and groups:
+    if not (may_be_empty or any(parameter.requires_grad for parameter in places) or foreign) and groups:
         yield "there is no trainable parameter in the groups: set requires_grad before gptpar.initialize."
 
 

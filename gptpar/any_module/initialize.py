@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,26 +15,30 @@ from torch.utils.data import DataLoader, Dataset
 from gptpar.activity import Activity
 from gptpar.any_module.agreement import require_same_model
 from gptpar.any_module.batches import LossFunction
-from gptpar.any_module.build import build_engine
+from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
+from gptpar.any_module.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
 from gptpar.any_module.module_stage import ROOT, ModuleStage
-from gptpar.any_module.options import EngineOptions, read_options
+from gptpar.any_module.options import EngineOptions, ModelKind, read_options
+from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
-from gptpar.any_module.units import UnitPlan, find_units
+from gptpar.any_module.units import find_units
 from gptpar.any_module.weights import Weights
+from gptpar.errors import GptparError
+from gptpar.pipeline.module import PipelineModule
 from gptpar.topology import Layout, Topology, join_world, make_topology
 
 TIMEOUT_MINUTES = 30.0
 
-Initialized = tuple[ModuleEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
+Initialized = tuple[ModuleEngine | PipelineEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
 
 
 def initialize(
     args: object = None,
-    model: nn.Module | None = None,
+    model: nn.Module | Sequence[Layer] | None = None,
     optimizer: ClientOptimizer = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
@@ -51,7 +55,9 @@ def initialize(
 
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration.
-        model: the module; its parameters get other memory, and stay the same objects.
+        model: the module; its parameters get other memory, and stay the same objects. Or a
+            :class:`~gptpar.pipeline.module.PipelineModule`, or a list of its layers, which the configuration's
+            ``pipeline`` divides: the engine is a :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
         optimizer: an AdamW that has taken no step, or a function from parameters to one; goes before the
             configuration's.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
@@ -62,7 +68,8 @@ def initialize(
         config: DeepSpeed's JSON as a path or a dictionary.
         recording: of the :func:`gptpar.deferred_init` in which the model was built.
         loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:
-            the output is the loss, or has it as ``loss`` or as the first element of a tuple.
+            the output is the loss, or has it as ``loss`` or as the first element of a tuple. Of a list of layers:
+            (the last one's output, the labels) -> a scalar; default: the output is the loss.
 
     Returns:
         (engine, optimizer, loader, scheduler); the last two are ``None`` where nothing asks for them.
@@ -72,63 +79,58 @@ def initialize(
         ModelError: with every reason why the module cannot be trained.
         GptparError: memory does not suffice.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"gptpar.initialize trains a torch.nn.Module, not a {type(model).__name__}.")
-    if recording is not None:
-        recording.check(model)
+    if not isinstance(model, nn.Module | list | tuple):
+        raise TypeError(
+            f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
+        )
     rank, device = join_world(TIMEOUT_MINUTES)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    topology = make_topology(Layout(data=world), rank, device)
-    options = read_options(config, args, world=world)
-    groups = groups_of(optimizer, model_parameters, model, options)
-    trained = {parameter for group in groups for parameter in group["params"]}
-    plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
-    require_same_model(model, topology)
-    engine = _engine_of(model, plan, groups, options, topology, recording, loss_fn)
+    engine: ModuleEngine | PipelineEngine
+    if isinstance(model, nn.Module) and not isinstance(model, PipelineModule):
+        options = read_options(config, args, world=world)
+        topology = make_topology(Layout(data=world), rank, device)
+        require_same_model(model, topology)
+        engine = _engine_of(model, optimizer, model_parameters, options, topology, recording, loss_fn)
+    else:
+        if recording is not None:
+            raise GptparError("recording= is for a module; each LayerSpec is built only where its layer runs anyway.")
+        if isinstance(model, PipelineModule):
+            check_pipeline(model, loss_fn, world)
+            options = read_options(config, args, world=model.topology.layout.data, model=ModelKind.PIPELINE)
+            pipeline = model
+        else:
+            options = read_options(config, args, world=world, model=ModelKind.LAYERS)
+            pipeline = make_pipeline(model, loss_fn, options, rank, device)
+        engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options)
     engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
     loader = None
     if training_data is not None:
-        loader = make_loader(training_data, options, topology.data_rank, world, collate_fn)
+        topology = engine.topology
+        loader = make_loader(training_data, options, topology.data_rank, topology.layout.data, collate_fn)
         engine.training_data = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _engine_of(
     model: nn.Module,
-    plan: UnitPlan,
-    groups: list[dict[str, Any]],
+    optimizer: ClientOptimizer,
+    model_parameters: Iterable[Any] | None,
     options: EngineOptions,
     topology: Topology,
     recording: Recording | None,
     loss_fn: LossFunction | None,
 ) -> ModuleEngine:
+    if recording is not None:
+        recording.check(model)
+    groups = groups_of(optimizer, model_parameters, model, options)
+    trained = {parameter for group in groups for parameter in group["params"]}
+    plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
     activity = Activity.of_worker()
     stage = ModuleStage(model, plan, lambda path: activity.note(f"unit {path or 'the model'}"))
     move_buffers(model, topology.device, recording)
     engine, host, frozen = build_engine(stage, [group["params"] for group in groups], options, topology, recording)
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     if options.compile:
-        compile_scopes(model, plan)
+        compile_scopes(stage)
     weights = Weights(stage, engine, frozen, topology)
     return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity, loss_fn)
-
-
-def move_buffers(model: nn.Module, device: torch.device, recording: Recording | None) -> None:
-    """Bring buffers to the device; they keep their dtype, and modules that share one go on sharing it."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}
-    if recording is not None:
-        recording.make_attributes(model, device)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                if buffer not in moved:
-                    moved[buffer] = buffer.to(device) if recording is None else recording.make(buffer, device, name)
-                module._buffers[name] = moved[buffer]
-
-
-def compile_scopes(model: nn.Module, plan: UnitPlan) -> None:
-    """Compile each block by itself, its hooks left out; without blocks, the whole model."""
-    paths = [scope.path for scope in plan.scopes if scope.path != ROOT] or [ROOT]
-    for path in paths:
-        module = model.get_submodule(path)
-        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]

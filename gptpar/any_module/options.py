@@ -122,7 +122,7 @@ class EngineOptions:
         compile: whether each unit's module is compiled.
         units: names of the classes whose modules are units; empty: they are found by the module's structure.
         step_graph: ``auto``, ``on`` or ``off``: whether ``train_batch`` records steps as graphs.
-        seed: of the order of ``training_data``.
+        seed: of the order of ``training_data``, and of the initial values of layers that are built from specifications.
         derived: values with their reasons, among them what DeepSpeed assumes for absent keys.
         without_effect: keys that change nothing, each with the reason.
         pipeline: of a list of layers.
@@ -327,6 +327,10 @@ def _pipeline_problems(values: _Values, world: int, model: ModelKind) -> Iterato
     if values.get("pipeline.recompute", 0) < 0:
         yield "pipeline.activation_checkpoint_interval is negative: 0 recomputes nothing."
     said = values.section("pipeline")
+    if model is not ModelKind.MODULE and values.get("module.units", ()):
+        yield "gptpar.units: the layers of a pipeline are its units: drop the key."
+    if model is not ModelKind.MODULE and values.config.precision.cuda_graph == "on":
+        yield "gptpar.step_graph is true: steps of a pipeline of layers are not recorded: drop the key."
     if model is not ModelKind.LAYERS and any(number > 1 for number in numbers.values()):
         has = {ModelKind.MODULE: "is no list of layers", ModelKind.PIPELINE: "is a PipelineModule, which has its own"}
         told = " and ".join(f"{keys[name]} {number}" for name, number in numbers.items() if number > 1)

@@ -296,7 +296,8 @@ class TrainingEngine(nn.Module):
         Parameters that are changed in place inside keep their new values, and the optimizer goes on from them.
 
         Args:
-            modifier_rank: the process whose values count; ``None``: all processes have changed them alike.
+            modifier_rank: the process whose values count, of those with the same layers (in a pipeline: its place on
+                the data axis); ``None``: all processes have changed them alike, tied layers on all of their stages.
         """
         with self.weights.gathered(modifier_rank):
             yield

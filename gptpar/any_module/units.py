@@ -109,7 +109,7 @@ def find_units(
     scope_of = {names[0]: _common(scopes_of[parameter]) for parameter, names in names_of.items()}
     kept_out = set() if trained is None else set(parameters.values()) - set(trained)
     kinds = {n: (dtype or p.dtype, p.requires_grad and p not in kept_out) for n, p in parameters.items()}
-    units = _flat_units(parameters, scope_of, kinds)
+    units = flat_units(parameters, scope_of, kinds)
     with_units = {unit.scope for unit in units} | {""}
     return UnitPlan(
         tuple(_scope(path, units) for path in first_path.values() if path in with_units),
@@ -151,10 +151,15 @@ def _scope(path: str, units: tuple[FlatUnit, ...]) -> Scope:
     return Scope(path, tuple(unit.name for unit in units if unit.scope == path))
 
 
-def _flat_units(
+def flat_units(
     parameters: Mapping[str, torch.Tensor], scope_of: Mapping[str, str], kinds: Mapping[str, tuple[torch.dtype, bool]]
 ) -> tuple[FlatUnit, ...]:
-    """Group parameters, given in order of definition under their first names; ``kinds``: dtype, trained or not."""
+    """Group parameters, given in order of definition under their first names.
+
+    Args:
+        scope_of: of each.
+        kinds: dtype, and whether it is trained.
+    """
     members: dict[tuple[str, torch.dtype, bool, str | None], list[str]] = {}
     for name, parameter in parameters.items():
         alone = name if not scope_of[name] and parameter.numel() >= ALONE else None

@@ -116,28 +116,44 @@ class Weights:
         changed = self._changed()
         if modifier_rank is not None:
             changed = list(self._stage.parameters)
-            for name in changed if self._topology.layout.world_size > 1 else ():
-                dist.broadcast(self._stage.parameters[name].data, modifier_rank)
+            group = self._topology.data_group
+            for name in changed if group is not None else ():
+                first = dist.get_global_rank(group, modifier_rank)
+                dist.broadcast(self._stage.parameters[name].data, first, group=group)
         if changed:
             self._take(changed)
             self._engine.publish()
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
-        """A parameter's ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``, from all processes that have some."""
+        """A parameter's ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``; all processes call it.
+
+        Raises:
+            GptparError: no process trains a parameter of that name.
+        """
         first = self._stage.plan.aliases.get(name, name)
-        table = self._engine.table
-        if first not in table.params:
+        param = self._engine.table.params.get(first)
+        shapes = self._over_stages(None if param is None else param.info.full_shape)
+        owner = next((rank for rank, shape in enumerate(shapes) if shape is not None), None)
+        if owner is None:
             raise GptparError(f"{name} is no parameter that is trained.")
-        found = torch.zeros(
-            table.params[first].info.full_shape, dtype=self._engine.settings.wide, device=self._engine.device
-        )
+        found = torch.zeros(shapes[owner] or (), dtype=self._engine.settings.wide, device=self._engine.device)
         held = self._engine.optimizer.parts(kind).get(first)
         for offsets, part in held.parts if held is not None else ():
             box = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
             found[box] = part.to(found)
-        if table.place.shards > 1:
+        if param is not None and self._engine.table.place.shards > 1:
             dist.all_reduce(found, group=self._topology.data_group)
+        if len(shapes) > 1:
+            dist.broadcast(found, owner)
         return found
+
+    def _over_stages(self, shape: torch.Size | None) -> list[torch.Size | None]:
+        """Each process's, where there are several stages; they have different parameters."""
+        if self._topology.layout.pipeline == 1:
+            return [shape]
+        shapes: list[torch.Size | None] = [None] * self._topology.layout.world_size
+        dist.all_gather_object(shapes, shape)
+        return shapes
 
     # state_dict and load_state_dict, scope by scope.
 

@@ -1,0 +1,130 @@
+"""A pipeline of layers on the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gptpar.activity import Activity
+from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
+from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
+from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.pipeline_engine import PipelineEngine
+from gptpar.any_module.weights import Weights
+from gptpar.errors import GptparError, ModelError
+from gptpar.layer_spec import LayerSpec
+from gptpar.pipeline.module import PipelineModule, seeded
+from gptpar.topology import Layout, Topology, make_topology
+
+Layer: TypeAlias = LayerSpec | nn.Module | Callable[[torch.Tensor], torch.Tensor]
+LabelLoss: TypeAlias = Callable[[Any, Any], torch.Tensor]
+"""(the last layer's output, labels) -> the loss, a scalar."""
+
+
+def check_pipeline(pipeline: PipelineModule, loss_fn: LabelLoss | None, world: int) -> None:
+    """Whether a pipeline that its user has made can be trained.
+
+    Raises:
+        ModelError: with every reason why not.
+    """
+    layout, problems = pipeline.topology.layout, []
+    if loss_fn is not None:
+        problems.append("loss_fn is passed beside a PipelineModule: pass it to the PipelineModule")
+    if layout.tensor > 1:
+        problems.append(
+            f"the PipelineModule's tensor axis has {layout.tensor} processes: gptpar.initialize trains layers that are "
+            "whole on each process (tensor=1)"
+        )
+    if layout.world_size != world:
+        problems.append(
+            f"the PipelineModule was made for {layout.world_size} process(es), and there are {world}: call "
+            "torch.distributed.init_process_group before it is made, or pass the list of layers as the model"
+        )
+    if problems:
+        raise ModelError(problems)
+
+
+def make_pipeline(
+    layers: Sequence[Layer], loss_fn: LabelLoss | None, options: EngineOptions, rank: int, device: torch.device
+) -> PipelineModule:
+    """Divide a list of layers as the configuration says; each process builds its own, in host memory.
+
+    Raises:
+        ConfigError: they cannot be divided like that.
+    """
+    chosen = options.pipeline
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    every = chosen.recompute
+    return PipelineModule(
+        layers,
+        topology=make_topology(Layout(data=world // chosen.stages, pipeline=chosen.stages), rank, device),
+        loss_fn=loss_fn,
+        partition_method=chosen.partition,
+        num_virtual_stages=chosen.virtual_stages,
+        build=lambda spec: seeded(spec, options.seed),
+        recompute=lambda names: [tuple(names[at : at + every]) for at in range(0, len(names), every)] if every else (),
+    )
+
+
+def engine_of_pipeline(
+    pipeline: PipelineModule,
+    optimizer: ClientOptimizer,
+    model_parameters: Iterable[Any] | None,
+    options: EngineOptions,
+) -> PipelineEngine:
+    """The engine over a pipeline's layers, which keep their values; of tied ones, the first stage's count.
+
+    Raises:
+        ConfigError: with everything that is wrong with optimizer or parameters.
+        ModelError: with every reason why the layers cannot be trained.
+        GptparError: memory does not suffice, or another process had one of these errors.
+    """
+    topology, layers = pipeline.topology, layers_of(pipeline)
+    with _all_or_none(topology):
+        if problems := list(sharing_problems(pipeline.specs)):
+            raise ModelError(problems)
+        groups = groups_of(optimizer, model_parameters, pipeline, options, may_be_empty=topology.layout.pipeline > 1)
+        trained = {parameter for group in groups for parameter in group["params"]}
+        plan = plan_layers(layers, dtype=options.dtype, trained=trained)
+    stages = LayerStages(pipeline, plan)
+    if options.dtype is not None:
+        pipeline.expect_dtype(options.dtype)
+    for layer, group in pipeline.tied_groups.items():
+        _follow_first(layers[layer], group, topology.device)
+    move_buffers(pipeline, topology.device, None)
+    engine, host, frozen = build_engine(stages, [group["params"] for group in groups], options, topology)
+    if options.compile:
+        compile_scopes(stages)
+    weights = Weights(stages, engine, frozen, topology)
+    return PipelineEngine(pipeline, stages, engine, host, weights, groups, options, Activity.of_worker())
+
+
+@contextmanager
+def _all_or_none(topology: Topology) -> Iterator[None]:
+    """An error of one process is raised on all: stages have different layers, and others would wait for it."""
+    mine: GptparError | None = None
+    try:
+        yield
+    except GptparError as error:
+        mine = error
+    if topology.layout.world_size > 1:
+        everyone: list[GptparError | None] = [None] * topology.layout.world_size
+        dist.all_gather_object(everyone, mine)
+        mine = mine or next((error for error in everyone if error is not None), None)
+    if mine is not None:
+        raise mine
+
+
+@torch.no_grad()
+def _follow_first(layer: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let a layer that several stages have a copy of begin with the first one's values."""
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        value = tensor.data.to(device).contiguous()
+        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+        tensor.data.copy_(value)

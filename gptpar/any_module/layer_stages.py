@@ -1,0 +1,164 @@
+"""A pipeline's layers as the engine sees them: each layer is a scope, and a unit for each kind of its parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from gptpar.any_module.placed import PlacedParameters, TiedUnit
+from gptpar.any_module.refusals import problems_of
+from gptpar.any_module.units import Scope, UnitPlan, flat_units
+from gptpar.engine.gatherer import ParameterGatherer
+from gptpar.errors import ModelError
+from gptpar.layer_spec import LayerSpec
+from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
+from gptpar.pipeline.module import PipelineModule
+from gptpar.pipeline.stage import Stage
+
+
+class LayerStages(PlacedParameters):
+    """The layers of a pipeline that this process has.
+
+    Args:
+        pipeline: its layers have their values.
+        plan: of these layers.
+    """
+
+    def __init__(self, pipeline: PipelineModule, plan: UnitPlan):
+        self._layers = layers_of(pipeline)
+        super().__init__(plan, _parameters_of(self._layers))
+        self.stages = [_LayerStage(stage, self) for stage in pipeline.stages_here]
+        trained = {unit.name for unit in plan.units if unit.trainable}
+        units_of = {scope.path: scope.units for scope in plan.scopes}
+        self.tied = {
+            unit: TiedUnit(pipeline.tied_stages[layer], group)
+            for layer, group in pipeline.tied_groups.items()
+            for unit in units_of.get(layer, ())
+            if unit in trained
+        }
+
+    def scope_module(self, path: str) -> nn.Module:
+        """See :meth:`PlacedParameters.scope_module`."""
+        return self._layers[path]
+
+
+class _LayerStage:
+    """A virtual stage, whose layers may have several units each (:class:`~gptpar.engine.engine.EngineStage`)."""
+
+    def __init__(self, stage: Stage, owner: LayerStages):
+        self._stage, self._owner = stage, owner
+        names = stage.layers_by_name()
+        self._units = {scope.path: scope.units for scope in owner.plan.scopes if scope.path in names}
+        units = [unit for unit in owner.plan.units if unit.scope in self._units]
+        self._names = [name for unit in units for name in unit.parameters]
+        self._trained = [name for unit in units if unit.trainable for name in unit.parameters]
+
+    def call_through(self, gatherer: ParameterGatherer) -> None:
+        self._stage.call_through(gatherer)
+
+    def call_order(self) -> list[str]:
+        return self._stage.call_order()
+
+    def units_by_layer(self) -> dict[str, tuple[str, ...]]:
+        return self._units
+
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: self._owner.parameters[name] for name in self._trained}
+
+    def place(self, storage: Mapping[str, torch.Tensor]) -> None:
+        self._owner.place({name: storage[name] for name in self._names})
+
+
+def layers_of(pipeline: PipelineModule) -> dict[str, nn.Module]:
+    """Name -> layer, of all that this process has, in forward order; a tied one once."""
+    return {name: layer for stage in pipeline.stages_here for name, layer in stage.layers_by_name().items()}
+
+
+def _parameters_of(layers: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """By first name."""
+    return {f"{name}.{local}": p for name, layer in layers.items() for local, p in layer.named_parameters()}
+
+
+def plan_layers(
+    layers: Mapping[str, nn.Module], *, dtype: torch.dtype | None, trained: Collection[nn.Parameter]
+) -> UnitPlan:
+    """Divide layers into units.
+
+    Args:
+        layers: by name; they do not share parameters.
+        dtype: that all parameters will have; ``None``: they keep theirs.
+        trained: the parameters that an optimizer has.
+
+    Raises:
+        ModelError: with every reason why they cannot be divided.
+    """
+    problems = [f"layer {name}: {problem}" for name, layer in layers.items() for problem in problems_of(layer)]
+    parameters, among = _parameters_of(layers), set(trained)
+    problems += [
+        f"{name} has no values: let the layers be built with them, without build=build_on_meta"
+        for name, parameter in parameters.items()
+        if parameter.is_meta
+    ]
+    if problems:
+        raise ModelError(problems)
+    names: dict[torch.Tensor, list[str]] = {}
+    buffers: dict[torch.Tensor, list[str]] = {}
+    scope_of = {f"{name}.{local}": name for name, layer in layers.items() for local, _ in layer.named_parameters()}
+    for name, layer in layers.items():
+        for local, parameter in layer.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(f"{name}.{local}")
+        for local, buffer in layer.named_buffers(remove_duplicate=False):
+            buffers.setdefault(buffer, []).append(f"{name}.{local}")
+    kinds = {name: (dtype or p.dtype, p.requires_grad and p in among) for name, p in parameters.items()}
+    units = flat_units(parameters, scope_of, kinds)
+    scopes = (Scope(name, tuple(unit.name for unit in units if unit.scope == name)) for name in layers)
+    return UnitPlan(
+        tuple(scope for scope in scopes if scope.units),
+        units,
+        tuple(one[0] for one in buffers.values()),
+        {name: one[0] for one in (*names.values(), *buffers.values()) if len(one) > 1 for name in one},
+    )
+
+
+def sharing_problems(specs: Sequence[LayerSpec]) -> Iterator[str]:
+    """Parameters that several layers use without saying so; every process sees all of the list."""
+    owners: dict[torch.Tensor, str] = {}
+    for spec in specs:
+        if isinstance(spec, BuiltLayer):
+            for local, parameter in spec.module.named_parameters():
+                owner = owners.setdefault(parameter, spec.name)
+                if owner != spec.name:
+                    yield (
+                        f"{owner} and {spec.name} share the parameter {local}: write both as "
+                        "TiedLayerSpec(key, ...), so that stages which both have it sum its gradients."
+                    )
+        elif issubclass(spec.cls, FunctionLayer):
+            for module in _modules_behind(spec.args[0]):
+                yield (
+                    f"{spec.name} is a function that uses the parameters of a {type(module).__name__}, which it is not "
+                    "given by the engine: write TiedLayerSpec(key, ..., forward_fn=function) here and where the layer "
+                    "is, or make it a layer of its own."
+                )
+
+
+def _modules_behind(function: object) -> Iterator[nn.Module]:
+    """Modules with parameters that a function refers to."""
+    while isinstance(function, functools.partial):
+        yield from _with_parameters([*function.args, *function.keywords.values()])
+        function = function.func
+    cells = getattr(function, "__closure__", None) or ()
+    yield from _with_parameters([getattr(function, "__self__", None), *map(_contents, cells)])
+
+
+def _contents(cell: object) -> object:
+    try:
+        return cell.cell_contents  # type: ignore[attr-defined]
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _with_parameters(values: Sequence[object]) -> Iterator[nn.Module]:
+    return (one for one in values if isinstance(one, nn.Module) and next(one.parameters(), None) is not None)

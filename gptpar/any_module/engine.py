@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
 from gptpar.any_module.agreement import Agreement
-from gptpar.any_module.batches import LossFunction, call_with, described, loss_of, take_batches
-from gptpar.any_module.dataset import RepeatingLoader
+from gptpar.any_module.batches import BatchSource, LossFunction, described, evaluating
+from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.step_work import StepResult, StepWork, mean_of
+from gptpar.any_module.step_work import StepResult, StepWork
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
@@ -48,7 +48,7 @@ class ModuleEngine(nn.Module):
 
     Attributes:
         module: the user's.
-        training_data: the loader from which :meth:`train_batch` takes micro-batches if it is given none.
+        data: where :meth:`train_batch` takes micro-batches from.
         optimizer: the parameter groups.
         lr_scheduler: is stepped after each step; ``None``: nobody is.
         options: as given.
@@ -76,10 +76,12 @@ class ModuleEngine(nn.Module):
         self.lr_scheduler: LRScheduler | None = None
         self.loss_scale = copy(options.loss_scale)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
-        self.training_data: Iterable[Any] | None = None
-        self._batches: Iterator[Any] | None = None
-        self.weights, self._stage, self._activity, self._loss_fn = weights, stage, activity, loss_fn
+        self.data = BatchSource(options.batch.accumulation_steps, self.device)
+        self.weights, self._stage, self._activity = weights, stage, activity
         self._work = StepWork(stage, engine, self.forward, loss_fn, activity)
+        self._recorded: RecordedWork | None = None
+        if wants_graph(options, topology.layout.world_size, self.device):
+            self._recorded = RecordedWork(self.module, self._work, engine)
         self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the step at work
         self._has_begun = self._is_final = self._closed = False
@@ -248,35 +250,23 @@ class ModuleEngine(nn.Module):
             StopIteration: the data is at its end; nothing was done.
             GptparError: it ends amid the step, there is no loss, or another step has begun.
         """
-        batches = self._begin_batch(data_iter)
-        self._prepare()
-        try:
-            self._result = self._work(batches)
-            self._take_note_of_last_step()
-            self._count, self._is_final = len(batches), True
-            self.micro_steps += len(batches)
-            dtype = self._result.loss.dtype
-            self.optimizer.step()
-        finally:
-            self._forget_step()
-        return self._mean_loss.to(dtype)
-
-    def _begin_batch(self, data_iter: Iterator[Any] | None) -> list[Any]:
         self._require_open()
         if self._has_begun or self._count or self._no_sync:
             raise GptparError(
                 f"train_batch() amid a step, {self._count} of whose micro-batches are done, or in no_sync(): end the "
                 "step with engine.step(), or forget it with engine.zero_grad()."
             )
-        data = self._own_data() if data_iter is None else data_iter
-        return take_batches(data, self.options.batch.accumulation_steps, self.device)
-
-    def _own_data(self) -> Iterator[Any]:
-        if self._batches is None:
-            if self.training_data is None:
-                raise GptparError("train_batch() has no data: pass an iterator, or training_data to gptpar.initialize.")
-            self._batches = RepeatingLoader(self.training_data)
-        return self._batches
+        batches = self.data.take(data_iter)
+        try:
+            self._prepare()
+            self._result = result = (self._recorded or self._work)(batches)
+            self._take_note_of_last_step()
+            self._count, self._is_final = len(batches), True
+            self.micro_steps += len(batches)
+            self.optimizer.step()
+        finally:
+            self._forget_step()
+        return self._mean_loss.to(result.loss.dtype)
 
     def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
@@ -292,16 +282,9 @@ class ModuleEngine(nn.Module):
             GptparError: it ends amid the batch, or there is no loss.
         """
         self._require_open()
-        batches = take_batches(data_iter, self.options.batch.accumulation_steps, self.device)
-        modes = {module: module.training for module in self.modules()}
-        self.eval()
-        try:
-            with torch.no_grad():
-                losses = [loss_of(call_with(self.forward, batch), batch, self._loss_fn) for batch in batches]
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        mean = mean_of(losses)
+        batches = self.data.take(data_iter)
+        with evaluating(self):
+            mean = self._work.evaluate(batches)
         return self.topology.sum_over_all(self._share_of_mean(mean)).to(mean.dtype)
 
     def _follow(self, passes: list[list[str]]) -> None:
@@ -378,6 +361,8 @@ class ModuleEngine(nn.Module):
         """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
         if not self._closed:
             self._closed = True
+            if self._recorded is not None:
+                self._recorded.release()
             self.engine.close()
 
     def _require_open(self) -> None:

@@ -19,6 +19,7 @@ from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
+from gptpar.any_module.graph import check_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions, read_options
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
@@ -79,6 +80,7 @@ def initialize(
     world = dist.get_world_size() if dist.is_initialized() else 1
     topology = make_topology(Layout(data=world), rank, device)
     options = read_options(config, args, world=world)
+    check_graph(options, world)
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
@@ -87,7 +89,7 @@ def initialize(
     loader = None
     if training_data is not None:
         loader = make_loader(training_data, options, topology.data_rank, world, collate_fn)
-        engine.training_data = loader
+        engine.data.loader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gptpar.activity import Activity
-from gptpar.any_module.batches import LossFunction, call_with, loss_of
+from gptpar.any_module.batches import Batches, LossFunction, call_with, loss_of, mean_of
 from gptpar.any_module.module_stage import ModuleStage
 from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
@@ -76,7 +76,7 @@ class StepWork:
             self._stage.in_backward = False
         self._engine.gatherer.let_all_go()
 
-    def __call__(self, batches: Sequence[Any]) -> StepResult:
+    def __call__(self, batches: Batches) -> StepResult:
         """All passes of a step.
 
         Raises:
@@ -102,8 +102,7 @@ class StepWork:
         late = self._engine.gradients.collector.late
         return StepResult(self._no_loss if loss is None else loss, self._stage.take_passes(), tuple(sorted(late)))
 
-
-def mean_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[] in fp32 or wider."""
-    stacked = torch.stack(list(losses))
-    return stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mean()
+    @torch.no_grad()
+    def evaluate(self, batches: Batches) -> torch.Tensor:
+        """[] the mean loss, fp32 or wider."""
+        return mean_of([loss_of(call_with(self._call, batch), batch, self._loss_fn) for batch in batches])

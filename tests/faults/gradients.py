@@ -106,16 +106,16 @@ GRADIENTS = [
     Fault(
         "norm-of-the-devices-elements-alone",
         ROUTER,
-        "self._norm.measure({unit.name: shard})",
-        "self._norm.measure({unit.name: shard[: self._memory.shards[unit.name].numel()]})",
+        "self._norm.measured({unit.name: shard})",
+        "self._norm.measured({unit.name: shard[: self._memory.shards[unit.name].numel()]})",
         (RATIOS,),
     ),
     Fault(
         "norm-before-the-sum-over-the-tensor-axis",
         ROUTER,
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n"
-        "        self._norm.measure({unit.name: shard})\n",
-        "        self._norm.measure({unit.name: shard})\n"
+        "        norms = self._norm.measured({unit.name: shard})\n",
+        "        norms = self._norm.measured({unit.name: shard})\n"
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
         (RATIOS_ON_RANKS,),
     ),

@@ -121,6 +121,16 @@ def _found(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) and output else output
 
 
+def require_loss(loss: Any) -> None:
+    """See that a backward pass can begin with it.
+
+    Raises:
+        GptparError: it cannot.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {described(loss)}.")
+
+
 def described(value: Any) -> str:
     """A value in a sentence."""
     if not isinstance(value, torch.Tensor):

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
 from gptpar.any_module.agreement import Agreement
-from gptpar.any_module.batches import BatchSource, LossFunction, described, evaluating
+from gptpar.any_module.batches import BatchSource, LossFunction, evaluating, require_loss
 from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.optimizer import EngineOptimizer
@@ -309,17 +309,18 @@ class ModuleEngine(nn.Module):
         self.loss_scale.update(self._was_skipped)
         every = self.options.steps_per_print
         if every and self.global_steps % every == 0 and self.topology.is_main:
-            rates = ", ".join(f"{group['lr']:.4g}" for group in self.optimizer.param_groups)
-            print(
-                f"step {self.global_steps}: learning rate {rates}, gradient norm {self._norm:.4g}, "
-                f"{self.skipped_steps} skipped so far",
-                flush=True,
-            )
+            told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
+            rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
+            print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
 
     def get_global_grad_norm(self) -> float:
         """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first."""
         self._take_note_of_last_step()
         return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step at work."""
@@ -377,5 +378,4 @@ class ModuleEngine(nn.Module):
                 'micro-batch has several backward passes, do all but the last "with engine.no_sync():", or add up the '
                 "losses and call backward once."
             )
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {described(loss)}.")
+        require_loss(loss)

@@ -71,10 +71,10 @@ class StepGraph(Generic[Given, Result]):
     Args:
         work: forward and backward on micro-batches that are on the device; waits for nothing on the host, and leaves
             everything it began finished. Its result is of the same kinds as micro-batches
-            (:mod:`gptpar.engine.tensors`).
+            (:mod:`gptpar.engine.tensors`). Torch's default generator goes on in replays, others do not.
         before: called before each recording and each replay; must leave nothing pending that ``work`` would wait for.
-        let_go: called before each launched step and each recording: nobody holds memory of the last step's gradients
-            afterwards, so that the step may take it anew.
+        let_go: called before each launched step and each recording: the last step is done afterwards, and nobody holds
+            memory of its gradients, so that the step may take it anew.
         cuts: where the host acts in between, with tensors that nothing else in the step writes to.
         launched_steps: how many alike come before a recording.
         given_up: told why ``work`` cannot be recorded, and is launched from then on; ``None``: that is an error.
@@ -142,13 +142,11 @@ class StepGraph(Generic[Given, Result]):
             self.release()
             if self._given_up is None:
                 raise
-            self._before()  # what waited at a cut has not waited
             self._is_off = True
             self._given_up(error)
             return
         if outline(result) != self._last[1]:  # it was another step after all
             self.release()
-            self._before()
             return
         self._inputs, self._output = (kind, inputs), [result]
 

@@ -201,9 +201,7 @@ def test_what_waits_for_the_device_is_launched_for_good() -> None:
         found = train(recorded, data, 8)
     assert found == train(launched, batches(), 8) and recorder.recordings == 1
     (told,) = [str(one.message) for one in said if "graph" in str(one.message)]
-    assert (
-        "called a synchronizing operation" in told and "python_recorder.py:" in told
-    )
+    assert "called a synchronizing operation" in told and "python_recorder.py:" in told
     assert_same(recorded, launched)
 
 

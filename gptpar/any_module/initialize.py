@@ -125,9 +125,9 @@ def move_buffers(model: nn.Module, device: torch.device, recording: Recording | 
                 module._buffers[name] = moved[buffer]
 
 
-def compile_scopes(model: nn.Module, plan: UnitPlan) -> None:
+def compile_scopes(model: nn.Module, plan: UnitPlan, backend: str = "inductor") -> None:
     """Compile each block by itself, its hooks left out; without blocks, the whole model."""
     paths = [scope.path for scope in plan.scopes if scope.path != ROOT] or [ROOT]
     for path in paths:
         module = model.get_submodule(path)
-        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,6 +58,7 @@ class ModuleStage:
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._guard: AbsentParameters | None = None
+        self._uncompiled = contextlib.ExitStack()
         self._unit_of: dict[int, FlatUnit] = {}
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
 
@@ -108,6 +110,16 @@ class ModuleStage:
     def _unit_in(self, tensor: Any) -> FlatUnit | None:
         return self._unit_of.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
 
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass. The first one recomputes what was watched, uncompiled as it was."""
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
+            self._uncompiled.close()
+
     # Around a scope's forward.
 
     def _before(self, scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -144,6 +156,7 @@ class ModuleStage:
             self._kept = saved_tensors_hooks(self._pack, self._unpack)
             self._kept.__enter__()
             if self._guard is not None:
+                self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
                 self._guard.__enter__()
 
     def _end(self) -> None:

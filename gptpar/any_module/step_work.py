@@ -62,10 +62,9 @@ class StepWork:
         """
         gradients, collector = self._engine.gradients, self._engine.gradients.collector
         gradients.begin_backward(0, last=last)
-        self._stage.in_backward = True
         hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
         try:
-            with self._activity.lost_ranks_explained():
+            with self._stage.backward(), self._activity.lost_ranks_explained():
                 incoming = (self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)
                 torch.autograd.backward(loss, incoming, retain_graph=retain_graph)
                 gradients.end_backward()
@@ -73,7 +72,6 @@ class StepWork:
                     gradients.finish()
         finally:
             hook.remove()
-            self._stage.in_backward = False
         self._engine.gatherer.let_all_go()
 
     def __call__(self, batches: Batches) -> StepResult:

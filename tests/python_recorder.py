@@ -34,6 +34,7 @@ class PythonRecorder(TorchDispatchMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         self.recordings += 1
+        generator = torch.get_rng_state()
         try:
             with self:
                 yield
@@ -41,6 +42,7 @@ class PythonRecorder(TorchDispatchMode):
             for memory, values in self._before.values():
                 memory.copy_(values, False)
             self._before.clear()
+            torch.set_rng_state(generator)
 
     def begin_part(self) -> None:
         assert self._part is None

@@ -182,14 +182,16 @@ class CudaRecorder:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-        mode = torch.cuda.get_sync_debug_mode()
+        waiting = torch.cuda.get_sync_debug_mode()
         # The backward pass on this thread, too: a part has to end on the thread on which it began.
         with torch.cuda.stream(self._stream), torch.autograd.set_multithreading_enabled(False):
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+                torch.cuda.set_sync_debug_mode("error")
             try:
                 yield
             finally:
-                torch.cuda.set_sync_debug_mode(mode)
+                torch.cuda.set_sync_debug_mode(waiting)
 
     def begin_part(self) -> None:
         pool = self._graphs[0].pool() if self._graphs else None

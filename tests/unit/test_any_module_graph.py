@@ -181,13 +181,18 @@ def test_loaded_weights_and_changed_rates_count() -> None:
 
 
 def test_dropout_goes_on_in_replays() -> None:
-    engine = make(dropout=0.5)
-    recorder = record(engine)
-    data = next(batches())
-    engine.optimizer.param_groups[0]["lr"] = 0.0
-    engine.lr_scheduler = None
-    losses = [float(engine.train_batch(iter([data]))) for _ in range(8)]
-    assert recorder.replays == 8 - LAUNCHED_STEPS and len(set(losses)) == 8
+    """The weights stay, and the losses differ, as those of launched steps do."""
+    data, found = next(batches()), []
+    for recorder in (None, PythonRecorder()):
+        engine = make(dropout=0.5)
+        if recorder is not None:
+            engine._recorded = RecordedWork(engine.module, engine._work, engine.engine, recorder)
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        engine.lr_scheduler = None
+        torch.manual_seed(1)
+        found.append([float(engine.train_batch(iter([data]))) for _ in range(8)])
+    assert recorder is not None and recorder.replays == 8 - LAUNCHED_STEPS
+    assert found[0] == found[1] and len(set(found[0])) == 8
 
 
 def test_what_waits_for_the_device_is_launched_for_good() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from gptpar.any_module.deferred import Recording
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.units import FlatUnit, UnitPlan
-from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.data_axis import DataAxis, wait_without_limit
 from gptpar.engine.engine import Engine, EngineSettings
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
@@ -30,10 +31,12 @@ NOT_DRAWN = Constant(0.0)
 """Stands for the initial values of a module that brings its own."""
 
 
-def data_axis_of(options: EngineOptions, topology: Topology) -> DataAxis:
+def data_axis_of(
+    options: EngineOptions, topology: Topology, wait_for: Callable[[Any], None] = wait_without_limit
+) -> DataAxis:
     """This process's place on the data axis; alone there, nothing is sharded."""
     size = topology.layout.data
-    return DataAxis(size, topology.data_rank, topology.data_group, options.zero_stage if size > 1 else 0)
+    return DataAxis(size, topology.data_rank, topology.data_group, options.zero_stage if size > 1 else 0, wait_for)
 
 
 def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], world: int) -> EngineSettings:
@@ -97,6 +100,7 @@ def build_engine(
     options: EngineOptions,
     topology: Topology,
     recording: Recording | None = None,
+    wait_for: Callable[[Any], None] = wait_without_limit,
 ) -> tuple[Engine, HostOptimizer | None, list[Unit]]:
     """The engine of a module, its CPU optimizer if it has one, and the units that are not trained.
 
@@ -106,11 +110,12 @@ def build_engine(
         stage: the module, or the layers that this process has.
         groups: parameters of each group of the optimizer.
         recording: makes the values of parameters without memory.
+        wait_for: waits for collectives over the data axis.
 
     Raises:
         GptparError: the host's memory does not suffice for what is offloaded.
     """
-    axis, device, plan = data_axis_of(options, topology), topology.device, stage.plan
+    axis, device, plan = data_axis_of(options, topology, wait_for), topology.device, stage.plan
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
     table, frozen = lay_out(plan, stage.parameters, groups, options, axis, stage=topology.stage, tied=tied)
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)

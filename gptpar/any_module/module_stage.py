@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,14 +42,14 @@ class ModuleStage(PlacedParameters):
     Args:
         module: on the engine's device, but for its parameters.
         plan: its units.
-        note: is told of the scope that is about to be called.
+        note: is told what is about to be done.
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
         in_backward: whether the engine is in a backward pass: what is called there is computed again.
     """
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda path: None):
+    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
         super().__init__(plan, dict(module.named_parameters()))
         self.module, self.stages, self._note = module, (self,), note
         self.passes: list[list[str]] = []
@@ -58,6 +59,7 @@ class ModuleStage(PlacedParameters):
         self._kept: saved_tensors_hooks | None = None
         self._guard: AbsentParameters | None = None
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        self._uncompiled = contextlib.ExitStack()
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
 
     # What the engine asks.
@@ -96,11 +98,22 @@ class ModuleStage(PlacedParameters):
         """See :meth:`PlacedParameters.scope_module`."""
         return self.module.get_submodule(path)
 
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass. The first one recomputes what was watched, uncompiled as it was."""
+        self._note("began a backward pass")
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
+            self._uncompiled.close()
+
     # Around a scope's forward.
 
     def _before(self, scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._gatherer is not None
-        self._note(scope.path)
+        self._note(f"called {scope.path or 'the model'}")
         if self.in_backward:
             self._gatherer.before_backward(scope.path)
             return
@@ -134,6 +147,7 @@ class ModuleStage(PlacedParameters):
             self._kept = saved_tensors_hooks(self._pack, self._unpack)
             self._kept.__enter__()
             if self._guard is not None:
+                self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
                 self._guard.__enter__()
 
     def _require_same_trained(self) -> None:

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,23 +35,28 @@ SPINS = 100
 class OrderWatch:
     """Notes the order of a process's calls.
 
-    Args:
-        store: what all processes can read; ``None``: this process is alone, nothing is watched.
-        name: of the engine, the same on all processes.
-
     Attributes:
         error: what was found.
     """
 
-    def __init__(self, topology: Topology, store: dist.Store | None, name: str):
-        self._topology, self._store, self._prefix = topology, store, f"gptpar/order/{name}"
-        self._step, self._notes = 0, list[str]()
+    def __init__(self, topology: Topology):
+        self._topology = topology
+        self._store: dist.Store | None = None
+        self._prefix = ""
+        self._step, self._notes = 1, list[str]()
         self._seen: tuple[int, int] = (-1, -1)
         self._end = threading.Event()
         self.error: GptparError | None = None
-        self._thread = threading.Thread(target=self._run, name="gptpar order watch", daemon=True)
-        if store is not None:
-            self._thread.start()
+
+    def start(self, name: str) -> None:
+        """Begin to look, if there are other processes.
+
+        Args:
+            name: of the engine, the same on all processes, and another one than that of other engines.
+        """
+        if self._topology.layout.world_size > 1:
+            self._store, self._prefix = dist.distributed_c10d._get_default_store(), f"gptpar/order/{name}"
+            threading.Thread(target=self._run, name="gptpar order watch", daemon=True).start()
 
     def begin_step(self, step: int) -> None:
         """Another step: forget the notes of the last one."""
@@ -112,6 +118,14 @@ class OrderWatch:
         if not self._end.wait(LEFT_TO_RAISE_SECONDS):
             print(f"gptpar: {self.error}", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def name_of_engine(topology: Topology) -> str:
+    """A name that no engine before it has had, agreed by all processes."""
+    names = [uuid.uuid4().hex]
+    if topology.layout.world_size > 1:
+        dist.broadcast_object_list(names)
+    return names[0]
 
 
 def difference_of(notes: Sequence[Sequence[str]], step: int) -> GptparError | None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
 from gptpar.any_module import checkpoint
 from gptpar.any_module.agreement import Agreement
-from gptpar.any_module.batches import take_batches
-from gptpar.any_module.dataset import RepeatingLoader
+from gptpar.any_module.batches import Batches, BatchSource, evaluating
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.step_work import StepResult
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
@@ -40,10 +41,10 @@ class Work(Protocol):
 
     scale: torch.Tensor
 
-    def __call__(self, batches: Sequence[Any]) -> StepResult:
+    def __call__(self, batches: Batches) -> StepResult:
         """All passes over a step's micro-batches; the gradient is final afterwards."""
 
-    def evaluate(self, batches: Sequence[Any]) -> torch.Tensor:
+    def evaluate(self, batches: Batches) -> torch.Tensor:
         """[] the mean loss over this process's micro-batches, fp32 or wider; zero where another stage has it."""
 
     def result(self) -> StepResult:
@@ -65,10 +66,11 @@ class TrainingEngine(nn.Module):
         options: everything that was configured.
         topology: this process's place.
         activity: is told what this process is doing.
+        watch: over the order of calls; it is closed with the engine.
 
     Attributes:
         module: the user's.
-        training_data: the loader from which :meth:`train_batch` takes micro-batches if it is given none.
+        data: where :meth:`train_batch` takes micro-batches from.
         optimizer: the parameter groups.
         lr_scheduler: is stepped after each step; ``None``: nobody is.
         options: as given.
@@ -88,6 +90,7 @@ class TrainingEngine(nn.Module):
         options: EngineOptions,
         topology: Topology,
         activity: Activity,
+        watch: OrderWatch | None = None,
     ):
         super().__init__()
         self.module = module
@@ -96,9 +99,8 @@ class TrainingEngine(nn.Module):
         self.lr_scheduler: LRScheduler | None = None
         self.loss_scale = copy(options.loss_scale)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
-        self.training_data: Iterable[Any] | None = None
-        self._batches: Iterator[Any] | None = None
-        self.weights, self._work, self._activity = weights, work, activity
+        self.data = BatchSource(options.batch.accumulation_steps, self.device)
+        self.weights, self._work, self._activity, self._watch = weights, work, activity, watch or OrderWatch(topology)
         self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the step at work
         self._has_begun = self._is_final = self._closed = False
@@ -144,23 +146,30 @@ class TrainingEngine(nn.Module):
                 "the optimizer can step after the last one's engine.backward(loss)."
             )
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
+        self._watch.note("came to the optimizer's step")
         result = self._result or self._work.result()
         square = self.engine.square_of_grad()
         evidence = self._agreement.evidence(result.passes, result.late, square)
         loss = self._share_of_mean(result.loss)
-        sums = self.topology.sum_over_all(torch.cat([square[None], evidence, loss[None]]))
+        sums = self._sum_over_all(torch.cat([square[None], evidence, loss[None]]))
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
         norm, verdict = self._agreement.judge(norm, sums[1:-1])
         skipped = self.engine.step(norm, self.optimizer.hyperparameters(), self._divisor)
-        self._readings = Readings([norm, skipped, verdict], TIMEOUT_S)
+        self._readings = Readings([norm, skipped, verdict], TIMEOUT_S, self._watch.check)
         self._mean_loss = sums[-1]
         self._follow(result.passes)
         self.global_steps += 1
+        self._watch.begin_step(self.global_steps + 1)
         self._forget_step()
         if self.loss_scale.dynamic or self.device.type == "cpu":
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scale.dynamic and self._was_skipped):
             self.lr_scheduler.step()
+
+    def _sum_over_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.topology.layout.world_size > 1:
+            self._watch.wait_for(dist.all_reduce(tensor, async_op=True))
+        return tensor
 
     def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean over processes; its loss is zero where another stage has it."""
@@ -184,30 +193,26 @@ class TrainingEngine(nn.Module):
             StopIteration: the data is at its end; nothing was done.
             GptparError: it ends amid the step, there is no loss, or another step has begun.
         """
-        batches = self._begin_batch(data_iter)
-        self._prepare()
+        self._require_open()
+        self._require_no_step()
+        batches = self.data.take(data_iter)
         try:
-            self._result = self._work(batches)
+            self._prepare()
+            self._result = result = self._passes(batches)
             self._take_note_of_last_step()
             self._count, self._is_final = len(batches), True
             self.micro_steps += len(batches)
-            dtype = self._result.loss.dtype
             self.optimizer.step()
         finally:
             self._forget_step()
-        return self._mean_loss.to(dtype)
+        return self._mean_loss.to(result.loss.dtype)
 
-    def _begin_batch(self, data_iter: Iterator[Any] | None) -> list[Any]:
-        self._require_open()
-        data = self._own_data() if data_iter is None else data_iter
-        return take_batches(data, self.options.batch.accumulation_steps, self.device)
+    def _require_no_step(self) -> None:
+        """Raise if another step has begun."""
 
-    def _own_data(self) -> Iterator[Any]:
-        if self._batches is None:
-            if self.training_data is None:
-                raise GptparError("train_batch() has no data: pass an iterator, or training_data to gptpar.initialize.")
-            self._batches = RepeatingLoader(self.training_data)
-        return self._batches
+    def _passes(self, batches: Batches) -> StepResult:
+        """All forward and backward passes of a step."""
+        return self._work(batches)
 
     def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
@@ -223,15 +228,9 @@ class TrainingEngine(nn.Module):
             GptparError: it ends amid the batch, or there is no loss.
         """
         self._require_open()
-        batches = take_batches(data_iter, self.options.batch.accumulation_steps, self.device)
-        modes = {module: module.training for module in self.modules()}
-        self.eval()
-        try:
-            with torch.no_grad():
-                mean = self._work.evaluate(batches)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        batches = self.data.take(data_iter)
+        with evaluating(self):
+            mean = self._work.evaluate(batches)
         return self.topology.sum_over_all(self._share_of_mean(mean)).to(mean.dtype)
 
     def _take_note_of_last_step(self) -> None:
@@ -251,17 +250,18 @@ class TrainingEngine(nn.Module):
         self.loss_scale.update(self._was_skipped)
         every = self.options.steps_per_print
         if every and self.global_steps % every == 0 and self.topology.is_main:
-            rates = ", ".join(f"{group['lr']:.4g}" for group in self.optimizer.param_groups)
-            print(
-                f"step {self.global_steps}: learning rate {rates}, gradient norm {self._norm:.4g}, "
-                f"{self.skipped_steps} skipped so far",
-                flush=True,
-            )
+            told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
+            rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
+            print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
 
     def get_global_grad_norm(self) -> float:
         """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first."""
         self._take_note_of_last_step()
         return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step at work."""
@@ -343,6 +343,7 @@ class TrainingEngine(nn.Module):
         """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
         if not self._closed:
             self._closed = True
+            self._watch.close()
             self.engine.close()
 
     def _require_open(self) -> None:

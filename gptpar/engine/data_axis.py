@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 
-def _wait_for(work: Any) -> None:
+def wait_without_limit(work: Any) -> None:
+    """Wait for a collective as long as torch does."""
     work.wait()
 
 
@@ -28,7 +29,7 @@ class DataAxis:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     zero_stage: int = 0
-    wait_for: Callable[[Any], None] = _wait_for
+    wait_for: Callable[[Any], None] = wait_without_limit
 
     @property
     def shards(self) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from gptpar.any_module.engine import ModuleEngine
 from gptpar.any_module.initialize import initialize
+from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.any_module.user_module import load_user_function
 from gptpar.command import Parser, not_negative_int, positive_int
 from gptpar.host import peak_process_memory
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _result_line(name: str, engine: ModuleEngine, seconds: list[float], loss: float) -> dict[str, Any]:
+def _result_line(name: str, engine: TrainingEngine, seconds: list[float], loss: float) -> dict[str, Any]:
     """The figures of the timed steps."""
     on_gpu, options, median = engine.device.type == "cuda", engine.options, statistics.median(seconds)
     return {

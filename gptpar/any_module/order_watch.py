@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -28,8 +28,8 @@ LOOK_SECONDS = 1.0
 LEFT_TO_RAISE_SECONDS = 20.0
 """How long the training loop has to raise the error itself; it cannot where it waits inside of CUDA."""
 
-POLL_SECONDS = 1e-4
-SPINS = 100
+CHECK_SECONDS = 0.2
+"""How often a process that waits for a collective looks whether it cannot come."""
 
 
 class OrderWatch:
@@ -46,6 +46,7 @@ class OrderWatch:
         self._step, self._notes = 1, list[str]()
         self._seen: tuple[int, int] = (-1, -1)
         self._end = threading.Event()
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.error: GptparError | None = None
 
     def start(self, name: str) -> None:
@@ -56,7 +57,8 @@ class OrderWatch:
         """
         if self._topology.layout.world_size > 1:
             self._store, self._prefix = dist.distributed_c10d._get_default_store(), f"gptpar/order/{name}"
-            threading.Thread(target=self._run, name="gptpar order watch", daemon=True).start()
+            for target in (self._run, self._wait_for_others):
+                threading.Thread(target=target, name="gptpar order watch", daemon=True).start()
 
     def begin_step(self, step: int) -> None:
         """Another step: forget the notes of the last one."""
@@ -72,14 +74,25 @@ class OrderWatch:
         Raises:
             GptparError: processes have called other units.
         """
-        if self._store is not None and self._topology.device.type == "cpu":
-            for spins in range(sys.maxsize):
-                if work.is_completed():
-                    break
-                self.check()
-                if spins > SPINS:
-                    time.sleep(POLL_SECONDS)
-        work.wait()
+        if self._store is None or self._topology.device.type != "cpu":
+            work.wait()
+            return
+        done = threading.Event()  # some of gloo's collectives progress in wait() alone, so another thread is in there
+        problem: list[BaseException] = []
+        self._waiting.put((work, done, problem))
+        while not done.wait(CHECK_SECONDS):
+            self.check()
+        if problem:
+            raise problem[0]
+
+    def _wait_for_others(self) -> None:
+        while True:
+            work, done, problem = self._waiting.get()
+            try:
+                work.wait()
+            except BaseException as error:
+                problem.append(error)
+            done.set()
 
     def check(self) -> None:
         """Raise what was found."""

@@ -88,9 +88,10 @@ class Weights:
         if modifier_rank is not None:
             changed = list(self._stage.parameters)
             group = self._topology.data_group
-            for name in changed if group is not None else ():
+            if group is not None:
                 first = dist.get_global_rank(group, modifier_rank)
-                dist.broadcast(self._stage.parameters[name].data, first, group=group)
+                for name in changed:
+                    dist.broadcast(self._stage.parameters[name].data, first, group=group)
         if changed:
             self._take(changed)
             self._engine.publish()

@@ -229,7 +229,7 @@ LAYOUTS = [
     Divided(2, 2, 0, 0.6, virtual=2, pipeline=CUTS),
     Divided(4, 4, 0, 0.6),
     Divided(4, 4, 3, 0.0, pipeline={"partition": "0,2,3,5,10"}),
-    Divided(4, 2, 0, 1.0),
+    Divided(4, 2, 0, 1.0, virtual=2, pipeline=CUTS),
     Divided(4, 2, 1, 0.6),
     Divided(4, 2, 2, 0.6, virtual=2, pipeline=CUTS),
     Divided(4, 2, 3, 0.0, virtual=2, pipeline=CUTS),

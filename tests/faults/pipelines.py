@@ -8,10 +8,9 @@ COLLECTOR = "gptpar/engine/collector.py"
 LAYER_STAGES = "gptpar/any_module/layer_stages.py"
 INITIALIZE = "gptpar/any_module/initialize_layers.py"
 TESTS = "tests/any_module/test_pipeline_layers.py"
-TWO_STAGES = f"{TESTS}::test_layers_train_like_a_plain_loop[dp1 x pp2, ZeRO-0, CPU 0]"
-TWICE_ON_ONE = (
-    f"{TESTS}::test_layers_train_like_a_plain_loop[dp1 x pp2, ZeRO-0, CPU 0.6, 2 virtual, partition 0,3,5,6,10]"
-)
+LOOP = f"{TESTS}::test_layers_train_like_a_plain_loop"
+TWO_STAGES = f"{LOOP}[dp1 x pp2, ZeRO-0, CPU 0]"
+TWICE_ON_ONE = f"{LOOP}[dp2 x pp2, ZeRO-0, CPU 1, 2 virtual, partition 0,3,5,6,10]"
 
 PIPELINES = [
     Fault(

@@ -15,6 +15,7 @@ from torch import nn
 
 import gptpar
 from gptpar import LayerSpec, PipelineModule, TiedLayerSpec
+from gptpar.errors import ConfigError, GptparError, ModelError
 from gptpar.topology import Layout, Topology
 from tests.any_module.rank_pool import RankPool
 
@@ -175,6 +176,13 @@ def data_of(engine: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     return (micro_batch(step, place) for step in itertools.count() for place in range(mine, MICRO_BATCHES, dp))
 
 
+def parameters_here(engine: Any) -> Named:
+    """By global name."""
+    with engine.gathered():
+        stages = engine.module.stages_here
+        return {name: p.detach().clone() for stage in stages for name, p in stage.global_parameters().items()}
+
+
 def train(rank: int, divided: Divided) -> tuple[Trace, float, Named]:
     """20 steps, the mean loss of an evaluation of step 0's data, and this process's parameters at the end."""
     with fp64():
@@ -191,12 +199,7 @@ def train(rank: int, divided: Divided) -> tuple[Trace, float, Named]:
             trace.losses.append(engine.train_batch(data).item())
             trace.norms.append(engine.get_global_grad_norm())
             trace.weights.append({name: engine.weights.whole(name, "weights") for name in names})
-        with engine.gathered():
-            mine = {
-                name: parameter.detach().clone()
-                for stage in engine.module.stages_here
-                for name, parameter in stage.global_parameters().items()
-            }
+        mine = parameters_here(engine)
         engine.close()
     return trace, evaluated, mine
 
@@ -226,7 +229,7 @@ LAYOUTS = [
     Divided(2, 2, 0, 0.6, virtual=2, pipeline=CUTS),
     Divided(4, 4, 0, 0.6),
     Divided(4, 4, 3, 0.0, pipeline={"partition": "0,2,3,5,10"}),
-    Divided(4, 2, 0, 1.0),
+    Divided(4, 2, 0, 1.0, virtual=2, pipeline=CUTS),
     Divided(4, 2, 1, 0.6),
     Divided(4, 2, 2, 0.6, virtual=2, pipeline=CUTS),
     Divided(4, 2, 3, 0.0, virtual=2, pipeline=CUTS),
@@ -252,3 +255,221 @@ def test_layers_train_like_a_plain_loop(pools: dict[int, RankPool], divided: Div
             else:
                 frozen += name == "layers.5.shift"
     assert frozen == divided.world // divided.stages
+
+
+# --- other models ---------------------------------------------------------------------------------------------------
+
+
+def square(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return ((y - labels) ** 2).mean()
+
+
+def vectors(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return (tuple(torch.randn(2, 3, WIDTH, generator=generator).to(dtype)) for _ in itertools.count())  # type: ignore[misc]
+
+
+def small_config(stages: int, **keys: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "pipeline": {"stages": stages, "partition": "uniform"},
+        **keys,
+    }
+
+
+def narrow(rank: int, stages: int, keys: dict[str, Any], specs: list[Any]) -> tuple[list[float], Named]:
+    engine, _, _, _ = gptpar.initialize(model=specs, loss_fn=square, config=small_config(stages, **keys))
+    data = vectors(torch.float32)
+    losses = [engine.train_batch(data).item() for _ in range(4)]
+    found = parameters_here(engine)
+    engine.close()
+    return losses, found
+
+
+def chain(*, dtypes: tuple[torch.dtype | None, ...] = (None, None)) -> list[Any]:
+    return [
+        LayerSpec(nn.Linear, WIDTH, INNER, dtype=dtypes[0]),
+        LayerSpec(nn.LayerNorm, INNER, dtype=dtypes[0]),
+        LayerSpec(As, dtypes[1]),
+        LayerSpec(nn.Linear, INNER, WIDTH, dtype=dtypes[1]),
+    ]
+
+
+class As(nn.Module):
+    """Casts, if there is a dtype."""
+
+    def __init__(self, dtype: torch.dtype | None):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.dtype is None else x.to(self.dtype)
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtypes", "dtype_after"),
+    [
+        ({"bf16": {"enabled": True, "auto_cast": True}}, (None, None), torch.bfloat16),
+        ({"fp16": {"enabled": True, "auto_cast": True, "loss_scale": 128}}, (None, None), torch.float16),
+        ({}, (torch.float32, torch.float64), None),
+    ],
+    ids=["bf16", "fp16", "fp32 beside fp64"],
+)
+def test_number_formats_do_not_depend_on_the_stages(
+    pools: dict[int, RankPool], keys: dict[str, Any], dtypes: tuple, dtype_after: torch.dtype | None
+) -> None:
+    """Two stages give the numbers of one; what goes between them has the layers' format."""
+    specs = chain(dtypes=dtypes)
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.6}}}
+    losses, whole = pools[1].run(narrow, 1, keys, specs)[0]
+    divided = pools[2].run(narrow, 2, {**keys, **offload}, specs)
+    assert losses[-1] < losses[0]
+    merged: Named = {}
+    for stage_losses, found in divided:
+        assert stage_losses == losses
+        merged |= found
+    assert merged.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(merged[name], value, rtol=1e-14, atol=1e-15)  # the norm is summed in other parts
+        assert dtype_after in (None, value.dtype)
+
+
+def modules_that_exist(rank: int, stages: int, zero: int) -> tuple[list[float], bool]:
+    """The user's own modules in the list, and a stage without parameters."""
+    with fp64():
+        torch.manual_seed(3)
+        first, last = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        mine = list(first.parameters()) if rank == 0 else []
+        model: list[Any] = [first, torch.relu, torch.tanh, lambda x: 2 * x, last, nn.Identity(), torch.sin, torch.cos]
+        config = small_config(stages, zero_optimization={"stage": zero})
+        pipeline = PipelineModule(model, stages, loss_fn=square, partition_method="uniform")
+        config.pop("pipeline")
+        engine, optimizer, _, _ = gptpar.initialize(model=pipeline, optimizer=torch.optim.AdamW, config=config)
+        data = vectors(torch.float64)
+        losses = [engine.train_batch(data).item() for _ in range(3)]
+        state = engine.module.state_dict()
+        same = all(p is q for p, q in zip(mine, first.parameters(), strict=False))
+        engine.close()
+    assert all(torch.isfinite(value).all() for value in state.values())
+    return losses, same
+
+
+def test_modules_that_exist_stay_the_users(pools: dict[int, RankPool]) -> None:
+    """Stages 2 and 4 of 4 have no parameters."""
+    losses, _ = pools[1].run(modules_that_exist, 1, 0)[0]
+    for world, stages, zero in ((4, 4, 0), (2, 2, 3), (2, 2, 0)):
+        for found, same in pools[world].run(modules_that_exist, stages, zero):
+            assert same
+            assert found == pytest.approx(losses, rel=1e-12)
+
+
+def test_a_pipeline_module_trains_without_the_engine_as_before() -> None:
+    """Its own train_batch leaves gradients for the user's optimizer."""
+    with fp64():
+        pipeline = PipelineModule(layers(), 1, loss_fn=loss_of)
+        loss = pipeline.train_batch([micro_batch(0, place) for place in range(MICRO_BATCHES)])
+    assert loss.item() == pytest.approx(reference().losses[0], rel=1e-12)
+    (stage,) = pipeline.stages_here
+    for name, grad in reference().gradients[0].items():
+        torch.testing.assert_close(stage.global_parameters()[name].grad, grad, rtol=1e-10, atol=1e-10)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def initialize(model: Any, config: dict[str, Any] | None = None, **more: Any) -> Any:
+    return gptpar.initialize(model=model, config=config or small_config(1), **{"loss_fn": square, **more})[0]
+
+
+def test_only_whole_steps() -> None:
+    engine = initialize(chain())
+    for verb in (lambda: engine(torch.ones(3, WIDTH)), lambda: engine.backward(torch.ones(())), engine.step):
+        with pytest.raises(GptparError, match=r"^a pipeline takes whole steps: call engine.train_batch\(data_iter\)"):
+            verb()
+    with pytest.raises(GptparError, match="full_gradient.. is there between"):
+        engine.full_gradient("layers.0.weight")
+    with pytest.raises(GptparError, match="called under torch.no_grad"), torch.no_grad():
+        engine.train_batch(vectors(torch.float32))
+    pair = torch.ones(3, WIDTH), torch.ones(3, WIDTH)
+    with pytest.raises(GptparError, match=r"inputs a tensor, and not \(a tuple, a float32 tensor of shape \(3, 6\)"):
+        engine.train_batch(iter([(pair, pair[1])] * 2))
+    with pytest.raises(GptparError, match=r"inputs a tensor, and not a float32 tensor of shape \(3, 6\)"):
+        engine.train_batch(iter(pair))
+    assert engine.train_batch(iter([pair] * 2)).isfinite()
+    engine.close()
+    with pytest.raises(GptparError, match="the engine is closed"):
+        engine.train_batch(iter([pair] * 2))
+
+
+def test_a_loss_is_a_scalar() -> None:
+    engine = initialize(chain(), loss_fn=None)
+    with pytest.raises(GptparError, match=r"last layer returned a tensor of shape \(3, 6\), which is no loss: pass"):
+        engine.train_batch(vectors(torch.float32))
+    engine.close()
+
+
+def test_parameters_that_layers_share_in_silence() -> None:
+    linear, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+    head.weight = linear.weight
+    model = [linear, torch.tanh, head, lambda x: F.linear(x, linear.weight), functools.partial(back, linear)]
+    with pytest.raises(ModelError) as caught:
+        initialize(model)
+    shared, captured, partial = caught.value.problems
+    assert shared == (
+        "layers.0 and layers.2 share the parameter weight: write both as TiedLayerSpec(key, ...), so that stages which "
+        "both have it sum its gradients."
+    )
+    assert captured == (
+        "layers.3 is a function that uses the parameters of a Linear, which it is not given by the engine: write "
+        "TiedLayerSpec(key, ..., forward_fn=function) here and where the layer is, or make it a layer of its own."
+    )
+    assert partial.startswith("layers.4 is a function that uses the parameters of a Linear")
+
+
+def test_configurations_that_do_not_fit_the_layers() -> None:
+    def problems(model: Any, config: dict[str, Any], **more: Any) -> list[str]:
+        with pytest.raises((ConfigError, ModelError)) as caught:
+            initialize(model, config, **more)
+        return caught.value.problems
+
+    pipeline = PipelineModule(chain(), 1, loss_fn=square)
+    assert problems(chain(), small_config(3)) == [
+        "config: pipeline.stages is 3, of which 1 process(es) are no multiple: start a multiple."
+    ]
+    assert problems(chain(), small_config(0)) == ["config: pipeline.stages is 0: at least 1 is needed."]
+    assert problems(chain(), small_config(1, gptpar={"virtual_stages": 2, "units": ["A"], "step_graph": True})) == [
+        "config: gptpar.units: the layers of a pipeline are its units: drop the key.",
+        "config: gptpar.step_graph is true: steps of a pipeline of layers are not recorded: drop the key.",
+        "config: gptpar.virtual_stages is 2: it needs pipeline.stages of at least 2.",
+    ]
+    assert problems(nn.Linear(2, 2), small_config(2)) == [
+        "config: pipeline.stages 2: the model is no list of layers: drop it, or pass the list of layers as the model."
+    ]
+    assert problems(pipeline, small_config(1)) == [
+        "loss_fn is passed beside a PipelineModule: pass it to the PipelineModule"
+    ]
+    assert problems(pipeline, small_config(2), loss_fn=None)[0].startswith(
+        "config: pipeline.stages 2: the model is a PipelineModule, which has its own"
+    )
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
+def refuses(rank: int, specs: list[Any]) -> str:
+    try:
+        initialize(specs, small_config(2))
+    except ModelError as error:
+        return str(error.problems)
+    raise AssertionError("it was accepted")
+
+
+def test_what_one_stage_refuses_all_refuse(pools: dict[int, RankPool]) -> None:
+    """No process waits for another that has given up."""
+    first, last = pools[2].run(refuses, [*chain(), LayerSpec(Complex)])
+    assert first == last and "layer layers.4: the parameter weight is complex" in first

@@ -10,5 +10,6 @@ from tests.faults.parallel import PARALLEL
 from tests.faults.ranges import RANGES
 from tests.faults.state import STATE
 from tests.faults.update import UPDATE
+from tests.faults.user_modules import USER_MODULES
 
-FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE, *OPTIONS, *DEFERRED]
+FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE, *OPTIONS, *DEFERRED, *USER_MODULES]

@@ -55,7 +55,6 @@ def main(argv: list[str]) -> int:
     numbers = [number for number in range(1, count + 1) if _chosen(number, options.only)]
     if not numbers:
         raise ConfigError([f"--only {options.only}: no combination of up to {count} processes has these words."])
-    ModuleCheck(make, options.format, 1, options.steps).require_repeatable(torch.device("cpu"))
     words = ["--module", options.module, "--steps", str(options.steps), f"--{options.format}"]
     words += [] if options.only is None else ["--only", options.only]
     for number in numbers:
@@ -73,6 +72,7 @@ def _check_all(check: ModuleCheck, only: str | None) -> int:
     """Every worker: train in all ways in the same order; the main one compares and prints."""
     with open_world(None, TIMEOUT_MINUTES) as (rank, device):
         torch.set_num_threads(1)
+        check.require_repeatable(device)
         reference = train_plainly(check, device) if rank == 0 else Outcome()
         comparison = Comparison(check.number_format, check.steps, "plain PyTorch", speaks=rank == 0, resumes=False)
         for case in _chosen(check.processes, only):

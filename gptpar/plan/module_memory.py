@@ -82,7 +82,8 @@ class ModuleMemory:
             ("for a moment; pinned, for transfers", self.passing, self.host_transfers),
             ("together", self.device, self.host),
         ]
-        lines = [f"{name:<38}{_size(device):>12}{_size(host):>12}" for name, device, host in rows]
+        shown = [row for row in rows if row[1] or row[2]]
+        lines = [f"{name:<38}{_size(device):>12}{_size(host):>12}" for name, device, host in shown]
         head = f"{format_count(self.num_parameters)} parameters, {self.world} process{'es' * (self.world > 1)}"
         disk = [f"and {format_bytes(self.on_disk)} of disk"] * bool(self.on_disk)
         about = "each process, without activations:"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 from gptpar.any_module.user_module import load_user_function
 from gptpar.check_layouts.cases import ModuleCase, module_cases
-from gptpar.check_layouts.compare import difference, step_difference
+from gptpar.check_layouts.compare import difference, overall_difference, step_difference
 from gptpar.check_layouts.module_training import ModuleCheck, train_case, train_plainly
 from gptpar.check_layouts.outcome import Outcome
 from tests.spawn import spawn
@@ -70,6 +73,23 @@ def test_one_process_in_bf16():
 
 def test_the_reference_decays_what_is_not_used(reference):
     assert torch.allclose(reference.weights[-1]["unused"], torch.full((3,), (1 - 1e-4) ** STEPS, dtype=torch.float64))
+
+
+def test_what_is_wanted_to_be_zero_has_to_be():
+    one, zero = {"a": torch.ones(1)}, {"a": torch.zeros(1)}
+    assert difference([(zero, zero)]) == overall_difference([(zero, zero)]) == step_difference([(0, 0)], [(0, 0)]) == 0
+    assert difference([(one, zero)]) == overall_difference([(one, zero)]) == step_difference([(1, 0)], [(0, 0)]) == inf
+    assert difference([({"a": torch.ones(0)}, {"a": torch.ones(0)})]) == 0
+
+
+def test_in_fp64_models_do_not_round_to_fp32():
+    x = torch.tensor([1 / 3], dtype=torch.float64)
+    with check("mlp", 1).kept_wide():
+        for narrow in (x.float(), x.to(torch.float32), x.bfloat16(), F.softmax(x.log(), -1, dtype=torch.float32) * x):
+            assert narrow.dtype == torch.float64 and torch.equal(narrow, x)
+        assert torch.ones(1, dtype=torch.int64).float().dtype == torch.float32
+    with check("mlp", 1, "fp32").kept_wide():
+        assert x.float().dtype == torch.float32
 
 
 def test_cases_are_stages_times_offload():

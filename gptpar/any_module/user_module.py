@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gptpar.any_module.tensors import mapped
+from gptpar.engine.tensors import mapped
 from gptpar.errors import GptparError
 
 SEED = 1234

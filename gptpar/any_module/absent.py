@@ -14,7 +14,9 @@ from gptpar.engine.tensors import tensors_in
 class AbsentParameters(TorchDispatchMode):
     """Shows every tensor that an operator reads before it does.
 
-    An operator that reads a parameter whose memory was let go would read anything, or crash.
+    An operator that reads a parameter whose memory was let go would read anything, or crash. Compiled functions have
+    no operators to look at, and one that is called first under a mode stays uncompiled for good: have them run
+    uncompiled meanwhile.
 
     Args:
         look: is shown the tensors, and may bring what is not there.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from gptpar.any_module.dataset import RepeatingLoader
 from gptpar.engine.tensors import mapped
 from gptpar.errors import GptparError
 
@@ -14,31 +17,70 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 """(the module's output, the micro-batch) -> the loss, a scalar."""
 
 
-def take_batches(data: Iterator[Any], number: int, device: torch.device) -> list[Any]:
-    """A step's micro-batches, their tensors on their way to the device.
+Batches = list[Any]
+"""A step's micro-batches, their tensors on the device."""
 
-    Raises:
-        StopIteration: the data is at its end.
-        GptparError: it ends amid the step.
-        TypeError: ``data`` is no iterator.
+
+class BatchSource:
+    """Takes micro-batches for one step after the other.
+
+    Args:
+        number: of micro-batches in a step.
+
+    Attributes:
+        loader: where they come from if no iterator is given, again and again; ``None``: nowhere.
     """
-    if not isinstance(data, Iterator):
-        raise TypeError(
-            f"an iterator over micro-batches is needed, not a {type(data).__name__}: call iter(loader) once and pass "
-            "that to each step, or every step would begin with the first batch again."
-        )
-    batches = []
-    for taken in range(number):
-        try:
-            batches.append(mapped(next(data), lambda tensor: tensor.to(device, non_blocking=True)))
-        except StopIteration:
-            if not taken:
-                raise
-            raise GptparError(
-                f"the data ended after {taken} of the step's {number} micro-batches, which were not used: let its "
-                "length be a multiple of gradient_accumulation_steps, or repeat it."
-            ) from None
-    return batches
+
+    def __init__(self, number: int, device: torch.device):
+        self._number, self._device = number, device
+        self.loader: Iterable[Any] | None = None
+        self._repeated: RepeatingLoader[Any] | None = None
+
+    def take(self, data: Iterator[Any] | None) -> Batches:
+        """A step's micro-batches, their tensors on their way to the device.
+
+        Raises:
+            StopIteration: the data is at its end.
+            GptparError: it ends amid the step, or there is none.
+            TypeError: ``data`` is no iterator.
+        """
+        data = self._own() if data is None else data
+        if not isinstance(data, Iterator):
+            raise TypeError(
+                f"an iterator over micro-batches is needed, not a {type(data).__name__}: call iter(loader) once and "
+                "pass that to each step, or every step would begin with the first batch again."
+            )
+        batches: Batches = []
+        for taken in range(self._number):
+            try:
+                batches.append(mapped(next(data), lambda tensor: tensor.to(self._device, non_blocking=True)))
+            except StopIteration:
+                if not taken:
+                    raise
+                raise GptparError(
+                    f"the data ended after {taken} of the step's {self._number} micro-batches, which were not used: "
+                    "let its length be a multiple of gradient_accumulation_steps, or repeat it."
+                ) from None
+        return batches
+
+    def _own(self) -> Iterator[Any]:
+        if self.loader is None:
+            raise GptparError("there is no data: pass an iterator, or training_data to gptpar.initialize.")
+        self._repeated = self._repeated or RepeatingLoader(self.loader)
+        return self._repeated
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Inside, a module and all in it are in eval mode and take no gradients; afterwards each is in the mode it was."""
+    modes = {inner: inner.training for inner in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for inner, mode in modes.items():
+            inner.training = mode
 
 
 def call_with(module: Callable[..., Any], batch: Any) -> Any:
@@ -79,6 +121,16 @@ def _found(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) and output else output
 
 
+def require_loss(loss: Any) -> None:
+    """See that a backward pass can begin with it.
+
+    Raises:
+        GptparError: it cannot.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {described(loss)}.")
+
+
 def described(value: Any) -> str:
     """A value in a sentence."""
     if not isinstance(value, torch.Tensor):
@@ -88,3 +140,9 @@ def described(value: Any) -> str:
         f"a {kind} tensor of shape {tuple(value.shape)} that {'has a' if value.requires_grad else 'requires no'} "
         "gradient"
     )
+
+
+def mean_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[] in fp32 or wider."""
+    stacked = torch.stack(list(losses))
+    return stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mean()

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from gptpar.activity import Activity
-from gptpar.any_module.batches import LossFunction, described
+from gptpar.any_module.batches import Batches, LossFunction, require_loss
+from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.step_work import StepWork
+from gptpar.any_module.step_work import StepResult, StepWork
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
@@ -51,6 +52,9 @@ class ModuleEngine(TrainingEngine):
     ):
         work = StepWork(stage, engine, self.forward, loss_fn, activity)
         super().__init__(stage.module, work, engine, host, weights, groups, options, topology, activity)
+        self._recorded: RecordedWork | None = None
+        if wants_graph(options, topology.layout.world_size, self.device):
+            self._recorded = RecordedWork(self.module, work, engine)
         self._no_sync = False
         self._boundary: bool | None = None
 
@@ -142,13 +146,22 @@ class ModuleEngine(TrainingEngine):
         if ends_step:
             self.optimizer.step()
 
-    def _begin_batch(self, data_iter: Iterator[Any] | None) -> list[Any]:
+    def _require_no_step(self) -> None:
         if self._has_begun or self._count or self._no_sync:
             raise GptparError(
                 f"train_batch() amid a step, {self._count} of whose micro-batches are done, or in no_sync(): end the "
                 "step with engine.step(), or forget it with engine.zero_grad()."
             )
-        return super()._begin_batch(data_iter)
+
+    def _run(self, batches: Batches) -> StepResult:
+        return (self._recorded or self._work)(batches)
+
+    def close(self) -> None:
+        """See :meth:`TrainingEngine.close`."""
+        if self._recorded is not None:
+            self._recorded.release()
+            self._recorded = None
+        super().close()
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         if passes:
@@ -162,5 +175,4 @@ class ModuleEngine(TrainingEngine):
                 'micro-batch has several backward passes, do all but the last "with engine.no_sync():", or add up the '
                 "losses and call backward once."
             )
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {described(loss)}.")
+        require_loss(loss)

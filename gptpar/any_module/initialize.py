@@ -19,6 +19,7 @@ from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
+from gptpar.any_module.graph import check_graph
 from gptpar.any_module.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions, ModelKind, read_options
@@ -87,6 +88,7 @@ def initialize(
     engine: ModuleEngine | PipelineEngine
     if isinstance(model, nn.Module) and not isinstance(model, PipelineModule):
         options = read_options(config, args, world=world)
+        check_graph(options, world)
         topology = make_topology(Layout(data=world), rank, device)
         engine = _engine_of(model, optimizer, model_parameters, options, topology, recording, loss_fn)
     else:
@@ -105,7 +107,7 @@ def initialize(
     if training_data is not None:
         topology = engine.topology
         loader = make_loader(training_data, options, topology.data_rank, topology.layout.data, collate_fn)
-        engine.training_data = loader
+        engine.data.loader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 

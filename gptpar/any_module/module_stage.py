@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ class ModuleStage(PlacedParameters):
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._guard: AbsentParameters | None = None
+        self._uncompiled = contextlib.ExitStack()
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
 
     # What the engine asks.
@@ -94,6 +96,16 @@ class ModuleStage(PlacedParameters):
         """See :meth:`PlacedParameters.scope_module`."""
         return self.module.get_submodule(path)
 
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass. The first one recomputes what was watched, uncompiled as it was."""
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
+            self._uncompiled.close()
+
     # Around a scope's forward.
 
     def _before(self, scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -130,6 +142,7 @@ class ModuleStage(PlacedParameters):
             self._kept = saved_tensors_hooks(self._pack, self._unpack)
             self._kept.__enter__()
             if self._guard is not None:
+                self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
                 self._guard.__enter__()
 
     def _end(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gptpar.activity import Activity
-from gptpar.any_module.batches import LossFunction, call_with, loss_of
+from gptpar.any_module.batches import Batches, LossFunction, call_with, loss_of, mean_of
 from gptpar.any_module.module_stage import ModuleStage
 from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
@@ -62,10 +62,9 @@ class StepWork:
         """
         gradients, collector = self._engine.gradients, self._engine.gradients.collector
         gradients.begin_backward(0, last=last)
-        self._stage.in_backward = True
         hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
         try:
-            with self._activity.lost_ranks_explained():
+            with self._stage.backward(), self._activity.lost_ranks_explained():
                 incoming = (self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)
                 torch.autograd.backward(loss, incoming, retain_graph=retain_graph)
                 gradients.end_backward()
@@ -73,10 +72,9 @@ class StepWork:
                     gradients.finish()
         finally:
             hook.remove()
-            self._stage.in_backward = False
         self._engine.gatherer.let_all_go()
 
-    def __call__(self, batches: Sequence[Any]) -> StepResult:
+    def __call__(self, batches: Batches) -> StepResult:
         """All passes of a step.
 
         Raises:
@@ -97,21 +95,12 @@ class StepWork:
             losses.append(loss.detach())
         return self.result(mean_of(losses))
 
-    def evaluate(self, batches: Sequence[Any]) -> torch.Tensor:
-        """[] the mean loss over micro-batches, fp32 or wider.
-
-        Raises:
-            GptparError: the module returned no loss.
-        """
-        return mean_of([loss_of(call_with(self._call, batch), batch, self._loss_fn) for batch in batches])
-
     def result(self, loss: torch.Tensor | None = None) -> StepResult:
         """Of the passes that are over."""
         late = self._engine.gradients.collector.late
         return StepResult(self._no_loss if loss is None else loss, self._stage.take_passes(), tuple(sorted(late)))
 
-
-def mean_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[] in fp32 or wider."""
-    stacked = torch.stack(list(losses))
-    return stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mean()
+    @torch.no_grad()
+    def evaluate(self, batches: Batches) -> torch.Tensor:
+        """[] the mean loss, fp32 or wider."""
+        return mean_of([loss_of(call_with(self._call, batch), batch, self._loss_fn) for batch in batches])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
 
@@ -13,8 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
 from gptpar.any_module.agreement import Agreement
-from gptpar.any_module.batches import take_batches
-from gptpar.any_module.dataset import RepeatingLoader
+from gptpar.any_module.batches import Batches, BatchSource, evaluating
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.step_work import StepResult
@@ -38,10 +37,10 @@ class Work(Protocol):
 
     scale: torch.Tensor
 
-    def __call__(self, batches: Sequence[Any]) -> StepResult:
+    def __call__(self, batches: Batches) -> StepResult:
         """All passes over a step's micro-batches; the gradient is final afterwards."""
 
-    def evaluate(self, batches: Sequence[Any]) -> torch.Tensor:
+    def evaluate(self, batches: Batches) -> torch.Tensor:
         """[] the mean loss over this process's micro-batches, fp32 or wider; zero where another stage has it."""
 
     def result(self) -> StepResult:
@@ -66,7 +65,7 @@ class TrainingEngine(nn.Module):
 
     Attributes:
         module: the user's.
-        training_data: the loader from which :meth:`train_batch` takes micro-batches if it is given none.
+        data: where :meth:`train_batch` takes micro-batches from.
         optimizer: the parameter groups.
         lr_scheduler: is stepped after each step; ``None``: nobody is.
         options: as given.
@@ -94,8 +93,7 @@ class TrainingEngine(nn.Module):
         self.lr_scheduler: LRScheduler | None = None
         self.loss_scale = copy(options.loss_scale)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
-        self.training_data: Iterable[Any] | None = None
-        self._batches: Iterator[Any] | None = None
+        self.data = BatchSource(options.batch.accumulation_steps, self.device)
         self.weights, self._work, self._activity = weights, work, activity
         self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the step at work
@@ -182,30 +180,29 @@ class TrainingEngine(nn.Module):
             StopIteration: the data is at its end; nothing was done.
             GptparError: it ends amid the step, there is no loss, or another step has begun.
         """
-        batches = self._begin_batch(data_iter)
-        self._prepare()
+        self._require_open()
+        self._require_no_step()
+        batches = self.data.take(data_iter)
         try:
-            self._result = self._work(batches)
+            self._prepare()
+            self._result = result = self._run(batches)
             self._take_note_of_last_step()
             self._count, self._is_final = len(batches), True
             self.micro_steps += len(batches)
-            dtype = self._result.loss.dtype
             self.optimizer.step()
         finally:
             self._forget_step()
-        return self._mean_loss.to(dtype)
+        return self._mean_loss.to(result.loss.dtype)
 
-    def _begin_batch(self, data_iter: Iterator[Any] | None) -> list[Any]:
-        self._require_open()
-        data = self._own_data() if data_iter is None else data_iter
-        return take_batches(data, self.options.batch.accumulation_steps, self.device)
+    def _require_no_step(self) -> None:
+        """Called before a whole step.
 
-    def _own_data(self) -> Iterator[Any]:
-        if self._batches is None:
-            if self.training_data is None:
-                raise GptparError("train_batch() has no data: pass an iterator, or training_data to gptpar.initialize.")
-            self._batches = RepeatingLoader(self.training_data)
-        return self._batches
+        Raises:
+            GptparError: another one has begun.
+        """
+
+    def _run(self, batches: Batches) -> StepResult:
+        return self._work(batches)
 
     def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
@@ -221,15 +218,9 @@ class TrainingEngine(nn.Module):
             GptparError: it ends amid the batch, or there is no loss.
         """
         self._require_open()
-        batches = take_batches(data_iter, self.options.batch.accumulation_steps, self.device)
-        modes = {module: module.training for module in self.modules()}
-        self.eval()
-        try:
-            with torch.no_grad():
-                mean = self._work.evaluate(batches)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        batches = self.data.take(data_iter)
+        with evaluating(self):
+            mean = self._work.evaluate(batches)
         return self.topology.sum_over_all(self._share_of_mean(mean)).to(mean.dtype)
 
     def _take_note_of_last_step(self) -> None:
@@ -249,17 +240,18 @@ class TrainingEngine(nn.Module):
         self.loss_scale.update(self._was_skipped)
         every = self.options.steps_per_print
         if every and self.global_steps % every == 0 and self.topology.is_main:
-            rates = ", ".join(f"{group['lr']:.4g}" for group in self.optimizer.param_groups)
-            print(
-                f"step {self.global_steps}: learning rate {rates}, gradient norm {self._norm:.4g}, "
-                f"{self.skipped_steps} skipped so far",
-                flush=True,
-            )
+            told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
+            rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
+            print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
 
     def get_global_grad_norm(self) -> float:
         """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first."""
         self._take_note_of_last_step()
         return self._norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step at work."""

@@ -14,7 +14,7 @@ from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
-from gptpar.optim.grad_norm import GradientNorm
+from gptpar.optim.grad_norm import GradientNorm, Measured
 from gptpar.placement import TENSOR
 
 
@@ -88,7 +88,7 @@ class GradientRouter:
 
     def square(self) -> torch.Tensor:
         """Sum of squares (fp64 scalar on the device) of the elements that this process counts."""
-        self._norm.measure(self._undivided)
+        self._norm.take(self._norm.measured(self._undivided))
         return self._norm.square(self._memory.shard.device)
 
     @property
@@ -107,14 +107,19 @@ class GradientRouter:
     @torch.no_grad()
     def _divide(self, unit: Unit, shard: torch.Tensor) -> None:
         sum_together(self._addends(unit.name, shard), self._tensor_group)
-        self._norm.measure({unit.name: shard})
+        norms = self._norm.measured({unit.name: shard})
         on_device = self._memory.shards[unit.name]
         low = on_device.numel()
         on_device.copy_(shard[:low])
         if self._counts_zeros:
             self._count_zeros(unit, shard)
+        # The norms, too: a replay writes them where the recording did, whatever steps were launched in between.
+        self._cuts.at(partial(self._hand_over, unit.name, norms, shard[low:]))
+
+    def _hand_over(self, unit: str, norms: Measured, offloaded: torch.Tensor) -> None:
+        self._norm.take(norms)
         if self._subscriber is not None:
-            self._cuts.at(partial(self._subscriber.submit_gradient, unit.name, shard[low:]))
+            self._subscriber.submit_gradient(unit, offloaded)
 
     def _count_zeros(self, unit: Unit, shard: torch.Tensor) -> None:
         for one in self._table.ranges(unit=unit.name, home=Home.HOST):

@@ -8,21 +8,22 @@ each part is launched as one, and the host acts between them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-EAGER_STEPS = 2
-"""Steps that run launch by launch first: kernels are compiled and chosen, connections made, buffers found."""
+from gptpar.engine.tensors import Outline, mapped, outline, tensors_in
 
-Batch = Any
-"""A dataclass of tensors, some of them ``None``, with a ``clone()``."""
+LAUNCHED_STEPS = 2
+"""Equal steps that run launch by launch first: kernels are compiled and chosen, connections made, buffers found."""
 
-Work = Callable[[Sequence[Batch]], torch.Tensor]
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 Action = Callable[[], object]
 
 
@@ -44,95 +45,170 @@ class Cuts:
             self.recorder(action)
 
 
-class StepGraph:
-    """Calls ``work`` on micro-batches: the first times as it is, then as a recording of it.
+class Recorder(Protocol):
+    """Takes up what is launched, part by part, and launches it again."""
 
-    What ``work`` does on the host happens while it is recorded, and not again, except for what it does at ``cuts``. A
-    step whose micro-batches differ in number or shape from the recorded ones runs launch by launch.
+    def recording(self) -> AbstractContextManager[None]:
+        """Around all parts of a recording."""
+
+    def begin_part(self) -> None:
+        """What is launched from now on is recorded, and not done."""
+
+    def end_part(self) -> Action:
+        """Returns what does the part."""
+
+    def release(self) -> None:
+        """Forget all parts."""
+
+
+class StepGraph(Generic[Given, Result]):
+    """Calls ``work`` with a step's micro-batches: the first times as it is, then as a recording of it.
+
+    What ``work`` does on the host happens while it is recorded, and not again, except for what it does at ``cuts``. So
+    a step is recorded when the steps before it were alike, in everything but the numbers in tensors; one whose
+    micro-batches differ from the recorded ones runs launch by launch.
 
     Args:
-        work: forward and backward on micro-batches that are on the device; draws no random numbers, waits for nothing
-            on the host, and leaves everything it began finished. Returns a tensor.
+        work: forward and backward on micro-batches that are on the device; waits for nothing on the host, and leaves
+            everything it began finished. Its result is of the same kinds as micro-batches
+            (:mod:`gptpar.engine.tensors`). Torch's default generator goes on in replays, others do not.
         before: called before each recording and each replay; must leave nothing pending that ``work`` would wait for.
-        let_go: called before each launched step and each recording: nobody holds memory of the last step's gradients
-            afterwards, so that the step may take it anew.
+        let_go: called before each launched step and each recording: the last step is done afterwards, and nobody holds
+            memory of its gradients, so that the step may take it anew.
         cuts: where the host acts in between, with tensors that nothing else in the step writes to.
+        launched_steps: how many alike come before a recording.
+        given_up: told why ``work`` cannot be recorded, and is launched from then on; ``None``: that is an error.
+        recorder: default: of CUDA graphs.
     """
 
-    def __init__(self, work: Work, before: Callable[[], None], let_go: Callable[[], None], cuts: Cuts):
+    def __init__(
+        self,
+        work: Callable[[Given], Result],
+        before: Callable[[], None],
+        let_go: Callable[[], None],
+        cuts: Cuts,
+        *,
+        launched_steps: int = LAUNCHED_STEPS,
+        given_up: Callable[[Exception], None] | None = None,
+        recorder: Recorder | None = None,
+    ):
         self._work, self._before, self._let_go, self._cuts = work, before, let_go, cuts
-        self._calls = 0
-        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._launched_steps, self._given_up = launched_steps, given_up
+        self._recorder = recorder or CudaRecorder()
+        self._alike, self._last, self._is_off = 0, (object(), object()), False
         self._parts: list[Action] = []
-        self._inputs: list[Batch] = []
-        self._output = torch.empty(0)
-        self._stream = torch.cuda.Stream()
+        self._inputs: tuple[Outline, Given] | None = None
+        self._output: list[Result] = []
 
-    def __call__(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Do the work; the result is overwritten by the next call."""
-        self._calls += 1
-        if self._calls <= EAGER_STEPS or (self._parts and _shapes(batches) != _shapes(self._inputs)):
-            self._let_go()
-            return self._work(batches)
+    def __call__(self, given: Given) -> Result:
+        """Do the work; the result's tensors are overwritten by the next call."""
+        kind = outline(given)
+        if not self._parts and not self._is_off and self._alike >= self._launched_steps and kind == self._last[0]:
+            self._record(kind, given)
+        if self._inputs is None or kind != self._inputs[0]:
+            return self._launch(kind, given)
+        return self._replay(given)
+
+    def _launch(self, kind: Outline, given: Given) -> Result:
+        self._let_go()
+        result = self._work(given)
+        last, self._last = self._last, (kind, outline(result))
+        self._alike = self._alike + 1 if self._last == last else 1
+        return result
+
+    @torch.no_grad()
+    def _replay(self, given: Given) -> Result:
+        assert self._inputs is not None
         self._before()
-        if not self._parts:
-            self._record(batches)
-        for mine, given in zip(_tensors(self._inputs), _tensors(batches), strict=True):
-            mine.copy_(given, non_blocking=True)
+        for mine, theirs in zip(tensors_in(self._inputs[1]), tensors_in(given), strict=True):
+            mine.copy_(theirs, non_blocking=True)
         for part in self._parts:
             part()
-        return self._output
+        return self._output[0]
 
     def release(self) -> None:
         """Forget the recording: NCCL's connections cannot be closed while one refers to them."""
-        if self._graphs:
-            torch.cuda.synchronize()
-            for graph in self._graphs:
-                graph.reset()
-            self._graphs, self._parts, self._calls = [], [], 0
+        self._recorder.release()
+        self._parts, self._inputs, self._output, self._alike = [], None, [], 0
 
-    def _record(self, batches: Sequence[Batch]) -> None:
-        self._inputs = [batch.clone() for batch in batches]
+    def _record(self, kind: Outline, given: Given) -> None:
+        inputs = mapped(given, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        self._before()
         self._let_go()
+        try:
+            with self._recorder.recording():
+                result = self._record_parts(inputs)
+        except Exception as error:
+            self.release()
+            if self._given_up is None:
+                raise
+            self._is_off = True
+            self._given_up(error)
+            return
+        if outline(result) != self._last[1]:  # it was another step after all
+            self.release()
+            return
+        self._inputs, self._output = (kind, inputs), [result]
+
+    def _record_parts(self, inputs: Given) -> Result:
+        self._recorder.begin_part()
+        self._cuts.recorder = self._act_between
+        try:
+            result = self._work(inputs)
+        except Exception:
+            with contextlib.suppress(RuntimeError):  # what was told first is the reason
+                self._recorder.end_part()
+            raise
+        finally:
+            self._cuts.recorder = None
+        self._parts.append(self._recorder.end_part())
+        return result
+
+    def _act_between(self, action: Action) -> None:
+        self._parts += [self._recorder.end_part(), action]
+        self._recorder.begin_part()
+
+
+class CudaRecorder:
+    """Records parts as CUDA graphs that share their memory."""
+
+    def __init__(self) -> None:
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._stream = torch.cuda.Stream()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """What would wait for the device raises an error, before it can spoil the recording."""
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
+        waiting = torch.cuda.get_sync_debug_mode()
         # The backward pass on this thread, too: a part has to end on the thread on which it began.
         with torch.cuda.stream(self._stream), torch.autograd.set_multithreading_enabled(False):
-            self._begin_part()
-            self._cuts.recorder = self._act_between
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+                torch.cuda.set_sync_debug_mode("error")
             try:
-                self._output = self._work(self._inputs)
+                yield
             finally:
-                self._cuts.recorder = None
-                self._end_part()
+                torch.cuda.set_sync_debug_mode(waiting)
 
-    def _act_between(self, action: Action) -> None:
-        self._end_part()
-        self._parts.append(action)
-        self._begin_part()
-
-    def _begin_part(self) -> None:
+    def begin_part(self) -> None:
         pool = self._graphs[0].pool() if self._graphs else None
         self._graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.stream(self._stream):
             # thread_local: the loader's threads and NCCL's go on with their own calls meanwhile
             self._graphs[-1].capture_begin(pool, capture_error_mode="thread_local")
 
-    def _end_part(self) -> None:
+    def end_part(self) -> Action:
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # two actions in a row
             self._graphs[-1].capture_end()
-        self._parts.append(self._graphs[-1].replay)
+        return self._graphs[-1].replay
 
-
-def _tensors(batches: Sequence[Batch]) -> list[torch.Tensor]:
-    found = [getattr(batch, field.name) for batch in batches for field in fields(batch)]
-    return [tensor for tensor in found if tensor is not None]
-
-
-def _shapes(batches: Sequence[Batch]) -> list[tuple[torch.Size | None, ...]]:
-    return [
-        tuple(None if (tensor := getattr(batch, field.name)) is None else tensor.shape for field in fields(batch))
-        for batch in batches
-    ]
+    def release(self) -> None:
+        if self._graphs:
+            torch.cuda.synchronize()
+            for graph in self._graphs:
+                graph.reset()
+            self._graphs = []

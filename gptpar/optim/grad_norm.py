@@ -8,6 +8,9 @@ import torch
 
 ROW = 64
 
+Measured = dict[str, list[torch.Tensor]]
+"""Unit -> norms of parts of its shard."""
+
 
 class GradientNorm:
     """Sum of squares of the elements that this process counts, unit by unit.
@@ -18,18 +21,23 @@ class GradientNorm:
 
     def __init__(self, counted: Mapping[str, Sequence[tuple[int, int]]]):
         self._counted = counted
-        self._norms: dict[str, list[torch.Tensor]] = {}
+        self._norms: Measured = {}
 
-    def measure(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Take the norms of some units' shards, whose gradients are final; in each step of all units."""
+    def measured(self, shards: Mapping[str, torch.Tensor]) -> Measured:
+        """The norms of some units' shards, whose gradients are final, for :meth:`take`."""
         ranges = [(unit, start, stop) for unit in shards for start, stop in self._counted[unit]]
         norms = norms_of([shards[unit][start:stop] for unit, start, stop in ranges])
-        self._norms |= {unit: [] for unit in shards}
+        found: Measured = {unit: [] for unit in shards}
         for (unit, *_), norm in zip(ranges, norms, strict=True):
-            self._norms[unit].append(norm)
+            found[unit].append(norm)
+        return found
+
+    def take(self, measured: Measured) -> None:
+        """Count these units with these norms; in each step all units."""
+        self._norms |= measured
 
     def square(self, device: torch.device) -> torch.Tensor:
-        """Sum of squares (fp64 scalar) of everything that was measured, added up in the units' order."""
+        """Sum of squares (fp64 scalar) of everything that was taken, added up in the units' order."""
         return square_of_norms([norm for unit in self._counted for norm in self._norms.get(unit, ())], device)
 
 

@@ -13,6 +13,7 @@ PLAIN_LOOP = "tests/unit/test_training_reference.py::test_fifty_steps_follow_a_p
 RATIOS = "tests/unit/test_offload_bits.py::test_no_ratio_changes_a_bit"
 RATIOS_ON_RANKS = "tests/ranks/test_offload_bits_ranks.py::test_no_ratio_changes_a_bit"
 TWO_PROCESSES = "tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]"
+RECORDED = "tests/unit/test_any_module_graph.py"
 TWO_WAYS = "tests/ranks/test_two_processes.py"
 
 GRADIENTS = [
@@ -106,16 +107,16 @@ GRADIENTS = [
     Fault(
         "norm-of-the-devices-elements-alone",
         ROUTER,
-        "self._norm.measure({unit.name: shard})",
-        "self._norm.measure({unit.name: shard[: self._memory.shards[unit.name].numel()]})",
+        "self._norm.measured({unit.name: shard})",
+        "self._norm.measured({unit.name: shard[: self._memory.shards[unit.name].numel()]})",
         (RATIOS,),
     ),
     Fault(
         "norm-before-the-sum-over-the-tensor-axis",
         ROUTER,
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n"
-        "        self._norm.measure({unit.name: shard})\n",
-        "        self._norm.measure({unit.name: shard})\n"
+        "        norms = self._norm.measured({unit.name: shard})\n",
+        "        norms = self._norm.measured({unit.name: shard})\n"
         "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
         (RATIOS_ON_RANKS,),
     ),
@@ -154,5 +155,33 @@ GRADIENTS = [
         "        elif self._axis.shards > 1:\n            self._present = set(self._frozen)\n",
         "        elif self._axis.shards > 1:\n",
         (TWO_WAYS,),
+    ),
+    Fault(
+        "norm-of-a-recorded-step-taken-when-it-is-recorded",
+        ROUTER,
+        "        self._cuts.at(partial(self._hand_over, unit.name, norms, shard[low:]))\n",
+        "        self._norm.take(norms)\n        self._cuts.at(partial(self._hand_over, unit.name, {}, shard[low:]))\n",
+        (RECORDED,),
+    ),
+    Fault(
+        "loss-scale-of-the-recorded-step",
+        "gptpar/any_module/step_work.py",
+        "(self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)",
+        "torch.full_like(loss, factor * float(self.scale.numpy()))",
+        (RECORDED,),
+    ),
+    Fault(
+        "train-batch-forgets-its-loss",
+        "gptpar/any_module/engine.py",
+        "result = self._result or self._work.result()",
+        "result = self._work.result()",
+        (RECORDED,),
+    ),
+    Fault(
+        "blocks-called-first-under-a-dispatch-mode",
+        "gptpar/any_module/module_stage.py",
+        'self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))',
+        "pass",
+        ("tests/any_module/test_compiled.py",),
     ),
 ]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gptpar
-from gptpar.any_module.batches import call_with, loss_of, take_batches
+from gptpar.any_module.batches import BatchSource, call_with, loss_of
 from gptpar.any_module.engine import ModuleEngine
 from gptpar.errors import GptparError
 
@@ -96,15 +96,15 @@ class Sample:
 def test_batches_are_taken_and_moved() -> None:
     meta = torch.device("meta")
     data = iter([{"x": NUMBER, "n": 1}, (NUMBER, [NUMBER, None]), Sample(NUMBER), UserDict(x=NUMBER)])
-    first, second, third, fourth = take_batches(data, 4, meta)
+    first, second, third, fourth = BatchSource(4, meta).take(data)
     assert first["x"].is_meta and first["n"] == 1 and second[0].is_meta and second[1][0].is_meta
     assert third.x.is_meta and third.name == "sample" and fourth["x"].is_meta
     with pytest.raises(StopIteration):
-        take_batches(data, 1, CPU)
+        BatchSource(1, CPU).take(data)
     with pytest.raises(GptparError, match="ended after 2 of the step's 3 micro-batches"):
-        take_batches(iter([NUMBER, NUMBER]), 3, CPU)
+        BatchSource(3, CPU).take(iter([NUMBER, NUMBER]))
     with pytest.raises(TypeError, match=r"not a list: call iter\(loader\) once"):
-        take_batches([NUMBER], 1, CPU)  # type: ignore[arg-type]
+        BatchSource(1, CPU).take([NUMBER])  # type: ignore[arg-type]
 
 
 class Regression(nn.Module):

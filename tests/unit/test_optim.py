@@ -220,7 +220,7 @@ def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: 
 def square_of_grad(table: ParameterTable, grad: torch.Tensor) -> torch.Tensor:
     (unit,) = table.units
     norm = GradientNorm({unit.name: table.counted(unit.name)})
-    norm.measure({unit.name: grad})
+    norm.take(norm.measured({unit.name: grad}))
     return norm.square(grad.device)
 
 

@@ -1,0 +1,40 @@
+"""Compiled blocks give the numbers of plain torch: hooks, recomputation and parameters that come and go included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.any_module.case import Setup
+from tests.any_module.compiling import CompiledTraining
+from tests.any_module.matrix import Bench
+
+ALONE, TWO = Setup(1, 0, 0.6, steps=5), Setup(2, 3, 0.6, accumulation=2, steps=5)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Bench]:
+    with Bench(timeout_s=120.0) as bench:
+        yield bench
+
+
+@pytest.mark.parametrize("way", ["key_eager", "key_aot", "before_aot", "after_aot"])
+@pytest.mark.parametrize(
+    ("name", "setup"),
+    [
+        ("mlp", ALONE),
+        ("mlp", TWO),
+        ("gpt2_checkpointed", TWO),
+        ("recomputation_inside", TWO),
+        ("block_called_under_checkpoint", TWO),
+        ("block_called_under_checkpoint_reentrant", TWO),
+        ("dictionaries", TWO),
+        ("users_hooks", TWO),
+        ("side_outputs", TWO),
+    ],
+    ids=lambda value: str(value).replace(", ", "-"),
+)
+def test_compiled_blocks_are_plain_torchs(compiled: Bench, way: str, name: str, setup: Setup) -> None:
+    compiled.engine = f"tests.any_module.compiling:{way}"
+    compiled.check(name, setup, CompiledTraining)

@@ -1,0 +1,159 @@
+"""Recorded steps of any module on a GPU against launched ones: the same bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gptpar
+from gptpar.any_module.engine import ModuleEngine
+from gptpar.any_module.graph import LAUNCHED_STEPS
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARY, WIDTH, LENGTH, STEPS = 512, 128, 64, 12
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)  # deterministic in every format
+        x = x + self.drop(self.out((scores @ v).transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norms[1](x)))))
+
+
+class Tiny(nn.Module):
+    """Like GPT-2, with a tied embedding.
+
+    Attributes:
+        calls: of its forward in Python: replays make none.
+        waits: whether it waits for the device.
+    """
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.calls, self.waits = 0, False
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        places = torch.arange(input_ids.shape[1], device=input_ids.device)
+        # one-hot products: an embedding's backward pass adds in any order
+        x = F.one_hot(input_ids, VOCABULARY).to(self.tokens.weight.dtype) @ self.tokens.weight + self.places(places)
+        for block in self.blocks:
+            x = block(x)
+        if self.waits:
+            x.sum().item()
+        logits = self.head(self.norm(x))[:, :-1]
+        return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), input_ids[:, 1:].flatten())}
+
+
+def make(graph: bool, ratio: float, accumulation: int = 1, dropout: float = 0.0, **more: Any) -> ModuleEngine:
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 20}},
+        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
+        "steps_per_print": 1000,
+        "gptpar": {"step_graph": graph, **more.pop("gptpar", {})},
+        **more,
+    }
+    return gptpar.initialize(model=Tiny(dropout).cuda(), config=config)[0]
+
+
+def batches(length: int = LENGTH) -> Iterator[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield {"input_ids": torch.randint(0, VOCABULARY, (4, length), generator=generator)}
+
+
+def train(engine: ModuleEngine, between: bool = False) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(losses and norms, final weights); ``between``: a step of another length amid the others."""
+    torch.manual_seed(1)
+    data, other, seen = batches(), batches(LENGTH // 2), []
+    for step in range(STEPS):
+        loss = engine.train_batch(other if between and step in (6, 7) else data)
+        assert loss.is_cuda
+        seen.append((loss, engine.get_global_grad_norm()))
+    with engine.gathered():
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.close()
+    return [(float(loss), norm) for loss, norm in seen], weights
+
+
+def check(recorded: ModuleEngine, launched: ModuleEngine, *, between: bool = False) -> None:
+    (got, weights), (wanted, theirs) = train(recorded, between), train(launched, between)
+    accumulation = recorded.options.batch.accumulation_steps
+    assert launched.module.calls == STEPS * accumulation
+    assert recorded.module.calls == (LAUNCHED_STEPS + 1 + 2 * between) * accumulation, "nothing was replayed"
+    assert got == wanted
+    assert [name for name, value in theirs.items() if not torch.equal(weights[name], value)] == []
+    assert wanted[-1][0] < wanted[0][0]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recorded_steps_are_the_launched_ones(precision: str, ratio: float, accumulation: int) -> None:
+    numbers: dict[str, Any] = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+    recorded, launched = (make(graph, ratio, accumulation, **numbers) for graph in (True, False))
+    check(recorded, launched)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.6])
+def test_a_moving_loss_scale(ratio: float) -> None:
+    numbers = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
+    recorded, launched = (make(graph, ratio, **numbers) for graph in (True, False))
+    (got, weights), (wanted, theirs) = train(recorded), train(launched)
+    assert str(got) == str(wanted) and recorded.loss_scale.value == launched.loss_scale.value < 2**24
+    assert all(torch.equal(weights[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+def test_launched_steps_between_replays(ratio: float) -> None:
+    recorded, launched = (make(graph, ratio) for graph in (True, False))
+    check(recorded, launched, between=True)
+
+
+def test_compiled_blocks() -> None:
+    recorded, launched = (make(graph, 0.6, gptpar={"compile": True}, bf16={"enabled": True}) for graph in (True, False))
+    check(recorded, launched)
+
+
+def test_dropout_draws_the_same_numbers() -> None:
+    """Torch's default generator goes on in replays as it does in launched steps."""
+    recorded, launched = (make(graph, 0.6, dropout=0.1) for graph in (True, False))
+    check(recorded, launched)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.6])
+def test_what_waits_for_the_device_is_launched(ratio: float) -> None:
+    recorded, launched = (make(graph, ratio, dropout=0.1) for graph in (True, False))
+    recorded.module.waits = launched.module.waits = True
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got, weights = train(recorded)
+    (told,) = [str(one.message) for one in said if "recording it as a graph failed" in str(one.message)]
+    assert "synchroniz" in told and f"{__file__}:" in told
+    wanted, theirs = train(launched)
+    assert got == wanted and all(torch.equal(weights[name], value) for name, value in theirs.items())
+    assert recorded.module.calls == STEPS + 1
+    assert torch.cuda.get_sync_debug_mode() == 0

@@ -172,7 +172,7 @@ GRADIENTS = [
     ),
     Fault(
         "train-batch-forgets-its-loss",
-        "gptpar/any_module/engine.py",
+        "gptpar/any_module/training_engine.py",
         "result = self._result or self._work.result()",
         "result = self._work.result()",
         (RECORDED,),

@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from gptpar.layer_spec import LayerSpec, TiedLayerSpec
     from gptpar.offload.twin_flow import TwinFlowAdamW
     from gptpar.pipeline import PipelineModule
+    from gptpar.plan.deepspeed_estimates import (
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
+    from gptpar.plan.module_memory import estimate_memory
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,6 +27,11 @@ __all__ = [
     "TwinFlowAdamW",
     "__version__",
     "deferred_init",
+    "estimate_memory",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "initialize",
 ]
 
@@ -30,6 +42,11 @@ _HOMES = {
     "TiedLayerSpec": "gptpar.layer_spec",
     "TwinFlowAdamW": "gptpar.offload.twin_flow",
     "deferred_init": "gptpar.any_module.deferred",
+    "estimate_memory": "gptpar.plan.module_memory",
+    "estimate_zero2_model_states_mem_needs_all_cold": "gptpar.plan.deepspeed_estimates",
+    "estimate_zero2_model_states_mem_needs_all_live": "gptpar.plan.deepspeed_estimates",
+    "estimate_zero3_model_states_mem_needs_all_cold": "gptpar.plan.deepspeed_estimates",
+    "estimate_zero3_model_states_mem_needs_all_live": "gptpar.plan.deepspeed_estimates",
 }
 
 

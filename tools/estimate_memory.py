@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -20,54 +19,12 @@ from gptpar.command import run
 from gptpar.model.flops import num_parameters
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline.stage import build_on_meta
+from gptpar.plan.deepspeed_estimates import Estimate, zero2, zero3
 from gptpar.plan.main import make_planner
 from gptpar.plan.planner import Plan
 from gptpar.reporting.banner import format_count
 
-HOST_FACTOR = 1.5
 GIB = 2**30
-
-
-class Estimate(NamedTuple):
-    """Bytes of a machine's memory and of one GPU's, and with which options."""
-
-    host: float
-    gpu: float
-    options: str
-
-
-def zero2(parameters: int, nodes: int, gpus: int) -> Iterator[Estimate]:
-    """DeepSpeed's rows for ZeRO-2.
-
-    Args:
-        parameters: of the model.
-        nodes: machines.
-        gpus: GPUs of a machine.
-    """
-    world = nodes * gpus
-    yield Estimate(parameters * max(4 * world, 16) * HOST_FACTOR, 2 * parameters, "offload_optimizer=cpu")
-    on_gpu = 2 * parameters + 18 * parameters // world
-    yield Estimate(parameters * 4 * gpus * HOST_FACTOR, on_gpu, "offload_optimizer=none")
-
-
-def zero3(parameters: int, largest: int, nodes: int, gpus: int) -> Iterator[Estimate]:
-    """DeepSpeed's rows for ZeRO-3.
-
-    Args:
-        largest: parameters of the largest module, which are brought together at a time.
-    """
-    world = nodes * gpus
-    for param, optimizer, states in (("cpu", "cpu", 0), ("none", "cpu", 2), ("none", "none", 18)):
-        on_gpu = 4 * largest + states * parameters // world
-        for zero_init in (1, 0):
-            whole_copies = parameters * 4 * gpus
-            if optimizer == "none":
-                host = largest * 4 * gpus if zero_init else whole_copies
-            else:
-                kept = parameters * (18 if param == "cpu" else 16) / nodes
-                host = kept if zero_init else max(whole_copies, kept)
-            options = f"offload_param={param:<4}, offload_optimizer={optimizer:<4}, zero_init={zero_init}"
-            yield Estimate(host * HOST_FACTOR, on_gpu, options)
 
 
 def largest_module(plan: Plan) -> int:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, ModelError
 from gptpar.topology import Topology
 
 MODULUS = 2**20
@@ -74,6 +77,32 @@ class Agreement:
             "same modules in the same order within a step, make them one unit by naming a class around them in "
             '{"gptpar": {"units": [...]}}, or use ZeRO stage 2 or lower without offload.'
         )
+
+
+def require_same_model(model: nn.Module, topology: Topology) -> None:
+    """Raise a ModelError on every process if their models' parameters differ in names, shapes or what is trained."""
+    if topology.layout.world_size == 1:
+        return
+    mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    everyone: list[Any] = [None] * topology.layout.world_size
+    dist.all_gather_object(everyone, mine)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            pairs = zip_longest(everyone[0], other)
+            first, its = next((a, b) for a, b in pairs if a != b)
+            raise ModelError(
+                [
+                    f"rank {rank} has another model than rank 0: {_told(its)} in place of {_told(first)}; all "
+                    "processes have to build the same one"
+                ]
+            )
+
+
+def _told(parameter: Any) -> str:
+    if parameter is None:
+        return "no further parameter"
+    name, shape, dtype, is_trained = parameter
+    return f"{name} ({list(shape)}, {dtype.removeprefix('torch.')}, {'trained' if is_trained else 'frozen'})"
 
 
 def _first_difference(passes: Sequence[Passes]) -> str:

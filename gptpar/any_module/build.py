@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,8 @@ from torch import nn
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
-from gptpar.any_module.units import FlatUnit
-from gptpar.engine.data_axis import DataAxis
+from gptpar.any_module.units import FlatUnit, UnitPlan
+from gptpar.engine.data_axis import DataAxis, wait_without_limit
 from gptpar.engine.engine import Engine, EngineSettings
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
@@ -30,10 +31,12 @@ NOT_DRAWN = Constant(0.0)
 """Stands for the initial values of a module that brings its own."""
 
 
-def data_axis_of(options: EngineOptions, topology: Topology) -> DataAxis:
+def data_axis_of(
+    options: EngineOptions, topology: Topology, wait_for: Callable[[Any], None] = wait_without_limit
+) -> DataAxis:
     """This process's place on the data axis; alone there, nothing is sharded."""
     size = topology.layout.data
-    return DataAxis(size, topology.data_rank, topology.data_group, options.zero_stage if size > 1 else 0)
+    return DataAxis(size, topology.data_rank, topology.data_group, options.zero_stage if size > 1 else 0, wait_for)
 
 
 def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], world: int) -> EngineSettings:
@@ -63,12 +66,41 @@ def _info_of(parameter: nn.Parameter) -> ParameterInfo:
     return ParameterInfo(parameter.shape, None, NOT_DRAWN, frozenset(), strides)
 
 
+def lay_out(
+    plan: UnitPlan,
+    parameters: Mapping[str, nn.Parameter],
+    groups: Sequence[Collection[nn.Parameter]],
+    options: EngineOptions,
+    axis: DataAxis,
+    *,
+    stage: int = 0,
+    tied: Mapping[str, Sequence[int]] | None = None,
+) -> tuple[ParameterTable, list[Unit]]:
+    """The table of what is trained, and the units that are not.
+
+    Args:
+        parameters: by first name.
+        groups: parameters of each group of the optimizer.
+        stage: position on the pipeline axis.
+        tied: unit -> the stages that have a copy of it.
+    """
+    number = {parameter: place for place, group in enumerate(groups) for parameter in group}
+    units = [
+        unit_of(unit, parameters, axis.shards, lambda name, _: number.get(parameters[name], 0)) for unit in plan.units
+    ]
+    trained = [unit for unit, flat in zip(units, plan.units, strict=True) if flat.trainable]
+    frozen = [unit for unit, flat in zip(units, plan.units, strict=True) if not flat.trainable]
+    place = Place(axis.shards, axis.shard, axis.size // axis.shards, stage=stage)
+    return ParameterTable(trained, place, ratio=options.offload.ratio, tied=tied), frozen
+
+
 def build_engine(
     stage: PlacedParameters,
     groups: Sequence[Collection[nn.Parameter]],
     options: EngineOptions,
     topology: Topology,
     recording: Recording | None = None,
+    wait_for: Callable[[Any], None] = wait_without_limit,
 ) -> tuple[Engine, HostOptimizer | None, list[Unit]]:
     """The engine of a module, its CPU optimizer if it has one, and the units that are not trained.
 
@@ -78,28 +110,18 @@ def build_engine(
         stage: the module, or the layers that this process has.
         groups: parameters of each group of the optimizer.
         recording: makes the values of parameters without memory.
+        wait_for: waits for collectives over the data axis.
 
     Raises:
         GptparError: the host's memory does not suffice for what is offloaded.
     """
-    axis, device, plan = data_axis_of(options, topology), topology.device, stage.plan
-    number = {parameter: place for place, group in enumerate(groups) for parameter in group}
-    units = [
-        unit_of(unit, stage.parameters, axis.shards, lambda name, _: number.get(stage.parameters[name], 0))
-        for unit in plan.units
-    ]
-    trained = [unit for unit, flat in zip(units, plan.units, strict=True) if flat.trainable]
-    frozen = [unit for unit, flat in zip(units, plan.units, strict=True) if not flat.trainable]
-    table = ParameterTable(
-        trained,
-        Place(axis.shards, axis.shard, axis.size // axis.shards, stage=topology.stage),
-        ratio=options.offload.ratio,
-        tied={unit: tie.stages for unit, tie in stage.tied.items()},
-    )
+    axis, device, plan = data_axis_of(options, topology, wait_for), topology.device, stage.plan
+    tied = {unit: tie.stages for unit, tie in stage.tied.items()}
+    table, frozen = lay_out(plan, stage.parameters, groups, options, axis, stage=topology.stage, tied=tied)
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.layout.world_size)
     on_host = options.offload.parameters
-    parameters = ParameterMemory([*trained, *frozen], axis, settings.dtype, device, on_host=on_host)
+    parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
     values = {name: _value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
     host = _host_optimizer(table, parameters, settings, options, device)
     engine = Engine(

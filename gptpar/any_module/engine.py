@@ -13,6 +13,7 @@ from gptpar.any_module.batches import Batches, LossFunction, require_loss
 from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.step_work import StepResult, StepWork
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.any_module.weights import Weights
@@ -49,9 +50,10 @@ class ModuleEngine(TrainingEngine):
         topology: Topology,
         activity: Activity,
         loss_fn: LossFunction | None = None,
+        watch: OrderWatch | None = None,
     ):
         work = StepWork(stage, engine, self.forward, loss_fn, activity)
-        super().__init__(stage.module, work, engine, host, weights, groups, options, topology, activity)
+        super().__init__(stage.module, work, engine, host, weights, groups, options, topology, activity, watch)
         self._recorded: RecordedWork | None = None
         if wants_graph(options, topology.layout.world_size, self.device):
             self._recorded = RecordedWork(self.module, work, engine)
@@ -97,7 +99,14 @@ class ModuleEngine(TrainingEngine):
         finally:
             self._no_sync = before
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        create_graph: bool = False,
+    ) -> torch.Tensor:
         """Add the gradient of a micro-batch's loss to the step's.
 
         The step's gradient is the mean over its micro-batches and the data-parallel processes.
@@ -111,9 +120,15 @@ class ModuleEngine(TrainingEngine):
             The loss.
 
         Raises:
-            GptparError: the step's gradient is final already, or the loss is no scalar with a gradient.
+            GptparError: the step's gradient is final already, the loss is no scalar with a gradient, or
+                ``create_graph`` is asked for, which there is for that sentence alone.
         """
         self._require_loss(loss)
+        if create_graph:
+            raise GptparError(
+                "engine.backward(create_graph=True): gradients are taken out of autograd as they come, so that no "
+                "graph of them can be kept. Gradients with respect to inputs (torch.autograd.grad) can have one."
+            )
         if not self._has_begun:
             self._begin()
         last = self._is_last()
@@ -153,14 +168,13 @@ class ModuleEngine(TrainingEngine):
                 "step with engine.step(), or forget it with engine.zero_grad()."
             )
 
-    def _run(self, batches: Batches) -> StepResult:
+    def _passes(self, batches: Batches) -> StepResult:
         return (self._recorded or self._work)(batches)
 
     def close(self) -> None:
-        """See :meth:`TrainingEngine.close`."""
+        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
         if self._recorded is not None:
             self._recorded.release()
-            self._recorded = None
         super().close()
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:

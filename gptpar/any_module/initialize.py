@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from gptpar.activity import Activity
+from gptpar.any_module.agreement import require_same_model
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
@@ -23,6 +24,7 @@ from gptpar.any_module.graph import check_graph
 from gptpar.any_module.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions, ModelKind, read_options
+from gptpar.any_module.order_watch import OrderWatch, name_of_engine
 from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.units import find_units
@@ -90,6 +92,7 @@ def initialize(
         options = read_options(config, args, world=world)
         check_graph(options, world)
         topology = make_topology(Layout(data=world), rank, device)
+        require_same_model(model, topology)
         engine = _engine_of(model, optimizer, model_parameters, options, topology, recording, loss_fn)
     else:
         if recording is not None:
@@ -125,12 +128,21 @@ def _engine_of(
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
-    activity = Activity.of_worker()
-    stage = ModuleStage(model, plan, lambda path: activity.note(f"unit {path or 'the model'}"))
+    activity, watch = Activity.of_worker(), OrderWatch(topology)
+
+    def note(what: str) -> None:
+        activity.note(what)
+        watch.note(what)
+
+    stage = ModuleStage(model, plan, note)
     move_buffers(model, topology.device, recording)
-    engine, host, frozen = build_engine(stage, [group["params"] for group in groups], options, topology, recording)
+    engine, host, frozen = build_engine(
+        stage, [group["params"] for group in groups], options, topology, recording, watch.wait_for
+    )
+    if engine.gatherer.gathers_in_call_order:
+        watch.start(name_of_engine(topology))
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     if options.compile:
         compile_scopes(stage)
     weights = Weights(stage, engine, frozen, topology)
-    return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity, loss_fn)
+    return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity, loss_fn, watch)

@@ -18,6 +18,7 @@ from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.units import Scope, UnitPlan
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
+from gptpar.errors import GptparError
 
 ROOT = ""
 """Path of the scope that is the whole model."""
@@ -41,14 +42,14 @@ class ModuleStage(PlacedParameters):
     Args:
         module: on the engine's device, but for its parameters.
         plan: its units.
-        note: is told of the scope that is about to be called.
+        note: is told what is about to be done.
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
         in_backward: whether the engine is in a backward pass: what is called there is computed again.
     """
 
-    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda path: None):
+    def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
         super().__init__(plan, dict(module.named_parameters()))
         self.module, self.stages, self._note = module, (self,), note
         self.passes: list[list[str]] = []
@@ -57,6 +58,7 @@ class ModuleStage(PlacedParameters):
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._guard: AbsentParameters | None = None
+        self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self._uncompiled = contextlib.ExitStack()
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
 
@@ -99,6 +101,7 @@ class ModuleStage(PlacedParameters):
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward pass. The first one recomputes what was watched, uncompiled as it was."""
+        self._note("began a backward pass")
         self.in_backward = True
         try:
             yield
@@ -110,7 +113,7 @@ class ModuleStage(PlacedParameters):
 
     def _before(self, scope: Scope, module: nn.Module, args: Any, kwargs: Any) -> None:
         assert self._gatherer is not None
-        self._note(scope.path)
+        self._note(f"called {scope.path or 'the model'}")
         if self.in_backward:
             self._gatherer.before_backward(scope.path)
             return
@@ -132,6 +135,8 @@ class ModuleStage(PlacedParameters):
 
     def _begin(self) -> None:
         """The whole module is called, perhaps by itself."""
+        if torch.is_grad_enabled():
+            self._require_same_trained()
         self._depth += 1
         if self._depth > 1 or self._gatherer is None or not self._gatherer.transient:
             if torch.is_grad_enabled() and self._depth == 1:
@@ -144,6 +149,16 @@ class ModuleStage(PlacedParameters):
             if self._guard is not None:
                 self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
                 self._guard.__enter__()
+
+    def _require_same_trained(self) -> None:
+        changed = [
+            name for name, parameter in self.parameters.items() if parameter.requires_grad != self._requires[name]
+        ]
+        if changed:
+            raise GptparError(
+                f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory "
+                "for what is trained: set it before, or make a new engine."
+            )
 
     def _end(self) -> None:
         self._depth -= 1

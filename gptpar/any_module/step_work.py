@@ -102,5 +102,9 @@ class StepWork:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> torch.Tensor:
-        """[] the mean loss, fp32 or wider."""
+        """[] the mean loss over micro-batches, fp32 or wider.
+
+        Raises:
+            GptparError: the module returned no loss.
+        """
         return mean_of([loss_of(call_with(self._call, batch), batch, self._loss_fn) for batch in batches])

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
+from gptpar.any_module import checkpoint
 from gptpar.any_module.agreement import Agreement
 from gptpar.any_module.batches import Batches, BatchSource, evaluating
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.step_work import StepResult
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
 from gptpar.engine.tensors import mapped
-from gptpar.errors import GptparError
+from gptpar.errors import CheckpointError, GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.topology import Topology
 
@@ -62,6 +66,7 @@ class TrainingEngine(nn.Module):
         options: everything that was configured.
         topology: this process's place.
         activity: is told what this process is doing.
+        watch: over the order of calls; it is closed with the engine.
 
     Attributes:
         module: the user's.
@@ -85,6 +90,7 @@ class TrainingEngine(nn.Module):
         options: EngineOptions,
         topology: Topology,
         activity: Activity,
+        watch: OrderWatch | None = None,
     ):
         super().__init__()
         self.module = module
@@ -94,7 +100,7 @@ class TrainingEngine(nn.Module):
         self.loss_scale = copy(options.loss_scale)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
         self.data = BatchSource(options.batch.accumulation_steps, self.device)
-        self.weights, self._work, self._activity = weights, work, activity
+        self.weights, self._work, self._activity, self._watch = weights, work, activity, watch or OrderWatch(topology)
         self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the step at work
         self._has_begun = self._is_final = self._closed = False
@@ -140,23 +146,30 @@ class TrainingEngine(nn.Module):
                 "the optimizer can step after the last one's engine.backward(loss)."
             )
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
+        self._watch.note("came to the optimizer's step")
         result = self._result or self._work.result()
         square = self.engine.square_of_grad()
         evidence = self._agreement.evidence(result.passes, result.late, square)
         loss = self._share_of_mean(result.loss)
-        sums = self.topology.sum_over_all(torch.cat([square[None], evidence, loss[None]]))
+        sums = self._sum_over_all(torch.cat([square[None], evidence, loss[None]]))
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
         norm, verdict = self._agreement.judge(norm, sums[1:-1])
         skipped = self.engine.step(norm, self.optimizer.hyperparameters(), self._divisor)
-        self._readings = Readings([norm, skipped, verdict], TIMEOUT_S)
+        self._readings = Readings([norm, skipped, verdict], TIMEOUT_S, self._watch.check)
         self._mean_loss = sums[-1]
         self._follow(result.passes)
         self.global_steps += 1
+        self._watch.begin_step(self.global_steps + 1)
         self._forget_step()
         if self.loss_scale.dynamic or self.device.type == "cpu":
             self._take_note_of_last_step()
         if self.lr_scheduler is not None and not (self.loss_scale.dynamic and self._was_skipped):
             self.lr_scheduler.step()
+
+    def _sum_over_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.topology.layout.world_size > 1:
+            self._watch.wait_for(dist.all_reduce(tensor, async_op=True))
+        return tensor
 
     def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean over processes; its loss is zero where another stage has it."""
@@ -185,7 +198,7 @@ class TrainingEngine(nn.Module):
         batches = self.data.take(data_iter)
         try:
             self._prepare()
-            self._result = result = self._run(batches)
+            self._result = result = self._passes(batches)
             self._take_note_of_last_step()
             self._count, self._is_final = len(batches), True
             self.micro_steps += len(batches)
@@ -195,13 +208,10 @@ class TrainingEngine(nn.Module):
         return self._mean_loss.to(result.loss.dtype)
 
     def _require_no_step(self) -> None:
-        """Called before a whole step.
+        """Raise if another step has begun."""
 
-        Raises:
-            GptparError: another one has begun.
-        """
-
-    def _run(self, batches: Batches) -> StepResult:
+    def _passes(self, batches: Batches) -> StepResult:
+        """All forward and backward passes of a step."""
         return self._work(batches)
 
     def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
@@ -292,10 +302,48 @@ class TrainingEngine(nn.Module):
         with self.weights.gathered(modifier_rank):
             yield
 
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+    ) -> str:
+        """Keep the module's and the engine's state between two steps; all processes call it.
+
+        See :func:`gptpar.any_module.checkpoint.save` for the arguments, the result and the errors.
+        """
+        self._require_open()
+        if self._has_begun or self._count:
+            steps = self.options.batch.accumulation_steps
+            raise CheckpointError(checkpoint.AMID_A_STEP.format(self._count, steps))
+        self._take_note_of_last_step()
+        return checkpoint.save(self, save_dir, tag, client_state, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Go on from what :meth:`save_checkpoint` kept, at any size, stage and ratio; all processes call it.
+
+        Gradients of a step at work are forgotten. See :func:`gptpar.any_module.checkpoint.load`.
+        """
+        self._require_open()
+        self._take_note_of_last_step()
+        self.zero_grad()
+        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return checkpoint.load(self, load_dir, tag, checkpoint.Chosen(*what))
+
     def close(self) -> None:
         """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
         if not self._closed:
             self._closed = True
+            self._watch.close()
             self.engine.close()
 
     def _require_open(self) -> None:

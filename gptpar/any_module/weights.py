@@ -14,8 +14,10 @@ from torch import nn
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.units import Scope
 from gptpar.engine.engine import Engine
+from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
+from gptpar.tensor_parts import TensorParts, as_parts
 from gptpar.topology import Topology
 
 
@@ -51,6 +53,33 @@ class Weights:
             return
         with self.gathered():
             self._take(changed)
+
+    def settle(self) -> None:
+        """Return when master weights follow all changes, and nothing that writes into parameters is on its way."""
+        gatherer = self._engine.gatherer
+        self.catch_up()
+        self._engine.finish()
+        gatherer.let_all_go()
+        for scope in self._stage.plan.scopes if not gatherer.transient else ():
+            gatherer.bring(scope.path)
+
+    def parts(self) -> dict[str, TensorParts]:
+        """What this process has of all parameters, live: of trained ones the master weights, frozen ones themselves."""
+        memory, frozen = self._engine.parameters, {unit.name: unit for unit in self._frozen.values()}
+        found = self._engine.optimizer.parts("weights")
+        if not memory.transient:
+            return found | {name: as_parts(self._stage.parameters[name].data) for name in self._frozen}
+        table = ParameterTable(list(frozen.values()), self._engine.table.place)
+        for name, parameter in table.params.items():
+            found[name] = TensorParts(parameter.info.full_shape, (), self._stage.parameters[name].dtype)
+        for one in table.ranges():
+            found[one.param] = table.parts(one, memory.shards[one.unit][one.start : one.stop])
+        return found
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Each further name of a parameter or buffer -> its first one."""
+        return {name: first for name, first in self._stage.plan.aliases.items() if name != first}
 
     def _changed(self) -> list[str]:
         versions = self._read_versions()

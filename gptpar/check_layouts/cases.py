@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gptpar.topology import Layout
 
@@ -75,3 +76,33 @@ def _case(
     if chunks > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
     return Case(", ".join(filter(None, words)), layout, (*flags, *variant_flags))
+
+
+@dataclass(frozen=True)
+class ModuleCase:
+    """One way to train a user's module.
+
+    Attributes:
+        zero: section ``zero_optimization`` of its configuration.
+    """
+
+    name: str
+    zero: Mapping[str, Any]
+
+
+_CPU = {"device": "cpu"}
+MODULE_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "CPU optimizer 0.6": {"offload_optimizer": {**_CPU, "ratio": 0.6}},
+    "CPU optimizer": {"offload_optimizer": _CPU},
+    "all on the CPU": {"offload_optimizer": _CPU, "offload_param": _CPU},
+}
+
+
+def module_cases(num_processes: int) -> Iterator[ModuleCase]:
+    """Every ZeRO stage x offload of a user's module; ZeRO shares among several processes."""
+    for stage in range(4 if num_processes > 1 else 1):
+        for variant, zero in MODULE_VARIANTS.items():
+            count = f"{num_processes} process{'es' * (num_processes > 1)}"
+            words = [count, f"ZeRO-{stage}" if num_processes > 1 else "", variant]
+            yield ModuleCase(", ".join(filter(None, words)), {"stage": stage, **zero})

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from gptpar.any_module.user_module import is_named_in
+from gptpar.check_layouts import modules
 from gptpar.check_layouts.cases import Case, all_cases
-from gptpar.check_layouts.training import CaseRun, Outcome, Tensors
+from gptpar.check_layouts.compare import Comparison
+from gptpar.check_layouts.outcome import Outcome
+from gptpar.check_layouts.training import CaseRun
 from gptpar.command import positive_int
 from gptpar.config import Config
 from gptpar.config.derive import padded_vocab
@@ -26,7 +30,8 @@ DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, 
 processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
 with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama has every
 option that GPT-2 has not. Exits with 1 when a difference is above the tolerance. With --hidden-dropout and
---attention-dropout the masks must be equal, too."""
+--attention-dropout the masks must be equal, too. --module FILE.py:FUNCTION checks your own module, with flags of its
+own: gptpar check-layouts --module --help."""
 
 SMALL = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 100 "
@@ -40,12 +45,12 @@ MODELS = {
 }
 """A model's flags beside SMALL. The second has weights that are whole on each tensor rank inside a split layer: the
 norms of queries and keys."""
-TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
-"""Largest relative difference: in fp64 of any element, in the others of all elements together (L2)."""
 
 
 def main(argv: list[str]) -> int:
     """Check, or start the workers that do."""
+    if is_named_in(argv):
+        return modules.main(argv)
     number_format = [] if {"--bf16", "--fp16", "--fp32", "--fp64"} & set(argv) else ["--fp64"]
     scale = ["--initial-loss-scale", "1024"] if "--fp16" in argv else []  # the usual first ones overflow for many steps
     typed = [*number_format, *scale, *(word for word in argv if word != "--fp32")]
@@ -120,7 +125,7 @@ def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | No
         torch.set_num_threads(1)
         try:
             alone = _train_alone(base, rank, device, steps)
-            worst = _Worst(base.precision.dtype, rank == 0)
+            comparison = Comparison(base.precision.dtype, steps, "one process", speaks=rank == 0)
             topologies: dict[Layout, Topology] = {}
             saved: Path | None = None
             for number, case in enumerate(_chosen(words, world_size, only)):
@@ -137,14 +142,14 @@ def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | No
                         shutil.rmtree(saved)
                 saved = mine
                 run.trainer.close()
-                worst.compare(case.name, run.outcome, alone)
-            failed = torch.tensor([worst.num_failed])
+                comparison.compare(case.name, run.outcome, alone)
+            failed = torch.tensor([comparison.num_failed])
             if world_size > 1:
                 dist.broadcast(failed, 0)
         finally:
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-    worst.sum_up(steps)
+    comparison.sum_up()
     return int(failed.item() > 0)
 
 
@@ -163,96 +168,3 @@ def _train_alone(config: Config, rank: int, device: torch.device, steps: int) ->
     run.train(0, steps + 1)
     run.trainer.close()
     return run.outcome
-
-
-class _Worst:
-    """Compares outcomes with the reference and remembers the largest differences."""
-
-    def __init__(self, number_format: str, speaks: bool):
-        self.tolerance, self._speaks = TOLERANCES[number_format], speaks
-        self._measure = difference if number_format == "fp64" else overall_difference
-        self.num_failed = self._num_cases = 0
-        self._largest = 0.0
-        if speaks:
-            print(f"{'initial':>9} {'loss':>9} {'gradient':>9} {'weights':>9} {'resumed':>9}  combination", flush=True)
-
-    def compare(self, name: str, outcome: Outcome, alone: Outcome) -> None:
-        """Print a case's row; ``resumed`` covers loss, gradients and weights of the step after a resume."""
-        if not self._speaks:
-            return
-        steps = len(alone.steps) - 1
-        columns = [
-            self._measure([(outcome.initial, alone.initial)]),
-            step_difference(outcome.steps[:steps], alone.steps[:steps]),
-            self._measure(zip(outcome.gradients[:steps], alone.gradients[:steps], strict=True)),
-            self._measure(zip(outcome.weights[:steps], alone.weights[:steps], strict=True)),
-        ]
-        resumed = None
-        if len(outcome.steps) > steps:
-            pairs = [(outcome.gradients[-1], alone.gradients[-1]), (outcome.weights[-1], alone.weights[-1])]
-            resumed = max(self._measure(pairs), step_difference(outcome.steps[-1:], alone.steps[-1:]), key=_nan_last)
-        values = [*columns, *([] if resumed is None else [resumed])]
-        largest = max(values, key=_nan_last)
-        failed = not largest <= self.tolerance
-        self._largest = max(self._largest, largest, key=_nan_last)
-        self._num_cases += 1
-        self.num_failed += failed
-        row = " ".join(f"{value:9.1e}" for value in columns) + (f" {resumed:9.1e}" if resumed is not None else " " * 10)
-        print(f"{row}  {name}{'  DIFFERS' if failed else ''}", flush=True)
-
-    def sum_up(self, steps: int) -> None:
-        """The last line."""
-        if not self._speaks:
-            return
-        verdict = (
-            f"all {self._num_cases} combinations compute the same as one process"
-            if not self.num_failed
-            else f"{self.num_failed} of {self._num_cases} combinations differ from one process"
-        )
-        print(
-            f"{verdict}: largest relative difference {self._largest:.1e} over {steps} steps, a save and a resume in "
-            f"another layout (tolerance {self.tolerance:.0e})",
-            flush=True,
-        )
-
-
-def _nan_last(value: float) -> float:
-    return float("inf") if value != value else value
-
-
-def difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
-    """Largest difference of any element, relative to its tensor's largest, or to a thousandth of the largest of all.
-
-    The floor is for gradients that are nothing but round-off, such as that of a key's bias.
-    """
-    worst = 0.0
-    for found, wanted in pairs:
-        if found.keys() != wanted.keys():
-            return float("nan")
-        floor = max(float(tensor.abs().max()) for tensor in wanted.values()) / 1000
-        for name, tensor in wanted.items():
-            error = float((found[name] - tensor).abs().max()) / max(float(tensor.abs().max()), floor)
-            worst = max(worst, error, key=_nan_last)
-    return worst
-
-
-def overall_difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
-    """L2 norm of the difference of all elements together, relative to the norm of what is wanted.
-
-    For all formats but fp64: in them single elements are noise, since AdamW turns a gradient of pure round-off into a
-    whole step.
-    """
-    worst = 0.0
-    for found, wanted in pairs:
-        if found.keys() != wanted.keys():
-            return float("nan")
-        error = sum(float((found[name] - tensor).double().square().sum()) for name, tensor in wanted.items())
-        norm = sum(float(tensor.double().square().sum()) for tensor in wanted.values())
-        worst = max(worst, (error / norm) ** 0.5, key=_nan_last)
-    return worst
-
-
-def step_difference(found: Sequence[tuple[float, float]], wanted: Sequence[tuple[float, float]]) -> float:
-    """Largest relative difference of losses and gradient norms."""
-    pairs = [(a, b) for one, two in zip(found, wanted, strict=True) for a, b in zip(one, two, strict=True)]
-    return max((abs(a - b) / abs(b) for a, b in pairs), key=_nan_last)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from gptpar.check_layouts.outcome import Outcome, Tensors
 from gptpar.checkpoint import load_checkpoint, save_checkpoint
 from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
@@ -17,23 +17,6 @@ from gptpar.tensor_parts import TensorParts
 from gptpar.topology import Topology
 from gptpar.training.resume import checkpoint_tensors
 from gptpar.training.trainer import Trainer
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass
-class Outcome:
-    """What a training was, whole, on the main process.
-
-    Attributes:
-        steps: (loss, gradient norm) of each step.
-        gradients: of each step.
-    """
-
-    initial: Tensors = field(default_factory=dict)
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    gradients: list[Tensors] = field(default_factory=list)
-    weights: list[Tensors] = field(default_factory=list)
 
 
 class CaseRun:

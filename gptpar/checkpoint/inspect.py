@@ -51,6 +51,7 @@ def _summary(path: Path, verify: bool, *, details: bool) -> dict[str, Any]:
         return summary
     summary |= {
         "iteration": manifest.iteration,
+        "tag": tag if isinstance(tag := manifest.meta.get("tag"), str) else None,
         "bytes": manifest.nbytes,
         "tensors": len(manifest.tensors),
         "elements": sum(entry.numel for entry in manifest.tensors.values()),
@@ -91,9 +92,14 @@ def _describe_all(summaries: list[dict[str, Any]]) -> Iterator[str]:
             parts = ", ".join(f"{_name(name)} {group['elements']:,}" for name, group in summary["groups"].items())
             yield (
                 f"{summary['iteration']:>10} {_size(summary['bytes']):>12} {summary['tensors']:>8}  "
-                f"{summary['elements']:,} ({parts})"
+                f"{summary['elements']:,} ({parts}){_tag(summary['tag'])}"
             )
         yield from _describe_health(summary)
+
+
+def _tag(tag: str | None) -> str:
+    """What the user of an engine called it."""
+    return "" if tag is None else f"  tag {_name(tag)}"
 
 
 def _describe_one(summary: dict[str, Any]) -> Iterator[str]:

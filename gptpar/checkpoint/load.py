@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from gptpar.checkpoint.planner import ChunkLoadPlanner
 from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.storage import ChunkReader
-from gptpar.checkpoint.verify import Report, damaged_files, report_all
+from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
 from gptpar.host import available_memory
 from gptpar.tensor_parts import TensorParts, as_parts
@@ -52,6 +52,9 @@ def load_checkpoint(
     iteration: int | None = None,
     process_group: dist.ProcessGroup | None = None,
     strict: bool = True,
+    may_stay: Callable[[str], bool] = lambda name: False,
+    prove_first: bool = False,
+    remedy: str = "",
     report: Report = print_report,
 ) -> LoadedCheckpoint:
     """Fill `targets` in place from the newest whole checkpoint, whatever layout saved it.
@@ -68,11 +71,16 @@ def load_checkpoint(
         process_group: default: all processes, or this one alone where torch.distributed is not initialised.
         strict: names that only the checkpoint or only `targets` has are errors; if False they are reported
             and left alone. Shapes and dtypes must match always: a checkpoint is never cast.
+        may_stay: names in the checkpoint that need not be loaded, however strict.
+        prove_first: read every byte, each rank a share of them, before the first one is copied: where no checkpoint is
+            whole, the targets are then untouched.
+        remedy: what to do where the checkpoint does not match, for the error.
         report: rank 0 tells here of each damaged checkpoint it skips.
 
     Raises:
-        CheckpointError: no checkpoint, none that is whole (all are listed with their damage), or names,
-            shapes or dtypes that do not match (all are listed; the targets are untouched).
+        DamagedCheckpoint: none is whole; all are listed with their damage.
+        CheckpointError: no checkpoint, or names, shapes or dtypes that do not match (all are listed; the targets are
+            untouched).
     """
     ranks, root = Ranks(process_group), Path(root)
     candidates = ranks.lead(lambda: _candidates(root, iteration))
@@ -80,14 +88,16 @@ def load_checkpoint(
     for number, path in candidates:
         try:
             manifest = ranks.lead(partial(_open, path, number))
-            _require_match(ranks, manifest, targets, path, strict, report)
+            _require_match(ranks, manifest, targets, path, strict, may_stay, remedy, report)
+            if prove_first and (problems := damaged_on_any_rank(ranks, path, manifest)):
+                raise DamagedCheckpoint("\n".join(problems))
             _fill(ranks, path, manifest, targets)
             return LoadedCheckpoint(manifest.meta, path, number, skipped)
         except DamagedCheckpoint as error:
             skipped.append(f"{path}: {error}")
             ranks.lead(partial(report, f"skipped a damaged checkpoint: {error}"))
     listing = "\n".join(skipped)
-    raise CheckpointError(f"no whole checkpoint in {root}, so nothing can be resumed from it. Damaged:\n{listing}")
+    raise DamagedCheckpoint(f"no whole checkpoint in {root}, so nothing can be resumed from it. Damaged:\n{listing}")
 
 
 def load_meta(root: str | Path) -> dict[str, Any]:
@@ -178,12 +188,14 @@ def _require_match(
     targets: Mapping[str, torch.Tensor | TensorParts],
     path: Path,
     strict: bool,
+    may_stay: Callable[[str], bool],
+    remedy: str,
     report: Report,
 ) -> None:
     """Names, shapes and dtypes, over all ranks, before anything is read."""
     gathered = ranks.each(lambda: (set(targets), _mismatches(manifest, targets)))
     wanted = set().union(*(names for names, _ in gathered))
-    stored = manifest.tensors.keys()
+    stored = {name for name in manifest.tensors if name in wanted or not may_stay(name)}
     strays = [f"tensor {name!r} is not in the checkpoint" for name in sorted(wanted - stored)]
     strays += [f"tensor {name!r} is in the checkpoint and nothing asks for it" for name in sorted(stored - wanted)]
     problems = sorted({problem for _, found in gathered for problem in found})
@@ -195,6 +207,7 @@ def _require_match(
         listing = [f"  {number}. {problem}" for number, problem in enumerate(problems[:MOST_LISTED], 1)]
         if len(problems) > MOST_LISTED:
             listing.append(f"  and {len(problems) - MOST_LISTED} more")
+        listing += [remedy] if remedy else []
         raise CheckpointError(f"{path} does not fit this model ({len(problems)} differences):\n" + "\n".join(listing))
 
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifes
 from gptpar.checkpoint.planner import ChunkSavePlanner
 from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
 from gptpar.checkpoint.storage import ChunkWriter
-from gptpar.checkpoint.verify import Report, damaged_files, damaged_pieces, report_all
+from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
 from gptpar.tensor_parts import TensorParts, as_parts
 
@@ -43,6 +43,7 @@ def save_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
     keep: int | None = None,
+    replaces: Sequence[Path] = (),
     report: Report = print_report,
     permit: Callable[[], None] | None = None,
 ) -> Path:
@@ -63,6 +64,7 @@ def save_checkpoint(
         keep: delete all but the newest `keep` checkpoints up to this iteration, once one of those kept has been
             re-read from the disk and proved whole; None keeps all. Later iterations belong to another history: they
             are neither counted nor deleted.
+        replaces: checkpoints in `root` to be deleted, once the new one has been re-read and proved whole. Rank 0's.
         report: rank 0 tells here of what it cleaned, moved aside or kept.
         permit: rank 0 asks before it writes, publishes or deletes anything, and at the end, whether the folder is
             still this run's; what it raises ends the save on every rank.
@@ -90,6 +92,11 @@ def save_checkpoint(
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
         _retain(ranks, root, iteration, keep, report, permit)
+    if old := ranks.lead(lambda: list(replaces)):
+        if _existing_is_whole(ranks, final, report):
+            _remove_all(ranks, old, permit)
+        else:
+            ranks.lead(lambda: report(f"kept {', '.join(map(str, old))}: {final} could not be proved whole"))
     ranks.lead(permit)
     return final
 
@@ -155,8 +162,7 @@ def _existing_is_whole(ranks: Ranks, path: Path, report: Report) -> bool:
     else:
         problems = ranks.lead(lambda: damaged_files(path, manifest))
         if not problems:
-            shares = ranks.each(lambda: damaged_pieces(path, manifest, ranks.rank, ranks.world_size))
-            problems = [problem for share in shares for problem in share]
+            problems = damaged_on_any_rank(ranks, path, manifest)
             ranks.lead(lambda: proofs.remember(path, problems))
     ranks.lead(lambda: report_all(report, problems))
     return not problems
@@ -243,7 +249,11 @@ def _retain(ranks: Ranks, root: Path, iteration: int, keep: int, report: Report,
         if not any(_existing_is_whole(ranks, path, report) for path in kept):
             ranks.lead(lambda: report(f"kept all of {root}: none of the newest {keep} could be proved whole"))
             return
-    for path in own[keep:]:
+    _remove_all(ranks, own[keep:], permit)
+
+
+def _remove_all(ranks: Ranks, paths: Sequence[Path], permit: Callable[[], None]) -> None:
+    for path in paths:
         ranks.lead(permit)
         ranks.lead(partial(_remove, path))
 

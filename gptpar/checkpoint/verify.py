@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint, Manifest, read_manifest
 from gptpar.checkpoint.pieces import ChunkFiles, run_parallel
+from gptpar.checkpoint.ranks import Ranks
 
 Report = Callable[[str], None]
 
@@ -72,6 +73,12 @@ def damaged_pieces(path: Path, manifest: Manifest, share: int = 0, num_shares: i
     except DamagedCheckpoint as error:
         return [str(error)]
     return [problem for problems in found for problem in problems]
+
+
+def damaged_on_any_rank(ranks: Ranks, path: Path, manifest: Manifest) -> list[str]:
+    """The same of all pieces, each rank reading a share; every rank gets all problems."""
+    shares = ranks.each(lambda: damaged_pieces(path, manifest, ranks.rank, ranks.world_size))
+    return [problem for share in shares for problem in share]
 
 
 def _check_chunk(files: ChunkFiles, name: str, chunk: Chunk) -> list[str]:

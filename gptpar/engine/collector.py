@@ -12,6 +12,7 @@ from torch import nn
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.units import Unit
+from gptpar.errors import GptparError
 
 
 class GradientCollector:
@@ -53,6 +54,7 @@ class GradientCollector:
         self._expected = {unit.name: len(unit.params) for unit in units}
         self._arrivals: dict[str, int] = {}
         self._outer_task: int | None = None
+        self._in_pass = False
         self.in_last_forward = False
         self.late: set[str] = set()
         self.last_arrivals: list[str] = []
@@ -82,6 +84,7 @@ class GradientCollector:
 
     def begin(self) -> None:
         """A step begins; a backward pass that ended in an error is forgotten."""
+        self._in_pass = False
         for forgotten in (self._arrived, self._fresh, self._missing, self._waiting, self._handed_on, self.late):
             forgotten.clear()
 
@@ -89,7 +92,7 @@ class GradientCollector:
         """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
         self._missing = {name: self._expected[name] for name in self._chunks[chunk]}
         self._handed_on.clear()
-        self._outer_task = None
+        self._outer_task, self._in_pass = None, True
         self._arrivals.clear()
         self.last_arrivals.clear()
         for name in reversed(self._chunks[chunk]):
@@ -103,6 +106,7 @@ class GradientCollector:
 
     def end_backward(self) -> None:
         """The pass is over: what got no gradient counts as zero."""
+        self._in_pass = False
         for unit in list(self._fresh):
             self._add(self._units[unit])
         while self._waiting:
@@ -119,6 +123,11 @@ class GradientCollector:
         assert parameter.grad is not None
         unit, grad = self._unit_of[name], parameter.grad.detach()
         parameter.grad = None
+        if not self._in_pass:
+            raise GptparError(
+                f"{name} got a gradient outside of engine.backward(loss), which has to begin every backward pass: "
+                "processes would not sum it. It was dropped."
+            )
         self._missing[unit.name] -= 1
         if self._learns:
             self._note_arrival(unit)

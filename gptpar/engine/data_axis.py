@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
+
+
+def wait_without_limit(work: Any) -> None:
+    """Wait for a collective as long as torch does."""
+    work.wait()
 
 
 @dataclass(frozen=True)
@@ -15,12 +22,14 @@ class DataAxis:
         group: ``None`` when alone.
         zero_stage: 0: every process holds everything; 1: optimizer state is sharded; 2: gradients too; 3: parameters
             too.
+        wait_for: returns when an asynchronous collective is done; on a GPU, when what follows will find it so.
     """
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
     zero_stage: int = 0
+    wait_for: Callable[[Any], None] = wait_without_limit
 
     @property
     def shards(self) -> int:

@@ -203,7 +203,7 @@ class ParameterGatherer:
         for unit in self._units[name]:
             work = self._pending.pop(unit, None)
             if work is not None:
-                work.wait()
+                self._axis.wait_for(work)
 
     def _start_layer(self, name: str | None) -> None:
         for unit in self._units.get(name, ()) if name is not None else ():
@@ -229,7 +229,7 @@ class ParameterGatherer:
         if unit in self._present:
             work = self._pending.pop(unit, None)
             if work is not None:
-                work.wait()
+                self._axis.wait_for(work)
             self._memory.free(unit)
             self._present.discard(unit)
 

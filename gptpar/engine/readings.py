@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,8 +21,11 @@ class Moment:
         if self._event is not None:
             self._event.record()
 
-    def wait(self, timeout_s: float = float("inf")) -> None:
+    def wait(self, timeout_s: float = float("inf"), check: Callable[[], None] = lambda: None) -> None:
         """Return when the device has got here.
+
+        Args:
+            check: is called meanwhile, and may raise.
 
         Raises:
             GptparError: it did not in time. A transfer that waits for another process looks like this from the host.
@@ -34,6 +37,7 @@ class Moment:
                     f"the device did not finish within {timeout_s / 60:g} minutes: another process is stuck or gone. "
                     "If steps really take so long, raise --distributed-timeout-minutes."
                 )
+            check()
             time.sleep(POLL_SECONDS)
 
     def seconds_since(self, earlier: Moment) -> float:
@@ -50,8 +54,8 @@ class Readings:
         moment: when they were ready.
     """
 
-    def __init__(self, numbers: Sequence[torch.Tensor], timeout_s: float):
-        self._timeout_s = timeout_s
+    def __init__(self, numbers: Sequence[torch.Tensor], timeout_s: float, check: Callable[[], None] = lambda: None):
+        self._timeout_s, self._check = timeout_s, check
         stacked = torch.stack([n.detach().double() for n in numbers])
         self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=stacked.is_cuda)
         self._host.copy_(stacked, non_blocking=True)
@@ -59,5 +63,5 @@ class Readings:
 
     def read(self) -> list[float]:
         """Wait for this step, not for what was queued after it; see :meth:`Moment.wait`."""
-        self.moment.wait(self._timeout_s)
+        self.moment.wait(self._timeout_s, self._check)
         return self._host.tolist()

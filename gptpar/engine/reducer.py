@@ -68,12 +68,12 @@ class GradientReducer:
         if self._side_stream is None:
 
             def complete() -> None:
-                work.wait()
+                self._axis.wait_for(work)
                 self._add(unit, shard, last)
 
             return complete
         with torch.cuda.stream(self._side_stream):
-            work.wait()
+            self._axis.wait_for(work)
             self._add(unit, shard, last)
             there = self._side_stream.record_event()
         return lambda: torch.cuda.current_stream().wait_event(there)

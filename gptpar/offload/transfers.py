@@ -223,6 +223,16 @@ def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
     return min(num_buckets + RESERVED, total - OUTGOING), OUTGOING
 
 
+def ring_bytes(num_buckets: int, bucket_bytes: int) -> int:
+    """Pinned memory of :class:`GpuTransfers`."""
+    slot_bytes = _slot_bytes(bucket_bytes)
+    return sum(ring_slots(num_buckets, slot_bytes)) * slot_bytes
+
+
+def _slot_bytes(bucket_bytes: int) -> int:
+    return math.ceil(bucket_bytes / 4096) * 4096
+
+
 class GpuTransfers:
     """Pinned rings and streams: gradients come in the order in which they are submitted, unless one is asked for.
 
@@ -233,7 +243,7 @@ class GpuTransfers:
 
     def __init__(self, device: torch.device, num_buckets: int, bucket_bytes: int):
         self._device = device
-        slot_bytes = math.ceil(bucket_bytes / 4096) * 4096
+        slot_bytes = _slot_bytes(bucket_bytes)
         incoming, outgoing = ring_slots(num_buckets, slot_bytes)
         self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
         # Not registered but allocated: that has the same address on every device.

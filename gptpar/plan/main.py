@@ -7,11 +7,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+from gptpar.any_module.user_module import is_named_in
 from gptpar.command import positive_float, positive_int
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.errors import ConfigError
+from gptpar.plan import module_main
 from gptpar.plan.hardware import GPUS, make_cluster
 from gptpar.plan.planner import Planner
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
@@ -19,7 +21,8 @@ from gptpar.plan.search import search
 
 DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
 flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout
-that fits; what the command line says stays as it is. Data, tokenizer and run folders are not looked at."""
+that fits; what the command line says stays as it is. Data, tokenizer and run folders are not looked at. --module
+FILE.py:FUNCTION --config JSON tells the memory of your own module: gptpar plan --module --help."""
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +107,8 @@ def main(argv: list[str]) -> int:
     Returns:
         0 where it fits, 1 where it does not.
     """
+    if is_named_in(argv):
+        return module_main.main(argv)
     planner, options = make_planner(argv)
     found = search(planner) if options.search else None
     if found is not None and not found.accepted:

@@ -18,6 +18,7 @@ from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Job, StagePart, alive
+from gptpar.plan.states import gradient_bytes, master_bytes
 from gptpar.tensor_parallel.cross_entropy import num_chunks
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
@@ -106,11 +107,8 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     size, wide, offload = job.element_size, job.wide_size, job.config.offload
     parameters = 0 if job.masters_are_live else size * (shard if job.zero_stage == 3 else whole)
     here, there = (job.table(part).length(home) for home in (Home.DEVICE, Home.HOST))
-    # Under ZeRO-1 a reduced shard beside the sum it comes from.
-    gradients = float(job.gradient_size * here * (1 + job.shards if job.zero_stage == 1 else 1))
-    if job.num_micro_batches > 1:  # of what the host updates, too, sums until the last pass
-        gradients += wide * there * (job.shards if job.zero_stage < 2 else 1)
-    host = 3.0 * wide * there * (2 if offload.offload_speculation == "on" else 1)
+    gradients = float(gradient_bytes(job.table(part), job.gradient_size, job.zero_stage, job.num_micro_batches))
+    host = float(master_bytes(there, wide)) * (2 if offload.offload_speculation == "on" else 1)
     host = 0.0 if offload.optimizer_nvme_path else host
     if job.gradients_leave_at_once:
         host += copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
@@ -119,7 +117,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
-    return parameters, gradients, 3.0 * wide * here, host
+    return parameters, gradients, float(master_bytes(here, wide)), host
 
 
 def _moments(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from gptpar.any_module.user_module import is_named_in
 from gptpar.command import positive_float, positive_int
 from gptpar.config.flags import ParsedFlags, flag_name
 from gptpar.config.ranges import range_problems
@@ -21,7 +22,7 @@ from gptpar.sweep.machine import about_machine
 from gptpar.sweep.predict import most_promising, predict, unknown_to_plan
 from gptpar.sweep.runner import Outcome, append_line, run_command, terminated_like_ctrl_c
 from gptpar.sweep.table import Row, draw, json_line, table, varying
-from gptpar.training import benchmark
+from gptpar.training import benchmark, module_benchmark
 
 Runner = Callable[[Sequence[str], float], Outcome]
 """Runs a command for at most a number of seconds."""
@@ -77,6 +78,8 @@ def main(argv: list[str]) -> int:
     Returns:
         0 when something was measured, 1 when nothing could be, 130 after Ctrl-C.
     """
+    if is_named_in(argv):
+        return module_benchmark.main(argv)
     parsed = benchmark.parse(argv, sweep_flags)
     if not parsed.rest.sweep:
         unused = [name for name, value in vars(parsed.rest).items() if _belongs_to_sweep(name, value)]

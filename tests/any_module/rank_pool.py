@@ -107,7 +107,7 @@ class RankPool:
                 rank = waiting.pop(pipe)
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionError):
                     answers[rank] = (False, "died without a word")
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)

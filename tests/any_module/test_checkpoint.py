@@ -79,6 +79,25 @@ def test_statistics_of_batches_are_saved(bench: Bench, tmp_path: Path, pair: tup
     assert not bad, bad
 
 
+ODD = ["mixed_fp64_fp32", "mixed_bf16_fp32", "scalar_and_empty_parameters", "transposed_parameter", "channels_last"]
+
+
+@pytest.mark.parametrize("name", [*ODD, "frozen_beginning"])
+def test_oddities_go_on_as_if_uninterrupted(bench: Bench, tmp_path: Path, name: str) -> None:
+    """Narrow formats deviate from plain torch, and not from the engine itself."""
+    bench.on_ranks(1, save, name, ALONE, bench.engine, str(tmp_path))
+    traces = bench.on_ranks(1, resume, name, ALONE_SHARDED, bench.engine, str(tmp_path))
+    bad = problems(worst_of_ranks(traces, bench.train(name, ALONE)[0].since(SAVED)), 1e-10)
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("name", ["cnn", "cnn_channels_last"])
+def test_statistics_of_the_first_process_are_saved(bench: Bench, tmp_path: Path, name: str) -> None:
+    pair = Setup(2, 3, 0.6, 2, steps=STEPS), Setup(2, 1, 0.0, 2, steps=STEPS)
+    bad = problems(resumed(bench, name, pair, tmp_path), 1e-10)
+    assert not bad, bad
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_without_a_tag_the_newest_is_loaded(bench: Bench, tmp_path: Path, world: int) -> None:
     setup = Setup(world, 3, 0.6, steps=STEPS)

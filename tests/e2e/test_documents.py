@@ -68,6 +68,36 @@ def test_readme_optimizer(tmp_path: Path) -> None:
     assert (tmp_path / "twin.pt").stat().st_size > 100_000
 
 
+def test_readme_any_module(tmp_path: Path) -> None:
+    """The program under "Any module" learns, and its command proves that the example trains as in plain PyTorch."""
+    pytest.importorskip("transformers")
+    section = (ROOT / "README.md").read_text().split("## Any module")[1]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    (tmp_path / "any.py").write_text(block[1])
+    losses = [float(line.split()[1]) for line in run('"$PYTHON" any.py', tmp_path).splitlines() if line[:1].isdigit()]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 1.0
+
+
+def test_readme_any_module_is_proved(tmp_path: Path) -> None:
+    """The commands under "Any module": the proof, the plan, the benchmark."""
+    pytest.importorskip("transformers")
+    section = (ROOT / "README.md").read_text().split("## Any module")[1]
+    proof, figures = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)[:2]
+    commands = (proof + figures).replace("examples/", f"{ROOT}/examples/")
+    output = run(f'python() {{ "$PYTHON" "$@"; }}\n{commands}', tmp_path)
+    for count in (4, 16):
+        assert f"all {count} combinations compute the same as plain PyTorch" in output
+    assert re.search(r"master weights and moments +139.50 KiB  209.25 KiB", output) and '"samples_per_s"' in output
+
+
+def test_example_of_any_module(tmp_path: Path) -> None:
+    """It learns on two processes."""
+    script = f'"$PYTHON" -m torch.distributed.run --nproc-per-node 2 {ROOT}/examples/any_module.py'
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", run(script, tmp_path), re.MULTILINE)]
+    assert len(losses) == 4 and losses[0] < 4.5 and losses[-1] < losses[0] - 0.3
+
+
 def test_readme_deferred_init(tmp_path: Path) -> None:
     """The program under "A model that fits no single device" makes values of a model of 103 GB."""
     section = (ROOT / "README.md").read_text().split("## A model that fits no single device")[1]

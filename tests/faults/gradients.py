@@ -51,7 +51,8 @@ GRADIENTS = [
     Fault(
         "reduction-not-waited-for",
         REDUCER,
-        "                work.wait()\n                self._add(unit, shard, last)\n\n            return complete",
+        "                self._axis.wait_for(work)\n                self._add(unit, shard, last)\n\n"
+        "            return complete",
         "                self._add(unit, shard, last)\n\n            return complete",
         (TWO_PROCESSES,),
     ),
@@ -131,7 +132,7 @@ GRADIENTS = [
         "gathering-not-waited-for",
         GATHERER,
         "            work = self._pending.pop(unit, None)\n"
-        "            if work is not None:\n                work.wait()\n\n    def _start_layer",
+        "            if work is not None:\n                self._axis.wait_for(work)\n\n    def _start_layer",
         "            self._pending.pop(unit, None)\n\n    def _start_layer",
         (TWO_WAYS,),
     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 RESUME = "gptpar/training/resume.py"
+ENGINE = "gptpar/any_module/checkpoint.py"
+KEPT = "tests/any_module/test_checkpoint_contents.py"
 COMES_BACK = "tests/unit/test_resume.py::test_all_that_a_run_needs_to_go_on_comes_back"
 BITS_AFTER_RESUMING = "tests/e2e/test_pretrain.py::test_resume_is_bit_identical"
 
@@ -99,5 +101,47 @@ STATE = [
         "generator = torch.Generator().manual_seed(seed_of(seed, name))",
         "generator = torch.Generator().manual_seed(seed_of(seed))",
         ("tests/unit/test_model.py::test_initial_values_depend_on_seed_and_name_alone",),
+    ),
+    Fault(
+        "step-count-of-an-engine-not-restored",
+        ENGINE,
+        """        engine.engine.optimizer.steps_taken = state.counts["optimizer_steps"]\n""",
+        "",
+        (f"{KEPT}::test_number_formats",),
+    ),
+    Fault(
+        "parameters-changed-before-loading-win",
+        "gptpar/any_module/weights.py",
+        "        self.catch_up()\n",
+        "",
+        (f"{KEPT}::test_weights_changed_in_place_are_saved_and_old_changes_are_forgotten",),
+    ),
+    Fault(
+        "damaged-checkpoint-half-loaded",
+        ENGINE,
+        "        prove_first=True,\n",
+        "",
+        (f"{KEPT}::test_a_damaged_one_gives_way_to_an_older_one_or_changes_nothing",),
+    ),
+    Fault(
+        "last-process-saves-its-buffers",
+        ENGINE,
+        "    if ranks.rank == 0:\n        tensors |= _buffers",
+        "    if ranks.rank == ranks.world_size - 1:\n        tensors |= _buffers",
+        (f"{KEPT}::test_on_several_processes",),
+    ),
+    Fault(
+        "saved-twice-under-one-number",
+        "gptpar/any_module/tags.py",
+        "return max(step, newest + 1), [",
+        "return step, [",
+        (f"{KEPT}::test_another_seed_is_not_taken_for_the_same_checkpoint",),
+    ),
+    Fault(
+        "milestones-of-a-schedule-become-texts",
+        "gptpar/any_module/plain_values.py",
+        "texts = all(isinstance(key, str) for key in value) and _MARK not in value and not isinstance(value, Counter)",
+        "texts = True",
+        (f"{KEPT}::test_schedulers",),
     ),
 ]

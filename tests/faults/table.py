@@ -11,5 +11,17 @@ from tests.faults.pipelines import PIPELINES
 from tests.faults.ranges import RANGES
 from tests.faults.state import STATE
 from tests.faults.update import UPDATE
+from tests.faults.user_modules import USER_MODULES
 
-FAULTS = [*UPDATE, *GRADIENTS, *RANGES, *OFFLOAD, *PARALLEL, *STATE, *OPTIONS, *DEFERRED, *PIPELINES]
+FAULTS = [
+    *UPDATE,
+    *GRADIENTS,
+    *RANGES,
+    *OFFLOAD,
+    *PARALLEL,
+    *STATE,
+    *OPTIONS,
+    *DEFERRED,
+    *PIPELINES,
+    *USER_MODULES,
+]

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from gptpar.check_layouts.cases import ONE_ADDEND, VARIANTS, Case, all_cases
-from gptpar.check_layouts.main import MODELS, SMALL, case_config, difference, step_difference
-from gptpar.check_layouts.training import CaseRun, Outcome
+from gptpar.check_layouts.compare import difference, step_difference
+from gptpar.check_layouts.main import MODELS, SMALL, case_config
+from gptpar.check_layouts.outcome import Outcome
+from gptpar.check_layouts.training import CaseRun
 from gptpar.placement import SAME, Gradient, Sum
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology import Layout, Topology, make_topology

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from gptpar.check_layouts.cases import VARIANTS
-from gptpar.check_layouts.main import case_config, difference, step_difference
-from gptpar.check_layouts.training import CaseRun, Outcome
+from gptpar.check_layouts.compare import difference, step_difference
+from gptpar.check_layouts.main import case_config
+from gptpar.check_layouts.outcome import Outcome
+from gptpar.check_layouts.training import CaseRun
 from gptpar.topology import Layout, Topology, make_topology
 from tests.ranks.test_layouts import STEPS, TOLERANCE, WORDS, case
 from tests.spawn import spawn

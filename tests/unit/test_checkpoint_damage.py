@@ -285,3 +285,33 @@ def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixt
     (root / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint"):
         inspect([str(root / "empty")])
+
+
+def test_proved_first_no_byte_of_a_damaged_checkpoint_is_used(root: Path) -> None:
+    for iteration in (1, 2, 3):
+        flip(root / f"iter_000000{iteration}" / "rank00000.bin", 12004027)  # in the last tensor
+    targets = tensors(0)
+    with pytest.raises(DamagedCheckpoint, match="no whole checkpoint in"):
+        load_checkpoint(root, targets, prove_first=True, report=lambda _: None)
+    assert all(torch.equal(targets[name], zeros) for name, zeros in tensors(0).items())
+    with pytest.raises(DamagedCheckpoint):
+        load_checkpoint(root, targets, report=lambda _: None)
+    assert not torch.equal(targets["model.a"], tensors(0)["model.a"])
+
+
+def test_tensors_that_may_stay_are_no_difference(root: Path) -> None:
+    targets = {"model.a": torch.zeros(1000)}
+    load_checkpoint(root, targets, may_stay=lambda name: name != "model.a")
+    assert (targets["model.a"] == 3).all()
+    with pytest.raises(CheckpointError, match=r"\(1 differences\):\n.*'model.b' is in the checkpoint.*\nAsk for less."):
+        load_checkpoint(root, targets, may_stay=lambda name: name == "optim.c", remedy="Ask for less.")
+
+
+def test_a_replaced_checkpoint_goes_when_the_new_one_is_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(root, 4, tensors(4), {}, replaces=[root / "iter_0000002"])
+    assert [number for number, _ in find_checkpoints(root)] == [4, 3, 1]
+    monkeypatch.setattr("gptpar.checkpoint.save.damaged_on_any_rank", lambda *_: ["a bad disk"])
+    said: list[str] = []
+    save_checkpoint(root, 5, tensors(5), {}, replaces=[root / "iter_0000003"], report=said.append)
+    assert [number for number, _ in find_checkpoints(root)] == [5, 4, 3, 1]
+    assert said[0] == "a bad disk" and said[1].startswith(f"kept {root / 'iter_0000003'}")

@@ -494,7 +494,7 @@ def test_norms_of_heads_are_saved_and_generate_has_them(tmp_path: Path, more: st
     assert loaded.model.qk_layernorm
     tokens = torch.arange(16)[None]
     fields = {"seq_length": 16}
-    trainer.engine.eval()
+    trainer.pipeline.eval()
     with torch.no_grad():
         assert torch.equal(stage(tokens, fields), trainer.engine.stages[0](tokens, fields))
     trainer.close()

@@ -1,0 +1,283 @@
+"""An engine's checkpoints: DeepSpeed's two verbs on gptpar's own format.
+
+Which of them is meant is :mod:`gptpar.any_module.tags`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gptpar.any_module.plain_values import from_json, to_json
+from gptpar.any_module.stored_state import (
+    StoredState,
+    alias_problems,
+    group_differences,
+    groups_to_json,
+    load_groups,
+    read_state,
+    scheduler_problems,
+    scheduler_to_json,
+)
+from gptpar.any_module.tags import LATEST, agreed_tag, candidates, place_for
+from gptpar.any_module.units import own, walk
+from gptpar.checkpoint import DamagedCheckpoint, Manifest, read_manifest
+from gptpar.checkpoint import load_checkpoint as load_tensors
+from gptpar.checkpoint import save_checkpoint as save_tensors
+from gptpar.checkpoint.folders import replace_synced
+from gptpar.checkpoint.ranks import Ranks
+from gptpar.checkpoint.save import print_report
+from gptpar.checkpoint.verify import report_all
+from gptpar.errors import CheckpointError
+from gptpar.tensor_parts import TensorParts, as_parts
+
+if TYPE_CHECKING:
+    from gptpar.any_module.training_engine import TrainingEngine
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+AMID_A_STEP = (
+    "engine.save_checkpoint in the middle of a step, {} of its {} micro-batches being complete: gradients are in no "
+    "checkpoint, so that these would be lost. Save after the engine.step() that ends the step."
+)
+
+Tensors = dict[str, torch.Tensor | TensorParts]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What of a checkpoint is loaded.
+
+    Attributes:
+        strict: every parameter, persistent buffer and moment has to be there on both sides.
+        optimizer: moments, number of updates, and the groups' numbers.
+        scheduler: the schedule's state.
+        module_only: parameters and buffers alone, none of these and no counts.
+    """
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    module_only: bool = False
+
+    @property
+    def moments(self) -> bool:
+        return self.optimizer and not self.module_only
+
+    @property
+    def schedule(self) -> bool:
+        return self.scheduler and not self.module_only
+
+
+def save(
+    engine: TrainingEngine, save_dir: str | os.PathLike[str], tag: str | None, client_state: Any, save_latest: bool
+) -> str:
+    """Save master weights, moments, buffers and numbers; every process calls it, between two steps.
+
+    Args:
+        save_dir: a folder that all processes share.
+        tag: the checkpoint's name; default: ``global_step`` and the number of steps. It replaces one of that name.
+        client_state: numbers, texts, lists, tuples and dictionaries; the first process's is kept.
+        save_latest: whether it is loaded where no tag is given.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        CheckpointError: on every process: see ``gptpar.checkpoint.save_checkpoint``; values that JSON cannot hold, all
+            of them named; another program's folder. What was saved before stays.
+    """
+    ranks, folder = Ranks(None), Path(save_dir)
+    tag = agreed_tag(ranks, f"global_step{engine.global_steps}" if tag is None else tag)
+    engine.weights.settle()
+    number, replaced = ranks.lead(lambda: place_for(folder, tag, engine.global_steps))
+    meta = ranks.lead(lambda: _state_of(engine, tag, client_state).to_meta())
+    tensors = _tensors(engine, with_moments=True)
+    if ranks.rank == 0:
+        tensors |= _buffers(engine.module)
+    path = save_tensors(folder, number, tensors, meta, replaces=replaced)
+    if save_latest:
+        ranks.lead(lambda: replace_synced(folder / LATEST, tag))
+    return str(path)
+
+
+def load(
+    engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: str | None, chosen: Chosen
+) -> tuple[str | None, Any]:
+    """Fill an engine from a checkpoint that an engine of any size, ZeRO stage, ratio and number format saved.
+
+    Every byte is proved before the first one is used: after an error the engine is as it was.
+
+    Args:
+        tag: of the checkpoint; ``None``: the one that ``latest`` names, or else the newest; where it is damaged, the
+            newest before it that is whole.
+
+    Returns:
+        (path, client_state); (``None``, {}) where the folder has no checkpoint and no tag is given.
+
+    Raises:
+        CheckpointError: on every process: no such tag, or none that is whole, another program's folder, or a
+            checkpoint that does not fit, with all that differs.
+    """
+    ranks, folder = Ranks(None), Path(load_dir)
+    engine.weights.settle()
+    found = ranks.lead(lambda: candidates(folder, tag))
+    if not found:
+        ranks.lead(lambda: print_report(f"there is no checkpoint in {folder}: nothing was loaded"))
+        return None, {}
+    damaged = []
+    for number, path in found:
+        try:
+            manifest = ranks.lead(partial(read_manifest, path))
+            state = read_state(path, manifest.meta)
+            _require_fit(ranks, engine, path, state, chosen)
+            _fill(engine, folder, number, manifest, chosen)
+        except DamagedCheckpoint as error:
+            damaged.append(str(error))
+            ranks.lead(partial(print_report, f"skipped a damaged checkpoint: {error}"))
+        else:
+            _take_over(engine, state, chosen)
+            return str(path), from_json(state.client)
+    raise CheckpointError(f"nothing was loaded: no whole checkpoint in {folder}:\n" + "\n".join(damaged))
+
+
+# What is in it.
+
+
+def _state_of(engine: TrainingEngine, tag: str, client_state: Any) -> StoredState:
+    """The numbers of this moment."""
+    problems: list[str] = []
+    counts = {name: getattr(engine, name) for name in ("global_steps", "skipped_steps", "micro_steps")}
+    state = StoredState(
+        tag=tag,
+        counts=counts | {"optimizer_steps": engine.engine.optimizer.steps_taken},
+        loss_scale=engine.loss_scale.state(),
+        groups=groups_to_json(engine.optimizer.param_groups, _names(engine.module), problems),
+        scheduler=scheduler_to_json(engine.lr_scheduler, problems),
+        aliases=engine.weights.aliases,
+        extra={
+            path: to_json(module.get_extra_state(), f"the extra state of {path or 'the model'}", problems)
+            for path, module in _with_extra_state(engine.module)
+        },
+        client=to_json({} if client_state is None else client_state, "client_state", problems),
+    )
+    if problems:
+        raise CheckpointError(
+            f"nothing was saved: a checkpoint holds numbers, texts, lists, tuples and dictionaries beside its tensors, "
+            f"but {'; '.join(problems)}. Keep these in a file of your own, or as numbers (.tolist())."
+        )
+    return state
+
+
+def _names(module: nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return (
+        (path, one)
+        for path, one in module.named_modules()
+        if type(one).get_extra_state is not nn.Module.get_extra_state
+    )
+
+
+def _tensors(engine: TrainingEngine, *, with_moments: bool) -> Tensors:
+    """This process's part of all parameters and moments, live: ``weights/NAME``, ``exp_avg/NAME``, ..."""
+    kinds = {"weights": engine.weights.parts()}
+    kinds |= {kind: engine.engine.optimizer.parts(kind) for kind in MOMENTS if with_moments}
+    return {f"{kind}/{name}": part for kind, parts in kinds.items() for name, part in parts.items()}
+
+
+def _buffers(module: nn.Module) -> Tensors:
+    """Persistent buffers, each under its first name, live; complex ones as pairs of numbers."""
+    found: dict[torch.Tensor, str] = {}
+    for path, one, _ in walk(module):
+        kept = {name: value for name, value in one._buffers.items() if name not in one._non_persistent_buffers_set}
+        for name, buffer in own(path, kept):
+            found.setdefault(buffer, name)
+    return {
+        f"buffers/{name}": torch.view_as_real(buffer.data) if buffer.is_complex() else buffer.data
+        for buffer, name in found.items()
+    }
+
+
+# Loading one.
+
+
+def _require_fit(ranks: Ranks, engine: TrainingEngine, path: Path, state: StoredState, chosen: Chosen) -> None:
+    """Whether the checkpoint's names and groups are the engine's, before anything is read."""
+    groups = engine.optimizer.param_groups
+    differences = list(alias_problems(state.aliases, engine.weights.aliases))
+    extra = state.extra.keys() ^ {name for name, _ in _with_extra_state(engine.module)}
+    differences += [f"the module {name or '(root)'} has extra state on one side only" for name in sorted(extra)]
+    problems = list(scheduler_problems(state.scheduler, engine.lr_scheduler)) if chosen.schedule else []
+    if chosen.moments and len(state.groups) != len(groups):
+        problems.append(f"the checkpoint has {len(state.groups)} parameter group(s), and the engine has {len(groups)}")
+    elif chosen.moments:
+        differences += group_differences(state.groups, groups, _names(engine.module))
+    if chosen.strict:
+        problems += differences
+    else:
+        ranks.lead(lambda: report_all(print_report, [f"{one}; left alone" for one in differences]))
+    if problems:
+        listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+        raise CheckpointError(f"{path} does not fit this engine, and nothing was loaded:\n{listing}\n{_REMEDY}")
+
+
+_REMEDY = (
+    "load_module_strict=False leaves alone what one side does not have, load_optimizer_states=False leaves moments and "
+    "groups, load_module_only=True everything but parameters and buffers."
+)
+
+
+def _fill(engine: TrainingEngine, folder: Path, number: int, manifest: Manifest, chosen: Chosen) -> None:
+    """Read all tensors, once they are proved."""
+    targets = _tensors(engine, with_moments=chosen.moments) | _buffers(engine.module)
+    rounded = {
+        name: _like(target, entry.dtype)
+        for name, target in targets.items()
+        if name.startswith("weights/") and (entry := manifest.tensors.get(name)) and entry.dtype != target.dtype
+    }
+    asked: Callable[[str], bool] = lambda name: chosen.moments or name.partition("/")[0] not in MOMENTS  # noqa: E731
+    load_tensors(
+        folder,
+        targets | rounded,
+        iteration=number,
+        strict=chosen.strict,
+        may_stay=lambda name: not asked(name),
+        prove_first=True,
+        remedy=_REMEDY,
+    )
+    for name, values in rounded.items():
+        for (_, target), (_, value) in zip(as_parts(targets[name]).parts, values.parts, strict=True):
+            target.copy_(value)
+
+
+def _like(target: torch.Tensor | TensorParts, dtype: torch.dtype) -> TensorParts:
+    """New memory for the same boxes of another number format: of a parameter that is frozen on one side only, say."""
+    parts = as_parts(target)
+    boxes = tuple((offsets, torch.empty(part.shape, dtype=dtype)) for offsets, part in parts.parts)
+    return TensorParts(parts.shape, boxes, dtype)
+
+
+def _take_over(engine: TrainingEngine, state: StoredState, chosen: Chosen) -> None:
+    """Everything but the tensors."""
+    engine.engine.publish()
+    for path, module in _with_extra_state(engine.module):
+        if path in state.extra:
+            module.set_extra_state(from_json(state.extra[path]))
+    if chosen.moments:
+        engine.engine.optimizer.steps_taken = state.counts["optimizer_steps"]
+        load_groups(state.groups, engine.optimizer.param_groups)
+    if chosen.schedule and engine.lr_scheduler is not None and state.scheduler is not None:
+        engine.lr_scheduler.load_state_dict(from_json(state.scheduler["state"]))
+    if not chosen.module_only:
+        engine.loss_scale.load(state.loss_scale)
+        for name in ("global_steps", "skipped_steps", "micro_steps"):
+            setattr(engine, name, state.counts[name])

@@ -1,0 +1,67 @@
+"""Python values as JSON and back, the same; what JSON has no word for is named instead of stored as something else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+_KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
+_MARK = "__python__"
+"""Key of an object that stands for a value of another kind, with its ``values``."""
+
+
+def to_json(value: Any, name: str, problems: list[str]) -> Any:
+    """A value as JSON holds it. A tensor of one number becomes that number.
+
+    Args:
+        name: of the value, for the sentences.
+        problems: gets a sentence for each part that cannot be stored.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor) and not value.dim() and not value.is_complex():
+        return value.item()
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        items = [to_json(one, f"{name}[{place}]", problems) for place, one in enumerate(value)]
+        return items if isinstance(value, list) else {_MARK: "tuple", "values": items}
+    if isinstance(value, dict):
+        texts = all(isinstance(key, str) for key in value) and _MARK not in value and not isinstance(value, Counter)
+        if texts:
+            return {key: to_json(one, f"{name}[{key!r}]", problems) for key, one in value.items()}
+        pairs = [[to_json(key, f"a key of {name}", problems), to_json(one, f"{name}[{key!r}]", problems)]
+                 for key, one in value.items()]  # fmt: skip
+        return {_MARK: "counter" if isinstance(value, Counter) else "dict", "values": pairs}
+    problems.append(f"{name} is {_described(value)}")
+    return None
+
+
+def from_json(value: Any) -> Any:
+    """The value that :func:`to_json` was given.
+
+    Raises:
+        ValueError: it is no such JSON.
+    """
+    if isinstance(value, list):
+        return [from_json(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if _MARK not in value:
+        return {key: from_json(one) for key, one in value.items()}
+    kind = _KINDS.get(value[_MARK]) if isinstance(value[_MARK], str) else None
+    items = from_json(value.get("values"))
+    if kind is None or not isinstance(items, list):
+        raise ValueError(f"{value!r:.60} stands for no value that this version knows")
+    if kind is tuple:
+        return tuple(items)
+    try:
+        return kind(dict(items))
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r:.60} has no pairs of keys and values") from None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"of type {type(value).__module__}.{type(value).__qualname__}"

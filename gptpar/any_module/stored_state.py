@@ -1,0 +1,176 @@
+"""What a checkpoint of an engine says beside its tensors, checked before it is used: a stranger may have written it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from gptpar.any_module.plain_values import from_json, to_json
+from gptpar.errors import CheckpointError
+
+WRITER = "gptpar.initialize"
+"""Tells an engine's checkpoints from those of a GPT run."""
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """The numbers of an engine, as JSON holds them.
+
+    Attributes:
+        tag: the user's name of the checkpoint.
+        counts: ``global_steps``, ``skipped_steps``, ``micro_steps``, and ``optimizer_steps``, those of the bias
+            corrections.
+        loss_scale: as :meth:`LossScale.state <gptpar.optim.loss_scale.LossScale.state>` gives it.
+        groups: of the optimizer; under ``params`` the parameters' names.
+        scheduler: ``class`` and ``state``; ``None``: there is none.
+        aliases: each further name of a parameter or buffer -> its first one.
+        extra: path of a module -> what its ``get_extra_state`` gave.
+        client: the user's.
+    """
+
+    tag: str
+    counts: dict[str, int]
+    loss_scale: dict[str, Any]
+    groups: list[dict[str, Any]]
+    scheduler: dict[str, Any] | None
+    aliases: dict[str, str]
+    extra: dict[str, Any]
+    client: Any
+
+    def to_meta(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"writer": WRITER, **asdict(self), "torch": torch.__version__}
+
+
+COUNTS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps")
+_SCALE = {"value": float, "dynamic": bool, "good_steps": int, "tolerance": int}
+
+
+def tag_of(meta: Mapping[str, Any]) -> str | None:
+    """The tag of an engine's checkpoint; ``None``: it is no engine's."""
+    tag = meta.get("tag")
+    return tag if meta.get("writer") == WRITER and isinstance(tag, str) else None
+
+
+def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
+    """The state in a checkpoint's meta.
+
+    Raises:
+        CheckpointError: with everything that is wrong.
+    """
+    if tag_of(meta) is None:
+        raise CheckpointError(f"{path} is no engine's: gptpar pretrain --load goes on with its own runs.")
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "tag": lambda value: isinstance(value, str),
+        "counts": lambda value: _has(value, dict.fromkeys(COUNTS, int)) and all(value[n] >= 0 for n in COUNTS),
+        "loss_scale": lambda value: _has(value, _SCALE) and value["value"] > 0,
+        "groups": lambda value: isinstance(value, list) and all(_has(one, {"params": list}) for one in value),
+        "scheduler": lambda value: value is None or _has(value, {"class": str, "state": dict}),
+        "aliases": lambda value: isinstance(value, dict) and all(isinstance(one, str) for one in value.values()),
+        "extra": lambda value: isinstance(value, dict),
+        "client": lambda value: True,
+    }
+    problems = [
+        f"{name} is {'missing' if name not in meta else f'{meta[name]!r:.60}'}"
+        for name, fits in kinds.items()
+        if name not in meta or not fits(meta[name])
+    ]
+    try:
+        from_json([meta.get(name) for name in ("groups", "scheduler", "extra", "client")])
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise CheckpointError(f"the meta of {path} is not that of an engine of this version: {'; '.join(problems)}.")
+    return StoredState(**{one.name: meta[one.name] for one in fields(StoredState)})
+
+
+def _has(value: Any, kinds: Mapping[str, type]) -> bool:
+    return isinstance(value, dict) and all(_is(value.get(name), kind) for name, kind in kinds.items())
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind
+
+
+# Groups of the optimizer.
+
+
+def groups_to_json(
+    groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str], problems: list[str]
+) -> list[dict[str, Any]]:
+    """The groups with their parameters' names."""
+    found = []
+    for place, group in enumerate(groups):
+        numbers = {name: value for name, value in group.items() if name != "params"}
+        described = to_json(numbers, f"optimizer.param_groups[{place}]", problems)
+        found.append({**described, "params": [names[parameter] for parameter in group["params"]]})
+    return found
+
+
+def group_differences(
+    stored: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
+) -> Iterator[str]:
+    """Sentences on parameters that the checkpoint has in other groups; there are as many groups on both sides."""
+    for place, (old, new) in enumerate(zip(stored, groups, strict=True)):
+        before, now = set(map(str, old["params"])), {names[parameter] for parameter in new["params"]}
+        for one, where in ((before - now, "in the checkpoint"), (now - before, "here")):
+            if one:
+                yield f"group {place} has {_listed(one)} {where} only"
+
+
+def load_groups(stored: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
+    """Take over the groups' numbers; a tensor stays the same object, because others may hold it."""
+    for group, saved in zip(groups, stored, strict=True):
+        for name, value in saved.items():
+            if name == "params":
+                continue
+            if isinstance(group.get(name), torch.Tensor) and isinstance(value, int | float):
+                group[name].fill_(value)
+            else:
+                group[name] = from_json(value)
+
+
+# The schedule of the rates.
+
+
+def scheduler_to_json(scheduler: LRScheduler | None, problems: list[str]) -> dict[str, Any] | None:
+    """Its class's name and state."""
+    if scheduler is None:
+        return None
+    kind = type(scheduler).__name__
+    return {"class": kind, "state": to_json(scheduler.state_dict(), f"the state of lr_scheduler ({kind})", problems)}
+
+
+def scheduler_problems(stored: Mapping[str, Any] | None, scheduler: LRScheduler | None) -> Iterator[str]:
+    """A sentence where another schedule, or none, would go on."""
+    before = "no lr_scheduler" if stored is None else f"the lr_scheduler {stored['class']}"
+    now = "no lr_scheduler" if scheduler is None else f"the lr_scheduler {type(scheduler).__name__}"
+    if before != now:
+        yield f"the checkpoint has {before}, and the engine has {now}: load_lr_scheduler_states=False leaves it alone"
+
+
+# Names.
+
+
+def alias_problems(stored: Mapping[str, str], aliases: Mapping[str, str]) -> Iterator[str]:
+    """Sentences on parameters that are one under several names on one side only."""
+    for name in sorted(stored.keys() | aliases.keys()):
+        if stored.get(name) == aliases.get(name):
+            continue
+        if name in stored:
+            yield f"{name} and {stored[name]} are one tensor in the checkpoint, and two or named otherwise here"
+        if name in aliases:
+            yield f"{name} and {aliases[name]} are one tensor here, and two or named otherwise in the checkpoint"
+
+
+def _listed(names: set[str]) -> str:
+    first = sorted(names)[:4]
+    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")

@@ -1,0 +1,96 @@
+"""Checkpoints by DeepSpeed's names for them, in one folder.
+
+    save_dir/iter_0000100/               a checkpoint (gptpar.checkpoint), which carries its tag
+    save_dir/latest                      the tag that is loaded where none is given, as DeepSpeed writes it
+
+A checkpoint's number is ``global_steps``, or one more than the newest's where that is not smaller: what was saved last
+is the newest. Saving under a tag that is there replaces it, as in DeepSpeed, but only once the new one is proved.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gptpar.any_module.stored_state import tag_of
+from gptpar.checkpoint import DamagedCheckpoint, find_checkpoints, read_manifest
+from gptpar.checkpoint.foreign import foreign_checkpoint
+from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.checkpoint.ranks import Ranks
+from gptpar.errors import CheckpointError
+
+LATEST = "latest"
+
+Tagged = tuple[int, Path, str | None]
+"""Number and path of a checkpoint, and its tag; ``None``: its manifest is damaged, or it is another program's."""
+
+
+def agreed_tag(ranks: Ranks, tag: str) -> str:
+    """The tag, which is one line and the same on all processes."""
+    tags = ranks.each(lambda: str(tag).strip())
+    if len(set(tags)) > 1:
+        told = ", ".join(f"{one!r} on rank {tags.index(one)}" for one in dict.fromkeys(tags))
+        raise CheckpointError(f"the processes save one checkpoint under different tags: {told}; give all the same.")
+    if not tags[0] or not tags[0].isprintable():
+        raise CheckpointError(f"the tag {tags[0]!r} is no name: give a text of one line.")
+    return tags[0]
+
+
+def _tagged(folder: Path) -> list[Tagged]:
+    """Every checkpoint of a folder, newest first."""
+    found: list[Tagged] = []
+    for number, path in find_checkpoints(folder):
+        try:
+            found.append((number, path, tag_of(read_manifest(path).meta)))
+        except DamagedCheckpoint:
+            found.append((number, path, None))
+    return found
+
+
+def place_for(folder: Path, tag: str, step: int) -> tuple[int, list[Path]]:
+    """(number of a new checkpoint, what it replaces)"""
+    _require_own(folder, "nothing is written into it; choose another folder.")
+    found = _tagged(folder)
+    for _, path, other in found:
+        if other is None and _is_run(path):
+            raise CheckpointError(f"{path} is of a run of gptpar pretrain: save in another folder than {folder}.")
+    newest = found[0][0] if found else -1
+    return max(step, newest + 1), [path for _, path, other in found if other == tag]
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return tag_of(read_manifest(path).meta) is None
+    except DamagedCheckpoint:
+        return False
+
+
+def _require_own(folder: Path, remedy: str) -> None:
+    if folder.is_dir() and (found := foreign_checkpoint(folder)):
+        raise CheckpointError(f"{folder} holds {found}: {remedy}")
+    if (folder / MANIFEST_NAME).is_file() and re.fullmatch(r"iter_\d+", folder.name):
+        raise CheckpointError(f"{folder} is itself a checkpoint: give {folder.parent}, the folder that it is in.")
+
+
+def candidates(folder: Path, tag: str | None) -> list[tuple[int, Path]]:
+    """Checkpoints to be tried, in this order."""
+    _require_own(folder, "the engine reads its own checkpoints only.")
+    found = _tagged(folder)
+    if tag is None:
+        wanted = _latest_tag(folder)
+        first = next((number for number, _, one in found if one == wanted), None) if wanted is not None else None
+        return [(number, path) for number, path, _ in found if first is None or number <= first]
+    chosen = [(number, path) for number, path, one in found if one == str(tag).strip()]
+    if not chosen:
+        names = ", ".join(repr(one) for *_, one in found if one is not None) or "none"
+        damaged = [str(path) for *_, path, one in found if one is None]
+        unknown = f"; of {', '.join(damaged)} it cannot be read" if damaged else ""
+        raise CheckpointError(f"{folder} has no checkpoint of the tag {str(tag)!r}; it has {names}{unknown}.")
+    return chosen
+
+
+def _latest_tag(folder: Path) -> str | None:
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,24 @@
+"""What a training gave, to be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Outcome:
+    """What a training was, whole, on the main process.
+
+    Attributes:
+        steps: (loss, gradient norm) of each step.
+        gradients: of each step.
+    """
+
+    initial: Tensors = field(default_factory=dict)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    weights: list[Tensors] = field(default_factory=list)

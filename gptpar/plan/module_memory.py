@@ -1,0 +1,190 @@
+"""What :func:`gptpar.initialize` will take of memory for a module, told without taking it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gptpar.any_module.build import data_axis_of, lay_out, settings_of
+from gptpar.any_module.options import EngineOptions, read_options
+from gptpar.any_module.units import find_units
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.ranges import Home
+from gptpar.engine.reducer import MAX_IN_FLIGHT
+from gptpar.engine.table import ParameterTable
+from gptpar.engine.units import Unit
+from gptpar.offload.buckets import BUCKET_ELEMENTS
+from gptpar.offload.transfers import ring_bytes
+from gptpar.plan.states import gradient_bytes, master_bytes
+from gptpar.reporting.banner import format_bytes, format_count
+from gptpar.topology import Layout, Topology
+
+
+@dataclass(frozen=True)
+class ModuleMemory:
+    """Bytes of one process, without activations.
+
+    Attributes:
+        num_parameters: of the whole model.
+        world: data-parallel processes.
+        parameters: that stay on the device; where they come and go, this process's shards.
+        buffers: of the module.
+        gradients: kept until the step.
+        optimizer: master weights and moments of what the device updates.
+        passing: what exists for a moment only, at most: units that are gathered, and gradients on their way.
+        host_parameters: shards in host memory.
+        host_optimizer: master weights and moments of what the CPU updates.
+        host_transfers: pinned memory for what travels between the two.
+        double_buffers: for updates before the gradient's norm is known; with ``"speculation": "auto"`` they are made
+            as far as host memory is free, and do not count in :attr:`host`.
+        double_buffers_count: whether they do.
+        on_disk: optimizer state in files.
+    """
+
+    num_parameters: int
+    world: int
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    passing: int
+    host_parameters: int
+    host_optimizer: int
+    host_transfers: int
+    double_buffers: int
+    double_buffers_count: bool
+    on_disk: int
+
+    @property
+    def device(self) -> int:
+        """Of a GPU's memory."""
+        return self.parameters + self.buffers + self.gradients + self.optimizer + self.passing
+
+    @property
+    def host(self) -> int:
+        """Of a machine's memory for each of its processes."""
+        double = self.double_buffers if self.double_buffers_count else 0
+        return self.host_parameters + self.host_optimizer + self.host_transfers + double
+
+    def __str__(self) -> str:
+        optional = "double buffers" + ("" if self.double_buffers_count else ", where memory is free")
+        rows = [
+            ("parameters", self.parameters, self.host_parameters),
+            ("buffers of the module", self.buffers, 0),
+            ("gradients", self.gradients, 0),
+            ("master weights and moments", self.optimizer, self.host_optimizer),
+            (optional, 0, self.double_buffers),
+            ("for a moment; pinned, for transfers", self.passing, self.host_transfers),
+            ("together", self.device, self.host),
+        ]
+        shown = [row for row in rows if row[1] or row[2]]
+        lines = [f"{name:<38}{_size(device):>12}{_size(host):>12}" for name, device, host in shown]
+        head = f"{format_count(self.num_parameters)} parameters, {self.world} process{'es' * (self.world > 1)}"
+        disk = [f"and {format_bytes(self.on_disk)} of disk"] * bool(self.on_disk)
+        about = "each process, without activations:"
+        return "\n".join([f"{head}; {about}", f"{'':<38}{'device':>12}{'host':>12}", *lines, *disk])
+
+
+def estimate_memory(
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    world: int = 1,
+    *,
+    device_type: str = "cuda",
+) -> ModuleMemory:
+    """What the engine of :func:`gptpar.initialize` takes on each of ``world`` processes, without activations.
+
+    Nothing is allocated; the model may be on the meta device (:func:`gptpar.deferred_init`).
+
+    Args:
+        config: DeepSpeed's JSON, as ``initialize`` takes it.
+        world: data-parallel processes.
+        device_type: ``cuda`` or ``cpu``: on a CPU nothing has to travel.
+
+    Returns:
+        Bytes by purpose; ``print`` shows them as a table.
+
+    Raises:
+        ConfigError, ModelError: as from ``initialize``.
+    """
+    options = read_options(config, world=world)
+    plan = find_units(model, options.units, dtype=options.dtype)
+    axis = data_axis_of(options, Topology(Layout(data=world), 0, torch.device("cpu")))
+    parameters = dict(model.named_parameters())
+    table, frozen = lay_out(plan, parameters, [[p for p in parameters.values() if p.requires_grad]], options, axis)
+    settings = settings_of(options, {unit.dtype for unit in plan.units if unit.trainable}, world)
+    wide = settings.wide.itemsize
+    gradient = wide if settings.adds_gradients else settings.dtype.itemsize
+    passes = options.batch.accumulation_steps
+    units, there = [*table.units, *frozen], table.length(Home.HOST)
+    shards, on_host = sum(map(_shard_bytes, units)), options.offload.parameters
+    stays = axis.zero_stage < 3 and not on_host
+    held = sum(map(_bytes, units)) if stays else 0 if on_host else shards
+    if _masters_are_parameters(table, frozen, options, axis, settings.wide):
+        held = 0
+    states, on_disk = master_bytes(there, wide), options.offload.folder is not None
+    return ModuleMemory(
+        num_parameters=sum(p.numel() for p in parameters.values()),
+        world=world,
+        parameters=held,
+        buffers=sum(b.nbytes for b in model.buffers()),
+        gradients=gradient_bytes(table, gradient, axis.zero_stage, passes),
+        optimizer=master_bytes(table.length(Home.DEVICE), wide),
+        passing=_gathered(units, stays) + _leaving(table, axis, gradient, passes),
+        host_parameters=shards if on_host else 0,
+        host_optimizer=0 if on_disk else states,
+        host_transfers=_ring(table, gradient) if device_type == "cuda" else 0,
+        double_buffers=0 if on_disk or options.offload.speculation == "off" else states,
+        double_buffers_count=options.offload.speculation == "on",
+        on_disk=states if on_disk else 0,
+    )
+
+
+def _masters_are_parameters(
+    table: ParameterTable, frozen: Sequence[Unit], options: EngineOptions, axis: DataAxis, wide: torch.dtype
+) -> bool:
+    """Whether the optimizer works on the parameters themselves."""
+    all_here = not table.elements(Home.HOST) and not options.offload.parameters
+    return all_here and axis.shards == 1 and not frozen and all(unit.dtype == wide for unit in table.units)
+
+
+def _gathered(units: Sequence[Unit], stays: bool) -> int:
+    """Where parameters come and go: the whole model's own, a block and the one after it."""
+    sizes = sorted(map(_bytes, units))
+    return 0 if stays else sum(sizes[-3:])
+
+
+def _leaving(table: ParameterTable, axis: DataAxis, size: int, passes: int) -> int:
+    """Gradients that the CPU's updates wait for, or that are being reduced."""
+    offloaded = size * table.length(Home.HOST) if passes == 1 else 0
+    if axis.zero_stage < 2:
+        return offloaded
+    largest = max((unit.length + unit.shard_length for unit in table.units), default=0)
+    return offloaded + (1 + MAX_IN_FLIGHT) * largest * size
+
+
+def _ring(table: ParameterTable, size: int) -> int:
+    lengths = [unit.shard_length - table.on_device[unit.name] for unit in table.units]
+    lengths = [length for length in lengths if length]
+    if not lengths:
+        return 0
+    buckets = sum(-(-length // BUCKET_ELEMENTS) for length in lengths)
+    return ring_bytes(buckets, min(BUCKET_ELEMENTS, max(lengths)) * size)
+
+
+def _bytes(unit: Unit) -> int:
+    assert unit.dtype is not None
+    return unit.length * unit.dtype.itemsize
+
+
+def _shard_bytes(unit: Unit) -> int:
+    return _bytes(unit) // unit.shards
+
+
+def _size(count: int) -> str:
+    return format_bytes(count) if count else "-"

@@ -165,11 +165,11 @@ def move_buffers(model: nn.Module, device: torch.device, recording: Recording | 
                 module._buffers[name] = moved[buffer]
 
 
-def compile_scopes(stage: PlacedParameters) -> None:
+def compile_scopes(stage: PlacedParameters, backend: str = "inductor") -> None:
     """Compile each block by itself, its hooks left out; without blocks, the whole model."""
     for path in [scope.path for scope in stage.plan.scopes if scope.path] or [""]:
         module = stage.scope_module(path)
-        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
 
 
 def _host_optimizer(

@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import torch
 
 from gptpar.activity import Activity
-from gptpar.any_module.batches import described
+from gptpar.any_module.batches import described, mean_of
 from gptpar.any_module.layer_stages import LayerStages
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.step_work import StepResult, mean_of
+from gptpar.any_module.step_work import StepResult
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine

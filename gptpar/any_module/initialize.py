@@ -92,7 +92,6 @@ def initialize(
         options = read_options(config, args, world=world)
         check_graph(options, world)
         topology = make_topology(Layout(data=world), rank, device)
-        require_same_model(model, topology)
         engine = _engine_of(model, optimizer, model_parameters, options, topology, recording, loss_fn)
     else:
         if recording is not None:
@@ -128,6 +127,7 @@ def _engine_of(
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
+    require_same_model(model, topology)
     activity, watch = Activity.of_worker(), OrderWatch(topology)
 
     def note(what: str) -> None:

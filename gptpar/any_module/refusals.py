@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gptpar.engine.tensors import tensors_in
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
@@ -26,6 +28,7 @@ def problems_of(module: nn.Module) -> list[str]:
             problems.append(f"the parameter {name} {problem}")
         elif tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor):
             flat[name] = tensor
+    problems += _kept_views(module, parameters)
     problems += _several_devices({name: tensor for name, tensor in flat.items() if name in parameters})
     return problems + list(_overlaps(flat, set(parameters)))
 
@@ -52,6 +55,28 @@ def _wrappers(module: nn.Module) -> Iterator[str]:
     for path, one in module.named_modules():
         for name in WRAPPERS & _class_names(one):
             yield f"{path or 'the model'} is wrapped in {name}: give the module inside; initialize divides the work"
+
+
+def _kept_views(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    """Attributes that would go on showing a parameter's former memory."""
+    own = {id(parameter) for parameter in parameters.values()}
+    lazy = (UninitializedParameter,)
+    names = {p.untyped_storage()._cdata: name for name, p in parameters.items() if _has_storage(p, lazy)}
+    for path, one in module.named_modules():
+        for attribute, value in vars(one).items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            for tensor in tensors_in(value):
+                if id(tensor) in own or not _has_storage(tensor, lazy):
+                    continue
+                if (name := names.get(tensor.untyped_storage()._cdata)) is not None:
+                    place = f"{path}.{attribute}" if path else attribute
+                    yield f"{place} keeps a view of the parameter {name}, whose memory changes: take it in the forward"
+
+
+def _has_storage(tensor: torch.Tensor, lazy: tuple[type, ...]) -> bool:
+    plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return plain and not isinstance(tensor, lazy)
 
 
 def _several_devices(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -35,7 +35,6 @@ class GradientCollector:
     Attributes:
         in_last_forward: whether the forward pass at work is the step's last of its stage.
         late: parameters that got a gradient in this step after their unit had been handed on: it was not added.
-        last_arrivals: units in the order in which they got their last gradient in the latest backward pass.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class GradientCollector:
         self._in_pass = False
         self.in_last_forward = False
         self.late: set[str] = set()
-        self.last_arrivals: list[str] = []
         self._arrived: set[str] = set()
         self._fresh: dict[str, dict[str, torch.Tensor]] = {}
         self._missing: dict[str, int] = {}
@@ -94,7 +92,6 @@ class GradientCollector:
         self._handed_on.clear()
         self._outer_task, self._in_pass = None, True
         self._arrivals.clear()
-        self.last_arrivals.clear()
         for name in reversed(self._chunks[chunk]):
             final = last and self._last_chunk[name] == chunk
             if final or not self._memory.keeps_all:
@@ -117,7 +114,6 @@ class GradientCollector:
     def _learn(self) -> None:
         for name, arrivals in self._arrivals.items():
             self._expected[name] = max(arrivals, self._expected[name])
-        self.last_arrivals = list(dict.fromkeys(reversed(self.last_arrivals)))[::-1]
 
     def _take(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -143,7 +139,6 @@ class GradientCollector:
 
     def _note_arrival(self, unit: Unit) -> None:
         self._arrivals[unit.name] = self._arrivals.get(unit.name, 0) + 1
-        self.last_arrivals.append(unit.name)
         if torch._C._current_graph_task_id() != self._outer_task and unit.name not in self._nested:
             self._nested.add(unit.name)
             self._missing[unit.name] = sys.maxsize  # this once

@@ -54,6 +54,7 @@ class ModuleEngine(TrainingEngine):
     ):
         work = StepWork(stage, engine, self.forward, loss_fn, activity)
         super().__init__(stage.module, work, engine, host, weights, groups, options, topology, activity, watch)
+        self._stage = stage
         self._recorded: RecordedWork | None = None
         if wants_graph(options, topology.layout.world_size, self.device):
             self._recorded = RecordedWork(self.module, work, engine)
@@ -64,7 +65,7 @@ class ModuleEngine(TrainingEngine):
         """Call the module; floating-point inputs are cast where the configuration says ``auto_cast``."""
         self._require_open()
         args, kwargs = self._cast((args, kwargs))
-        with self._activity.lost_ranks_explained():
+        with self._stage.forward(), self._activity.lost_ranks_explained():
             return self.module(*args, **kwargs)
 
     # A step.
@@ -74,7 +75,12 @@ class ModuleEngine(TrainingEngine):
         return self._is_final or self._is_last()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the coming micro-batches end a step, in place of counting them."""
+        """Say whether the coming micro-batches end a step, in place of counting them.
+
+        Raises:
+            GptparError: sums of gradients have no memory, because ``gradient_accumulation_steps`` is 1.
+        """
+        self._require_sums("set_gradient_accumulation_boundary()")
         self._boundary = is_boundary
 
     def _is_last(self) -> bool:
@@ -87,17 +93,20 @@ class ModuleEngine(TrainingEngine):
 
         It is for all backward passes of a micro-batch but the last, if there are several.
         """
-        settings = self.engine.settings
-        if not settings.adds_gradients and settings.dtype != settings.wide:
-            raise GptparError(
-                "no_sync() adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
-                "that the sums get memory."
-            )
+        self._require_sums("no_sync()")
         before, self._no_sync = self._no_sync, True
         try:
             yield
         finally:
             self._no_sync = before
+
+    def _require_sums(self, verb: str) -> None:
+        settings = self.engine.settings
+        if not settings.adds_gradients and settings.dtype != settings.wide:
+            raise GptparError(
+                f"{verb} adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
+                "that the sums get memory."
+            )
 
     def backward(
         self,
@@ -115,13 +124,14 @@ class ModuleEngine(TrainingEngine):
             loss: a scalar that :meth:`forward` has led to.
             scale_wrt_gas: whether this loss is one of ``gradient_accumulation_steps`` to be averaged; else it counts
                 in full.
+            create_graph: refused: gradients leave autograd as they come.
 
         Returns:
             The loss.
 
         Raises:
             GptparError: the step's gradient is final already, the loss is no scalar with a gradient, or
-                ``create_graph`` is asked for, which there is for that sentence alone.
+                ``create_graph`` is asked for.
         """
         self._require_loss(loss)
         if create_graph:
@@ -133,15 +143,21 @@ class ModuleEngine(TrainingEngine):
             self._begin()
         last = self._is_last()
         factor = 1 if scale_wrt_gas else self.options.batch.accumulation_steps
-        self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
+        try:
+            self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
+        except BaseException:
+            self.zero_grad()  # some of the step's gradients are incomplete: it begins anew
+            raise
         self._is_final = last
         return loss
 
     def _begin(self) -> None:
         self._take_note_of_last_step()
+        self.engine.finish()  # nobody else waits for units that this step does not call
         self._prepare()
         passes = self.options.batch.accumulation_steps
-        self.engine.begin_gradients(max(passes, 2) if self._no_sync else passes)
+        counted = not self._no_sync and self._boundary is None
+        self.engine.begin_gradients(passes if counted else max(passes, 2))
 
     def step(self) -> None:
         """End a micro-batch; after the step's last one, update the parameters.

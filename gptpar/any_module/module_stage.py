@@ -28,7 +28,7 @@ ROOT = ""
 class _Saved:
     """A parameter that autograd keeps for the backward pass: its memory may be given up until then."""
 
-    scope: str
+    unit: str
     tensor: torch.Tensor
 
 
@@ -58,6 +58,8 @@ class ModuleStage(PlacedParameters):
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._guard: AbsentParameters | None = None
+        self._is_watching = self._is_bringing = False
+        self._called: list[str] = []
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self._uncompiled = contextlib.ExitStack()
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
@@ -80,7 +82,7 @@ class ModuleStage(PlacedParameters):
     def call_through(self, gatherer: ParameterGatherer) -> None:
         """Bring parameters by hooks from now on."""
         self._gatherer = gatherer
-        if gatherer.transient:
+        if gatherer.brings:
             self._guard = AbsentParameters(self._read_outside)
         for scope in self.plan.scopes:
             module = self.scope_module(scope.path)
@@ -99,6 +101,18 @@ class ModuleStage(PlacedParameters):
         return self.module.get_submodule(path)
 
     @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a call of the whole module: an error leaves no hooks behind."""
+        depth = self._depth
+        try:
+            yield
+        except BaseException:
+            self._depth, self._is_bringing = depth, False
+            self._called.clear()
+            self._leave(succeeded=False)
+            raise
+
+    @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Around a backward pass. The first one recomputes what was watched, uncompiled as it was."""
         self._note("began a backward pass")
@@ -115,8 +129,10 @@ class ModuleStage(PlacedParameters):
         assert self._gatherer is not None
         self._note(f"called {scope.path or 'the model'}")
         if self.in_backward:
-            self._gatherer.before_backward(scope.path)
+            if self._gatherer.transient:
+                self._gatherer.before_backward(scope.path)
             return
+        self._called.append(scope.path)
         if scope.path == ROOT:
             self._begin()
         if torch.is_grad_enabled():
@@ -124,31 +140,40 @@ class ModuleStage(PlacedParameters):
                 self.passes.append([])
             self.passes[-1].append(scope.path)
             self._let_go_of_frozen(scope, (args, kwargs))
+        self._is_bringing = True  # the guard looks at the module's operators, not at ours
         self._gatherer.before_forward(scope.path)
+        self._is_bringing = False
 
     def _after(self, scope: Scope, module: nn.Module, args: Any, output: Any) -> None:
         assert self._gatherer is not None
-        found = None if output is None else next((t for t in tensors_in(output) if t.requires_grad), None)
+        # A leaf is not computed here: a hook on it would stay.
+        found = next((t for t in tensors_in(output) if t.grad_fn is not None), None)
         self._gatherer.after_forward(scope.path, found)
-        if scope.path == ROOT and not self.in_backward:
-            self._end()
+        if self.in_backward:
+            return
+        if scope.path in self._called:
+            self._called.remove(scope.path)
+        if scope.path == ROOT and self._depth:
+            self._depth -= 1
+            if not self._depth:
+                self._leave(succeeded=output is not None)
 
     def _begin(self) -> None:
         """The whole module is called, perhaps by itself."""
         if torch.is_grad_enabled():
             self._require_same_trained()
         self._depth += 1
-        if self._depth > 1 or self._gatherer is None or not self._gatherer.transient:
-            if torch.is_grad_enabled() and self._depth == 1:
-                self.passes.append([])
+        if self._depth > 1 or self._gatherer is None:
             return
         if torch.is_grad_enabled():
             self.passes.append([])
-            self._kept = saved_tensors_hooks(self._pack, self._unpack)
-            self._kept.__enter__()
-            if self._guard is not None:
-                self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
-                self._guard.__enter__()
+            if self._gatherer.transient:
+                self._kept = saved_tensors_hooks(self._pack, self._unpack)
+                self._kept.__enter__()
+        if self._guard is not None:
+            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+            self._guard.__enter__()
+            self._is_watching = True
 
     def _require_same_trained(self) -> None:
         changed = [
@@ -160,39 +185,45 @@ class ModuleStage(PlacedParameters):
                 "for what is trained: set it before, or make a new engine."
             )
 
-    def _end(self) -> None:
-        self._depth -= 1
-        if self._depth or self._kept is None:
-            return
-        if self._guard is not None:
+    def _leave(self, *, succeeded: bool) -> None:
+        """The whole module's call is over."""
+        if self._guard is not None and self._is_watching:
             self._guard.__exit__(None, None, None)
-            self._guard = None  # one pass is watched: it costs time
+            self._is_watching = False
+            if succeeded and torch.is_grad_enabled():
+                self._guard = None  # one whole training pass is watched: it costs time
+            else:
+                self._uncompiled.close()
         kept, self._kept = self._kept, None
-        kept.__exit__(None, None, None)
+        if kept is not None:
+            kept.__exit__(None, None, None)
 
     # Parameters that come and go.
 
     def _read_outside(self, tensor: torch.Tensor) -> None:
-        """An operator of the first pass reads a tensor: if it is a parameter that is not there, let it stay."""
+        """An operator of the first pass reads a tensor: if it is a parameter whose scope is not called, let it stay."""
         unit = self.unit_in(tensor)
-        if unit is None or self._gatherer is None or self._gatherer.is_present(unit.name):
+        if unit is None or self._gatherer is None or self._is_bringing:
             return
-        warnings.warn(
-            f"parameters of {unit.scope} are read outside of its call: they are there during the whole model's forward "
-            "and backward pass from now on, which costs their memory.",
-            stacklevel=2,
-        )
+        if self._gatherer.layer_of(unit.name) in (ROOT, *self._called):
+            return
+        if self._gatherer.transient:
+            warnings.warn(
+                f"parameters of {unit.scope} are read outside of its call: they are there during the whole model's "
+                "forward and backward pass from now on, which costs their memory.",
+                stacklevel=2,
+            )
         self._gatherer.merge(unit.scope, into=ROOT)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        scope = self.scope_of(tensor)
-        return tensor if scope is None else _Saved(scope, tensor)
+        unit = self.unit_in(tensor)
+        return tensor if unit is None else _Saved(unit.name, tensor)
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if not isinstance(kept, _Saved):
             return kept
         assert self._gatherer is not None
-        self._gatherer.before_backward(kept.scope)
+        self._gatherer.before_backward(self._gatherer.layer_of(kept.unit))
         return kept.tensor
 
     def _let_go_of_frozen(self, scope: Scope, inputs: Any) -> None:
@@ -201,10 +232,10 @@ class ModuleStage(PlacedParameters):
         frozen = [unit for unit in self._gatherer.units_of(scope.path) if unit in self._frozen]
         if not frozen or scope.path == ROOT or not self._gatherer.transient:
             return
-        gatherer, first = self._gatherer, next((t for t in tensors_in(inputs) if t.requires_grad), None)
+        gatherer, first = self._gatherer, next((t for t in tensors_in(inputs) if t.grad_fn is not None), None)
 
         def let_go(grad: torch.Tensor) -> None:
-            for unit in frozen:
+            for unit in frozen if self.in_backward else ():
                 gatherer.backward_done(unit)
 
         if first is not None:

@@ -28,6 +28,9 @@ LOOK_SECONDS = 1.0
 LEFT_TO_RAISE_SECONDS = 20.0
 """How long the training loop has to raise the error itself; it cannot where it waits inside of CUDA."""
 
+MAX_NOTES = 20_000
+"""Of a step; what is called without ever taking one (a long evaluation) is not kept."""
+
 CHECK_SECONDS = 0.2
 """How often a process that waits for a collective looks whether it cannot come."""
 
@@ -66,7 +69,8 @@ class OrderWatch:
 
     def note(self, what: str) -> None:
         """This process is about to do something that all processes do in the same order."""
-        self._notes.append(what)
+        if self._store is not None and len(self._notes) < MAX_NOTES:
+            self._notes.append(what)
 
     def wait_for(self, work: Any) -> None:
         """Wait for a collective, but not longer than until it is known that it cannot come.

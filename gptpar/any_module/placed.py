@@ -65,4 +65,6 @@ class PlacedParameters:
 
     def unit_in(self, tensor: Any) -> FlatUnit | None:
         """The unit whose memory a tensor is in; ``None``: it is no parameter's."""
-        return self._unit_of.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            return None
+        return self._unit_of.get(tensor.untyped_storage()._cdata)

@@ -72,7 +72,7 @@ class StepWork:
                     gradients.finish()
         finally:
             hook.remove()
-        self._engine.gatherer.let_all_go()
+            self._engine.gatherer.let_all_go()
 
     def __call__(self, batches: Batches) -> StepResult:
         """All passes of a step.
@@ -91,6 +91,8 @@ class StepWork:
                     "the loss requires no gradient: train_batch was called under torch.no_grad(), or nothing that is "
                     "trained leads to it."
                 )
+            if number == 0 and self._engine.subscriber is not None:
+                self._engine.cuts.at(self._engine.finish)  # nobody else waits for units that this step does not call
             self.backward(loss, last=number == len(batches) - 1)
             losses.append(loss.detach())
         return self.result(mean_of(losses))

@@ -198,7 +198,7 @@ class TrainingEngine(nn.Module):
         batches = self.data.take(data_iter)
         try:
             self._prepare()
-            self._result = result = self._passes(batches)
+            self._result = result = self._try_passes(batches)
             self._take_note_of_last_step()
             self._count, self._is_final = len(batches), True
             self.micro_steps += len(batches)
@@ -206,6 +206,13 @@ class TrainingEngine(nn.Module):
         finally:
             self._forget_step()
         return self._mean_loss.to(result.loss.dtype)
+
+    def _try_passes(self, batches: Batches) -> StepResult:
+        try:
+            return self._passes(batches)
+        except BaseException:
+            self.zero_grad()  # some of the step's gradients are incomplete
+            raise
 
     def _require_no_step(self) -> None:
         """Raise if another step has begun."""
@@ -265,8 +272,8 @@ class TrainingEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step at work."""
-        if self._is_final and self.host is not None:
-            self.host.cancel()
+        if self._has_begun and self.host is not None:
+            self.host.cancel()  # it may have begun the step with the gradients that came first
         self._forget_step()
 
     def _forget_step(self) -> None:

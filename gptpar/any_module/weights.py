@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.module_stage import ROOT
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.units import Scope
 from gptpar.engine.engine import Engine
@@ -174,6 +175,8 @@ class Weights:
         self._engine.gatherer.let_go(scope.path)
 
     def _before_loading(self, scope: Scope, module: nn.Module, state_dict: Mapping[str, Any], *rest: Any) -> None:
+        if scope.path == ROOT:
+            self._loading = 0  # an earlier one may have ended in an error
         self._loading += 1
         self._engine.finish()
         self._engine.gatherer.bring(scope.path)

@@ -134,6 +134,8 @@ class GradientCollector:
         fresh[name] = fresh[name] + grad if name in fresh else grad
         if self._missing[unit.name] <= 0:
             self._add(unit)
+            if not self._waiting:  # a pass whose sums stay here: nothing is handed on
+                self._done(unit.name)
         while self._waiting and self._missing[self._waiting[0][0].name] <= 0:
             self._hand_on(*self._waiting.popleft())
 

@@ -70,6 +70,11 @@ class ParameterGatherer:
         return self._memory.transient
 
     @property
+    def brings(self) -> bool:
+        """Whether a layer's parameters have to be waited for before it is called."""
+        return self._travels or self._subscriber is not None
+
+    @property
     def gathers_in_call_order(self) -> bool:
         """Whether processes have to call the same layers in the same order."""
         return self._axis.shards > 1 and (self._memory.transient or self._subscriber is not None)
@@ -77,6 +82,10 @@ class ParameterGatherer:
     def is_present(self, unit: str) -> bool:
         """Whether a unit's parameters are there, or on their way."""
         return unit in self._present
+
+    def layer_of(self, unit: str) -> str:
+        """The layer with which a unit is brought."""
+        return self._layer_of[unit]
 
     def units_of(self, name: str) -> tuple[str, ...]:
         """The units that are brought with a layer."""

@@ -84,6 +84,9 @@ class ModuleStage(PlacedParameters):
         self._gatherer = gatherer
         if gatherer.brings:
             self._guard = AbsentParameters(self._read_outside)
+        for name, parameter in self.parameters.items():  # trainable, but in no group of the optimizer
+            if parameter.requires_grad and name not in self.global_parameters():
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
         for scope in self.plan.scopes:
             module = self.scope_module(scope.path)
             before = torch._dynamo.disable(partial(self._before, scope))
@@ -182,7 +185,7 @@ class ModuleStage(PlacedParameters):
         if changed:
             raise GptparError(
                 f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory "
-                "for what is trained: set it before, or make a new engine."
+                "for what is trained: set it before, or build the model anew."
             )
 
     def _leave(self, *, succeeded: bool) -> None:
@@ -240,3 +243,7 @@ class ModuleStage(PlacedParameters):
 
         if first is not None:
             first.register_hook(let_go)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None

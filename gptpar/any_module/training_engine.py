@@ -355,4 +355,6 @@ class TrainingEngine(nn.Module):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise GptparError("the engine is closed: make a new one with gptpar.initialize.")
+            raise GptparError(
+                "the engine is closed, and the module has its hooks still: build the model anew for another gptpar.initialize."
+            )

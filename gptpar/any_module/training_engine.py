@@ -356,5 +356,5 @@ class TrainingEngine(nn.Module):
     def _require_open(self) -> None:
         if self._closed:
             raise GptparError(
-                "the engine is closed, and the module has its hooks still: build the model anew for another gptpar.initialize."
+                "the engine is closed, and its module keeps the hooks: build the model anew for another initialize."
             )

@@ -21,12 +21,17 @@ FINE, OTHER_UNITS, LATE = 0.0, 1.0, 2.0
 
 Passes = Sequence[Sequence[str]]
 
+REMEDY = (
+    "All processes have to call the same modules in the same order within a step; else make them one unit by naming "
+    'the class of a module around them in {"gptpar": {"units": [...]}}, or use ZeRO stage 2 or lower without offload.'
+)
+
 
 class Agreement:
     """Compares what processes did, with three numbers that ride in the all-reduce of the gradient's norm.
 
-    A step in which they did different things changes nothing: its norm becomes infinite, on the device, and the error
-    is raised on every process when the numbers are read.
+    If processes did different things, the step changes nothing: the device makes its norm infinite. Every process
+    raises the error later, when it reads the numbers.
 
     Args:
         ordered: whether parameters are gathered in the order of the calls.
@@ -73,9 +78,7 @@ class Agreement:
             )
         return GptparError(
             f"step {step} was not taken: processes ran different units, so that they gathered each other's parameters "
-            f"in another order. {_first_difference([passes for passes, _ in everyone])} Let all processes call the "
-            "same modules in the same order within a step, make them one unit by naming a class around them in "
-            '{"gptpar": {"units": [...]}}, or use ZeRO stage 2 or lower without offload.'
+            f"in another order. {_first_difference([passes for passes, _ in everyone])} {REMEDY}"
         )
 
 

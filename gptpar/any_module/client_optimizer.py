@@ -1,7 +1,7 @@
 """Which parameters are trained, in which groups, and with which hyperparameters.
 
-A client's optimizer goes before the configuration's. Of it, the groups are taken; the update is the engine's, so it has
-to be AdamW, or Adam without weight decay, which is the same.
+A client's optimizer has precedence over the configuration's. The engine takes over its parameter groups and updates
+them itself, with AdamW: so the optimizer has to be AdamW, or Adam without weight decay, which is the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_NAMED = 4
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 _OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
-"""Switches of torch's AdamW with which it computes something else."""
+"""Arguments of torch's AdamW that change its update: the engine has none of them."""
 
 
 def groups_of(

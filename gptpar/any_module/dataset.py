@@ -56,7 +56,7 @@ class RepeatingLoader(Generic[Batch]):
     """Batches of a loader without end, each epoch in an order of its own.
 
     Args:
-        loader: of which a sampler that knows epochs is told of each.
+        loader: if its sampler has ``set_epoch``, that is called before each epoch.
     """
 
     def __init__(self, loader: Iterable[Batch]):

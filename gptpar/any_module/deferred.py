@@ -49,10 +49,10 @@ class Recording:
     """How the tensors of a model that has no memory get their values.
 
     All values are made on the CPU and then copied, so that they are the same bits on any device. They depend on the
-    seed and on the constructor, and neither on the layout, nor on what else is made, in which order, or how often.
-    They are not those of ``torch.manual_seed(seed)``, but of the same distributions. What is not random equals the
-    same construction on the CPU in every bit (but for rounding in ``linalg.svdvals``, for which torch takes another
-    routine under a dispatch mode). ``make`` may be called from several threads.
+    seed and the constructor alone: not on the layout, and not on which other tensors are made, before or after. Random
+    values differ from those after ``torch.manual_seed(seed)`` and have the same distributions. All others are bit for
+    bit those of a construction on the CPU, except for ``linalg.svdvals``, which torch computes by another routine here.
+    ``make`` may be called from several threads.
 
     Args:
         seed: of all random values. A generator that the constructor passes to an operator is not used.

@@ -89,9 +89,10 @@ class ModuleEngine(TrainingEngine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes done inside are added to, and not yet summed over processes.
+        """No backward pass inside is the step's last: its gradients are added to, and not final.
 
-        It is for all backward passes of a micro-batch but the last, if there are several.
+        If a micro-batch has several backward passes, all but the last belong inside. Under ZeRO-2 and 3 gradients are
+        summed over processes all the same.
         """
         self._require_sums("no_sync()")
         before, self._no_sync = self._no_sync, True

@@ -27,13 +27,12 @@ from gptpar.any_module.options import EngineOptions, ModelKind, read_options
 from gptpar.any_module.order_watch import OrderWatch, name_of_engine
 from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
+from gptpar.any_module.training_engine import TIMEOUT_MINUTES
 from gptpar.any_module.units import find_units
 from gptpar.any_module.weights import Weights
 from gptpar.errors import GptparError
 from gptpar.pipeline.module import PipelineModule
 from gptpar.topology import Layout, Topology, join_world, make_topology
-
-TIMEOUT_MINUTES = 30.0
 
 Initialized = tuple[ModuleEngine | PipelineEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
 
@@ -68,7 +67,7 @@ def initialize(
             configuration's.
         collate_fn: of the loader.
         config: DeepSpeed's JSON as a path or a dictionary.
-        recording: of the :func:`gptpar.deferred_init` in which the model was built.
+        recording: what :func:`gptpar.deferred_init` returned, if the model was built under it.
         loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:
             the output is the loss, or has it as ``loss`` or as the first element of a tuple. Of a list of layers:
             (the last one's output, the labels) -> a scalar; default: the output is the loss.

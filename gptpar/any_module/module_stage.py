@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gptpar.any_module.absent import AbsentParameters
 from gptpar.any_module.placed import PlacedParameters
+from gptpar.any_module.read_watch import ReadWatch
 from gptpar.any_module.units import Scope, UnitPlan
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
@@ -57,7 +57,7 @@ class ModuleStage(PlacedParameters):
         self._gatherer: ParameterGatherer | None = None
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
-        self._guard: AbsentParameters | None = None
+        self._read_watch: ReadWatch | None = None
         self._is_watching = self._is_bringing = False
         self._called: list[str] = []
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
@@ -83,9 +83,10 @@ class ModuleStage(PlacedParameters):
         """Bring parameters by hooks from now on."""
         self._gatherer = gatherer
         if gatherer.brings:
-            self._guard = AbsentParameters(self._read_outside)
+            self._read_watch = ReadWatch(self._read_outside)
+        trained = self.global_parameters()
         for name, parameter in self.parameters.items():  # trainable, but in no group of the optimizer
-            if parameter.requires_grad and name not in self.global_parameters():
+            if parameter.requires_grad and name not in trained:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         for scope in self.plan.scopes:
             module = self.scope_module(scope.path)
@@ -143,7 +144,7 @@ class ModuleStage(PlacedParameters):
                 self.passes.append([])
             self.passes[-1].append(scope.path)
             self._let_go_of_frozen(scope, (args, kwargs))
-        self._is_bringing = True  # the guard looks at the module's operators, not at ours
+        self._is_bringing = True  # the watch looks at the module's operators, not at ours
         self._gatherer.before_forward(scope.path)
         self._is_bringing = False
 
@@ -173,9 +174,9 @@ class ModuleStage(PlacedParameters):
             if self._gatherer.transient:
                 self._kept = saved_tensors_hooks(self._pack, self._unpack)
                 self._kept.__enter__()
-        if self._guard is not None:
+        if self._read_watch is not None:
             self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
-            self._guard.__enter__()
+            self._read_watch.__enter__()
             self._is_watching = True
 
     def _require_same_trained(self) -> None:
@@ -190,11 +191,11 @@ class ModuleStage(PlacedParameters):
 
     def _leave(self, *, succeeded: bool) -> None:
         """The whole module's call is over."""
-        if self._guard is not None and self._is_watching:
-            self._guard.__exit__(None, None, None)
+        if self._read_watch is not None and self._is_watching:
+            self._read_watch.__exit__(None, None, None)
             self._is_watching = False
             if succeeded and torch.is_grad_enabled():
-                self._guard = None  # one whole training pass is watched: it costs time
+                self._read_watch = None  # one whole training pass is watched: it costs time
             else:
                 self._uncompiled.close()
         kept, self._kept = self._kept, None

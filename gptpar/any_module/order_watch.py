@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gptpar.any_module.agreement import REMEDY
 from gptpar.errors import GptparError
 from gptpar.topology import Topology
 
@@ -90,8 +91,8 @@ class OrderWatch:
             raise problem[0]
 
     def _wait_for_others(self) -> None:
-        while True:
-            work, done, problem = self._waiting.get()
+        while (waiting := self._waiting.get()) is not None:
+            work, done, problem = waiting
             try:
                 work.wait()
             except BaseException as error:
@@ -104,8 +105,9 @@ class OrderWatch:
             raise self.error
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads; one that is in a collective which never comes ends with the process."""
         self._end.set()
+        self._waiting.put(None)
 
     def _run(self) -> None:
         while not self._end.wait(LOOK_SECONDS):
@@ -159,9 +161,3 @@ def difference_of(notes: Sequence[Sequence[str]], step: int) -> GptparError | No
                 f"{place} calls that are alike, {told}. Nothing can go on from here: end the run. {REMEDY}"
             )
     return None
-
-
-REMEDY = (
-    "All processes have to call the same modules in the same order within a step; else make them one unit by naming "
-    'the class of a module around them in {"gptpar": {"units": [...]}}, or use ZeRO stage 2 or lower without offload.'
-)

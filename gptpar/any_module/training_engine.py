@@ -29,7 +29,8 @@ from gptpar.errors import CheckpointError, GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.topology import Topology
 
-TIMEOUT_S = 1800.0
+TIMEOUT_MINUTES = 30.0
+"""How long a process waits for the others, at the start and for a step's numbers."""
 
 
 class Work(Protocol):
@@ -155,7 +156,7 @@ class TrainingEngine(nn.Module):
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
         norm, verdict = self._agreement.judge(norm, sums[1:-1])
         skipped = self.engine.step(norm, self.optimizer.hyperparameters(), self._divisor)
-        self._readings = Readings([norm, skipped, verdict], TIMEOUT_S, self._watch.check)
+        self._readings = Readings([norm, skipped, verdict], 60 * TIMEOUT_MINUTES, self._watch.check)
         self._mean_loss = sums[-1]
         self._follow(result.passes)
         self.global_steps += 1

@@ -62,10 +62,6 @@ class GradientCollector:
         self._waiting: deque[tuple[Unit, bool]] = deque()
         self._handed_on: set[str] = set()
         self._nested: set[str] = set()
-        self.follow(chunks)
-
-    def follow(self, chunks: Sequence[Sequence[str]]) -> None:
-        """Hand the units of each virtual stage on in the reverse of this order."""
         self._chunks = [list(dict.fromkeys(names)) for names in chunks]
         # Backward passes of a micro-batch go from the last virtual stage to the first.
         self._last_chunk = {name: chunk for chunk, names in reversed(list(enumerate(self._chunks))) for name in names}

@@ -1,4 +1,4 @@
-"""Finds, in a first forward pass, where a module reads parameters that are not there."""
+"""Finds, in a first forward pass, which parameters a module reads outside of their own block's forward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gptpar.engine.tensors import tensors_in
 
 
-class AbsentParameters(TorchDispatchMode):
+class ReadWatch(TorchDispatchMode):
     """Shows every tensor that an operator reads before it does.
 
-    An operator that reads a parameter whose memory was let go would read anything, or crash. Compiled functions have
-    no operators to look at, and one that is called first under a mode stays uncompiled for good: have them run
-    uncompiled meanwhile.
+    A block's parameters are brought before it is called. Whoever reads them at another time would find old values, or
+    none at all, and has to be found. Compiled functions have no operators to look at, and one that is called first
+    under a mode stays uncompiled for good: have them run uncompiled meanwhile.
 
     Args:
         look: is shown the tensors, and may bring what is not there.

@@ -30,6 +30,7 @@ class GradientCollector:
         units: in forward order.
         chunks: names of the units of each of this process's virtual stages, in forward order.
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
+        kept: called instead in a pass whose sums stay here, of which nothing is reduced.
         learns: whether backward passes may be nested.
 
     Attributes:
@@ -45,15 +46,17 @@ class GradientCollector:
         reducer: GradientReducer,
         done: Callable[[str], None],
         *,
+        kept: Callable[[str], None] | None = None,
         learns: bool = False,
     ):
         self._memory, self._reducer, self._done, self._learns = memory, reducer, done, learns
+        self._kept = kept or (lambda unit: None)
         self._units = {unit.name: unit for unit in units}
         self._unit_of = {name: unit for unit in units for name in unit.params}
         self._expected = {unit.name: len(unit.params) for unit in units}
         self._arrivals: dict[str, int] = {}
         self._outer_task: int | None = None
-        self._in_pass = False
+        self._in_pass = self._hands_on = False
         self.in_last_forward = False
         self.late: set[str] = set()
         self._arrived: set[str] = set()
@@ -92,6 +95,7 @@ class GradientCollector:
             final = last and self._last_chunk[name] == chunk
             if final or not self._memory.keeps_all:
                 self._waiting.append((self._units[name], final))
+        self._hands_on = bool(self._waiting)
 
     def enter_backward(self, task: int) -> None:
         """Autograd has begun the pass as this task; a nested one will have another number."""
@@ -130,8 +134,8 @@ class GradientCollector:
         fresh[name] = fresh[name] + grad if name in fresh else grad
         if self._missing[unit.name] <= 0:
             self._add(unit)
-            if not self._waiting:  # a pass whose sums stay here: nothing is handed on
-                self._done(unit.name)
+            if not self._hands_on:
+                self._kept(unit.name)
         while self._waiting and self._missing[self._waiting[0][0].name] <= 0:
             self._hand_on(*self._waiting.popleft())
 

@@ -180,7 +180,7 @@ class Engine:
         reducer = GradientReducer(memory, data, settings.reduce_dtype, router)
         trained = [[u for name in order for u in layers[name] if u not in frozen_units] for order in orders]
         done = self.gatherer.backward_done
-        collector = GradientCollector(table.units, trained, memory, reducer, done, learns=learns)
+        collector = GradientCollector(table.units, trained, memory, reducer, done, kept=done, learns=learns)
         self.gradients = Gradients(memory, collector, reducer, router)
         for stage in self.stages:
             stage.place(parameters.views() | memory_for(table.buffers, device))

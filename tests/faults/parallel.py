@@ -71,7 +71,7 @@ PARALLEL = [
     ),
     Fault(
         "undeclared-parameter-let-through",
-        "gptpar/placement.py",
+        "gptpar/topology/placement.py",
         '    if problems:\n        raise TypeError("\\n".join(problems))\n',
         "",
         ("tests/unit/test_placement.py",),

@@ -85,7 +85,7 @@ RANGES = [
     ),
     Fault(
         "view-of-a-box-with-its-dims-permuted-twice",
-        "gptpar/tensor_parts.py",
+        "gptpar/topology/tensor_parts.py",
         ".permute(place_of)",
         ".permute(tuple(order))",
         (ROUND_TRIP,),

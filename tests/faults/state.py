@@ -34,14 +34,14 @@ STATE = [
     ),
     Fault(
         "box-begins-at-the-wrong-row",
-        "gptpar/tensor_parts.py",
+        "gptpar/topology/tensor_parts.py",
         "yield (first, *(0 for _ in inner)), (last - first, *inner)",
         "yield (first - bool(head), *(0 for _ in inner)), (last - first, *inner)",
         ("tests/unit/test_tensor_parts.py",),
     ),
     Fault(
         "tensor-ranks-offset-left-out-of-the-box",
-        "gptpar/tensor_parts.py",
+        "gptpar/topology/tensor_parts.py",
         "tuple(lows[place] + at for place, at in zip(place_of, offsets, strict=True))",
         "tuple(lows[place] for place, _ in zip(place_of, offsets, strict=True))",
         ("tests/unit/test_tensor_parts.py",),
@@ -97,7 +97,7 @@ STATE = [
     ),
     Fault(
         "initial-values-without-the-parameters-name",
-        "gptpar/init.py",
+        "gptpar/topology/initial_values.py",
         "generator = torch.Generator().manual_seed(seed_of(seed, name))",
         "generator = torch.Generator().manual_seed(seed_of(seed))",
         ("tests/unit/test_model.py::test_initial_values_depend_on_seed_and_name_alone",),

@@ -94,7 +94,7 @@ UPDATE = [
     ),
     Fault(
         "products-fused-with-sums-by-the-compiler",
-        "gptpar/native.py",
+        "gptpar/system/native.py",
         '"-pthread", "-ffp-contract=off")',
         '"-pthread", "-ffp-contract=fast")',
         (INSTRUCTION_SETS,),

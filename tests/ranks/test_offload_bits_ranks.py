@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gptpar.data.loader import MicroBatch
-from gptpar.topology import Layout
+from gptpar.topology.layout import Layout
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 from tests.unit.test_offload import OFFLOAD

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gptpar.recompute import Keep, _Kept, recomputed
+from gptpar.pipeline.recompute import Keep, _Kept, recomputed
 from tests.spawn import spawn
 from tests.unit.test_recompute import FromArray, gradients, layer
 

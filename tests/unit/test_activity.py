@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gptpar import activity
-from gptpar.activity import SLOT_BYTES, START, Activity, LostRankError, last_activity
-from gptpar.launch import _ending
+from gptpar.cli.launch import _ending
+from gptpar.system import activity
+from gptpar.system.activity import SLOT_BYTES, START, Activity, LostRankError, last_activity
 
 GLOO = "[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:29092: Connection reset by peer. This is typically"
 NCCL = "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL version 2.28\nncclRemoteError"
@@ -37,7 +37,7 @@ def test_a_character_cut_in_two_is_left_out(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(activity.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
-    program = "import os; from gptpar.activity import Activity; a = Activity.of_worker()\n"
+    program = "import os; from gptpar.system.activity import Activity; a = Activity.of_worker()\n"
     program += "for i in range(1000): a.note(f'iteration {i}')\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
     assert done.returncode == -signal.SIGKILL and last_activity(tmp_path, 1) == "iteration 999"

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.check_layouts.cases import Case
-from gptpar.check_layouts.main import case_config
 from gptpar.checkpoint import load_meta, read_tensors
+from gptpar.cli.benchmark import measure as benchmark
+from gptpar.cli.check_layouts.cases import Case
+from gptpar.cli.check_layouts.main import case_config
+from gptpar.cli.plan import make_planner
+from gptpar.cli.pretrain import main
 from gptpar.config import BatchConfig, Config
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.flags import parse_flags
@@ -20,11 +23,8 @@ from gptpar.config.graph import graph_obstacles
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from gptpar.optim.schedule import make_schedule
-from gptpar.plan.main import make_planner
-from gptpar.topology import Layout
-from gptpar.training import benchmark
+from gptpar.topology.layout import Layout
 from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.main import main
 from gptpar.training.progress import Progress
 from tests.helpers import TINY
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gptpar.training.breakdown import (
+from gptpar.cli.benchmark.breakdown import (
     COMMUNICATION,
     HOST_UPDATE,
     OTHER,

@@ -19,7 +19,7 @@ from gptpar.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from gptpar.checkpoint.inspect import main as inspect
+from gptpar.cli.inspect import main as inspect
 from gptpar.errors import CheckpointError
 
 SIZES = {"model.a": 1000, "model.b": 3_000_000, "optim.c": 7}

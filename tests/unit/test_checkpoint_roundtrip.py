@@ -12,7 +12,7 @@ from gptpar.checkpoint import save_checkpoint as save
 from gptpar.checkpoint.manifest import PIECE_BYTES
 from gptpar.checkpoint.pieces import tensor_pieces
 from gptpar.errors import CheckpointError
-from gptpar.tensor_parts import whole
+from gptpar.topology.tensor_parts import whole
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

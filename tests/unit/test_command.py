@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from gptpar import command
 from gptpar.cli import main
 from gptpar.errors import DataError, printable
+from gptpar.system import command_line as command
 
 
 def test_a_typo_is_named_rather_than_the_flag_it_leaves_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,8 @@ from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.plan.hardware import SUSTAINED
-from gptpar.topology import Layout, Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 from gptpar.training.auto_gradients import available_memory, with_gradients
 from gptpar.training.trainer import Trainer
 from tests.helpers import TINY, make_trainer, random_tokens, tiny_config

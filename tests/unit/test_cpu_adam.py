@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar import native
 from gptpar.errors import NativeBuildError
 from gptpar.offload.index_ranges import ranges_of_rows
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
+from gptpar.system import native
 
 HOW = AdamStep(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
 GRADS = (torch.float32, torch.bfloat16, torch.float16)

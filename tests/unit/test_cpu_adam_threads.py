@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar import native
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.system import native
 from tests.unit.test_cpu_adam import HOW, LONG, make, run, same, with_isa
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 from gptpar.data.loader import MicroBatch
-from gptpar.init import initialise, seed_of
 from gptpar.model.attention import document_mask
 from gptpar.model.attention_dropout import _one_call_a_group, _plain
 from gptpar.model.block import Block
@@ -31,6 +30,7 @@ from gptpar.model.dropout import (
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import TensorAxis
+from gptpar.topology.initial_values import initialise, seed_of
 from tests.helpers import inits_of_stage, make_trainer, random_tokens, tiny_config
 
 CPU = torch.device("cpu")

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from gptpar.cli.fit.choose import Choice, choose, for_command, training_minutes
+from gptpar.cli.fit.machine import Machine
 from gptpar.config.training import BatchConfig
 from gptpar.errors import GptparError
-from gptpar.fit.choose import Choice, choose, for_command, training_minutes
-from gptpar.fit.machine import Machine
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.fitted_length import FittedLength
 from gptpar.training.progress import Progress

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.cli.fit import main as fit_main
+from gptpar.cli.fit.machine import Machine
+from gptpar.cli.fit.main import main
+from gptpar.cli.fit.text import Text
 from gptpar.errors import GptparError
-from gptpar.fit import main as fit_main
-from gptpar.fit.machine import Machine
-from gptpar.fit.main import main
-from gptpar.fit.text import Text
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gptpar.checkpoint import latest, load_meta, read_tensors
+from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.training.fitted_length import FittedLength
-from gptpar.training.main import pretrain
 from tests.helpers import TINY
 
 FITS = 24

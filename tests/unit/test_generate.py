@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gptpar.cli import main
-from gptpar.generate import sample
+from gptpar.cli.generate import sample
 from gptpar.pipeline import Stage
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar import host
 from gptpar.config.checks.offload import check_offload
 from gptpar.config.graph import graph_obstacles, wants_graph
 from gptpar.offload.buckets import cut_piece
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
-from gptpar.topology import Layout, Topology
+from gptpar.system import host
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 from gptpar.training.auto_ratio import any_batches, bytes_saved_without_host, smallest_ratio, with_ratio
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, tiny_config

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from gptpar import launch
-from gptpar.activity import FOLDER_VARIABLE, START, Activity
+from gptpar.cli import launch
 from gptpar.errors import GptparError
+from gptpar.system.activity import FOLDER_VARIABLE, START, Activity
 
 ROOT = Path(__file__).parents[2]
 # The launcher with one worker that is no torch: what it does follows as a Python program, and writes to stdout.
 LAUNCHER = """
 import os, signal, subprocess, sys, time
-from gptpar import launch
+from gptpar.cli import launch
 launch.POLL_SECONDS = 0.05
 launch.SAME_REQUEST_SECONDS = 0.3
 launch.AT_ONCE_SECONDS = launch.GRACE_SECONDS = 0.5
@@ -38,7 +38,7 @@ raise SystemExit(launch.main([sys.argv[1]]))
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from gptpar.activity import Activity
+from gptpar.system.activity import Activity
 activity = Activity(0, Path(os.environ["GPTPAR_ACTIVITY_FOLDER"]))
 """
 SAVES = (
@@ -136,7 +136,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, worker: str, killed: bool
 
 
 def test_workers_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    program = "from gptpar.launch import end_with_launcher; end_with_launcher()\n" + SAVES.replace(
+    program = "from gptpar.cli.launch import end_with_launcher; end_with_launcher()\n" + SAVES.replace(
         "time.sleep(1), ", ""
     )
     process, worker = started(program, tmp_path)

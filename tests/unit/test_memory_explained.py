@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar import command
 from gptpar.cli import main
 from gptpar.errors import GptparError
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.topology import Layout, Topology
+from gptpar.system import command_line as command
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 from gptpar.training.assemble import memory_explained
 from gptpar.training.auto_gradients import with_gradients
 from tests.helpers import TINY, tiny_config

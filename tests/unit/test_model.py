@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptpar.init import Normal, draw, initialise, seed_of
 from gptpar.kernels import plain_loss
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.model.flops import num_parameters
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
-from gptpar.recompute import Keep
+from gptpar.pipeline.recompute import Keep
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.tensor_parallel.axis import ALONE
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, num_chunks
+from gptpar.topology.initial_values import Normal, draw, initialise, seed_of
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
 
 OPTIONS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptpar.init import initialise
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
+from gptpar.topology.initial_values import initialise
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
 
 transformers = pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gptpar import native
 from gptpar.errors import NativeBuildError
+from gptpar.system import native
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = 'extern "C" long long add(long long a, long long b) { return a + b; }\n'
@@ -183,7 +183,7 @@ def test_eight_processes_compile_once(csrc, tmp_path):
         "import sys, types, pathlib\n"
         "package = sys.modules['gptpar'] = types.ModuleType('gptpar')\n"  # without gptpar/__init__: it imports torch
         "package.__path__ = [sys.argv[2]]\n"
-        "from gptpar import native\n"
+        "from gptpar.system import native\n"
         "print(native.load('tiny', pathlib.Path(sys.argv[1])).add(20, 1))"
     )
     environment = {**os.environ, "CXX": str(wrapper), "PYTHONPATH": str(ROOT)}
@@ -283,7 +283,7 @@ def test_a_wheel_carries_the_helpers(tmp_path, csrc, monkeypatch, compiler):
     assert len(prebuilt) == (0 if compiler else 1)
     if compiler:
         assert "is left to be built on first use: no C++ compiler found" in done.stderr + done.stdout
-    program = "from gptpar import native; print(native.load('tiny').add(6, 7))"
+    program = "from gptpar.system import native; print(native.load('tiny').add(6, 7))"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     printed = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -16,7 +16,6 @@ from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
-from gptpar.init import Constant
 from gptpar.offload import build, machine
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.transfers import (
@@ -26,7 +25,8 @@ from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.spans import GroupSpan, OffloadedPartition, spans_between
 from gptpar.pipeline.stage import ParameterInfo
-from gptpar.tensor_parts import TensorParts
+from gptpar.topology.initial_values import Constant
+from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config

@@ -26,13 +26,13 @@ from gptpar.engine.step_graph import Cuts
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
-from gptpar.init import Constant
 from gptpar.optim.grad_norm import GradientNorm, square_of
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel.axis import Split
+from gptpar.topology.initial_values import Constant
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gptpar import pages
-from gptpar.host import peak_process_memory, process_memory
-from gptpar.pinned import PinnedMemory
+from gptpar.system import pages
+from gptpar.system.host import peak_process_memory, process_memory
+from gptpar.system.pinned import PinnedMemory
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -12,7 +12,6 @@ from gptpar.engine.flat_adam import FlatAdam, State
 from gptpar.engine.master_adamw import MasterAdamW
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
-from gptpar.init import Constant
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.adam_update import Hyperparameters
@@ -20,6 +19,7 @@ from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.device_adam import DeviceAdam, TorchAdam, make_device_adam
 from gptpar.optim.spans import Family, GroupSpan
 from gptpar.pipeline.stage import ParameterInfo
+from gptpar.topology.initial_values import Constant
 
 SHAPES = {
     "first": {"a": (13, 11), "b": (7,), "c": (5, 5), "d": (65,)},

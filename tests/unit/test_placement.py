@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from gptpar.init import Constant, Normal
-from gptpar.layer_spec import LayerSpec
 from gptpar.model.gpt import gpt_layers
+from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.stage import Stage
-from gptpar.placement import REPLICATED, SAME, ParameterSpec, Split, Sum, declared_by
 from gptpar.tensor_parallel import TensorAxis
+from gptpar.topology.initial_values import Constant, Normal
+from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec, Split, Sum, declared_by
 from tests.helpers import tiny_config
 
 OVER_TENSOR = frozenset({"tensor"})

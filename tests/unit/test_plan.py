@@ -16,17 +16,18 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptpar.cli import main as cli
+from gptpar.cli.plan import make_planner
 from gptpar.engine.engine import Engine
 from gptpar.errors import ConfigError
 from gptpar.pipeline.schedules import simulate
 from gptpar.plan.job import Job, alive
-from gptpar.plan.main import make_planner
 from gptpar.plan.memory import block_bytes_per_token, stage_memory
 from gptpar.plan.planner import Plan
 from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.reporting.banner import ranges
-from gptpar.topology import Layout, make_topology
+from gptpar.topology.groups import make_topology
+from gptpar.topology.layout import Layout
 from gptpar.training.gpt import make_engine, split_of
 from tests.helpers import tiny_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptpar.plan.main import make_planner
+from gptpar.cli.plan import make_planner
 from gptpar.plan.report import plan_text, search_json, search_text
 from gptpar.plan.search import search
 from tests.unit.test_plan import CALM, GIB, plan

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gptpar.cli.plan import make_planner
 from gptpar.errors import GptparError
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, copying_bytes
@@ -16,11 +17,11 @@ from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.gradients import choose_gradients
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, speed_of, waiting
-from gptpar.plan.main import make_planner
 from gptpar.plan.planner import Plan
 from gptpar.plan.report import plan_text, search_json
 from gptpar.plan.search import search
-from gptpar.topology import Layout, Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 from gptpar.training.banner import refuse_what_cannot_fit
 from tests.unit.test_plan import CALM, GIB, plan
 from tests.unit.test_plan import SMALL as SHAPE

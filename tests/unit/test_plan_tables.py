@@ -12,7 +12,8 @@ import torch
 from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
 from gptpar.plan.job import Job
-from gptpar.topology import Layout, make_topology
+from gptpar.topology.groups import make_topology
+from gptpar.topology.layout import Layout
 from gptpar.training.gpt import make_engine
 from tests.helpers import tiny_config
 from tests.unit.test_plan import pretended_world

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.data import corpus
+from gptpar.cli import make_corpus as corpus
 from gptpar.errors import DataError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.cli.preprocess import main
 from gptpar.data import long_lines, readers
-from gptpar.data.preprocess import main
 from gptpar.errors import DataError
 from tests.unit.test_tokenizer_bpe import small_vocabulary, write_files
 

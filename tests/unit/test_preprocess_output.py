@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.data.merge import main as merge_main
-from gptpar.data.preprocess import main
+from gptpar.cli.merge import main as merge_main
+from gptpar.cli.preprocess import main
 from gptpar.data.progress import Progress
 from gptpar.errors import ConfigError, DataError
 

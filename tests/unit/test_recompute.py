@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gptpar.config import RecomputeConfig
-from gptpar.recompute import Keep, _Kept, recompute_groups, recomputed
+from gptpar.pipeline.recompute import Keep, _Kept, recompute_groups, recomputed
 
 NAMES = [f"layers.{i}" for i in range(4, 11)]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gptpar.command import run
+from gptpar.cli.plot import draw, load_run, main, run_names, smooth
 from gptpar.errors import GptparError
-from gptpar.reporting.plot import draw, load_run, main, run_names, smooth
+from gptpar.system.command_line import run
 
 
 def write_run(folder: Path, iterations: int, **changes) -> Path:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from gptpar.checkpoint import load_meta, read_manifest, save_checkpoint
+from gptpar.cli.generate import load_model
 from gptpar.config import Config
 from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.errors import CheckpointError
-from gptpar.generate import load_model
 from gptpar.training import resume, same_run
 from gptpar.training.progress import Progress
 from gptpar.training.resume import Inputs, checkpoint_to_resume, progress_to_resume

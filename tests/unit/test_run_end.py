@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from gptpar.checkpoint import load_meta
+from gptpar.cli.pretrain import pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.reporting.record_file import RecordFile
-from gptpar.stop import Stopped
-from gptpar.training.main import pretrain
+from gptpar.system.stop import Stopped
 from gptpar.training.trainer import Trainer
 from tests.helpers import TINY
 

@@ -18,7 +18,7 @@ from gptpar.cli import main
 from gptpar.reporting.metrics_file import read_metrics
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import TensorBoardSink
-from gptpar.run_folder.branches import finish_branches, how_to_go_on, leave_branch, read_journal
+from gptpar.training.run_folder.branches import finish_branches, how_to_go_on, leave_branch, read_journal
 from tests.helpers import TINY
 from tests.unit.test_reporting_sinks import record
 

@@ -13,8 +13,8 @@ import torch
 
 from gptpar.checkpoint import find_checkpoints, save_checkpoint
 from gptpar.cli import main
-from gptpar.run_folder.branches import leave_branch
-from gptpar.run_folder.owner import Owner
+from gptpar.training.run_folder.branches import leave_branch
+from gptpar.training.run_folder.owner import Owner
 
 Show = Callable[..., str]
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gptpar import command, stop
-from gptpar.stop import STOP_SIGNALS, Stopped, StopRequest, handling, stop_at_once
+from gptpar.system import command_line as command
+from gptpar.system import stop
+from gptpar.system.stop import STOP_SIGNALS, Stopped, StopRequest, handling, stop_at_once
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +82,7 @@ def test_other_threads_leave_the_signals_alone() -> None:
 def test_a_stuck_write_does_not_outlive_a_second_ctrl_c() -> None:
     program = """
 import concurrent.futures, os, signal, time
-from gptpar import stop
+from gptpar.system import stop
 stop.AT_ONCE_SECONDS, stop.SAME_REQUEST_SECONDS = 0.3, -1.0
 request = stop.StopRequest()
 with request.listening(), concurrent.futures.ThreadPoolExecutor() as pool:

@@ -12,10 +12,10 @@ from gptpar.checkpoint import load_checkpoint, save_checkpoint
 from gptpar.engine.master_adamw import MasterAdamW
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
-from gptpar.init import Constant
 from gptpar.pipeline.stage import ParameterInfo
-from gptpar.placement import Split
-from gptpar.tensor_parts import TensorParts, parts_of_flat
+from gptpar.topology.initial_values import Constant
+from gptpar.topology.placement import Split
+from gptpar.topology.tensor_parts import TensorParts, parts_of_flat
 
 RATIOS = (0.0, 0.137, 0.5, 0.731, 1.0)
 LAST = torch.channels_last

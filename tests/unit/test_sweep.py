@@ -16,15 +16,15 @@ from types import ModuleType
 import pytest
 
 from gptpar.cli import main as cli
+from gptpar.cli.benchmark import main as sweep_main
+from gptpar.cli.benchmark import measure as benchmark
+from gptpar.cli.benchmark.combinations import Combination, combinations
+from gptpar.cli.benchmark.main import sweep, sweep_flags
+from gptpar.cli.benchmark.predict import most_promising, predict
+from gptpar.cli.benchmark.runner import Outcome, reason, run_command
+from gptpar.cli.benchmark.table import Row, table
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
-from gptpar.sweep import main as sweep_main
-from gptpar.sweep.combinations import Combination, combinations
-from gptpar.sweep.main import sweep, sweep_flags
-from gptpar.sweep.predict import most_promising, predict
-from gptpar.sweep.runner import Outcome, reason, run_command
-from gptpar.sweep.table import Row, table
-from gptpar.training import benchmark
 
 ROOT = Path(__file__).parents[2]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --sweep "

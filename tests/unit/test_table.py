@@ -12,15 +12,15 @@ import torch
 
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
-from gptpar.init import Constant
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline.module import split_layers
 from gptpar.pipeline.stage import ParameterInfo, Stage
-from gptpar.placement import TENSOR, Split
 from gptpar.plan.job import Job
 from gptpar.tensor_parallel import TensorAxis
-from gptpar.tensor_parts import flat_boxes
-from gptpar.topology import Layout
+from gptpar.topology.initial_values import Constant
+from gptpar.topology.layout import Layout
+from gptpar.topology.placement import TENSOR, Split
+from gptpar.topology.tensor_parts import flat_boxes
 from tests.helpers import make_trainer, tiny_config
 
 SHAPE = "--hidden-size 48 --num-attention-heads 24 --ffn-hidden-size 96"

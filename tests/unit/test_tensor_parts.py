@@ -6,8 +6,8 @@ from math import prod
 import pytest
 import torch
 
-from gptpar.init import Constant, Normal, draw, initialise
-from gptpar.tensor_parts import TensorParts, as_parts, flat_boxes, parts_of_flat, whole
+from gptpar.topology.initial_values import Constant, Normal, draw, initialise
+from gptpar.topology.tensor_parts import TensorParts, as_parts, flat_boxes, parts_of_flat, whole
 
 
 def test_flat_boxes_tile_every_range() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import regex
 
+from gptpar.data.tokenizer import Tokenizer, build_tokenizer
+from gptpar.data.tokenizer.bpe import byte_alphabet
 from gptpar.errors import TokenizerError
-from gptpar.tokenizer import Tokenizer, build_tokenizer
-from gptpar.tokenizer.bpe import byte_alphabet
 
 GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2"
 SPLIT = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import tiktoken
 
+from gptpar.data.tokenizer import bpe_kernel, build_tokenizer
+from gptpar.data.tokenizer.base import Tokenizer
+from gptpar.data.tokenizer.bpe import _CUT, PIECES, GPT2BPETokenizer, byte_alphabet, last_cut
 from gptpar.errors import NativeBuildError, TokenizerError
-from gptpar.tokenizer import bpe_kernel, build_tokenizer
-from gptpar.tokenizer.base import Tokenizer
-from gptpar.tokenizer.bpe import _CUT, PIECES, GPT2BPETokenizer, byte_alphabet, last_cut
 from tests.unit.test_tokenizer_bpe import GPT2, build, small_vocabulary, write_files
 
 ALPHABETS = [

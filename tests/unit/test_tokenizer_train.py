@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.cli.train_tokenizer import main, sample_chunks, train
+from gptpar.data.tokenizer import Tokenizer, build_tokenizer
 from gptpar.errors import DataError, TokenizerError
-from gptpar.tokenizer import Tokenizer, build_tokenizer
-from gptpar.tokenizer.train import main, sample_chunks, train
 
 SOURCES = [Path(module.__file__).read_text(encoding="utf-8") for module in (json, tokenize, random, io)]
 HARD_TEXTS = [

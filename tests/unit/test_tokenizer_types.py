@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.data.tokenizer import TOKENIZER_TYPES, build_tokenizer, tokenizer_problems
 from gptpar.errors import ConfigError, TokenizerError
-from gptpar.tokenizer import TOKENIZER_TYPES, build_tokenizer, tokenizer_problems
 
 
 def test_null_tokenizer_is_megatrons():
@@ -53,7 +53,7 @@ def test_an_unknown_type_gets_the_nearest_name():
 
 
 def test_importing_the_package_loads_no_tokenizer_library():
-    code = "import sys, gptpar.tokenizer; print({'tiktoken', 'sentencepiece', 'tokenizers'} & set(sys.modules))"
+    code = "import sys, gptpar.data.tokenizer; print({'tiktoken', 'sentencepiece', 'tokenizers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

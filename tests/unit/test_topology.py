@@ -8,7 +8,8 @@ import pytest
 
 from gptpar.config.training import BatchConfig
 from gptpar.errors import GptparError
-from gptpar.topology import Layout, environment_problems, open_world, world_from_environment
+from gptpar.topology.layout import Layout
+from gptpar.topology.world import environment_problems, open_world, world_from_environment
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
 

@@ -13,7 +13,8 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.errors import ConfigError, DataError
-from gptpar.topology import Layout, make_topology
+from gptpar.topology.groups import make_topology
+from gptpar.topology.layout import Layout
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders, Vocabulary, data_order, make_loaders, other_order
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gptpar.any_module.user_module import load_user_function
-from gptpar.check_layouts.module_training import ModuleCheck
+from gptpar.cli.check_layouts.module_training import ModuleCheck
 from gptpar.errors import GptparError
 
 FILE = Path(__file__).parents[1] / "fixtures/user_modules.py"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gptpar.config import Config
@@ -34,6 +36,11 @@ def make_trainer(config: Config, rank: int = 0, layout: Layout = Layout()) -> Tr
     trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
     trainer.initialise()
     return trainer
+
+
+def every_field(stored: dict[str, dict[str, Any]]) -> set[str]:
+    """The fields of a configuration as checkpoints hold it, as ``section.field``."""
+    return {f"{section}.{name}" for section, fields in stored.items() for name in fields}
 
 
 def random_tokens(samples: int, length: int, vocab_size: int, seed: int = 0) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gptpar.any_module.option_keys import OTHER_OPTIMIZER, tree_for
-from gptpar.config import Config, PrecisionConfig
+from gptpar.config import Flags, PrecisionConfig
 from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.deepspeed_reader import Said
 from gptpar.config.deepspeed_values import (
@@ -193,7 +193,7 @@ def _raw_of(config: Any, from_args: Any) -> tuple[dict[str, Any], str]:
 
 def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[EngineOptions | None, list[str]]:
     """(the options, if nothing is wrong; all problems)"""
-    reader = read_values(raw, tree_for(raw), Config(), micro_is_known=False)
+    reader = read_values(raw, tree_for(raw), Flags(), micro_is_known=False)
     said, contradictions = one_each(reader.said)
     values = _Values(said)
     stages = values.get("pipeline.stages", 1)
@@ -204,7 +204,7 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
         *reader.problems,
         *contradictions,
         *values.out_of_range(),
-        *_precision_problems(values.config.precision),
+        *_precision_problems(values.flags.precision),
         *_zero_problems(values),
         *_offload_problems(values, raw),
         *_pipeline_problems(values, world, model),
@@ -227,11 +227,11 @@ class _Values:
 
     def __init__(self, said: Iterable[Said]):
         self._said = {one.field: one for one in said}
-        self.config = Config()
+        self.flags = Flags()
         for one in self._said.values():
             section, name = one.field.split(".")
-            if hasattr(self.config, section):
-                self.config = self.config.update(section, **{name: one.value})
+            if hasattr(self.flags, section):
+                self.flags = self.flags.update(section, **{name: one.value})
 
     def get(self, field: str, default: Any) -> Any:
         return self._said[field].value if field in self._said else default
@@ -241,7 +241,7 @@ class _Values:
         return {field.split(".")[1]: one.value for field, one in self._said.items() if field.startswith(f"{name}.")}
 
     def out_of_range(self) -> Iterator[str]:
-        for field, problem in out_of_range(self.config).items():
+        for field, problem in out_of_range(self.flags).items():
             yield f"{self._said[field].key} {problem}."
 
     def derived(self) -> Iterator[Derived]:
@@ -303,9 +303,7 @@ def _zero_problems(values: _Values) -> Iterator[str]:
 
 
 def _offload_problems(values: _Values, raw: Mapping[str, Any]) -> Iterator[str]:
-    offload, device = values.config.offload, part_of(raw, *_OFFLOAD.split(".")).get("device")
-    if not 0 <= float(offload.cpu_optimizer_ratio) <= 1:
-        yield f"{_OFFLOAD}.ratio is {offload.cpu_optimizer_ratio}: a number from 0 to 1 is needed."
+    offload, device = values.flags.offload, part_of(raw, *_OFFLOAD.split(".")).get("device")
     folder = offload.optimizer_nvme_path
     if device == "nvme" and folder is None:
         yield f"{_OFFLOAD}.nvme_path is missing: the folder in which the optimizer's state is kept."
@@ -329,7 +327,7 @@ def _pipeline_problems(values: _Values, world: int, model: ModelKind) -> Iterato
     said = values.section("pipeline")
     if model is not ModelKind.MODULE and values.get("module.units", ()):
         yield "gptpar.units: the layers of a pipeline are its units: drop the key."
-    if model is not ModelKind.MODULE and values.config.precision.cuda_graph == "on":
+    if model is not ModelKind.MODULE and values.flags.precision.cuda_graph == "on":
         yield "gptpar.step_graph is true: steps of a pipeline of layers are not recorded: drop the key."
     if model is not ModelKind.LAYERS and any(number > 1 for number in numbers.values()):
         has = {ModelKind.MODULE: "is no list of layers", ModelKind.PIPELINE: "is a PipelineModule, which has its own"}
@@ -348,14 +346,14 @@ def _pipeline_notes(values: _Values, model: ModelKind) -> Iterator[str]:
 
 
 def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], without_effect: list[str]) -> EngineOptions:
-    config, offload = values.config, values.config.offload
+    flags, offload = values.flags, values.flags.offload
     notes = [*without_effect]
     if not offload.cpu_optimizer:
         keys = {"speculation": "offload.offload_speculation", "threads": "offload.cpu_optimizer_threads"}
         notes += [
             f"gptpar.{k}: nothing is offloaded" for k, field in keys.items() if values.get(field, None) is not None
         ]
-    o, named = config.optimizer, part_of(plain, "optimizer")
+    o, named = flags.optimizer, part_of(plain, "optimizer")
     has_optimizer = "type" in named or bool(part_of(named, "params"))
     adam = Hyperparameters(
         values.get("optimizer.lr", DEFAULT_LR), o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay
@@ -364,26 +362,26 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
     kind = schedule.pop("type", None)
     return EngineOptions(
         batch=batch,
-        dtype=DTYPES.get(config.precision.dtype),
-        cast_inputs=values.get(f"module.{config.precision.dtype}_auto_cast", False),
-        loss_scale=make_loss_scale(config.precision),
+        dtype=DTYPES.get(flags.precision.dtype),
+        cast_inputs=values.get(f"module.{flags.precision.dtype}_auto_cast", False),
+        loss_scale=make_loss_scale(flags.precision),
         zero_stage=values.get("parallel.zero_stage", 0),
         offload=OffloadOptions(
-            ratio=float(offload.cpu_optimizer_ratio) if offload.cpu_optimizer else 0.0,
+            ratio=offload.least_ratio,
             folder=None if offload.optimizer_nvme_path is None else Path(offload.optimizer_nvme_path),
             parameters=offload.cpu_parameters,
             speculation=offload.offload_speculation,
             threads=offload.cpu_optimizer_threads,
         ),
         max_norm=o.clip_grad,
-        reduce_in_bf16=config.parallel.grad_reduce_in_bf16,
+        reduce_in_bf16=flags.parallel.grad_reduce_in_bf16,
         optimizer=adam if has_optimizer else None,
         scheduler=None if kind is None else SchedulerOptions(kind, schedule),
         steps_per_print=values.get("logging.log_interval", 0),
         compile=values.get("module.compile", False),
         units=values.get("module.units", ()),
-        step_graph=config.precision.cuda_graph,
-        seed=config.data.seed,
+        step_graph=flags.precision.cuda_graph,
+        seed=flags.data.seed,
         derived=tuple(values.derived()),
         without_effect=tuple(notes),
         pipeline=PipelineOptions(**values.section("pipeline")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +13,19 @@ import torch
 
 from gptpar.checkpoint import Manifest, find_checkpoints, read_manifest, read_tensors
 from gptpar.checkpoint.foreign import why_not_to_load
-from gptpar.config import Config, ModelConfig
+from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.data.tokenizer import Tokenizer
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.system.command_line import Parser, not_negative_int, positive_int
 from gptpar.training.data import tokenizer_of
-from gptpar.training.stored import stored_model
+from gptpar.training.stored import StoredModel, stored_model
 
 
 def load_model(
     folder: Path, device: torch.device, dtype: torch.dtype, iteration: int | None = None
-) -> tuple[Stage, Config]:
+) -> tuple[Stage, StoredModel]:
     """The model of a run folder's newest whole checkpoint (or of one iteration), ready to give logits.
 
     Raises:
@@ -40,9 +41,9 @@ def load_model(
     for path in found:
         try:
             manifest = read_manifest(path)
-            config = stored_model(path, manifest.meta)
-            _require_its_tensors(path, manifest, config.model)
-            stage = Stage(gpt_layers(config.model))
+            stored = stored_model(path, manifest.meta)
+            _require_its_tensors(path, manifest, stored.model)
+            stage = Stage(gpt_layers(stored.model))
             shapes = {name: tuple(parameter.shape) for name, parameter in stage.global_parameters().items()}
             _require_shapes(path, manifest, shapes)
             weights = read_tensors(path, [f"weights/{name}" for name in shapes])
@@ -52,7 +53,7 @@ def load_model(
             continue
         values = {name: weights[f"weights/{name}"].to(device, dtype) for name in shapes}
         stage.place(values | memory_for(stage.buffer_infos(), device))
-        return stage.eval().requires_grad_(False), config
+        return stage.eval().requires_grad_(False), stored
     raise CheckpointError(f"no checkpoint in {folder} can be read:\n" + "\n".join(problems))
 
 
@@ -176,9 +177,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tokenizer(config: Config, args: argparse.Namespace) -> Tokenizer:
+def _tokenizer(config: TokenizerConfig, args: argparse.Namespace) -> Tokenizer:
     moved = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
-    tokenizer = tokenizer_of(config.update("tokenizer", **{k: v for k, v in moved.items() if v}))
+    tokenizer = tokenizer_of(dataclasses.replace(config, **{k: v for k, v in moved.items() if v}))
     if tokenizer is None:
         raise CheckpointError(
             "the model was trained without a tokenizer (--vocab-size alone), so there is no text to make"
@@ -191,16 +192,15 @@ def main(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    stage, config = load_model(args.load, device, dtype, args.ckpt_step)
-    tokenizer = _tokenizer(config, args)
-    assert config.model.seq_length
+    stage, stored = load_model(args.load, device, dtype, args.ckpt_step)
+    tokenizer = _tokenizer(stored.tokenizer, args)
     prompt = tokenizer.encode(args.prompt) or [tokenizer.eod]
     made: list[int] = []
     for token in sample(
         stage,
         prompt,
         num_tokens=args.num_tokens,
-        context=config.model.seq_length,
+        context=stored.model.seq_length,
         vocab_size=tokenizer.vocab_size,
         temperature=args.temperature,
         top_k=args.top_k,

@@ -56,22 +56,22 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
     """Fill what a plan need not know; what decides memory or speed stays."""
-    config = parsed.config
-    if config.tokenizer.vocab_size is None:
-        config = config.update("tokenizer", vocab_size=50257)
-    if config.optimizer.lr is None:
-        config = config.update("optimizer", lr=3e-4)
-    if config.batch.train_iters is None and not (config.batch.train_samples or config.batch.train_tokens):
-        config = config.update("batch", **_length(parsed))
+    flags = parsed.flags
+    if flags.tokenizer.vocab_size is None:
+        flags = flags.update("tokenizer", vocab_size=50257)
+    if flags.optimizer.lr is None:
+        flags = flags.update("optimizer", lr=3e-4)
+    if flags.batch.train_iters is None and not (flags.batch.train_samples or flags.batch.train_tokens):
+        flags = flags.update("batch", **_length(parsed))
     nothing = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
-    config = without_lengths(config.update("data", mock_data=True, **nothing))
-    config = config.update("checkpoint", load=None, save=None, save_interval=None, ckpt_step=None, finetune=False)
-    config = config.update("logging", eval_iters=0, skip_train=False)
-    return dataclasses.replace(parsed, config=config)
+    flags = without_lengths(flags.update("data", mock_data=True, **nothing))
+    flags = flags.update("checkpoint", load=None, save=None, save_interval=None, ckpt_step=None, finetune=False)
+    flags = flags.update("logging", eval_iters=0, skip_train=False)
+    return dataclasses.replace(parsed, flags=flags)
 
 
 def _length(parsed: ParsedFlags) -> dict[str, int]:
-    ramp = parsed.config.batch.rampup_batch_size
+    ramp = parsed.flags.batch.rampup_batch_size
     return {"train_iters": 1} if ramp is None else {"train_samples": sum(ramp)}
 
 
@@ -82,8 +82,8 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
         ConfigError: mistakes in the words of the command line.
     """
     parsed = _with_defaults(parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags))
-    problems = [*parsed.problems, *range_problems(parsed.config)]
-    batch = parsed.config.batch
+    problems = [*parsed.problems, *range_problems(parsed.flags)]
+    batch = parsed.flags.batch
     if parsed.rest.search and batch.global_batch_size is None and batch.step_batch_size_schedule is None:
         problems.append("--search needs --global-batch-size: layouts are compared at the same batch.")
     if problems:
@@ -91,14 +91,14 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     options = parsed.rest
     cluster = make_cluster(
         options.gpu,
-        parsed.config.precision.dtype,
+        parsed.flags.precision.dtype,
         gpu_memory=options.gpu_memory,
         host_memory=options.host_memory,
         link_bandwidth=options.link_bandwidth,
         network_bandwidth=options.network_bandwidth,
         gpus_per_node=options.gpus_per_node,
     )
-    return Planner(parsed.config, parsed.given, options.world_size, cluster), options
+    return Planner(parsed.flags, parsed.given, options.world_size, cluster), options
 
 
 def main(argv: list[str]) -> int:

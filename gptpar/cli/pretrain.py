@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
-from gptpar.config import Config
+from gptpar.config import Config, Flags, TokenizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
@@ -21,15 +21,15 @@ for each visible GPU. Example: gptpar pretrain --preset 124M --mock-data --vocab
 --train-iters 10 --lr 3e-4"""
 
 
-def tokenizer_checks(config: Config) -> Iterable[str]:
+def tokenizer_checks(tokenizer: TokenizerConfig) -> Iterable[str]:
     """Problems of the tokenizer's flags and files."""
-    t = config.tokenizer
-    return [] if t.tokenizer_type is None else tokenizer_problems(t.tokenizer_type, **t.options)
+    kind = tokenizer.tokenizer_type
+    return [] if kind is None else tokenizer_problems(kind, **tokenizer.options)
 
 
-def start_checks(config: Config) -> Iterable[str]:
+def start_checks(flags: Flags) -> Iterable[str]:
     """Problems of the tokenizer, and of folders that hold checkpoints of others."""
-    return [*tokenizer_checks(config), *folder_problems(config)]
+    return [*tokenizer_checks(flags.tokenizer), *folder_problems(flags.checkpoint)]
 
 
 def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequence[str]) -> signal.Signals | None:
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     """Validate, start workers if that is still to be done, and train."""
     parsed = parse_flags(argv, description=DESCRIPTION)
     worker = is_worker()
-    count = world_from_environment()[2] if worker else workers_wanted(parsed.config.parallel.nproc_per_node)
+    count = world_from_environment()[2] if worker else workers_wanted(parsed.flags.parallel.nproc_per_node)
     config, derived = resolve(parsed, count, more=start_checks)
     if count > 1 and not worker:
         return start_workers(count, ["pretrain", *argv])

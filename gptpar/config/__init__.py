@@ -1,36 +1,46 @@
-"""Configuration: frozen dataclasses, the flags made from them, derived values and one validation."""
+"""Configuration: what is typed, what the program runs on, and the door between them.
+
+``Flags`` is what a command line says. Its fields are the flags; those that nobody typed are ``None`` or a default, and
+some only stand for others (``--use-distributed-optimizer``, ``--preset``). It is read by this room alone and by those
+that change what is typed: a search of layouts, a sweep.
+
+``Config`` is what everything else gets, a section of it where a section suffices. It is complete: a field is ``None``
+only where that means something ("never", "no folder"), aliases are gone, and ``"auto"`` stands only where a run on its
+GPU decides.
+
+The door, ``validate.resolve``, goes from one to the other: ``derive`` fills what follows from other flags and says why,
+``checks`` finds all problems at once, and ``complete`` builds the ``Config``.
+
+Each file of ``sections`` holds one section. Where typed and complete differ, a section has three classes:
+``...Options`` with the fields that are complete as they are typed, ``...Flags`` with the others as they are typed,
+``...Config`` with the others as the program reads them. Where they do not differ, one ``...Config`` serves both.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from gptpar.config.data import DataConfig, TokenizerConfig
-from gptpar.config.model import ModelConfig
-from gptpar.config.offload import OffloadConfig
-from gptpar.config.run import CheckpointConfig, DeepSpeedConfig, LoggingConfig, ParallelConfig
-from gptpar.config.training import BatchConfig, OptimizerConfig, PrecisionConfig, RecomputeConfig
+from gptpar.config.sections.batch import BatchConfig, BatchFlags
+from gptpar.config.sections.checkpoint import CheckpointConfig
+from gptpar.config.sections.data import DataConfig, DataFlags
+from gptpar.config.sections.deepspeed import DeepSpeedFlags
+from gptpar.config.sections.logging import LoggingConfig, LoggingFlags
+from gptpar.config.sections.model import ModelConfig, ModelFlags
+from gptpar.config.sections.offload import OffloadConfig
+from gptpar.config.sections.optimizer import OptimizerConfig, OptimizerFlags
+from gptpar.config.sections.parallel import ParallelConfig, ParallelFlags
+from gptpar.config.sections.precision import PrecisionConfig
+from gptpar.config.sections.recompute import RecomputeConfig, RecomputeFlags
+from gptpar.config.sections.tokenizer import TokenizerConfig
 
 
-@dataclass(frozen=True)
-class Config:
-    """Everything a run is told. Sections are frozen: a derived value makes a new ``Config``."""
+@dataclass(frozen=True, kw_only=True)
+class _Sections:
+    """Sections by name. They are frozen: another value makes a new whole."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    batch: BatchConfig = field(default_factory=BatchConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-
-    def update(self, section: str, **values: Any) -> Config:
+    def update(self, section: str, **values: Any) -> Self:
         """A copy in which fields of one section have new values."""
         changed = dataclasses.replace(getattr(self, section), **values)
         return dataclasses.replace(self, **{section: changed})
@@ -39,36 +49,62 @@ class Config:
         """Plain values, fit for JSON."""
         return dataclasses.asdict(self)
 
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> Config:
-        """The inverse of :meth:`to_dict`; fields it does not know are left out, absent ones get defaults."""
-        sections: dict[str, Any] = {}
-        for spec in dataclasses.fields(Config):
-            kind = type(getattr(Config(), spec.name))
-            known = {f.name for f in dataclasses.fields(kind)}
-            given = values.get(spec.name, {})
-            plain = {k: _as_tuples(v) for k, v in given.items() if k in known}
-            sections[spec.name] = kind(**plain)
-        return Config(**sections)
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(_Sections):
+    """What is typed."""
+
+    model: ModelFlags = field(default_factory=ModelFlags)
+    parallel: ParallelFlags = field(default_factory=ParallelFlags)
+    batch: BatchFlags = field(default_factory=BatchFlags)
+    optimizer: OptimizerFlags = field(default_factory=OptimizerFlags)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    recompute: RecomputeFlags = field(default_factory=RecomputeFlags)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    data: DataFlags = field(default_factory=DataFlags)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingFlags = field(default_factory=LoggingFlags)
+    deepspeed: DeepSpeedFlags = field(default_factory=DeepSpeedFlags)
 
 
-def _as_tuples(value: Any) -> Any:
-    """JSON knows lists alone."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+@dataclass(frozen=True, kw_only=True)
+class Config(_Sections):
+    """What the program runs on."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    recompute: RecomputeConfig
+    offload: OffloadConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
 
 
 __all__ = [
     "BatchConfig",
+    "BatchFlags",
     "CheckpointConfig",
     "Config",
     "DataConfig",
-    "DeepSpeedConfig",
+    "DataFlags",
+    "DeepSpeedFlags",
+    "Flags",
     "LoggingConfig",
+    "LoggingFlags",
     "ModelConfig",
+    "ModelFlags",
     "OffloadConfig",
     "OptimizerConfig",
+    "OptimizerFlags",
     "ParallelConfig",
+    "ParallelFlags",
     "PrecisionConfig",
     "RecomputeConfig",
+    "RecomputeFlags",
     "TokenizerConfig",
 ]

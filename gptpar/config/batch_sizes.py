@@ -26,8 +26,7 @@ class BatchSizes:
 
     @staticmethod
     def of(batch: BatchConfig) -> BatchSizes:
-        """Of a resolved configuration: a schedule, a growing batch, or one size."""
-        assert batch.global_batch_size is not None
+        """A schedule, a growing batch, or one size."""
         if batch.batch_sizes is not None:
             return BatchSizes(batch.batch_sizes)
         if batch.rampup_batch_size is not None:
@@ -81,7 +80,6 @@ def run_samples(batch: BatchConfig, steps_done: int = 0, consumed_samples: int =
     """Samples after which a run is over.
 
     Args:
-        batch: of a resolved configuration.
         steps_done, consumed_samples: where the run goes on; its batches so far may have had another size.
     """
     if batch.train_iters is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.deepspeed_keys import KEYS, SCHEDULE_DEFAULTS, SCHEDULES, Elsewhere, Sets, Tree, number, style
 from gptpar.config.deepspeed_reader import Said
 from gptpar.config.deepspeed_values import (
@@ -31,81 +31,81 @@ class FromFile:
     """What is known with the file.
 
     Attributes:
-        config: the command line's, filled where the file says more.
+        flags: the command line's, filled where the file says more.
         given: the fields that the file says, as ``section.field``.
         derived: their values, and those that DeepSpeed assumes, for the banner.
         problems, without_effect: as a command line's.
     """
 
-    config: Config
+    flags: Flags
     given: set[str] = field(default_factory=set)
     derived: list[Derived] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
 
 
-def read_deepspeed(config: Config, given: Set[str]) -> FromFile:
+def read_deepspeed(flags: Flags, given: Set[str]) -> FromFile:
     """Read the file that ``--deepspeed_config`` names.
 
     Args:
-        config: what the command line says.
+        flags: what the command line says.
         given: the fields that it sets.
     """
-    asked, path = config.deepspeed.deepspeed, config.deepspeed.deepspeed_config
+    asked, path = flags.deepspeed.deepspeed, flags.deepspeed.deepspeed_config
     if path is None:
         missing = "--deepspeed needs --deepspeed_config FILE, DeepSpeed's JSON: give it, or drop --deepspeed."
-        return FromFile(config, problems=[missing] if asked else [])
+        return FromFile(flags, problems=[missing] if asked else [])
     if not asked:
-        return FromFile(config, problems=[f"--deepspeed_config {path} is read with --deepspeed only: add it."])
+        return FromFile(flags, problems=[f"--deepspeed_config {path} is read with --deepspeed only: add it."])
     try:
         raw = read_file(path)
     except ValueError as error:
-        return FromFile(config, problems=[f"--deepspeed_config {path}: {error}"])
-    return translate(raw, config, given, path)
+        return FromFile(flags, problems=[f"--deepspeed_config {path}: {error}"])
+    return translate(raw, flags, given, path)
 
 
-def translate(raw: Mapping[str, Any], config: Config, given: Set[str], path: str) -> FromFile:
+def translate(raw: Mapping[str, Any], flags: Flags, given: Set[str], path: str) -> FromFile:
     """Fill what the command line leaves open.
 
     Args:
         raw: the parsed file.
-        config, given: the command line, and the fields that it sets.
+        flags, given: the command line, and the fields that it sets.
         path: the file's name, for the sentences.
     """
-    reader = read_values(raw, _tree(raw, config), config, micro_is_known="batch.micro_batch_size" in given)
-    reader.said += _rates_of_ratios(without_auto(raw), reader.said, config)
-    found = FromFile(config, without_effect=reader.without_effect)
-    found.problems += [*_optimizer_problems(raw, config, given), *_schedule_problems(raw, config), *reader.problems]
+    reader = read_values(raw, _tree(raw, flags), flags, micro_is_known="batch.micro_batch_size" in given)
+    reader.said += _rates_of_ratios(without_auto(raw), reader.said, flags)
+    found = FromFile(flags, without_effect=reader.without_effect)
+    found.problems += [*_optimizer_problems(raw, flags, given), *_schedule_problems(raw, flags), *reader.problems]
     _merge(reader.said, given, path, found)
     found.problems = [f"{path}: {problem}" for problem in found.problems]
     return found
 
 
-def _tree(raw: Mapping[str, Any], config: Config) -> Tree:
+def _tree(raw: Mapping[str, Any], flags: Flags) -> Tree:
     """The keys that the file may hold: those of the optimizer and the schedule follow from their types."""
     tree = dict(KEYS)
     if any(type_problems(raw, _RATES_AS_FLAGS)):
         tree["optimizer"] = Elsewhere()
-    if _in_steps(config):
+    if _in_steps(flags):
         params = SCHEDULES.get(str(part_of(raw, "scheduler").get("type")), Elsewhere())
         tree["scheduler"] = {"type": Sets(style, ("optimizer.lr_decay_style",)), "params": params}
     return tree
 
 
-def _optimizer_problems(raw: Mapping[str, Any], config: Config, given: Set[str]) -> Iterator[str]:
+def _optimizer_problems(raw: Mapping[str, Any], flags: Flags, given: Set[str]) -> Iterator[str]:
     yield from type_problems(raw, _RATES_AS_FLAGS)
-    yield from decay_problems(raw, config.optimizer.weight_decay if "optimizer.weight_decay" in given else 0)
+    yield from decay_problems(raw, flags.optimizer.weight_decay if "optimizer.weight_decay" in given else 0)
 
 
-def _in_steps(config: Config) -> bool:
+def _in_steps(flags: Flags) -> bool:
     """Whether the run is measured in steps; a limit in tokens beside them does not change the unit."""
-    batch = config.batch
+    batch = flags.batch
     return batch.train_iters is not None or (batch.train_samples is None and batch.train_tokens is None)
 
 
-def _schedule_problems(raw: Mapping[str, Any], config: Config) -> Iterator[str]:
-    if "scheduler" in raw and not _in_steps(config):
-        unit = "samples" if config.batch.train_samples is not None else "tokens"
+def _schedule_problems(raw: Mapping[str, Any], flags: Flags) -> Iterator[str]:
+    if "scheduler" in raw and not _in_steps(flags):
+        unit = "samples" if flags.batch.train_samples is not None else "tokens"
         yield (
             f"scheduler counts steps, and this run is measured in {unit}: leave scheduler out and give "
             f"--lr-decay-style and --lr-warmup-{unit}, or give --train-iters."
@@ -114,11 +114,11 @@ def _schedule_problems(raw: Mapping[str, Any], config: Config) -> Iterator[str]:
     yield from schedule_problems(raw)
 
 
-def _rates_of_ratios(raw: Mapping[str, Any], said: list[Said], config: Config) -> Iterator[Said]:
+def _rates_of_ratios(raw: Mapping[str, Any], said: list[Said], flags: Flags) -> Iterator[Said]:
     """WarmupCosineLR says its lowest rates as shares of the peak."""
     if part_of(raw, "scheduler").get("type") != "WarmupCosineLR":
         return
-    peak = next((s.value for s in said if s.field == "optimizer.lr"), config.optimizer.lr)
+    peak = next((s.value for s in said if s.field == "optimizer.lr"), flags.optimizer.lr)
     params = part_of(raw, "scheduler", "params")
     for name, rate in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
         raw_ratio = params.get(name, SCHEDULE_DEFAULTS["WarmupCosineLR"][name])
@@ -137,21 +137,13 @@ def _merge(said: list[Said], given: Set[str], path: str, found: FromFile) -> Non
     found.problems += contradictions
     for one in chosen:
         section, name = one.field.split(".")
-        typed = getattr(getattr(found.config, section), name)
+        typed = getattr(getattr(found.flags, section), name)
         if one.field not in given:
-            found.config = found.config.update(section, **{name: one.value})
+            found.flags = found.flags.update(section, **{name: one.value})
             if not one.default:
                 found.given.add(one.field)
             if one.value is not None and one.value is not False:
                 found.derived.append(Derived(name.replace("_", " "), one.value, f"{path}: {reason_of(one)}"))
-        elif not one.default and not _equal(typed, one.value):
+        elif not one.default and typed != one.value:
             flag = flag_name(name) if typed is True else f"{flag_name(name)} {typed}"
             found.problems.append(f"{one}, but {flag} is given, too: drop one of them, or make them agree.")
-
-
-def _equal(typed: Any, said: Any) -> bool:
-    """Whether a flag and a key say the same; a share may be written as 0.3 or 0.30."""
-    try:
-        return float(typed) == float(said)
-    except (TypeError, ValueError):
-        return bool(typed == said)

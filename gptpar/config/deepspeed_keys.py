@@ -66,7 +66,7 @@ def whole(value: Any) -> int:
 
 def number(value: Any) -> float:
     """Any number that a float can hold; JSON writes others, too."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > sys.float_info.max:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError("a number is needed")
     return float(value)
 
@@ -101,8 +101,10 @@ def _scale_of_power(value: Any) -> float:
     return 2.0 ** whole(value)
 
 
-def _ratio(value: Any) -> str:
-    return f"{number(value):.15g}"
+def _share(value: Any) -> float:
+    if not 0 <= number(value) <= 1:
+        raise ValueError("a number from 0 to 1 is needed")
+    return number(value)
 
 
 def _parameters_on_cpu(value: Any) -> bool:
@@ -178,7 +180,7 @@ OFFLOAD_OPTIMIZER: Tree = {
     "device": Sets(word_of({"none": False, "cpu": True, "nvme": True}), ("offload.cpu_optimizer",)),
     "nvme_path": Sets(_folder, ("offload.optimizer_nvme_path",)),
     "ratio": Sets(
-        _ratio, ("offload.cpu_optimizer_ratio",), "exact here: this share of the elements, at every ZeRO stage"
+        _share, ("offload.cpu_optimizer_ratio",), "exact here: this share of the elements, at every ZeRO stage"
     ),
     "pin_memory": NoEffect(PINNED),
     "cpuadam_cores_perc": NoEffect("see --cpu-optimizer-threads"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.deepspeed_keys import DEFAULTS_SINCE, SCHEDULE_DEFAULTS, Tree
 from gptpar.config.deepspeed_reader import Reader, Said
 from gptpar.config.jsonc import JsonError, read_object
@@ -33,12 +33,12 @@ def read_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{error}; correct it.") from None
 
 
-def read_values(raw: Mapping[str, Any], tree: Tree, config: Config, *, micro_is_known: bool) -> Reader:
+def read_values(raw: Mapping[str, Any], tree: Tree, flags: Flags, *, micro_is_known: bool) -> Reader:
     """What the file says by the keys of ``tree``, and what DeepSpeed assumes; what depends on nothing is left out.
 
     Args:
         raw: the parsed file.
-        config: what is said elsewhere, which may turn on what the file's keys are about.
+        flags: what is said elsewhere, which may turn on what the file's keys are about.
         micro_is_known: whether it says the micro-batch size.
     """
     reader, defaults = Reader(tree), Reader(tree, default=True)
@@ -47,7 +47,7 @@ def read_values(raw: Mapping[str, Any], tree: Tree, config: Config, *, micro_is_
     defaults.walk(_absent(_defaults(plain, micro_is_known), plain))
     reader.problems += defaults.problems
     reader.said += defaults.said
-    _leave_out_unused(reader, config)
+    _leave_out_unused(reader, flags)
     return reader
 
 
@@ -154,16 +154,16 @@ def _absent(defaults: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _leave_out_unused(reader: Reader, config: Config) -> None:
+def _leave_out_unused(reader: Reader, flags: Flags) -> None:
     """Move what depends on something that is off, or that another key overrules, to what has no effect."""
     on = {s.field for s in reader.said if s.value is True}
     devices = {s.raw for s in reader.said if s.key.endswith("offload_optimizer.device")}
     peaks = [s for s in reader.said if s.key == "scheduler.params.warmup_max_lr" and s.field == "optimizer.lr"]
     overruled = any(not s.default for s in peaks)
     reasons = {
-        "fp16.": None if "precision.fp16" in on or config.precision.fp16 else "fp16 is not enabled",
+        "fp16.": None if "precision.fp16" in on or flags.precision.fp16 else "fp16 is not enabled",
         "zero_optimization.offload_optimizer.ratio": (
-            None if "offload.cpu_optimizer" in on or config.offload.cpu_optimizer else "nothing is offloaded"
+            None if "offload.cpu_optimizer" in on or flags.offload.cpu_optimizer else "nothing is offloaded"
         ),
         "zero_optimization.offload_optimizer.nvme_path": None if "nvme" in devices else "it is for NVMe",
         "optimizer.params.lr": "scheduler.params.warmup_max_lr is the peak" if overruled else None,

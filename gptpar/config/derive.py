@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from gptpar.config import Config
+from gptpar.config import DataConfig, Flags, LoggingConfig
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.presets import PRESETS
 
@@ -22,16 +22,16 @@ class Derived:
 class _Notes:
     """Fills fields that are ``None`` and remembers why."""
 
-    def __init__(self, config: Config):
-        self.config = config
+    def __init__(self, flags: Flags):
+        self.flags = flags
         self.derived: list[Derived] = []
 
     def fill(self, section: str, name: str, value: object, reason: str) -> None:
-        if getattr(getattr(self.config, section), name) is None:
+        if getattr(getattr(self.flags, section), name) is None:
             self.replace(section, name, value, reason)
 
     def replace(self, section: str, name: str, value: object, reason: str) -> None:
-        self.config = self.config.update(section, **{name: value})
+        self.flags = self.flags.update(section, **{name: value})
         self.add(name.replace("_", " "), value, reason)
 
     def add(self, name: str, value: object, reason: str) -> None:
@@ -44,40 +44,35 @@ def ffn_width(hidden_size: int, swiglu: bool) -> int:
     return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
 
 
-def padded_vocab(vocab_size: int, multiple: int) -> int:
-    """The vocabulary rounded up to a multiple; never a function of the layout."""
-    return -(-vocab_size // multiple) * multiple
-
-
-def derive(config: Config, world_size: int) -> tuple[Config, list[Derived]]:
+def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
     """Fill what can be filled.
 
     Args:
-        config: as typed.
+        flags: as typed.
         world_size: number of processes the run will have.
 
     Returns:
         The completed configuration and the list of derived values with their reasons.
     """
-    notes = _Notes(config)
+    notes = _Notes(flags)
     _derive_model(notes)
     _derive_parallel(notes, world_size)
     _derive_batch(notes, world_size)
     _derive_recompute(notes)
     _derive_rest(notes)
-    return notes.config, notes.derived
+    return notes.flags, notes.derived
 
 
 def _derive_model(notes: _Notes) -> None:
-    preset = notes.config.model.preset
+    preset = notes.flags.model.preset
     for name, value in PRESETS.get(preset or "", {}).items():
         notes.fill("model", name, value, f"--preset {preset}")
-    model = notes.config.model
+    model = notes.flags.model
     if model.use_rotary_position_embeddings and model.position_embedding_type != "rope":
         notes.replace("model", "position_embedding_type", "rope", "--use-rotary-position-embeddings")
     elif not model.add_position_embedding and model.position_embedding_type == "learned_absolute":
         notes.replace("model", "position_embedding_type", "none", "--no-position-embedding")
-    model = notes.config.model
+    model = notes.flags.model
     if model.hidden_size:
         reason = "8/3 x hidden for SwiGLU, a multiple of 64" if model.swiglu else "4 x hidden"
         notes.fill("model", "ffn_hidden_size", ffn_width(model.hidden_size, model.swiglu), reason)
@@ -93,13 +88,13 @@ def _derive_model(notes: _Notes) -> None:
 
 
 def _derive_parallel(notes: _Notes, world_size: int) -> None:
-    p = notes.config.parallel
+    p = notes.flags.parallel
     data_parallel = p.data_parallel_size(world_size)
     tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     if p.model_parallel_size > 1:
         reason = f"{world_size} processes / ({tensor} tensor x {pipeline} pipeline)"
         notes.add("data parallel size", data_parallel, reason)
-    num_layers, per_chunk = notes.config.model.num_layers, p.num_layers_per_virtual_pipeline_stage
+    num_layers, per_chunk = notes.flags.model.num_layers, p.num_layers_per_virtual_pipeline_stage
     if num_layers and per_chunk and pipeline > 0 and num_layers % (pipeline * per_chunk) == 0:
         reason = f"{num_layers} layers / ({pipeline} stages x {per_chunk} layers in a virtual stage)"
         notes.fill("parallel", "num_virtual_stages_per_pipeline_rank", num_layers // (pipeline * per_chunk), reason)
@@ -114,21 +109,21 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
 
 def _derive_batch(notes: _Notes, world_size: int) -> None:
     _derive_schedule(notes)
-    batch = notes.config.batch
-    data_parallel = notes.config.parallel.data_parallel_size(world_size)
+    batch = notes.flags.batch
+    data_parallel = notes.flags.parallel.data_parallel_size(world_size)
     steps = batch.gradient_accumulation_steps
     if steps and batch.global_batch_size and batch.global_batch_size % (steps * data_parallel) == 0:
         reason = (
             f"batch {batch.global_batch_size} / ({steps} micro-batches x {data_parallel} data-parallel process(es))"
         )
         notes.fill("batch", "micro_batch_size", batch.global_batch_size // (steps * data_parallel), reason)
-    batch = notes.config.batch
+    batch = notes.flags.batch
     if batch.micro_batch_size:
         reason = f"micro-batch {batch.micro_batch_size} x {data_parallel} data-parallel process(es)"
         unit = batch.micro_batch_size * data_parallel
         times = f" x {steps} a step" if steps else ""
         notes.fill("batch", "global_batch_size", unit * (steps or 1), reason + times)
-        full = notes.config.batch.global_batch_size
+        full = notes.flags.batch.global_batch_size
         if full and unit > 0 and full % unit == 0:
             notes.add("micro batches per step", full // unit, f"batch {full} / ({reason})")
     _derive_length(notes)
@@ -136,23 +131,23 @@ def _derive_batch(notes: _Notes, world_size: int) -> None:
 
 def _derive_schedule(notes: _Notes) -> None:
     """The sizes of --step-batch-size-schedule; one that cannot be read is told by the checks."""
-    words, seq_length = notes.config.batch.step_batch_size_schedule, notes.config.model.seq_length
+    words, seq_length = notes.flags.batch.step_batch_size_schedule, notes.flags.model.seq_length
     if words is None or not seq_length:
         return
     with contextlib.suppress(ValueError):
-        notes.config = notes.config.update("batch", batch_sizes=read_schedule(words, seq_length))
-        last = BatchSizes(notes.config.batch.batch_sizes or ()).last
+        notes.flags = notes.flags.update("batch", batch_sizes=read_schedule(words, seq_length))
+        last = BatchSizes(notes.flags.batch.batch_sizes or ()).last
         notes.fill("batch", "global_batch_size", last, "the last of --step-batch-size-schedule")
 
 
 def _derive_length(notes: _Notes) -> None:
     """Of --train-tokens and what is given beside it, whichever is reached first ends the run."""
-    batch, seq_length = notes.config.batch, notes.config.model.seq_length
+    batch, seq_length = notes.flags.batch, notes.flags.model.seq_length
     if not batch.train_tokens or not seq_length:
         return
     limit = -(-batch.train_tokens // seq_length)
     reason = f"{batch.train_tokens:,} tokens / {seq_length} a sample"
-    notes.config = notes.config.update("batch", sample_limit=limit)
+    notes.flags = notes.flags.update("batch", sample_limit=limit)
     if batch.train_iters is not None:
         _first_of_steps_and_tokens(notes, limit, reason)
     elif batch.train_samples is None:
@@ -165,10 +160,10 @@ def _derive_length(notes: _Notes) -> None:
 
 
 def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
-    batch = notes.config.batch
+    batch = notes.flags.batch
     if batch.global_batch_size is None or batch.rampup_batch_size is not None:
         return  # told as problems
-    steps = BatchSizes.of(batch).steps_within(limit)
+    steps = BatchSizes(batch.batch_sizes or ((0, batch.global_batch_size),)).steps_within(limit)
     if steps < (batch.train_iters or 0):
         notes.add("last iteration", steps, f"{reason}, reached before --train-iters {batch.train_iters}")
     else:
@@ -176,7 +171,7 @@ def _first_of_steps_and_tokens(notes: _Notes, limit: int, reason: str) -> None:
 
 
 def _derive_recompute(notes: _Notes) -> None:
-    r = notes.config.recompute
+    r = notes.flags.recompute
     if r.checkpoint_activations:
         notes.fill("recompute", "recompute_granularity", "full", "--checkpoint-activations")
     if r.recompute_activations:
@@ -185,15 +180,15 @@ def _derive_recompute(notes: _Notes) -> None:
         reason = f"--checkpoint-num-layers {r.checkpoint_num_layers}"
         notes.fill("recompute", "recompute_method", "uniform", reason)
         notes.fill("recompute", "recompute_num_layers", r.checkpoint_num_layers, reason)
-    if notes.config.recompute.recompute_granularity == "selective":
+    if notes.flags.recompute.recompute_granularity == "selective":
         notes.fill("recompute", "recompute_modules", ("core_attn",), "Megatron's default")
 
 
 def _derive_rest(notes: _Notes) -> None:
-    config = notes.config
-    if config.data.data_path:
-        notes.fill("data", "split", "969, 30, 1", "Megatron's default")
-    if config.logging.eval_iters or config.logging.full_validation:
-        notes.fill("logging", "eval_interval", 1000, "default")
-    if config.checkpoint.save:
-        notes.fill("logging", "tensorboard_dir", f"{config.checkpoint.save}/tensorboard", "inside --save")
+    flags = notes.flags
+    if flags.data.data_path:
+        notes.fill("data", "split", DataConfig.split, "Megatron's default")
+    if flags.logging.eval_iters or flags.logging.full_validation:
+        notes.fill("logging", "eval_interval", LoggingConfig.eval_interval, "default")
+    if flags.checkpoint.save:
+        notes.fill("logging", "tensorboard_dir", f"{flags.checkpoint.save}/tensorboard", "inside --save")

@@ -26,7 +26,7 @@ def flag(
         default: value when the flag is absent. ``None`` means "to be derived" or "not used".
         choices: the accepted words, for a text field.
         names: further spellings of the flag, as other programs' users know it.
-        off: for a field that is true by default: the flag that turns it off.
+        off: for a field that is true by default: the flag that turns it off (see :func:`on_unless`).
         spellings: other programs' words for a choice, such as ``{"layernorm": "LayerNorm"}``.
         least: the smallest number that makes sense.
         above: the number must be more than this.
@@ -48,8 +48,18 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def on_unless(off: str, help: str) -> Any:
+    """A field that is true unless the flag ``off`` is given; ``help`` says what that flag does."""
+    return flag(True, help, off=off)
+
+
 class Missing(str):
     """A problem that one of the flags named in it would solve; needless where such a flag has a problem of its own."""
+
+
+def as_word(value: object) -> str:
+    """A value as it is typed: 1.0 is 1."""
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def flag_name(field_name: str) -> str:

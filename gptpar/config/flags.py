@@ -7,6 +7,7 @@ unknown words are collected, so that the caller can report them together with ev
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.compat import ACCEPTED, ANY, DENSE, EXPERTS, NO_EXPERTS, PLANNED
 from gptpar.config.deepspeed import read_deepspeed
 from gptpar.config.derive import Derived
@@ -34,7 +35,7 @@ class ParsedFlags:
     """A command line, read.
 
     Attributes:
-        config: what it says; fields with a problem keep their default.
+        flags: what it says; fields with a problem keep their default.
         problems: one sentence for each mistake.
         given: the fields that were set, as ``section.field``.
         refused: the fields whose values could not be read.
@@ -43,7 +44,7 @@ class ParsedFlags:
         rest: values of the extra flags a verb declares beyond the configuration's.
     """
 
-    config: Config
+    flags: Flags
     problems: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
@@ -52,16 +53,33 @@ class ParsedFlags:
     rest: argparse.Namespace = field(default_factory=argparse.Namespace)
 
 
-def _base_type(hint: Any) -> tuple[type, bool]:
-    """The scalar type behind an annotation, and whether it takes several values."""
-    if isinstance(hint, types.UnionType):
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    if typing.get_origin(hint) is tuple:
-        return typing.get_args(hint)[0], True
-    return hint, False
+@dataclass(frozen=True)
+class _Kind:
+    """What a flag takes.
+
+    Attributes:
+        scalar: the type of a value.
+        several: whether it takes several values.
+        words: what may stand in place of a number.
+    """
+
+    scalar: type
+    several: bool
+    words: tuple[str, ...]
+
+    @staticmethod
+    def of(hint: Any) -> _Kind:
+        """From a field's annotation, such as ``int | None`` or ``float | Literal["auto"]``."""
+        union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+        parts = [part for part in (typing.get_args(hint) if union else (hint,)) if part is not type(None)]
+        literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
+        words = tuple(word for literal in literals for word in typing.get_args(literal))
+        kind = next(part for part in parts if part not in literals)
+        several = typing.get_origin(kind) is tuple
+        return _Kind(typing.get_args(kind)[0] if several else kind, several, words)
 
 
-def _reader(name: str, kind: type, spec: dataclasses.Field[Any], problems: list[str]) -> Any:
+def _reader(name: str, kind: _Kind, spec: dataclasses.Field[Any], problems: list[str]) -> Any:
     """A converter for argparse that notes a bad value, and returns ``None`` for it, instead of stopping."""
 
     def read(text: str) -> Any:
@@ -74,7 +92,7 @@ def _reader(name: str, kind: type, spec: dataclasses.Field[Any], problems: list[
     return read
 
 
-def _value_of(text: str, kind: type, rules: Any) -> Any:
+def _value_of(text: str, kind: _Kind, rules: Any) -> Any:
     """What the words of a flag mean.
 
     Raises:
@@ -87,10 +105,10 @@ def _value_of(text: str, kind: type, rules: Any) -> Any:
         if word not in rules["choices"]:
             raise ValueError(f"unknown; it takes one of {', '.join(rules['choices'])}")
         return word
-    if kind is int:
+    if kind.scalar is int:
         return _whole(text)
-    if kind is float:
-        return _number(text)
+    if kind.scalar is float:
+        return _number_or_word(text, kind.words, rules) if kind.words else _number(text)
     return text
 
 
@@ -112,12 +130,22 @@ def _number(text: str) -> float:
     return value
 
 
+def _number_or_word(text: str, words: Sequence[str], rules: Any) -> float | str:
+    """A number within its limits, or a word in its place."""
+    if text in words:
+        return text
+    with contextlib.suppress(ValueError):
+        if rules["least"] <= (value := _number(text)) <= rules["most"]:
+            return value
+    raise ValueError(f"a number from {rules['least']} to {rules['most']}, or {' or '.join(words)}, is needed")
+
+
 def _add_field(group: Any, section: str, spec: dataclasses.Field[Any], hint: Any, problems: list[str]) -> None:
-    kind, several = _base_type(hint)
+    kind = _Kind.of(hint)
     meta = spec.metadata
     names = [flag_name(spec.name), *(n for n in meta["names"] if n != flag_name(spec.name))]
     common: dict[str, Any] = {"dest": f"{section}.{spec.name}", "default": argparse.SUPPRESS}
-    if kind is bool:
+    if kind.scalar is bool:
         if meta["off"]:
             group.add_argument(meta["off"], action="store_false", help=meta["help"], **common)
         else:
@@ -127,9 +155,9 @@ def _add_field(group: Any, section: str, spec: dataclasses.Field[Any], hint: Any
     if meta["choices"]:
         text += f" ({', '.join(meta['choices'])})"
     if spec.default not in (None, dataclasses.MISSING):
-        text += f" (default: {spec.default:.10g})" if kind is float else f" (default: {spec.default})"
-    metavar = meta["metavar"] or {int: "N", float: "X"}.get(kind, "WORD")
-    nargs = "+" if several else None
+        text += f" (default: {spec.default:.10g})" if kind.scalar is float else f" (default: {spec.default})"
+    metavar = meta["metavar"] or {int: "N", float: "X"}.get(kind.scalar, "WORD")
+    nargs = "+" if kind.several else None
     reader = _reader(names[0], kind, spec, problems)
     group.add_argument(*names, type=reader, nargs=nargs, metavar=metavar, help=text.replace("%", "%%"), **common)
 
@@ -157,15 +185,15 @@ class _Stop(Exception):
 def make_parser(prog: str, description: str, problems: list[str]) -> _Parser:
     """A parser with every configuration flag, one group a section."""
     parser = _Parser(problems, prog=prog, description=description)
-    for section in dataclasses.fields(Config):
-        kind = type(getattr(Config(), section.name))
+    for section in dataclasses.fields(Flags):
+        kind = type(getattr(Flags(), section.name))
         hints = typing.get_type_hints(kind)
         title = (kind.__doc__ or section.name).strip().splitlines()[0]
         group = parser.add_argument_group(section.name, title)
-        for spec in dataclasses.fields(kind):
-            if not spec.metadata:
-                continue
-            _add_field(group, section.name, spec, hints[spec.name], problems)
+        own_first = sorted(dataclasses.fields(kind), key=lambda spec: spec.name not in vars(kind)["__annotations__"])
+        for spec in own_first:
+            if spec.metadata:
+                _add_field(group, section.name, spec, hints[spec.name], problems)
     return parser
 
 
@@ -226,7 +254,7 @@ def parse_flags(
     Raises:
         ConfigError: a flag without its value, which leaves the rest of the line unread.
     """
-    parsed = ParsedFlags(Config())
+    parsed = ParsedFlags(Flags())
     parser = make_parser(prog, description, parsed.problems)
     if extra is not None:
         extra(parser)
@@ -246,15 +274,15 @@ def parse_flags(
             values.setdefault(section, {})[name] = tuple(value) if isinstance(value, list) else value
             parsed.given.add(key)
     for section, fields in values.items():
-        parsed.config = parsed.config.update(section, **fields)
+        parsed.flags = parsed.flags.update(section, **fields)
     _read_file(parsed)
     return parsed
 
 
 def _read_file(parsed: ParsedFlags) -> None:
     """Fill what the command line leaves open from the DeepSpeed configuration that it names."""
-    file = read_deepspeed(parsed.config, parsed.given)
-    parsed.config = file.config
+    file = read_deepspeed(parsed.flags, parsed.given)
+    parsed.flags = file.flags
     parsed.given |= file.given
     parsed.derived += file.derived
     parsed.problems += file.problems

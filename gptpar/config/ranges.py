@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.fields import flag_name
 
 MAX_WHOLE = 2**63 - 1
@@ -16,11 +16,11 @@ MAX_FLOAT = 3.4e38
 """What fits 32 bits: a larger rate or scale is infinite in the arithmetic that uses it."""
 
 
-def out_of_range(config: Config) -> dict[str, str]:
+def out_of_range(flags: Flags) -> dict[str, str]:
     """``section.field`` of each number that is too small or too large -> a part of a sentence that says so."""
     found = {}
-    for section in dataclasses.fields(config):
-        values = getattr(config, section.name)
+    for section in dataclasses.fields(flags):
+        values = getattr(flags, section.name)
         for spec in dataclasses.fields(values):
             if spec.metadata and (problem := _problem(getattr(values, spec.name), spec.metadata)):
                 found[f"{section.name}.{spec.name}"] = problem
@@ -47,17 +47,17 @@ def _short(number: float) -> str:
     return f"{number:g}" if abs(number) <= sys.float_info.max else f"a number of {len(str(abs(number)))} digits"
 
 
-def range_problems(config: Config) -> list[str]:
+def range_problems(flags: Flags) -> list[str]:
     """One sentence for each number out of range."""
-    return [f"{_flag(name)} {problem}." for name, problem in out_of_range(config).items()]
+    return [f"{_flag(name)} {problem}." for name, problem in out_of_range(flags).items()]
 
 
-def with_defaults(config: Config, names: Iterable[str]) -> Config:
+def with_defaults(flags: Flags, names: Iterable[str]) -> Flags:
     """A copy whose fields named here (``section.field``) have their defaults again."""
     for name in names:
         section, field = name.split(".")
-        config = config.update(section, **{field: getattr(getattr(Config(), section), field)})
-    return config
+        flags = flags.update(section, **{field: getattr(getattr(Flags(), section), field)})
+    return flags
 
 
 def _flag(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptpar.config import Config, OptimizerConfig
+from gptpar.config import BatchConfig, Flags, OptimizerConfig, OptimizerFlags
 from gptpar.config.batch_sizes import BatchSizes
 
 
@@ -33,24 +33,23 @@ LENGTHS = (
 """Fields of the optimizer's section that say how long a part of the schedule is."""
 
 
-def without_lengths(config: Config) -> Config:
+def without_lengths(flags: Flags) -> Flags:
     """For a few steps that are no run: nothing is warmed up, and what decays does so over these steps."""
-    default = OptimizerConfig()
-    if config.optimizer.lr_decay_style == "WSD":  # cannot be without a length
-        config = config.update("optimizer", lr_decay_style="constant")
-    return config.update("optimizer", **{name: getattr(default, name) for name in LENGTHS})
+    default = OptimizerFlags()
+    if flags.optimizer.lr_decay_style == "WSD":  # cannot be without a length
+        flags = flags.update("optimizer", lr_decay_style="constant")
+    return flags.update("optimizer", **{name: getattr(default, name) for name in LENGTHS})
 
 
-def schedule_lengths(config: Config, train_samples: int) -> ScheduleLengths:
-    """Translate the flags; steps are as many samples as the batches of the run's first steps hold.
+def schedule_lengths(
+    optimizer: OptimizerConfig, batch: BatchConfig, seq_length: int, train_samples: int
+) -> ScheduleLengths:
+    """Translate the fields; steps are as many samples as the batches of the run's first steps hold.
 
     Args:
-        config: a resolved configuration.
         train_samples: samples in the whole run.
     """
-    o, seq_length = config.optimizer, config.model.seq_length
-    assert seq_length
-    sizes = BatchSizes.of(config.batch)
+    o, sizes = optimizer, BatchSizes.of(batch)
     after = sizes.samples_after
     in_tokens = o.lr_decay_tokens is not None or o.lr_warmup_tokens is not None
     unit = seq_length if in_tokens else 1
@@ -62,6 +61,6 @@ def schedule_lengths(config: Config, train_samples: int) -> ScheduleLengths:
         warmup = o.lr_warmup_tokens
     elif o.lr_warmup_fraction is not None:
         warmup = o.lr_warmup_fraction * decay
-    end, last_steps = o.lr_decay_iters or config.batch.train_iters or 0, o.lr_wsd_decay_iters or 0
+    end, last_steps = o.lr_decay_iters or batch.train_iters or 0, o.lr_wsd_decay_iters or 0
     tail = o.lr_wsd_decay_samples or after(end) - after(end - last_steps) + max(0, last_steps - end) * sizes.at(0)
     return ScheduleLengths(warmup, decay, tail * unit, train_samples * unit, in_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from gptpar.config import Config
+from gptpar.config import Config, Flags
 from gptpar.config.checks.batch import check_batch, check_duration, check_first_step
 from gptpar.config.checks.data import check_data, check_files
 from gptpar.config.checks.model import check_model
@@ -14,6 +14,7 @@ from gptpar.config.checks.parallel import check_parallel
 from gptpar.config.checks.precision import check_precision
 from gptpar.config.checks.recompute import check_recompute
 from gptpar.config.checks.schedule import check_schedule, check_schedule_lengths
+from gptpar.config.complete import complete
 from gptpar.config.derive import Derived, derive
 from gptpar.config.fields import Missing, flag_name
 from gptpar.config.flags import ParsedFlags
@@ -22,9 +23,9 @@ from gptpar.errors import ConfigError
 
 
 def resolve(
-    parsed: ParsedFlags, world_size: int, *, more: Callable[[Config], Iterable[str]] | None = None
+    parsed: ParsedFlags, world_size: int, *, more: Callable[[Flags], Iterable[str]] | None = None
 ) -> tuple[Config, list[Derived]]:
-    """Derive and validate.
+    """The door: derive, validate and complete.
 
     Args:
         more: finds problems that this room cannot know of.
@@ -32,21 +33,21 @@ def resolve(
     Raises:
         ConfigError: with all problems of the command line and of the configuration.
     """
-    wrong = out_of_range(parsed.config)
+    wrong = out_of_range(parsed.flags)
     # Nothing is derived from, or checked against, a number that cannot be.
-    config, derived = derive(with_defaults(parsed.config, wrong), world_size)
-    problems = [*parsed.problems, *range_problems(parsed.config), *_derived_out_of_range(config, derived)]
-    found = [*find_problems(config, world_size), *(more(config) if more else ())]
+    flags, derived = derive(with_defaults(parsed.flags, wrong), world_size)
+    problems = [*parsed.problems, *range_problems(parsed.flags), *_derived_out_of_range(flags, derived)]
+    found = [*find_problems(flags, world_size), *(more(flags) if more else ())]
     problems += _without_needless(found, {flag_name(name.split(".")[1]) for name in {*parsed.refused, *wrong}})
     if problems:
         raise ConfigError(problems)
-    return config, [*parsed.derived, *derived]
+    return complete(flags), [*parsed.derived, *derived]
 
 
-def _derived_out_of_range(config: Config, derived: Iterable[Derived]) -> Iterator[str]:
+def _derived_out_of_range(flags: Flags, derived: Iterable[Derived]) -> Iterator[str]:
     """What was typed is in its range by now, so each of these follows from other numbers."""
     reasons = {one.name: one.reason for one in derived}
-    for name, problem in out_of_range(config).items():
+    for name, problem in out_of_range(flags).items():
         field = name.split(".")[1]
         reason = reasons.get(field.replace("_", " "), "other flags")
         yield f"{flag_name(field)} follows from {reason} and {problem}: give it, or other numbers."
@@ -57,18 +58,18 @@ def _without_needless(problems: Iterable[str], refused: set[str]) -> list[str]:
     return [p for p in problems if not (isinstance(p, Missing) and refused.intersection(re.findall(r"--[\w-]+", p)))]
 
 
-def find_problems(config: Config, world_size: int) -> list[str]:
-    """One sentence for each problem, with the numbers and a remedy; empty when the configuration can run."""
-    batch = [*check_batch(config, world_size), *check_duration(config)]
+def find_problems(flags: Flags, world_size: int) -> list[str]:
+    """One sentence for each problem, with the numbers and a remedy; empty when they can run."""
+    batch = [*check_batch(flags, world_size), *check_duration(flags)]
     return [
-        *check_model(config),
-        *check_parallel(config, world_size),
+        *check_model(flags),
+        *check_parallel(flags, world_size),
         *batch,
-        *check_schedule(config),
-        *([] if batch else [*check_first_step(config), *check_schedule_lengths(config)]),
-        *check_precision(config, world_size),
-        *check_recompute(config),
-        *check_offload(config, world_size),
-        *check_data(config),
-        *check_files(config),
+        *check_schedule(flags),
+        *([] if batch else [*check_first_step(flags), *check_schedule_lengths(flags)]),
+        *check_precision(flags, world_size),
+        *check_recompute(flags),
+        *check_offload(flags, world_size),
+        *check_data(flags),
+        *check_files(flags),
     ]

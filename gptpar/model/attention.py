@@ -72,7 +72,6 @@ class Attention(nn.Module):
         bias_gradient: bool = True,
     ):
         super().__init__()
-        assert config.num_attention_heads and config.num_query_groups and config.hidden_size and config.kv_channels
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
         self.head_width = config.kv_channels
         self.rotated = (

@@ -27,7 +27,6 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, output_std: float, axis: TensorAxis = ALONE):
         super().__init__()
-        assert config.hidden_size and config.ffn_hidden_size
         self.gated = config.swiglu
         parts = 2 if self.gated else 1
         self.up = ColumnParallelLinear(
@@ -65,7 +64,6 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE, *, recompute_modules: frozenset[str] = NOTHING):
         super().__init__()
-        assert config.num_layers and config.hidden_size
         unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
         assert not unknown, f"a block has no {sorted(unknown)} to recompute"
         output_std = config.init_method_std / (2 * config.num_layers) ** 0.5

@@ -25,10 +25,8 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE):
         super().__init__()
         self.axis = axis
-        assert config.hidden_size
         self.weight: nn.Parameter | None = None
         if config.position_embedding_type == "learned_absolute":
-            assert config.max_position_embeddings
             init = Normal(config.init_method_std)
             self.declared = {"weight": ParameterSpec(init, REPLICATED, axis.gradient_between_layers)}
             self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))

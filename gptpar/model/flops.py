@@ -8,117 +8,81 @@ over the whole square (PaLM, arXiv 2204.02311 appendix B; nanoGPT, torchtitan) o
 from __future__ import annotations
 
 import re
-from typing import Protocol
+
+from gptpar.config import ModelConfig
 
 
-class Shape(Protocol):
-    """What a GPT's size depends on: any object with these attributes, all of them resolved."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def ffn_hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_query_groups(self) -> int: ...
-    @property
-    def kv_channels(self) -> int: ...
-    @property
-    def seq_length(self) -> int: ...
-    @property
-    def max_position_embeddings(self) -> int: ...
-    @property
-    def padded_vocab_size(self) -> int: ...
-    @property
-    def position_embedding_type(self) -> str: ...
-    @property
-    def normalization(self) -> str: ...
-    @property
-    def qk_layernorm(self) -> bool: ...
-    @property
-    def swiglu(self) -> bool: ...
-    @property
-    def add_bias_linear(self) -> bool: ...
-    @property
-    def add_qkv_bias(self) -> bool: ...
-    @property
-    def untie_embeddings_and_output_weights(self) -> bool: ...
-
-
-def query_width(shape: Shape) -> int:
+def query_width(model: ModelConfig) -> int:
     """Width of all query heads together, which is also the width of the attention's output."""
-    return shape.num_attention_heads * shape.kv_channels
+    return model.num_attention_heads * model.kv_channels
 
 
-def qkv_width(shape: Shape) -> int:
+def qkv_width(model: ModelConfig) -> int:
     """Output width of the fused query, key and value projection."""
-    return query_width(shape) + 2 * shape.num_query_groups * shape.kv_channels
+    return query_width(model) + 2 * model.num_query_groups * model.kv_channels
 
 
-def normed_width(shape: Shape) -> int:
+def normed_width(model: ModelConfig) -> int:
     """Width of all queries and keys that are normalised head by head."""
-    return query_width(shape) + shape.num_query_groups * shape.kv_channels if shape.qk_layernorm else 0
+    return query_width(model) + model.num_query_groups * model.kv_channels if model.qk_layernorm else 0
 
 
-def fc1_width(shape: Shape) -> int:
+def fc1_width(model: ModelConfig) -> int:
     """Output width of the MLP's first matrix: SwiGLU computes a gate beside the value."""
-    return shape.ffn_hidden_size * (2 if shape.swiglu else 1)
+    return model.ffn_hidden_size * (2 if model.swiglu else 1)
 
 
-def _layer_matmul_parameters(shape: Shape) -> int:
-    attention = qkv_width(shape) + query_width(shape)
-    return shape.hidden_size * (attention + fc1_width(shape) + shape.ffn_hidden_size)
+def _layer_matmul_parameters(model: ModelConfig) -> int:
+    attention = qkv_width(model) + query_width(model)
+    return model.hidden_size * (attention + fc1_width(model) + model.ffn_hidden_size)
 
 
-def _layer_bias_parameters(shape: Shape) -> int:
-    qkv = qkv_width(shape) if shape.add_bias_linear or shape.add_qkv_bias else 0
-    rest = 2 * shape.hidden_size + fc1_width(shape) if shape.add_bias_linear else 0
+def _layer_bias_parameters(model: ModelConfig) -> int:
+    qkv = qkv_width(model) if model.add_bias_linear or model.add_qkv_bias else 0
+    rest = 2 * model.hidden_size + fc1_width(model) if model.add_bias_linear else 0
     return qkv + rest
 
 
-def matmul_parameters(shape: Shape) -> int:
+def matmul_parameters(model: ModelConfig) -> int:
     """Parameters that multiply every token: the layers' matrices and the LM head once, tied or not."""
-    return shape.num_layers * _layer_matmul_parameters(shape) + shape.hidden_size * shape.padded_vocab_size
+    return model.num_layers * _layer_matmul_parameters(model) + model.hidden_size * model.padded_vocab_size
 
 
-def num_parameters(shape: Shape) -> int:
+def num_parameters(model: ModelConfig) -> int:
     """All parameters of the whole model, exactly; the vocabulary counted as padded, a tied head once."""
-    vectors = 1 if shape.normalization == "RMSNorm" else 2
-    norm = shape.hidden_size * vectors
-    head_norms = 2 * shape.kv_channels * vectors if shape.qk_layernorm else 0
-    layer_extras = 2 * norm + head_norms + _layer_bias_parameters(shape)
-    learned = shape.position_embedding_type == "learned_absolute"
-    positions = shape.max_position_embeddings * shape.hidden_size if learned else 0
-    input_embedding = shape.hidden_size * shape.padded_vocab_size
-    untied = input_embedding if shape.untie_embeddings_and_output_weights else 0
-    return matmul_parameters(shape) + shape.num_layers * layer_extras + norm + positions + untied
+    vectors = 1 if model.normalization == "RMSNorm" else 2
+    norm = model.hidden_size * vectors
+    head_norms = 2 * model.kv_channels * vectors if model.qk_layernorm else 0
+    layer_extras = 2 * norm + head_norms + _layer_bias_parameters(model)
+    learned = model.position_embedding_type == "learned_absolute"
+    positions = model.max_position_embeddings * model.hidden_size if learned else 0
+    input_embedding = model.hidden_size * model.padded_vocab_size
+    untied = input_embedding if model.untie_embeddings_and_output_weights else 0
+    return matmul_parameters(model) + model.num_layers * layer_extras + norm + positions + untied
 
 
-def flops_per_token(shape: Shape, *, causal: bool) -> float:
+def flops_per_token(model: ModelConfig, *, causal: bool) -> float:
     """FLOPs of one token's forward and backward pass; recomputation is not counted.
 
     ``6 N + 12 L w s`` over the whole attention square, ``6 N + 6 L w s`` over its causal half, with N the
     matmul parameters, w the width of all heads and s the sequence length. The causal count times the tokens
     of an iteration equals Megatron-LM's ``num_floating_point_operations``.
     """
-    attention = (6 if causal else 12) * shape.num_layers * query_width(shape) * shape.seq_length
-    return 6.0 * matmul_parameters(shape) + attention
+    attention = (6 if causal else 12) * model.num_layers * query_width(model) * model.seq_length
+    return 6.0 * matmul_parameters(model) + attention
 
 
-def layer_flops(shape: Shape) -> list[float]:
+def layer_flops(model: ModelConfig) -> list[float]:
     """FLOPs of a token's forward pass in each layer of ``gpt_layers``: lookups and norms count nothing beside the
     matrix products and the causal half of attention."""
-    block = 2.0 * _layer_matmul_parameters(shape) + 2.0 * query_width(shape) * shape.seq_length
-    head = 2.0 * shape.hidden_size * shape.padded_vocab_size
-    return [0.0, 0.0, *[block] * shape.num_layers, 0.0, head]
+    block = 2.0 * _layer_matmul_parameters(model) + 2.0 * query_width(model) * model.seq_length
+    head = 2.0 * model.hidden_size * model.padded_vocab_size
+    return [0.0, 0.0, *[block] * model.num_layers, 0.0, head]
 
 
-def tflops_per_gpu(shape: Shape, tokens_per_s_per_gpu: float) -> float:
+def tflops_per_gpu(model: ModelConfig, tokens_per_s_per_gpu: float) -> float:
     """TFLOP/s per GPU as Megatron-LM's ``--log-throughput`` prints it (causal attention)."""
-    return flops_per_token(shape, causal=True) * tokens_per_s_per_gpu / 1e12
+    return flops_per_token(model, causal=True) * tokens_per_s_per_gpu / 1e12
 
 
 def mfu(tokens_per_s_per_gpu: float, flops_per_token: float, peak: float | None) -> float | None:

@@ -24,7 +24,6 @@ def gpt_layers(
         axis: this process's place on the tensor axis.
         recompute_modules: see :class:`Block`.
     """
-    assert config.num_layers and config.hidden_size and config.padded_vocab_size
     width, std = config.hidden_size, config.init_method_std
     norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
     shape = (config.padded_vocab_size, width)

@@ -7,11 +7,12 @@ scaled_dot_product_attention), which stores no s x s matrix.
 
 from __future__ import annotations
 
-from gptpar.model.flops import Shape, normed_width, qkv_width, query_width
+from gptpar.config import ModelConfig
+from gptpar.model.flops import normed_width, qkv_width, query_width
 
 
 def layer_activation_bytes_per_token(
-    shape: Shape,
+    model: ModelConfig,
     bytes_per_element: int,
     *,
     has_dropout: bool = False,
@@ -27,10 +28,10 @@ def layer_activation_bytes_per_token(
         bytes_per_element: of activations: 2 for bf16 and fp16, 4 for fp32, 8 for fp64.
         has_dropout: whether masks of the hidden states are kept.
     """
-    size, h = bytes_per_element, shape.hidden_size
+    size, h = bytes_per_element, model.hidden_size
     replicated = 4 * h * size + (2 * h if has_dropout else 0)  # inputs of both norms, of qkv and of fc1
-    mlp = shape.ffn_hidden_size * (3 if shape.swiglu else 2)
+    mlp = model.ffn_hidden_size * (3 if model.swiglu else 2)
     # A norm of queries and keys keeps what it is given, and attention what it returns.
-    split = (qkv_width(shape) + normed_width(shape) + query_width(shape) + mlp) * size
+    split = (qkv_width(model) + normed_width(model) + query_width(model) + mlp) * size
     replicas = tensor_parallel if sequence_parallel else 1
     return replicated / replicas + split / tensor_parallel

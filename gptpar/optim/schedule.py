@@ -77,13 +77,13 @@ def make_schedule(config: Config, train_samples: int) -> Schedule:
     """Translate the flags.
 
     Args:
-        config: a resolved configuration.
         train_samples: samples in the whole run.
     """
-    o, lengths = config.optimizer, schedule_lengths(config, train_samples)
+    o = config.optimizer
+    lengths = schedule_lengths(o, config.batch, config.model.seq_length, train_samples)
     constant = o.weight_decay_incr_style == "constant"
     return Schedule(
-        max_lr=o.lr or 0.0,  # absent only with --skip-train, which takes no step
+        max_lr=o.lr,
         min_lr=o.min_lr,
         init_lr=o.lr_warmup_init,
         warmup=lengths.warmup,
@@ -91,8 +91,8 @@ def make_schedule(config: Config, train_samples: int) -> Schedule:
         style=o.lr_decay_style,
         wsd_tail=lengths.tail,
         wsd_style=o.lr_wsd_decay_style,
-        start_decay=o.weight_decay if constant else o.start_weight_decay or 0.0,
-        end_decay=o.weight_decay if constant else o.end_weight_decay or 0.0,
+        start_decay=o.weight_decay if constant else o.start_weight_decay,
+        end_decay=o.weight_decay if constant else o.end_weight_decay,
         decay_style=o.weight_decay_incr_style,
         total=lengths.total,
         in_tokens=lengths.in_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gptpar.config import Config
-from gptpar.config.gradients import offload_gradients_obstacles
+from gptpar.config.checks.offload import offload_gradients_obstacles
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory
@@ -50,10 +50,10 @@ def choose_gradients(job: Job, free: float, sustained: Sustained = SUSTAINED) ->
     if offload.offload_gradients != "auto" or not offload.cpu_optimizer or offload.ratio == 0:
         return None
     recorded = config.precision.cuda_graph == "on"  # the user has asked for that, and it keeps their memory
-    if job.device_type != "cuda" or recorded or any(offload_gradients_obstacles(config, job.layout.world_size)):
+    if job.device_type != "cuda" or recorded or any(offload_gradients_obstacles(config.batch, job.layout.world_size)):
         return None
-    if offload.ratio is None:
-        config = config.update("offload", cpu_optimizer_ratio="1")
+    if offload.ratio == "auto":
+        config = config.update("offload", cpu_optimizer_ratio=1.0)
     stay, leave = (
         stage_memory(replace(job, config=config.update("offload", offload_gradients=word)), 0, sustained).total
         for word in ("off", "on")

@@ -9,24 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import cast
 
 import torch
 
 from gptpar.config import Config, ModelConfig
-from gptpar.config.gradients import adds_gradients
-from gptpar.config.graph import wants_graph
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
-from gptpar.model.flops import Shape, layer_flops
+from gptpar.model.flops import layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline import schedules
 from gptpar.pipeline.module import LayerSplit
 from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.stage import ParameterInfo, Stage
+from gptpar.plan.graph import wants_graph
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.topology.layout import Layout
 
@@ -66,14 +64,14 @@ class Job:
     device_type: str = "cuda"
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelConfig:
         """The model's shape."""
-        return cast(Shape, self.config.model)
+        return self.config.model
 
     @property
     def micro_batch_size(self) -> int:
         """Samples of a micro-batch."""
-        return self.config.batch.micro_batch_size or 1
+        return self.config.batch.micro_batch_size
 
     @property
     def tokens(self) -> int:
@@ -83,7 +81,7 @@ class Job:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of each data-parallel rank in a step."""
-        return (self.config.batch.global_batch_size or 1) // (self.micro_batch_size * self.layout.data)
+        return self.config.batch.global_batch_size // (self.micro_batch_size * self.layout.data)
 
     @property
     def num_chunks(self) -> int:
@@ -93,7 +91,7 @@ class Job:
     @property
     def zero_stage(self) -> int:
         """What is sharded; nothing where a process is alone on the data axis."""
-        return (self.config.parallel.zero_stage or 0) if self.layout.data > 1 else 0
+        return self.config.parallel.zero_stage if self.layout.data > 1 else 0
 
     @property
     def shards(self) -> int:
@@ -103,7 +101,7 @@ class Job:
     @property
     def ratio(self) -> float:
         """The host's share of the optimizer's elements; where it is to be found out, the least."""
-        return self.config.offload.ratio or 0.0
+        return self.config.offload.least_ratio
 
     @property
     def gradients_leave_at_once(self) -> bool:
@@ -153,7 +151,7 @@ class Job:
     @property
     def gradient_size(self) -> int:
         """Bytes of an element of the gradient, as the device's optimizer reads it."""
-        return self.wide_size if adds_gradients(self.config, self.layout.world_size) else self.element_size
+        return self.wide_size if self.config.batch.adds_gradients(self.layout.world_size) else self.element_size
 
     @property
     def offloaded_gradient_size(self) -> int:
@@ -263,7 +261,7 @@ def split_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method:
     sizes = [sum(info.shape.numel() for info in infos.values()) for infos in _infos(model, ALONE).values()]
     num_blocks = len(specs) - 4
     parameters = [*sizes[:2], *[sizes[2]] * num_blocks, *sizes[3:]]
-    flops = layer_flops(cast(Shape, model))
+    flops = layer_flops(model)
     bounds = partition(
         method,
         num_stages * num_chunks,

@@ -220,7 +220,7 @@ def block_bytes_per_token(job: Job) -> float:
     statistics = 2 * STATISTICS_BYTES / job.token_shares + (head_norms + log_sums) / job.layout.tensor
     forgotten = 0.0
     if job.config.recompute.recompute_granularity == "selective":
-        modules = job.config.recompute.recompute_modules or ()
+        modules = job.config.recompute.recompute_modules
         if "core_attn" in modules:
             forgotten += (normed_width(shape) * size + head_norms) / job.layout.tensor
         if "mlp" in modules:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from gptpar.config import Config, ParallelConfig
-from gptpar.config.derive import derive, padded_vocab
-from gptpar.config.fields import flag_name
+from gptpar.config import Flags, ParallelConfig
+from gptpar.config.complete import complete
+from gptpar.config.derive import derive
+from gptpar.config.fields import as_word, flag_name
 from gptpar.config.validate import find_problems
 from gptpar.errors import ConfigError
 from gptpar.plan.gradients import GradientChoice, choose_gradients
@@ -20,7 +21,6 @@ from gptpar.plan.job import Job
 from gptpar.plan.memory import RankMemory, stage_memory
 from gptpar.plan.timing import StepTime, step_time, utilisation
 from gptpar.reporting.banner import format_bytes
-from gptpar.topology.layout import Layout
 
 Changes = Mapping[str, Any]
 """``section.field`` -> value, over what the command line says."""
@@ -107,7 +107,7 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Of all GPUs."""
-        return (self.job.config.batch.global_batch_size or 1) * self.job.shape.seq_length / self.time.total
+        return self.job.config.batch.global_batch_size * self.job.shape.seq_length / self.time.total
 
     @property
     def utilisation(self) -> float:
@@ -119,10 +119,10 @@ class Plan:
         words = []
         for name, value in self.changes.items():
             section, key = name.split(".")
-            usual = getattr(getattr(Config(), section), key)
+            usual = getattr(getattr(Flags(), section), key)
             if value == usual or value is None or (key == _CHUNKS_FIELD and value == 1):
                 continue
-            words.append(flag_name(key) + ("" if value is True else f" {value}"))
+            words.append(flag_name(key) + ("" if value is True else f" {as_word(value)}"))
         if self.gradients is not None and self.gradients.leave_at_once:
             words.append("--offload-gradients on")
         return " ".join(words)
@@ -142,13 +142,13 @@ class Planner:
     """Makes plans from one command line.
 
     Args:
-        config: as typed, with what a plan needs filled in.
+        typed: the command line, with what a plan needs filled in.
         given: the fields that were typed, as ``section.field``.
         world_size: number of GPUs.
     """
 
-    def __init__(self, config: Config, given: set[str], world_size: int, cluster: Cluster):
-        self.config, self.given, self.world_size, self.cluster = config, given, world_size, cluster
+    def __init__(self, typed: Flags, given: set[str], world_size: int, cluster: Cluster):
+        self.typed, self.given, self.world_size, self.cluster = typed, given, world_size, cluster
 
     def plan(self, changes: Changes | None = None) -> Plan:
         """The command line with some changes.
@@ -156,24 +156,18 @@ class Planner:
         Raises:
             ConfigError: it cannot run, whatever the memory.
         """
-        config = self.config
+        flags = self.typed
         for name, value in (changes or {}).items():
             section, key = name.split(".")
-            config = config.update(section, **{key: value})
-        config, _ = derive(config, self.world_size)
-        problems = find_problems(config, self.world_size)
+            flags = flags.update(section, **{key: value})
+        flags, _ = derive(flags, self.world_size)
+        problems = find_problems(flags, self.world_size)
         if problems:
             raise ConfigError(problems)
-        model, parallel = config.model, config.parallel
-        vocabulary = padded_vocab(config.tokenizer.vocab_size or 0, model.make_vocab_size_divisible_by)
-        config = config.update("model", padded_vocab_size=vocabulary)
-        layout = Layout(
-            parallel.data_parallel_size(self.world_size),
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-        )
-        plan = self._with_gradients(Plan(Job(config, layout), self.cluster, changes or {}))
-        return plan if config.offload.ratio is not None else self._with_least_ratio(plan)
+        config = complete(flags)
+        job = Job(config, config.parallel.layout(self.world_size))
+        plan = self._with_gradients(Plan(job, self.cluster, changes or {}))
+        return self._with_least_ratio(plan) if config.offload.ratio == "auto" else plan
 
     def _with_gradients(self, plan: Plan) -> Plan:
         """With ``--offload-gradients auto`` decided as the run decides it."""
@@ -190,7 +184,7 @@ class Planner:
         """
 
         def at(percent: int) -> Plan:
-            config = plan.job.config.update("offload", cpu_optimizer_ratio=f"{percent / 100:g}")
+            config = plan.job.config.update("offload", cpu_optimizer_ratio=percent / 100)
             return replace(plan, job=replace(plan.job, config=config))
 
         if (nothing := at(0)).fits_gpu:
@@ -251,7 +245,7 @@ class Planner:
 
     def on_host(self, offload: Changes) -> tuple[str, ...]:
         """What is in host memory with these changes to the command line, in words."""
-        typed = self.config.offload
+        typed = self.typed.offload
         wanted = {
             "the optimizer": offload.get("offload.cpu_optimizer", typed.cpu_optimizer),
             "the parameters": offload.get("offload.cpu_parameters", typed.cpu_parameters),
@@ -263,7 +257,7 @@ class Planner:
         recompute_given = section == "recompute" and any(field.startswith("recompute.") for field in self.given)
         chunks_given = key == _CHUNKS_FIELD and "parallel.num_layers_per_virtual_pipeline_stage" in self.given
         if name in self.given or recompute_given or chunks_given:
-            return [getattr(getattr(self.config, section), key)]
+            return [getattr(getattr(self.typed, section), key)]
         return list(choices)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from gptpar.model.flops import Shape, num_parameters
+from gptpar.model.flops import num_parameters
 from gptpar.pipeline import schedules
 from gptpar.pipeline.schedules import Forward, Span
 from gptpar.plan.planner import Plan
@@ -207,7 +207,7 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
         "layout": job.layout.describe(),
         "world_size": job.layout.world_size,
         "zero_stage": job.zero_stage,
-        "parameters": num_parameters(cast(Shape, job.config.model)),
+        "parameters": num_parameters(job.config.model),
         "micro_batches": job.num_micro_batches,
         "fits": plan.fits,
         "shortage": plan.shortage() or None,

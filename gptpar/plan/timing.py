@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gptpar.config.gradients import adds_gradients
 from gptpar.engine.ranges import Home
 from gptpar.model.flops import fc1_width, flops_per_token, mfu, qkv_width, query_width
 from gptpar.pipeline import schedules
@@ -239,7 +238,7 @@ class _Costs:
         """
         job = self._job
         added = job.element_size + 2 * job.wide_size
-        size = added if adds_gradients(job.config, job.layout.world_size) else 2 * job.element_size
+        size = added if job.config.batch.adds_gradients(job.layout.world_size) else 2 * job.element_size
         alone = job.num_micro_batches == 1 and job.layout.data == 1
         size_on_host = 3 * job.element_size if alone else added
         return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
@@ -251,7 +250,7 @@ class _Costs:
             return forward
         if recompute.recompute_granularity != "selective":
             return 0.0
-        modules = recompute.recompute_modules or ()
+        modules = recompute.recompute_modules
         again = 0.0
         if "core_attn" in modules:
             again += self._attention(self._sustained.attention_forward, 1)
@@ -369,6 +368,6 @@ class _Costs:
 
 def utilisation(job: Job, cluster: Cluster, seconds: float) -> float:
     """Model FLOPs utilisation of a step, with attention over its causal half."""
-    tokens = (job.config.batch.global_batch_size or 1) * job.shape.seq_length
+    tokens = job.config.batch.global_batch_size * job.shape.seq_length
     rate = tokens / seconds / job.layout.world_size
     return mfu(rate, flops_per_token(job.shape, causal=True), cluster.peak) or 0.0

@@ -116,7 +116,6 @@ def tell_differences(config: Config, inputs: Inputs, stored: StoredRun, say: Cal
 
 
 def _tell_new_order(config: Config, inputs: Inputs, stored: StoredRun, say: Callable[[str], None]) -> None:
-    assert config.model.seq_length
     there = stored.schedule["total"] / (config.model.seq_length if stored.schedule["in_tokens"] else 1)
     here = BatchPlan.of(config.batch, stored.progress).train_samples
     if same_run.reshuffled(config, inputs.corpora, there, here):

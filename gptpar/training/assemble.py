@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from gptpar.config import Config
+from gptpar.config.checks.offload import offload_gradients_obstacles
 from gptpar.config.derive import Derived
-from gptpar.config.gradients import offload_gradients_obstacles
 from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
@@ -21,7 +21,6 @@ from gptpar.reporting.sinks import Sink, make_sinks, require_packages
 from gptpar.system.activity import Activity
 from gptpar.system.stop import StopRequest
 from gptpar.topology.groups import Topology, open_topology
-from gptpar.topology.layout import Layout
 from gptpar.topology.world import world_from_environment
 from gptpar.training import resume
 from gptpar.training.auto_gradients import with_gradients
@@ -80,7 +79,7 @@ def _offload_gradients(config: Config) -> str:
     """Where ``auto`` may have trusted a prediction too much, or was switched off."""
     offload, world_size = config.offload, world_from_environment()[2]
     cannot = not offload.cpu_optimizer or offload.ratio == 0 or config.precision.cuda_graph == "on"
-    cannot = cannot or any(offload_gradients_obstacles(config, world_size))
+    cannot = cannot or any(offload_gradients_obstacles(config.batch, world_size))
     return "" if cannot or offload.gradients_leave_at_once else " set --offload-gradients on, or"
 
 
@@ -99,10 +98,7 @@ def open_run(
     resume.refuse_foreign_folders(config)
     parallel = config.parallel
     _, _, world_size = world_from_environment()
-    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    layout = Layout(
-        world_size // model_parallel, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    )
+    layout = parallel.layout(world_size)
     with ExitStack() as stack:
         request = stack.enter_context(StopRequest().listening())
         stack.enter_context(memory_explained(lambda: config))
@@ -115,7 +111,7 @@ def open_run(
         )
         say = _say if topology.is_main else _say_nothing
         folder = stack.enter_context(_run_folder(config, say))
-        vocabulary = vocabulary_of(config)
+        vocabulary = vocabulary_of(config.tokenizer)
         config = with_vocabulary(config, vocabulary)
         inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
         done = resume.progress_to_resume(config, inputs)

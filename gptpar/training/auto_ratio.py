@@ -21,7 +21,7 @@ KEPT_FREE = 0.05
 
 def with_ratio(config: Config, topology: Topology) -> Config:
     """Replace ``auto`` by a number; all processes must call it. Without a GPU that number is 0."""
-    if config.offload.ratio is not None:
+    if config.offload.ratio != "auto":
         return config
     ratio = 0.0
     if topology.device.type == "cuda":
@@ -30,7 +30,7 @@ def with_ratio(config: Config, topology: Topology) -> Config:
         highest = torch.tensor(ratio, device=topology.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         ratio = highest.item()
-    return config.update("offload", cpu_optimizer_ratio=f"{ratio:.3f}")
+    return config.update("offload", cpu_optimizer_ratio=round(ratio, 3))
 
 
 def smallest_ratio(free: int, elements: int, bytes_an_element: int, saved: int = 0) -> float:
@@ -49,7 +49,7 @@ def _measured(config: Config, topology: Topology) -> float:
     """Try the passes of a step with nothing of the optimizer on the device, and see what is left."""
     device = topology.device
     torch.cuda.reset_peak_memory_stats(device)
-    trial = config.update("offload", cpu_optimizer_ratio="1")
+    trial = config.update("offload", cpu_optimizer_ratio=1.0)
     trainer = Trainer(trial, topology, make_schedule(trial, 0), tries_memory=True)
     trainer.initialise()
     trainer.forward_backward(any_batches(config, topology), 0)
@@ -72,7 +72,7 @@ def bytes_saved_without_host(trainer: Trainer) -> int:
     Several processes take the highest ratio, which may be above 0 where 0 would fit one of them: they count on nothing.
     """
     topology = trainer.topology
-    nothing = Job(trainer.config.update("offload", cpu_optimizer_ratio="0"), topology.layout)
+    nothing = Job(trainer.config.update("offload", cpu_optimizer_ratio=0.0), topology.layout)
     alone = topology.layout.world_size == 1
     return trainer.engine.parameters.everything.nbytes if alone and nothing.masters_are_live else 0
 
@@ -88,7 +88,6 @@ def _bytes_waiting(trainer: Trainer) -> int:
 def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
     """Micro-batches of anything: as many as are ever alive at once, and two where there are several to be summed."""
     model, batch = config.model, config.batch
-    assert model.seq_length and model.padded_vocab_size and batch.micro_batch_size and batch.global_batch_size
     count = batch.global_batch_size // (batch.micro_batch_size * topology.layout.data)
     enough = min(count, topology.layout.pipeline * config.parallel.num_chunks * 2)
     tokens = torch.zeros(batch.micro_batch_size, model.seq_length, dtype=torch.int64)

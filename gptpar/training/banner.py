@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
 from gptpar.config import Config
 from gptpar.config.derive import Derived
-from gptpar.config.training import MEASURED_STEPS
+from gptpar.config.sections.batch import MEASURED_STEPS
 from gptpar.engine.engine import Engine
 from gptpar.engine.ranges import Home
 from gptpar.errors import GptparError
-from gptpar.model.flops import Shape, flops_per_token, num_parameters
+from gptpar.model.flops import flops_per_token, num_parameters
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.module import LayerSplit
@@ -81,10 +80,10 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
             f"{m.position_embedding_type} positions, {norm}, {kind}, {'tied' if m.tied else 'untied'}",
         ),
         Row("vocabulary", f"{m.padded_vocab_size:,}", pad),
-        Row("parameters", format_count(num_parameters(cast(Shape, m)))),
+        Row("parameters", format_count(num_parameters(m))),
         Row(
             "FLOPs a token",
-            f"{flops_per_token(cast(Shape, m), causal=False):.3e}",
+            f"{flops_per_token(m, causal=False):.3e}",
             "full attention, forward and backward",
         ),
     ]
@@ -98,7 +97,7 @@ def _layout(config: Config, topology: Topology) -> list[Row]:
         "MFU is not shown: the peak of this device is not known" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s"
     )
     return [
-        Row("processes", f"{layout.world_size}", f"{layout.describe()}, ZeRO-{config.parallel.zero_stage or 0}"),
+        Row("processes", f"{layout.world_size}", f"{layout.describe()}, ZeRO-{config.parallel.zero_stage}"),
         Row("device", name, reason),
         Row("number format", config.precision.dtype, "master weights, moments and gradient sums in fp32 or wider"),
     ]
@@ -106,7 +105,6 @@ def _layout(config: Config, topology: Topology) -> list[Row]:
 
 def _run(config: Config, plan: BatchPlan) -> list[Row]:
     m, o = config.model, config.optimizer
-    assert m.seq_length
     tokens = plan.train_samples * m.seq_length
     undecided = config.batch.train_minutes is not None and plan.train_iters == config.batch.train_iters
     rows = [
@@ -131,13 +129,13 @@ def _last_rate(config: Config, plan: BatchPlan) -> str:
         return ""
     schedule = make_schedule(config, plan.train_samples)
     end = plan.sizes.samples_after(plan.num_iterations() - plan.done.iteration - 1, plan.done.consumed_samples)
-    in_unit = end * (config.model.seq_length or 1) if schedule.in_tokens else end
+    in_unit = end * config.model.seq_length if schedule.in_tokens else end
     return f"{schedule.learning_rate(in_unit):.3g} in the last step"
 
 
 def _growth(config: Config, plan: BatchPlan) -> list[Row]:
     """How the batch grows, where it does."""
-    batch, length = config.batch, config.model.seq_length or 1
+    batch, length = config.batch, config.model.seq_length
     if batch.batch_sizes is not None:
         sizes = ", ".join(f"{size} from {format_count(first * length)} tokens on" for first, size in batch.batch_sizes)
         beyond = [size for first, size in batch.batch_sizes if first >= plan.train_samples]
@@ -152,7 +150,7 @@ def _growth(config: Config, plan: BatchPlan) -> list[Row]:
 def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit) -> list[Row]:
     if layout.pipeline == 1:
         return []
-    num_micro = plan.full // ((config.batch.micro_batch_size or 1) * layout.data)
+    num_micro = plan.full // (config.batch.micro_batch_size * layout.data)
     chunks = config.parallel.num_chunks
     idle = idle_share(simulate(layout.pipeline, num_micro, chunks))
     layers = [split.layers_of(stage) for stage in range(layout.pipeline)]

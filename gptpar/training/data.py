@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gptpar.config import Config, DataConfig
-from gptpar.config.derive import padded_vocab
+from gptpar.config import Config, DataConfig, DataFlags, TokenizerConfig
+from gptpar.config.complete import padded_vocab
 from gptpar.data.blend import SampleSource
 from gptpar.data.build import SampleSpec, build_train_valid_test
 from gptpar.data.loader import BatchLoader
 from gptpar.data.order import RepeatingOrder, SampleOrder, WholeOrder, make_order
-from gptpar.data.splits import DEFAULT_SPLIT
 from gptpar.data.tokenizer import Tokenizer, build_tokenizer
 from gptpar.errors import DataError
 from gptpar.topology.groups import Topology
@@ -37,20 +36,19 @@ class Vocabulary:
     identity: dict[str, Any]
 
 
-def tokenizer_of(config: Config) -> Tokenizer | None:
+def tokenizer_of(config: TokenizerConfig) -> Tokenizer | None:
     """The configured tokenizer, or ``None`` when only ``--vocab-size`` is given."""
-    t = config.tokenizer
-    if t.tokenizer_type is None:
+    if config.tokenizer_type is None:
         return None
-    return build_tokenizer(t.tokenizer_type, **t.options)
+    return build_tokenizer(config.tokenizer_type, **config.options)
 
 
-def vocabulary_of(config: Config) -> Vocabulary:
+def vocabulary_of(config: TokenizerConfig) -> Vocabulary:
     """The size of the vocabulary, from the tokenizer or from ``--vocab-size``."""
     tokenizer = tokenizer_of(config)
     if tokenizer is not None:
         return Vocabulary(tokenizer.vocab_size, tokenizer.eod, tokenizer.identity())
-    size = config.tokenizer.vocab_size
+    size = config.vocab_size
     assert size is not None
     return Vocabulary(size, None, {"type": "none", "vocab_size": size})
 
@@ -69,7 +67,6 @@ def samples_wanted(config: Config, plan: BatchPlan) -> tuple[int, int | None, in
         return plan.train_samples, None, per_evaluation
     if not per_evaluation:
         return plan.train_samples, 0, 0
-    assert log.eval_interval
     return plan.train_samples, (iters // log.eval_interval + 1) * per_evaluation, per_evaluation
 
 
@@ -85,7 +82,6 @@ def make_loaders(
         DataError: what the data room finds wrong, or training or validation data that are missing or too small.
     """
     data = config.data
-    assert config.model.seq_length
     spec = SampleSpec(config.model.seq_length, data.seed, cache_dir=data.data_cache_path)
     wanted = samples_wanted(config, plan)
     train, valid, test = build_train_valid_test(
@@ -93,7 +89,7 @@ def make_loaders(
         spec,
         data_path=data.data_path,
         split_data_paths=(data.train_data_path, data.valid_data_path, data.test_data_path),
-        split=data.split or DEFAULT_SPLIT,
+        split=data.split,
         split_rule=data.split_rule,  # type: ignore[arg-type]
         mock_vocab_size=vocabulary.size if data.mock_data else None,
     )
@@ -127,7 +123,6 @@ def _training_order(config: Config, topology: Topology, plan: BatchPlan, there: 
             "once: give weights (WEIGHT PREFIX WEIGHT PREFIX ...), which repeat them, train on fewer samples, or add "
             "--dataloader-type cyclic."
         )
-    assert batch.micro_batch_size
     order.indices(0, batch.micro_batch_size, topology.data_rank, topology.layout.data)  # refuses too few samples
     return order
 
@@ -160,7 +155,7 @@ def data_order(config: Config, data_parallel_size: int) -> dict[str, Any]:
     return order
 
 
-def other_order(saved: dict[str, Any] | None, there: DataConfig, here: dict[str, Any]) -> list[str]:
+def other_order(saved: dict[str, Any] | None, there: DataFlags, here: dict[str, Any]) -> list[str]:
     """What differs of the order of the training samples beside ``--dataloader-type``, which is compared elsewhere.
 
     Going on in another order would repeat some samples and leave out others.
@@ -186,7 +181,6 @@ def _loader(
     config: Config, topology: Topology, vocabulary: Vocabulary, samples: SampleSource, order: SampleOrder
 ) -> BatchLoader:
     data: DataConfig = config.data
-    assert config.batch.micro_batch_size
     return BatchLoader(
         samples,
         order=order,

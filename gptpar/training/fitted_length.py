@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from gptpar.config import BatchConfig
-from gptpar.config.training import MEASURED_STEPS
+from gptpar.config.sections.batch import MEASURED_STEPS
 from gptpar.training.progress import Progress
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 
 from gptpar.config import Config
-from gptpar.config.gradients import adds_gradients
-from gptpar.config.graph import wants_graph
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.model.dtypes import DTYPES
-from gptpar.model.flops import Shape, layer_flops
+from gptpar.model.flops import layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
@@ -24,6 +21,7 @@ from gptpar.offload.tied_embedding import PartialGradient, tied_unit
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.recompute import Keep, recompute_groups
 from gptpar.pipeline.stage import Fields, build_on_meta
+from gptpar.plan.graph import wants_graph
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
@@ -58,7 +56,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     settings, device = engine_settings(config, topology), topology.device
     tensor, data = tensor_axis(config, topology), data_axis(config, topology)
     pipeline = make_pipeline(config, topology, tensor, settings.dtype)
-    table = table_of(pipeline, tensor, data, config.offload.ratio or 0.0)
+    table = table_of(pipeline, tensor, data, config.offload.least_ratio)
     tied = tied_unit(config, topology.layout, table)
     on_host = config.offload.cpu_parameters
     parameters = ParameterMemory(table.units, data, settings.dtype, device, on_host=on_host)
@@ -89,7 +87,7 @@ def engine_settings(config: Config, topology: Topology) -> EngineSettings:
     return EngineSettings(
         dtype,
         torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else wide,
-        adds_gradients(config, topology.layout.world_size),
+        config.batch.adds_gradients(topology.layout.world_size),
         topology.device.type == "cuda" and wants_graph(config, topology.layout.data),
         config.logging.log_num_zeros_in_grad,
     )
@@ -105,15 +103,14 @@ def tensor_axis(config: Config, topology: Topology) -> TensorAxis:
 def data_axis(config: Config, topology: Topology) -> DataAxis:
     """This process's place on the data axis; alone there, nothing is sharded."""
     size = topology.layout.data
-    stage = (config.parallel.zero_stage or 0) if size > 1 else 0
+    stage = config.parallel.zero_stage if size > 1 else 0
     return DataAxis(size, topology.data_rank, topology.data_group, stage)
 
 
 def make_pipeline(config: Config, topology: Topology, tensor: TensorAxis, dtype: torch.dtype) -> PipelineModule:
     """The GPT cut into stages, its layers without storage."""
-    recompute, modules = config.recompute, frozenset(config.recompute.recompute_modules or ())
+    recompute, modules = config.recompute, frozenset(config.recompute.recompute_modules)
     width = config.model.hidden_size
-    assert width is not None
 
     def boundary(sender: int, x: torch.Tensor, fields: Fields) -> tuple[torch.Size, torch.dtype]:
         return torch.Size([x.numel() // (tensor.size if tensor.splits_tokens else 1), width]), dtype
@@ -126,7 +123,7 @@ def make_pipeline(config: Config, topology: Topology, tensor: TensorAxis, dtype:
         topology=topology,
         partition_method=config.parallel.pipeline_partition_method,
         num_virtual_stages=config.parallel.num_chunks,
-        flops=layer_flops(cast(Shape, config.model)),
+        flops=layer_flops(config.model),
         build=build_on_meta,
         recompute=partial(recomputed_blocks, config),
         keep=Keep(partition, recompute.checkpoint_in_cpu, random=False),  # masks are functions of their seeds
@@ -146,5 +143,5 @@ def split_of(config: Config, layout: Layout) -> LayerSplit:
         layout.pipeline,
         config.parallel.num_chunks,
         config.parallel.pipeline_partition_method,
-        layer_flops(cast(Shape, config.model)),
+        layer_flops(config.model),
     )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 
 from gptpar.config import Config
 from gptpar.engine.readings import Moment
-from gptpar.model.flops import Shape, flops_per_token, mfu, peak_flops, tflops_per_gpu
+from gptpar.model.flops import flops_per_token, mfu, peak_flops, tflops_per_gpu
 from gptpar.reporting.console import iteration_line, timing_line, validation_lines
 from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, ValidationRecord
 from gptpar.reporting.sinks import Sink
@@ -93,7 +92,7 @@ class Reporter:
             self._first = False
 
     def _record(self, numbers: StepNumbers, progress: Progress, elapsed: float) -> IterationRecord:
-        shape, step = cast(Shape, self.config.model), numbers.step
+        shape, step = self.config.model, numbers.step
         tokens_per_s = step.samples * shape.seq_length / elapsed
         per_gpu = tokens_per_s / self.world_size
         left = max(0, self.plan.train_samples - progress.consumed_samples)

@@ -21,7 +21,7 @@ from gptpar.checkpoint import (
     save_checkpoint,
 )
 from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
-from gptpar.config import Config
+from gptpar.config import CheckpointConfig, Config
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
 from gptpar.topology.tensor_parts import TensorParts
@@ -80,9 +80,9 @@ def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, Ten
     }
 
 
-def folder_problems(config: Config) -> Iterator[str]:
+def folder_problems(config: CheckpointConfig) -> Iterator[str]:
     """What ``--load`` and ``--save`` hold that this run neither goes on from nor may write beside."""
-    load, save = config.checkpoint.load, config.checkpoint.save
+    load, save = config.load, config.save
     if load and (problem := why_not_to_load(load, _NEW_WEIGHTS)):
         yield problem
     if not save or (load and Path(load).resolve() == Path(save).resolve()):
@@ -102,7 +102,7 @@ def refuse_foreign_folders(config: Config) -> None:
     Raises:
         ConfigError: ``--load`` or ``--save`` holds another program's checkpoint, or ``--save`` another run's.
     """
-    if problems := list(folder_problems(config)):
+    if problems := list(folder_problems(config.checkpoint)):
         raise ConfigError(problems)
 
 

@@ -121,7 +121,6 @@ class Run:
 
     def _position(self, coming: int = 0) -> float:
         """Where the schedules are, in their unit; ``coming``: samples of the step under way, as if it will count."""
-        assert self.config.model.seq_length
         in_samples = self.progress.scheduled_samples + coming
         return in_samples * (self.config.model.seq_length if self.trainer.schedule.in_tokens else 1)
 
@@ -239,7 +238,6 @@ class Run:
         loader, log = self.loaders[split], self.config.logging
         if loader is None or self.evaluated_at.get(split) == self.progress.iteration:
             return True
-        assert log.eval_interval and self.config.model.seq_length
         whole = split == "valid" and log.full_validation
         places = loader.whole(self.plan.full) if whole else self._evaluated_places(split)
         losses = []

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any
 
-from gptpar.config import Config, DataConfig
+from gptpar.config import Config, DataConfig, DataFlags, Flags
 from gptpar.config.fields import flag_name
 from gptpar.data.blend import SURPLUS
 from gptpar.data.identity import blend_identity, blend_of
-from gptpar.data.splits import DEFAULT_SPLIT, normalized_split
+from gptpar.data.splits import normalized_split
 
 Corpora = Mapping[str, list[dict[str, Any]]]
 
@@ -50,8 +50,7 @@ _BY_RULE = {
     ),
     Rule.ELSEWHERE: (
         "data.data_sharding data.data_path data.train_data_path data.valid_data_path data.test_data_path "
-        "batch.train_iters batch.train_samples batch.train_tokens batch.batch_sizes batch.sample_limit "
-        ""
+        "batch.train_iters batch.train_samples batch.batch_sizes batch.sample_limit "
         "optimizer.lr optimizer.min_lr optimizer.lr_decay_style optimizer.lr_decay_iters optimizer.lr_decay_samples "
         "optimizer.lr_decay_tokens optimizer.lr_warmup_fraction optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.lr_warmup_tokens optimizer.lr_warmup_init optimizer.lr_wsd_decay_style optimizer.lr_wsd_decay_iters "
@@ -61,14 +60,11 @@ _BY_RULE = {
         "tokenizer.vocab_size"
     ),
     Rule.FREE: (
-        # stand for fields above, or shape what they say
-        "model.preset model.group_query_attention model.use_rotary_position_embeddings model.add_position_embedding "
-        "model.make_vocab_size_divisible_by "
-        # of the initial weights
-        "model.init_method_std "
+        # shapes what a field above says; of the initial weights
+        "model.make_vocab_size_divisible_by model.init_method_std "
         "data.data_cache_path data.num_workers data.override_data "
         "batch.train_iters_needed "
-        "batch.micro_batch_size batch.gradient_accumulation_steps batch.exit_interval batch.exit_duration_in_mins "
+        "batch.micro_batch_size batch.exit_interval batch.exit_duration_in_mins "
         "optimizer.override_opt_param_scheduler optimizer.use_checkpoint_opt_param_scheduler "
         # how a dynamic loss scale moves is the run's; where it stands is the checkpoint's
         "precision.initial_loss_scale precision.min_loss_scale precision.loss_scale_window precision.hysteresis "
@@ -78,7 +74,7 @@ _BY_RULE = {
 RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
 """``section.field`` -> rule, for each field of each section that is not free as a whole."""
 
-FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "logging", "deepspeed")
+FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "logging")
 
 _FOLLOWS_FROM = {"model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of"}
 """What is told in place of a flag where a field has none."""
@@ -94,7 +90,7 @@ COMPARED = frozenset(
 """The fields of a stored configuration that are read."""
 
 # Where a field has no effect it may differ; a difference of the other field is told.
-_MATTERS: dict[str, Callable[[Config], bool]] = {
+_MATTERS: dict[str, Callable[[Flags | Config], bool]] = {
     "model.max_position_embeddings": lambda c: c.model.position_embedding_type == "learned_absolute",
     "model.rotary_base": lambda c: c.model.position_embedding_type == "rope",
     "model.rotary_percent": lambda c: c.model.position_embedding_type == "rope",
@@ -104,7 +100,7 @@ _MATTERS: dict[str, Callable[[Config], bool]] = {
     "data.split_rule": lambda c: not c.data.mock_data,
 }
 # Fields with several spellings of one value.
-_MEANING: dict[str, Callable[[Config], object]] = {
+_MEANING: dict[str, Callable[[Flags | Config], object]] = {
     "data.split": lambda c: _split(c)[0],  # the rest is for evaluation
 }
 
@@ -114,12 +110,12 @@ def corpora_of(data: DataConfig) -> Corpora:
     return {name: blend_identity(paths) for name in DATA_PATHS if (paths := getattr(data, name))}
 
 
-def corpora_named(data: DataConfig) -> Corpora:
+def corpora_named(data: DataFlags) -> Corpora:
     """As much of it as a configuration alone says: prefixes and weights."""
     return {name: blend_of(paths) for name in DATA_PATHS if (paths := getattr(data, name))}
 
 
-def differing(rule: Rule, there: Config, here: Config, known: frozenset[str]) -> list[str]:
+def differing(rule: Rule, there: Flags | Config, here: Config, known: frozenset[str]) -> list[str]:
     """Each difference as ``--flag there, here``.
 
     Args:
@@ -164,13 +160,12 @@ def reshuffled(config: Config, corpora: Corpora, samples_there: float, samples_h
     _, found = _training(corpora)
     if samples_there == samples_here or (len(found) > 1 and found[0]["weight"] is None):
         return False
-    assert config.model.seq_length
     longest = max(samples_there, samples_here) * config.model.seq_length * SURPLUS
     share = _split(config)[0]
     return any(longest * (corpus["weight"] or 1.0) >= corpus["tokens"] * share for corpus in found)
 
 
-def other_evaluation(there: Config, corpora_there: Corpora, here: Config, corpora_here: Corpora) -> Iterator[str]:
+def other_evaluation(there: Flags, corpora_there: Corpora, here: Config, corpora_here: Corpora) -> Iterator[str]:
     """What makes losses of evaluations not comparable with those before."""
     for name in ("valid_data_path", "test_data_path"):
         old, new = ([_identity(corpus) for corpus in found.get(name, [])] for found in (corpora_there, corpora_here))
@@ -185,8 +180,8 @@ def _identity(corpus: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(corpus.get(key) for key in ("sequences", "tokens", "sha256"))
 
 
-def _split(config: Config) -> tuple[float, ...]:
-    return normalized_split(config.data.split or DEFAULT_SPLIT) if config.data.data_path else (1.0,)
+def _split(config: Flags | Config) -> tuple[float, ...]:
+    return normalized_split(config.data.split or DataConfig.split) if config.data.data_path else (1.0,)
 
 
 def _training(corpora: Corpora) -> tuple[str, list[dict[str, Any]]]:
@@ -211,7 +206,7 @@ def _same_weight(old: float | None, new: float | None) -> bool:
     return old == new if old is None or new is None else math.isclose(old, new, rel_tol=1e-9)
 
 
-def _same(name: str, there: Config, here: Config) -> bool:
+def _same(name: str, there: Flags | Config, here: Config) -> bool:
     matters = _MATTERS.get(name)
     if matters is not None and not (matters(there) and matters(here)):
         return True
@@ -219,18 +214,18 @@ def _same(name: str, there: Config, here: Config) -> bool:
     return value(there) == value(here)
 
 
-def _value(name: str, config: Config) -> Any:
+def _value(name: str, config: Flags | Config) -> Any:
     section, field = name.split(".")
     return getattr(getattr(config, section), field)
 
 
-def _difference(name: str, there: Config, here: Config) -> str:
+def _difference(name: str, there: Flags | Config, here: Config) -> str:
     section, field = name.split(".")
     spec = next(f for f in dataclasses.fields(getattr(here, section)) if f.name == field)
     off = spec.metadata.get("off")
     flag = _FOLLOWS_FROM.get(name) or off or flag_name(field)
 
-    def shown(config: Config) -> str:
+    def shown(config: Flags | Config) -> str:
         value = _value(name, config)
         if isinstance(value, bool):
             return "given" if value is not bool(off) else "not given"

@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptpar.config import Config
+from gptpar.config import Flags, ModelConfig, ModelFlags, TokenizerConfig
 from gptpar.config.checks.model import check_model
+from gptpar.config.complete import complete_model
 from gptpar.errors import CheckpointError
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import Schedule
 from gptpar.training.progress import Progress
 
 MAX_INT = 2**63 - 1
+UNIONS = (types.UnionType, typing.Union)
 MAY_BE_NEGATIVE = ("max_lr", "min_lr", "init_lr")
+_DERIVED = ("ffn_hidden_size", "num_query_groups", "kv_channels", "padded_vocab_size")
+"""What a run derives of its model, and a checkpoint must say."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class StoredRun:
         tokenizer: the tokenizer's identity.
         corpora: the corpora's identities by flag, as ``corpora_of`` gives them; ``None``: saved before they were kept.
         data_order: as :func:`~gptpar.training.data.data_order` gives it; ``None``: likewise.
-        config: the run's configuration, as far as it was asked for.
+        config: the run's configuration, as far as it was asked for; former versions stored what was typed, too.
         known: the fields of it that the checkpoint says, as ``section.field``.
     """
 
@@ -41,8 +45,16 @@ class StoredRun:
     tokenizer: dict[str, Any]
     corpora: dict[str, list[dict[str, Any]]] | None
     data_order: dict[str, Any] | None
-    config: Config
+    config: Flags
     known: frozenset[str]
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint's model, and the tokenizer that it was trained with."""
+
+    model: ModelConfig
+    tokenizer: TokenizerConfig
 
 
 def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> StoredRun:
@@ -82,34 +94,35 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
     )
 
 
-def stored_model(path: Path, meta: dict[str, Any]) -> Config:
-    """The configuration of a checkpoint's model and tokenizer, complete enough to build both.
+def stored_model(path: Path, meta: dict[str, Any]) -> StoredModel:
+    """What text is made with.
 
     Raises:
         CheckpointError: with everything that is wrong.
     """
     wanted = {
         f"{section}.{spec.name}"
-        for section in ("model", "tokenizer")
-        for spec in dataclasses.fields(getattr(Config(), section))
+        for section, kind in (("model", ModelFlags), ("tokenizer", TokenizerConfig))
+        for spec in dataclasses.fields(kind)
         if spec.name != "preset"  # what it stands for is stored
     }
     config, _, problems = stored_config(meta.get("config"), wanted)
     problems = problems or [f"config.model: {problem}" for problem in check_model(config)]
-    if config.model.padded_vocab_size is None and not problems:
-        problems.append("config.model.padded_vocab_size is missing")
+    problems = problems or [
+        f"config.model.{name} is missing" for name in _DERIVED if getattr(config.model, name) is None
+    ]
     if problems:
         raise _unusable(
             path, problems, "Load it with the version that saved it, or take another one with --ckpt-step N."
         )
-    return config
+    return StoredModel(complete_model(config.model, config.tokenizer), config.tokenizer)
 
 
-def stored_config(values: object, wanted: Collection[str]) -> tuple[Config, frozenset[str], list[str]]:
+def stored_config(values: object, wanted: Collection[str]) -> tuple[Flags, frozenset[str], list[str]]:
     """The fields of a stored configuration, those it has, and what is wrong with them; the others get defaults."""
     if not isinstance(values, dict):
-        return Config(), frozenset(), [_wrong("config", values, "an object")]
-    config, known, problems = Config(), [], []
+        return Flags(), frozenset(), [_wrong("config", values, "an object")]
+    config, known, problems = Flags(), [], []
     for section in dict.fromkeys(name.partition(".")[0] for name in wanted):
         found = values.get(section, {})
         if not isinstance(found, dict):
@@ -123,10 +136,14 @@ def stored_config(values: object, wanted: Collection[str]) -> tuple[Config, froz
             wrong += _unknown_options(found, specs.keys())
         problems += wrong
         if not wrong:
-            plain = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
-            config = config.update(section, **plain)
+            config = config.update(section, **{name: _as_tuples(value) for name, value in asked.items()})
             known += [f"{section}.{name}" for name in asked]
     return config, frozenset(known), problems
+
+
+def _as_tuples(value: object) -> object:
+    """JSON knows lists alone."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, section: str) -> Iterator[str]:
@@ -175,8 +192,10 @@ def _problem_of(hint: Any, value: object, where: str, *, negative: bool = False)
 
 def _fits(value: object, hint: Any) -> bool:
     """Whether a JSON value is one of an annotation's."""
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in UNIONS:
         return any(_fits(value, one) for one in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         return isinstance(value, list | tuple) and all(_fits(one, typing.get_args(hint)[0]) for one in value)
     if hint is float:
@@ -187,7 +206,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _expected(hint: Any) -> str:
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in UNIONS:
         return _expected(next(one for one in typing.get_args(hint) if one is not types.NoneType))
     if typing.get_origin(hint) is tuple:
         return "a list"

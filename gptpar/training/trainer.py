@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from gptpar.config import Config
-from gptpar.config.graph import wants_graph
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
@@ -19,6 +18,7 @@ from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
 from gptpar.optim.spans import DECAYS
 from gptpar.pipeline.runtime import MicroBatch as StageInput
+from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise

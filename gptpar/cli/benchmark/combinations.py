@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from gptpar.cli.check_layouts.cases import layouts
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.derive import derive
+from gptpar.config.fields import as_word
 from gptpar.config.flags import ParsedFlags, flag_name
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
@@ -51,26 +52,26 @@ class Combination:
 
     Attributes:
         changes: over the command line.
-        config: with the changes and what follows from them.
+        typed: with the changes and what follows from them.
         refusal: why it is not started; empty if it is.
     """
 
     layout: Layout
     changes: Mapping[str, Any]
-    config: Config
+    typed: Flags
     refusal: str = ""
 
     @cached_property
     def cells(self) -> dict[str, str]:
         """Its place in the table, by the names of the columns."""
-        config = self.config
+        flags = self.typed
         return {
             "layout": self.layout.describe(),
-            "micro-batch": str(config.batch.micro_batch_size),
-            "recompute": config.recompute.recompute_granularity or "none",
-            "ZeRO": str(config.parallel.zero_stage),
-            "virtual": str(config.parallel.num_chunks),
-            "CPU ratio": config.offload.cpu_optimizer_ratio if config.offload.cpu_optimizer else "0",
+            "micro-batch": str(flags.batch.micro_batch_size),
+            "recompute": flags.recompute.recompute_granularity or "none",
+            "ZeRO": str(flags.parallel.zero_stage),
+            "virtual": str(flags.parallel.num_chunks),
+            "CPU ratio": as_word(flags.offload.ratio),
         }
 
     def describe(self, names: list[str]) -> str:
@@ -83,7 +84,7 @@ class Combination:
         words: list[str] = []
         for name, value in self.changes.items():
             if value is not False:
-                words += [flag_name(name.split(".")[1])] + ([] if value is True else [str(value)])
+                words += [flag_name(name.split(".")[1])] + ([] if value is True else [as_word(value)])
         return words
 
 
@@ -94,11 +95,11 @@ def layout_sizes(text: str) -> dict[str, int]:
     return {axis: int(size) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", text)}
 
 
-def cpu_ratio(text: str) -> str:
+def cpu_ratio(text: str) -> float | str:
     """An argparse type: a share from 0 to 1, or ``auto``."""
     if text != "auto" and not 0 <= float(text) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
-    return text
+    return text if text == "auto" else float(text)
 
 
 def contradictions(parsed: ParsedFlags) -> Iterator[str]:
@@ -122,9 +123,9 @@ def combinations(parsed: ParsedFlags, count: int) -> list[Combination]:
     """
     options = parsed.rest
     found = list(_layouts(parsed, count))
-    micro_batches = options.sweep_micro_batches or [parsed.config.batch.micro_batch_size]
+    micro_batches = options.sweep_micro_batches or [parsed.flags.batch.micro_batch_size]
     common: Changes = {}
-    if parsed.config.batch.global_batch_size is None and None not in micro_batches:
+    if parsed.flags.batch.global_batch_size is None and None not in micro_batches:
         data = [layout.data for layout in found if layout.world_size == count]
         common["batch.global_batch_size"] = math.lcm(*(size * d for size in micro_batches for d in data))
     rest = [
@@ -150,9 +151,9 @@ def _choices(name: str, values: list[Any] | None, unset: Any = None) -> list[Cha
     return [{} if value == unset else {name: value} for value in dict.fromkeys(values or [unset])]
 
 
-def _offload(ratio: str | None, parsed: ParsedFlags) -> Changes:
+def _offload(ratio: float | str | None, parsed: ParsedFlags) -> Changes:
     """0 is without the CPU optimizer, unless the command line says that it is used."""
-    if ratio is None or (ratio != "auto" and float(ratio) == 0 and not parsed.config.offload.cpu_optimizer):
+    if ratio is None or (ratio == 0 and not parsed.flags.offload.cpu_optimizer):
         return {}
     return {"offload.cpu_optimizer": True, "offload.cpu_optimizer_ratio": ratio}
 
@@ -160,7 +161,7 @@ def _offload(ratio: str | None, parsed: ParsedFlags) -> Changes:
 def _layouts(parsed: ParsedFlags, count: int) -> Iterator[Layout]:
     wished = parsed.rest.sweep_layouts
     if wished is None:
-        parallel = parsed.config.parallel
+        parallel = parsed.flags.parallel
         for layout in layouts(count):
             tensor_fits = TENSOR not in parsed.given or layout.tensor == parallel.tensor_model_parallel_size
             pipeline_fits = PIPELINE not in parsed.given or layout.pipeline == parallel.pipeline_model_parallel_size
@@ -175,31 +176,31 @@ def _layouts(parsed: ParsedFlags, count: int) -> Iterator[Layout]:
 def _axes(layout: Layout, parsed: ParsedFlags) -> Changes:
     """The layout's sizes; tokens are split in all layouts that have a tensor axis, or in none."""
     changes: Changes = {TENSOR: layout.tensor, PIPELINE: layout.pipeline}
-    if parsed.config.parallel.sequence_parallel:
+    if parsed.flags.parallel.sequence_parallel:
         changes[SEQUENCE_PARALLEL] = layout.tensor > 1
     return changes
 
 
 def _combination(parsed: ParsedFlags, count: int, layout: Layout, changes: Changes) -> Combination:
-    config = parsed.config
+    flags = parsed.flags
     for name, value in changes.items():
         section, field = name.split(".")
-        config = config.update(section, **{field: value})
-    derived = derive(config, count)[0]
+        flags = flags.update(section, **{field: value})
+    derived = derive(flags, count)[0]
     refusal = _refusal(parsed, count, layout, derived)
     if not refusal:
         try:
-            resolve(dataclasses.replace(parsed, config=config), count)
+            resolve(dataclasses.replace(parsed, flags=flags), count)
         except ConfigError as error:
             refusal = " ".join(error.problems)
     return Combination(layout, changes, derived, refusal)
 
 
-def _refusal(parsed: ParsedFlags, count: int, layout: Layout, config: Config) -> str:
+def _refusal(parsed: ParsedFlags, count: int, layout: Layout, flags: Flags) -> str:
     """What validation cannot see."""
     if layout.world_size != count and count % (layout.tensor * layout.pipeline) == 0:
         return f"{layout.describe()} is {layout.world_size} processes, and here are {count}."
     stages = parsed.rest.sweep_zero
-    if stages and layout.data == 1 and config.parallel.zero_stage != stages[0]:
-        return f"without data parallelism ZeRO-{config.parallel.zero_stage} is the same as ZeRO-{stages[0]}."
+    if stages and layout.data == 1 and flags.parallel.zero_stage != stages[0]:
+        return f"without data parallelism ZeRO-{flags.parallel.zero_stage} is the same as ZeRO-{stages[0]}."
     return ""

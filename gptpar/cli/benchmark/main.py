@@ -110,7 +110,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
         ConfigError: mistakes that concern all combinations.
     """
     options = parsed.rest
-    count = workers_wanted(parsed.config.parallel.nproc_per_node)
+    count = workers_wanted(parsed.flags.parallel.nproc_per_node)
     _refuse_what_concerns_all(parsed)
     everything = combinations(parsed, count)
     if not everything:
@@ -123,7 +123,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
         refused += left
         _say_what_plan_leaves_out(accepted)
     about = about_machine(count)
-    batch = everything[0].config.batch.global_batch_size
+    batch = everything[0].typed.batch.global_batch_size
     print(f"{len(queue)} of {len(everything)} combinations on {about['machine']}, {batch} samples a step", flush=True)
     rows: list[Row] = []
     interrupted = False
@@ -145,7 +145,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
 
 
 def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
-    problems = [*parsed.problems, *range_problems(parsed.config), *choices.contradictions(parsed)]
+    problems = [*parsed.problems, *range_problems(parsed.flags), *choices.contradictions(parsed)]
     if is_worker():
         problems.append("--sweep starts the processes itself: run it without torchrun.")
     if problems:
@@ -181,6 +181,6 @@ def _duration(seconds: float) -> str:
 
 
 def _say_what_plan_leaves_out(accepted: Sequence[Combination]) -> None:
-    unknown = sorted({flag for one in accepted for flag in unknown_to_plan(one.config)})
+    unknown = sorted({flag for one in accepted for flag in unknown_to_plan(one.typed)})
     if unknown:
         print(f"plan does not judge {', '.join(unknown)}: what it expects is without")

@@ -9,21 +9,21 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gptpar.cli.benchmark.breakdown import TRACED_STEPS, UNTRACED_BEFORE, Tracer, table
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
-from gptpar.config import Config
+from gptpar.config import Config, Flags
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.derive import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
-from gptpar.config.graph import wants_graph
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
-from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
+from gptpar.model.flops import flops_per_token, mfu, num_parameters
+from gptpar.plan.graph import wants_graph
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 from gptpar.system.command_line import not_negative_int, positive_int
 from gptpar.system.host import peak_process_memory
@@ -96,41 +96,41 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
     steps = parsed.rest.steps + parsed.rest.warmup_steps
     if _traces(parsed):
         steps += UNTRACED_BEFORE + TRACED_STEPS
-    config = parsed.config
-    if config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_size is None:
-        config = config.update("tokenizer", vocab_size=50257)
-    if config.optimizer.lr is None:
-        config = config.update("optimizer", lr=3e-4)
-    config = config.update("data", mock_data=True, data_path=None)
-    config, derived = _of_one_size(without_lengths(config))
-    config = config.update("batch", train_iters=steps, train_samples=None, train_tokens=None, train_minutes=None)
-    config = config.update("logging", eval_iters=0, log_interval=max(1, steps))
-    return dataclasses.replace(parsed, config=config, derived=[*parsed.derived, *derived])
+    flags = parsed.flags
+    if flags.tokenizer.tokenizer_type is None and flags.tokenizer.vocab_size is None:
+        flags = flags.update("tokenizer", vocab_size=50257)
+    if flags.optimizer.lr is None:
+        flags = flags.update("optimizer", lr=3e-4)
+    flags = flags.update("data", mock_data=True, data_path=None)
+    flags, derived = _of_one_size(without_lengths(flags))
+    flags = flags.update("batch", train_iters=steps, train_samples=None, train_tokens=None, train_minutes=None)
+    flags = flags.update("logging", eval_iters=0, log_interval=max(1, steps))
+    return dataclasses.replace(parsed, flags=flags, derived=[*parsed.derived, *derived])
 
 
-def _of_one_size(config: Config) -> tuple[Config, list[Derived]]:
+def _of_one_size(flags: Flags) -> tuple[Flags, list[Derived]]:
     """Steps of several sizes have no median: the size that the run ends with is timed."""
-    batch, derived = config.batch, []
+    batch, derived = flags.batch, []
     if batch.rampup_batch_size is not None:
-        config = config.update("batch", rampup_batch_size=None)
+        flags = flags.update("batch", rampup_batch_size=None)
         derived = [Derived("rampup batch size", "none", "the batch that the ramp ends with is timed")]
     if batch.step_batch_size_schedule is not None:
-        with contextlib.suppress(ValueError):  # told when the configuration is resolved
+        with contextlib.suppress(ValueError):  # told when the flagsuration is resolved
             last = BatchSizes(read_schedule(batch.step_batch_size_schedule, 1)).last
             same = batch.global_batch_size or last  # told, too, where it is another one
             if same == last:
-                config = config.update("batch", step_batch_size_schedule=None, global_batch_size=last)
+                flags = flags.update("batch", step_batch_size_schedule=None, global_batch_size=last)
                 derived.append(Derived("global batch size", last, "timed: the last of --step-batch-size-schedule"))
-    return config, derived
+    return flags, derived
 
 
 def _traces(parsed: ParsedFlags) -> bool:
     return parsed.rest.breakdown or parsed.rest.trace is not None
 
 
-def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dict[str, Any]:
+def result_line(config: Config, run: Run, records: list[IterationRecord], preset: str | None) -> dict[str, Any]:
     """The figures of the timed steps."""
-    topology, shape = run.trainer.topology, cast(Shape, run.config.model)
+    topology, shape = run.trainer.topology, run.config.model
     ms = sorted(record.elapsed_ms for record in records)
     median = statistics.median(ms)
     tokens = run.plan.full * shape.seq_length
@@ -139,7 +139,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
     peak, parallel = device_peak(config, topology.device), config.parallel
     on_gpu = topology.device.type == "cuda"
     return {
-        "model": config.model.preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
+        "model": preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
         "params": num_parameters(shape),
         "tokens_per_s": round(per_s, 1),
         "tokens_per_s_per_gpu": round(per_gpu, 1),
@@ -203,7 +203,7 @@ def measure(parsed: ParsedFlags, argv: list[str]) -> int:
         ConfigError: the configuration cannot run.
     """
     worker = is_worker()
-    count = world_from_environment()[2] if worker else workers_wanted(parsed.config.parallel.nproc_per_node)
+    count = world_from_environment()[2] if worker else workers_wanted(parsed.flags.parallel.nproc_per_node)
     config, derived = resolve(parsed, count)
     if count > 1 and not worker:
         return start_workers(count, ["benchmark", *argv])
@@ -221,7 +221,7 @@ def measure(parsed: ParsedFlags, argv: list[str]) -> int:
         if tracer is not None:
             _show(tracer, parsed, run)
         if run.trainer.topology.is_main:
-            print(json.dumps(result_line(config, run, times.records[timed])), flush=True)
+            print(json.dumps(result_line(config, run, times.records[timed], parsed.flags.model.preset)), flush=True)
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gptpar.cli.benchmark.combinations import Combination
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.flags import ParsedFlags
 from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GIB, GPUS, make_cluster
@@ -24,11 +24,11 @@ def known_gpu() -> str | None:
     return min(names, key=lambda name: abs(GPUS[name].memory - memory), default=None)
 
 
-def unknown_to_plan(config: Config) -> Iterator[str]:
+def unknown_to_plan(flags: Flags) -> Iterator[str]:
     """Flags in use that change speed or memory and that plan does not look at."""
     for flag, used in (
-        ("--log-params-norm", config.logging.log_params_norm),
-        ("--log-num-zeros-in-grad", config.logging.log_num_zeros_in_grad),
+        ("--log-params-norm", flags.logging.log_params_norm),
+        ("--log-num-zeros-in-grad", flags.logging.log_num_zeros_in_grad),
     ):
         if used:
             yield flag
@@ -45,10 +45,10 @@ def predict(parsed: ParsedFlags, chosen: Sequence[Combination], count: int) -> l
         raise ConfigError(
             ["--sweep-top ranks by gptpar plan, which does not know this machine's GPU: name one with --sweep-gpu."]
         )
-    config = parsed.config
-    if config.tokenizer.vocab_size is None:
-        config = config.update("tokenizer", vocab_size=50257)
-    planner = Planner(config, parsed.given, count, make_cluster(gpu, config.precision.dtype))
+    flags = parsed.flags
+    if flags.tokenizer.vocab_size is None:
+        flags = flags.update("tokenizer", vocab_size=50257)
+    planner = Planner(flags, parsed.given, count, make_cluster(gpu, flags.precision.dtype))
     return [planner.plan(combination.changes) for combination in chosen]
 
 

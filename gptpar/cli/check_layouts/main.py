@@ -19,7 +19,6 @@ from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config
-from gptpar.config.derive import padded_vocab
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
@@ -90,7 +89,7 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _chosen(words: Sequence[str], num_processes: int, only: str | None) -> list[Case]:
-    masks = parse_flags([*words], extra=_extra_flags).config.model.has_dropout
+    masks = parse_flags([*words], extra=_extra_flags).flags.model.has_dropout
     cases = (case for case in all_cases(num_processes) if not (case.whole_batch and masks))  # a micro-batch has its own
     found = [case for case in cases if only is None or only in case.name]
     if not found:
@@ -106,7 +105,7 @@ def case_config(words: Sequence[str], case: Case, world_size: int) -> Config:
     """
     words = [*words, *case.flags]
     if case.whole_batch:
-        batch = parse_flags(words, extra=_extra_flags).config.batch
+        batch = parse_flags(words, extra=_extra_flags).flags.batch
         words += ["--micro-batch-size", str(batch.global_batch_size or batch.micro_batch_size)]
     parsed = parse_flags(words, extra=_extra_flags)
     try:
@@ -115,8 +114,7 @@ def case_config(words: Sequence[str], case: Case, world_size: int) -> Config:
         raise ConfigError([f"{case.name}: {problem}" for problem in error.problems]) from None
     if config.batch.step_batch_size_schedule is not None:
         raise ConfigError(["check-layouts compares steps of one size: give --global-batch-size, and no schedule."])
-    vocab = padded_vocab(config.tokenizer.vocab_size or 0, config.model.make_vocab_size_divisible_by)
-    return config.update("model", padded_vocab_size=vocab)
+    return config
 
 
 def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | None) -> int:

@@ -27,7 +27,7 @@ class CaseRun:
     """
 
     def __init__(self, config: Config, topology: Topology):
-        assert config.batch.global_batch_size and config.batch.train_samples is None
+        assert config.batch.train_samples is None
         self.config, self.topology = config, topology
         samples = (config.batch.train_iters or 0) * config.batch.global_batch_size
         self.trainer = Trainer(config, topology, make_schedule(config, samples))
@@ -37,7 +37,6 @@ class CaseRun:
     def train(self, first: int, last: int) -> None:
         """Take the steps ``first`` to ``last - 1``."""
         size = self.config.batch.global_batch_size
-        assert size
         for step in range(first, last):
             loss = self.trainer.forward_backward(self._batches(step), step)
             optimizer = self.trainer.engine.optimizer
@@ -66,7 +65,6 @@ class CaseRun:
     def _batches(self, step: int) -> list[MicroBatch]:
         """This process's micro-batches: number j of data rank r is number ``j * dp + r`` of the global batch."""
         model, batch, dp = self.config.model, self.config.batch, self.topology.layout.data
-        assert model.seq_length and batch.global_batch_size and batch.micro_batch_size and model.padded_vocab_size
         generator = torch.Generator().manual_seed(step)
         shape = (batch.global_batch_size, model.seq_length + 1)
         tokens = torch.randint(0, self.config.tokenizer.vocab_size or 2, shape, generator=generator)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from gptpar.cli.fit.machine import Machine
-from gptpar.config import Config
-from gptpar.config.derive import derive, padded_vocab
+from gptpar.config import Config, Flags
+from gptpar.config.complete import complete
+from gptpar.config.derive import derive
 from gptpar.errors import GptparError
-from gptpar.model.flops import Shape, flops_per_token
+from gptpar.model.flops import flops_per_token
 from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory
 from gptpar.reporting.banner import format_bytes
@@ -100,7 +100,7 @@ def choose(machine: Machine, preset: str, vocab_size: int, minutes: Choice) -> l
 
 
 def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minutes: float) -> list[Choice]:
-    seconds = batch * 1024 * flops_per_token(shape_of(preset, 1024, vocab_size), causal=False) / machine.flops
+    seconds = batch * 1024 * flops_per_token(config_of(preset, 1024, vocab_size, 1).model, causal=False) / machine.flops
     steps = min(1000, max(200, int(minutes * 60 / seconds)))
     length = f"about {format_duration(steps * seconds)} at an expected {seconds:.2f} s a step"
     return [
@@ -149,22 +149,16 @@ def for_command(choices: Sequence[Choice], given: Sequence[str]) -> list[Choice]
     return [choice for choice in choices if choice.flag not in flags]
 
 
-def config_of(preset: str, seq_length: int, vocab_size: int) -> Config:
-    """A preset with another length and vocabulary."""
-    config, _ = derive(Config().update("model", preset=preset, seq_length=seq_length), 1)
-    multiple = config.model.make_vocab_size_divisible_by
-    return config.update("model", padded_vocab_size=padded_vocab(vocab_size, multiple))
-
-
-def shape_of(preset: str, seq_length: int, vocab_size: int) -> Shape:
-    """The shape of that."""
-    return cast(Shape, config_of(preset, seq_length, vocab_size).model)
+def config_of(preset: str, seq_length: int, vocab_size: int, micro_batch_size: int) -> Config:
+    """A preset with another length and vocabulary, on one process that runs one micro-batch a step."""
+    flags = Flags().update("model", preset=preset, seq_length=seq_length)
+    flags = flags.update("tokenizer", vocab_size=vocab_size).update("batch", micro_batch_size=micro_batch_size)
+    return complete(derive(flags, 1)[0])
 
 
 def memory_needed(preset: str, seq_length: int, vocab_size: int, micro_batch_size: int, machine: Machine) -> int:
     """Bytes one process is expected to need."""
-    config = config_of(preset, seq_length, vocab_size)
-    config = config.update("batch", micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size)
+    config = config_of(preset, seq_length, vocab_size, micro_batch_size)
     config = config.update("model", attention_dropout=0.0, hidden_dropout=0.0)
     if machine.precision != "fp32":
         config = config.update("precision", **{machine.precision: True})

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gptpar.config import BatchConfig, Config
+from gptpar.config import BatchConfig, BatchFlags, Flags
 from gptpar.config.batch_sizes import BatchSizes, read_schedule, run_samples
+from gptpar.config.complete import completed
 from gptpar.config.fields import Missing
-from gptpar.config.training import MEASURED_STEPS
+from gptpar.config.sections.batch import MEASURED_STEPS
 
 MAX_INCREMENTS = 10_000
 MAX_TOKENS = 10**18
 """Positions in the data are 64-bit numbers; beyond this not even a sum of them would fit."""
 
 
-def check_batch(config: Config, world_size: int) -> Iterator[str]:
+def check_batch(flags: Flags, world_size: int) -> Iterator[str]:
     """Whether every step's batch can be cut evenly."""
-    b = config.batch
-    data_parallel = config.parallel.data_parallel_size(world_size)
+    b = flags.batch
+    data_parallel = flags.parallel.data_parallel_size(world_size)
     steps = b.gradient_accumulation_steps
-    yield from _schedule(config, data_parallel)
+    yield from _schedule(flags, data_parallel)
     if b.micro_batch_size is None and b.global_batch_size and steps and steps > 0:
         yield (
             f"--global-batch-size {b.global_batch_size} is not a multiple of --gradient-accumulation-steps {steps} x "
@@ -72,19 +73,19 @@ def _rampup(ramp: tuple[int, ...], target: int, unit: int) -> Iterator[str]:
         )
 
 
-def _schedule(config: Config, data_parallel: int) -> Iterator[str]:
+def _schedule(flags: Flags, data_parallel: int) -> Iterator[str]:
     """--step-batch-size-schedule: whether it can be read, each of its sizes be cut, and nothing contradicts it."""
-    b, name = config.batch, "--step-batch-size-schedule"
+    b, name = flags.batch, "--step-batch-size-schedule"
     if b.step_batch_size_schedule is None:
         return
     if b.rampup_batch_size is not None:
         yield f"{name} and --rampup-batch-size both say how the batch grows: keep one."
     if b.gradient_accumulation_steps is not None:
         yield f"--gradient-accumulation-steps is the same for all steps, which {name} is not: drop one of them."
-    if not config.model.seq_length:
+    if not flags.model.seq_length:
         return
     try:
-        sizes = BatchSizes(read_schedule(b.step_batch_size_schedule, config.model.seq_length))
+        sizes = BatchSizes(read_schedule(b.step_batch_size_schedule, flags.model.seq_length))
     except ValueError as error:
         yield f"{name}: {error}."
         return
@@ -102,10 +103,10 @@ def _schedule(config: Config, data_parallel: int) -> Iterator[str]:
         )
 
 
-def check_duration(config: Config) -> Iterator[str]:
+def check_duration(flags: Flags) -> Iterator[str]:
     """How long to train, and when to save."""
-    b, c = config.batch, config.checkpoint
-    if config.logging.skip_train:
+    b, c = flags.batch, flags.checkpoint
+    if flags.logging.skip_train:
         if not c.load:
             yield "--skip-train evaluates a checkpoint: give --load."
     elif b.train_iters is None and b.train_samples is None and b.train_tokens is None:
@@ -115,14 +116,14 @@ def check_duration(config: Config) -> Iterator[str]:
     if b.rampup_batch_size is not None and b.train_iters is not None:
         yield "--rampup-batch-size needs --train-samples or --train-tokens alone: with it, steps differ in size."
     if b.train_minutes is not None:
-        yield from _fitted_length(config)
+        yield from _fitted_length(flags)
     if c.save_interval is not None and not c.save:
         yield "--save-interval is given but --save is not: say where to save."
-    yield from _countable(config)
+    yield from _countable(flags)
 
 
-def _countable(config: Config) -> Iterator[str]:
-    b, log, length = config.batch, config.logging, config.model.seq_length or 1
+def _countable(flags: Flags) -> Iterator[str]:
+    b, log, length = flags.batch, flags.logging, flags.model.seq_length or 1
     if b.global_batch_size is None:
         return
     samples = b.train_samples or (b.train_iters or 0) * _largest(b)
@@ -139,14 +140,14 @@ def _countable(config: Config) -> Iterator[str]:
         )
 
 
-def _largest(batch: BatchConfig) -> int:
+def _largest(batch: BatchFlags) -> int:
     sizes = [size for _, size in batch.batch_sizes or ()]
     return max([batch.global_batch_size or 1, *sizes])
 
 
-def _fitted_length(config: Config) -> Iterator[str]:
+def _fitted_length(flags: Flags) -> Iterator[str]:
     """The first steps are taken before their number is known: their learning rate must not depend on it."""
-    b, o = config.batch, config.optimizer
+    b, o = flags.batch, flags.optimizer
     minutes = f"--train-minutes {b.train_minutes:g}"
     if b.train_iters is None:
         yield f"{minutes} lowers --train-iters, which is missing: give the most steps that the run may take."
@@ -155,7 +156,7 @@ def _fitted_length(config: Config) -> Iterator[str]:
             f"{minutes} chooses the number of steps after the first ten, so --lr-warmup-fraction "
             f"{o.lr_warmup_fraction:g} has no length before that: give --lr-warmup-iters."
         )
-    elif o.lr_decay_style != "constant" and o.lr_warmup_iters < MEASURED_STEPS and not _has_own_lengths(config):
+    elif o.lr_decay_style != "constant" and o.lr_warmup_iters < MEASURED_STEPS and not _has_own_lengths(flags):
         yield (
             f"{minutes} chooses the number of steps after the first {MEASURED_STEPS}, whose learning rate would follow "
             f"a decay of another length: give --lr-warmup-iters {MEASURED_STEPS} or more, or --lr-decay-iters."
@@ -167,17 +168,17 @@ def _fitted_length(config: Config) -> Iterator[str]:
         )
 
 
-def _has_own_lengths(config: Config) -> bool:
+def _has_own_lengths(flags: Flags) -> bool:
     """Whether warm-up or decay are measured otherwise than in steps of this run."""
-    o = config.optimizer
+    o = flags.optimizer
     return any((o.lr_decay_iters, o.lr_decay_samples, o.lr_decay_tokens, o.lr_warmup_samples, o.lr_warmup_tokens))
 
 
-def check_first_step(config: Config) -> Iterator[str]:
+def check_first_step(flags: Flags) -> Iterator[str]:
     """Whether there is anything to train; the batches and the length must be in order."""
-    b = config.batch
-    if config.logging.skip_train or b.global_batch_size is None:
+    if flags.logging.skip_train:
         return
+    b = completed(BatchConfig, flags.batch)
     samples, first = run_samples(b), BatchSizes.of(b).at(0)
     if samples < first:
         yield (

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptpar.config import Config, DataConfig
+from gptpar.config import DataFlags, Flags
 from gptpar.config.fields import Missing
 
 SEED_LIMIT = 2**32  # numpy's RandomState, whose shuffles are Megatron's, takes no larger one
 
 
-def check_data(config: Config) -> Iterator[str]:
+def check_data(flags: Flags) -> Iterator[str]:
     """Where tokens come from."""
-    d, t = config.data, config.tokenizer
+    d, t = flags.data, flags.tokenizer
     parts = [d.train_data_path, d.valid_data_path, d.test_data_path]
     sources = {"--mock-data": d.mock_data, "--data-path": bool(d.data_path), "--train-data-path": any(parts)}
     given = [name for name, present in sources.items() if present]
@@ -27,7 +27,7 @@ def check_data(config: Config) -> Iterator[str]:
         yield "--data-sharding is Megatron's order for --dataloader-type cyclic: add that, or drop --data-sharding."
     if d.seed >= SEED_LIMIT:
         yield f"--seed is {d.seed}; the data order takes seeds below 2^32 = {SEED_LIMIT}."
-    if config.logging.full_validation:
+    if flags.logging.full_validation:
         yield from _full_validation(d)
     if t.tokenizer_type is None and t.vocab_size is None:
         yield Missing("the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size.")
@@ -35,7 +35,7 @@ def check_data(config: Config) -> Iterator[str]:
         yield "--eod-mask-loss and --reset-* need to know the end-of-document id: give --tokenizer-type."
 
 
-def _full_validation(d: DataConfig) -> Iterator[str]:
+def _full_validation(d: DataFlags) -> Iterator[str]:
     path = d.data_path or d.valid_data_path
     if d.mock_data:
         yield "--full-validation reads a validation set to its end, which --mock-data lack: give a corpus, or drop it."
@@ -50,9 +50,9 @@ def _full_validation(d: DataConfig) -> Iterator[str]:
         )
 
 
-def check_files(config: Config) -> Iterator[str]:
+def check_files(flags: Flags) -> Iterator[str]:
     """Whether the files that must be there are there."""
-    d, c = config.data, config.checkpoint
+    d, c = flags.data, flags.checkpoint
     for paths in (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path):
         for prefix in _prefixes(paths or ()):
             missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]

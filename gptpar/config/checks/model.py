@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.fields import Missing, flag_name
 
 MAX_TOKEN_IDS = 2**31 - 1
@@ -13,9 +13,9 @@ MAX_ELEMENTS = 10**14
 """Of all parameters, and of one micro-batch's activations in one place; a hundred times what anybody has trained."""
 
 
-def check_model(config: Config) -> Iterator[str]:
+def check_model(flags: Flags) -> Iterator[str]:
     """The model's shape."""
-    m = config.model
+    m = flags.model
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(m, name) is None:
             yield Missing(f"the model's {name} is not known: give {flag_name(name)}, or a --preset such as 350M.")
@@ -32,7 +32,7 @@ def check_model(config: Config) -> Iterator[str]:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {m.num_query_groups}; "
             f"divisors of {heads} are {', '.join(str(i) for i in range(1, heads + 1) if heads % i == 0)}."
         )
-    yield from _size(config)
+    yield from _size(flags)
     if m.position_embedding_type == "rope" and m.kv_channels:
         rotated = int(m.kv_channels * m.rotary_percent)
         if rotated % 2 or not 2 <= rotated <= m.kv_channels:
@@ -52,12 +52,12 @@ def check_model(config: Config) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} is {getattr(m, name):g}; it must be at least 0 and less than 1."
 
 
-def _size(config: Config) -> Iterator[str]:
+def _size(flags: Flags) -> Iterator[str]:
     """Whether the model can exist at all; whether it fits the memory is known later."""
-    m, vocab_size = config.model, config.tokenizer.vocab_size or 0
+    m, vocab_size = flags.model, flags.tokenizer.vocab_size or 0
     if vocab_size > MAX_TOKEN_IDS:
         yield f"--vocab-size is {vocab_size:.3g}; it must be at most {MAX_TOKEN_IDS:,}, as token ids have 32 bits."
-    hidden, layers, length, micro = m.hidden_size, m.num_layers, m.seq_length, config.batch.micro_batch_size or 1
+    hidden, layers, length, micro = m.hidden_size, m.num_layers, m.seq_length, flags.batch.micro_batch_size or 1
     if not (hidden and layers and length and m.num_attention_heads and m.kv_channels and m.ffn_hidden_size):
         return
     attention = 2 * hidden * m.kv_channels * (m.num_attention_heads + (m.num_query_groups or 1))

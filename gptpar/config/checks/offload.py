@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from gptpar.config import Config
+from gptpar.config import BatchConfig, BatchFlags, Flags, OffloadConfig
 from gptpar.config.fields import flag_name
-from gptpar.config.gradients import offload_gradients_obstacles
-from gptpar.config.offload import OffloadConfig
+from gptpar.config.sections.batch import is_one_micro_batch
 
 
-def check_offload(config: Config, world_size: int) -> Iterator[str]:
+def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
     """Whether the flags for offload are numbers, and are used."""
-    o = config.offload
+    o = flags.offload
     if not o.cpu_optimizer:
         for name in (
             "cpu_optimizer_ratio",
@@ -25,17 +24,24 @@ def check_offload(config: Config, world_size: int) -> Iterator[str]:
             if getattr(o, name) != getattr(OffloadConfig(), name):
                 yield f"{flag_name(name)} needs --cpu-optimizer."
     if o.gradients_leave_at_once:
-        for obstacle in offload_gradients_obstacles(config, world_size):
+        for obstacle in offload_gradients_obstacles(flags.batch, world_size):
             yield f"--offload-gradients on: {obstacle}."
     if o.optimizer_nvme_path and o.offload_speculation == "on":
         yield "--offload-speculation on needs a second copy of the state in memory, which --optimizer-nvme-path avoids."
     if o.optimizer_nvme_path and not os.path.isdir(o.optimizer_nvme_path):
         yield f"--optimizer-nvme-path {o.optimizer_nvme_path} is not a folder."
-    if o.cpu_optimizer_ratio == "auto":
-        return
-    try:
-        good = 0.0 <= float(o.cpu_optimizer_ratio) <= 1.0
-    except ValueError:
-        good = False
-    if not good:
-        yield f"--cpu-optimizer-ratio {o.cpu_optimizer_ratio}: a number from 0 to 1, or auto, is needed."
+
+
+def offload_gradients_obstacles(batch: BatchFlags | BatchConfig, world_size: int) -> Iterator[str]:
+    """What keeps gradients on the device until they are used, each as a part of a sentence.
+
+    Sums are formed on the device: they are there during the whole step anyway.
+    """
+    if world_size > 1:
+        yield f"{world_size} processes add up their gradients on the GPU (use one process, or --offload-gradients off)"
+    elif not is_one_micro_batch(batch):
+        yield (
+            f"a step of several micro-batches adds up their gradients on the GPU (set --micro-batch-size "
+            f"{batch.micro_batch_size} and --global-batch-size {batch.global_batch_size} to one number, without a "
+            "schedule of batch sizes)"
+        )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from gptpar.config import Config
+from gptpar.config import Flags
 
 LAYERS_BESIDE_BLOCKS = 4
 """Embedding, positions, final norm and output layer are layers of the stack, too."""
 HIGHEST_ZERO_STAGE = 3
 
 
-def check_parallel(config: Config, world_size: int) -> Iterator[str]:
+def check_parallel(flags: Flags, world_size: int) -> Iterator[str]:
     """Whether the processes can be laid out as asked, and the model be cut that way."""
-    p = config.parallel
+    p = flags.parallel
     tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     if tensor < 1 or pipeline < 1:
         return  # told as out of range
@@ -23,14 +23,14 @@ def check_parallel(config: Config, world_size: int) -> Iterator[str]:
             f"{world_size} processes cannot be cut into groups of {tensor} x {pipeline} = {p.model_parallel_size} "
             f"(tensor x pipeline): start a multiple of {p.model_parallel_size}, or lower one of the sizes."
         )
-    yield from _tensor(config)
-    yield from _pipeline(config)
-    yield from _zero(config)
+    yield from _tensor(flags)
+    yield from _pipeline(flags)
+    yield from _zero(flags)
 
 
-def _tensor(config: Config) -> Iterator[str]:
+def _tensor(flags: Flags) -> Iterator[str]:
     """What is split over the tensor axis must have equal shares; the vocabulary alone may be split unevenly."""
-    m, p = config.model, config.parallel
+    m, p = flags.model, flags.parallel
     size = p.tensor_model_parallel_size
     split = {
         "--num-attention-heads": m.num_attention_heads,
@@ -43,7 +43,7 @@ def _tensor(config: Config) -> Iterator[str]:
             yield f"{name} {length} is not divisible by --tensor-model-parallel-size {size}; sizes that fit: {sizes}."
     if not p.sequence_parallel:
         return
-    micro, length = config.batch.micro_batch_size, m.seq_length
+    micro, length = flags.batch.micro_batch_size, m.seq_length
     if size == 1:
         yield (
             "--sequence-parallel splits tokens over the --tensor-model-parallel-size processes, which is 1: raise it, "
@@ -56,8 +56,8 @@ def _tensor(config: Config) -> Iterator[str]:
         )
 
 
-def _pipeline(config: Config) -> Iterator[str]:
-    p, num_layers = config.parallel, config.model.num_layers
+def _pipeline(flags: Flags) -> Iterator[str]:
+    p, num_layers = flags.parallel, flags.model.num_layers
     stages, chunks = p.pipeline_model_parallel_size, p.num_chunks
     if p.no_pipeline_parallel and stages > 1:
         yield "--no-pipeline-parallel contradicts --pipeline-model-parallel-size > 1: drop one of them."
@@ -67,7 +67,7 @@ def _pipeline(config: Config) -> Iterator[str]:
             "least 2, or drop the flags for virtual stages."
         )
     elif num_layers and num_layers > 0:
-        yield from _virtual_stages(config, num_layers)
+        yield from _virtual_stages(flags, num_layers)
     num_parts = stages * chunks
     num_specs = num_layers + LAYERS_BESIDE_BLOCKS if num_layers and num_layers > 0 else None
     if num_specs and num_parts > num_specs:
@@ -79,9 +79,9 @@ def _pipeline(config: Config) -> Iterator[str]:
     yield from _partition_method(p.pipeline_partition_method, num_parts, num_specs)
 
 
-def _virtual_stages(config: Config, num_layers: int) -> Iterator[str]:
+def _virtual_stages(flags: Flags, num_layers: int) -> Iterator[str]:
     """--num-layers-per-virtual-pipeline-stage must give a whole number of chunks, and the one that is asked for."""
-    p = config.parallel
+    p = flags.parallel
     stages, per_chunk, chunks = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage, p.num_chunks
     if not per_chunk or per_chunk < 0:
         return
@@ -127,8 +127,8 @@ def _partition_method(method: str, num_parts: int, num_specs: int | None) -> Ite
         )
 
 
-def _zero(config: Config) -> Iterator[str]:
-    p = config.parallel
+def _zero(flags: Flags) -> Iterator[str]:
+    p = flags.parallel
     if p.zero_stage is not None and p.zero_stage > HIGHEST_ZERO_STAGE:
         yield f"--zero-stage is {p.zero_stage}; it must be at most {HIGHEST_ZERO_STAGE}."
     if p.use_distributed_optimizer and p.zero_stage == 0:

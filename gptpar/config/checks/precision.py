@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gptpar.config import Config
-from gptpar.config.graph import graph_obstacles
+from gptpar.config import Config, Flags
 
 
-def check_precision(config: Config, world_size: int) -> Iterator[str]:
+def check_precision(flags: Flags, world_size: int) -> Iterator[str]:
     """Number formats and the loss scale."""
-    p = config.precision
+    p = flags.precision
     chosen = [f"--{name}" for name in ("fp16", "bf16", "fp64") if getattr(p, name)]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} exclude each other: choose one number format."
@@ -18,8 +17,28 @@ def check_precision(config: Config, world_size: int) -> Iterator[str]:
         yield f"--loss-scale {p.loss_scale:g} has a meaning with --fp16 only."
     if p.initial_loss_scale < p.min_loss_scale:
         yield (f"--initial-loss-scale {p.initial_loss_scale:g} must be at least --min-loss-scale {p.min_loss_scale:g}.")
-    if p.fp64 and config.parallel.grad_reduce_in_bf16:
+    if p.fp64 and flags.parallel.grad_reduce_in_bf16:
         yield "--grad-reduce-in-bf16 rounds the gradients that --fp64 is to keep exact: drop one of them."
     if p.cuda_graph == "on":
-        for obstacle in graph_obstacles(config, config.parallel.data_parallel_size(world_size)):
+        for obstacle in graph_obstacles(flags, flags.parallel.data_parallel_size(world_size)):
             yield f"--cuda-graph on: {obstacle}."
+
+
+def graph_obstacles(config: Flags | Config, data_parallel_size: int) -> Iterator[str]:
+    """What needs the host in the middle of a step, each as a part of a sentence."""
+    if config.model.has_dropout:
+        yield "dropout is seeded by the host (set --attention-dropout 0 --hidden-dropout 0)"
+    if data_parallel_size > 1 and config.parallel.zero_stage in (2, 3):
+        yield f"--zero-stage {config.parallel.zero_stage} gives and takes memory during the step (use stage 1)"
+    if config.offload.cpu_optimizer and (data_parallel_size > 1 or config.parallel.model_parallel_size > 1):
+        yield "--cpu-optimizer waits for each layer, amid the messages of several processes"
+    if config.offload.gradients_leave_at_once:
+        yield "--offload-gradients on gives back the memory of gradients during the step"
+    if config.offload.cpu_parameters:
+        yield "--cpu-parameters brings and drops them during the step"
+    if config.recompute.checkpoint_in_cpu:
+        yield "--checkpoint-in-cpu asks for host memory during the step"
+    if config.batch.rampup_batch_size is not None:
+        yield "--rampup-batch-size changes the number of micro-batches"
+    if config.batch.batch_sizes is not None:
+        yield "--step-batch-size-schedule changes the number of micro-batches"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.fields import flag_name
 
 
-def check_recompute(config: Config) -> Iterator[str]:
+def check_recompute(flags: Flags) -> Iterator[str]:
     """Whether the flags for recomputation agree with each other and with the layout."""
-    r = config.recompute
+    r = flags.recompute
     same_as = {"full": r.checkpoint_activations, "selective": r.recompute_activations}
     names = {"full": "--checkpoint-activations", "selective": "--recompute-activations"}
     for granularity, given in same_as.items():
@@ -39,11 +39,11 @@ def check_recompute(config: Config) -> Iterator[str]:
             f"{r.recompute_method} and {r.recompute_num_layers} are asked for, too: keep one."
         )
     if r.distribute_saved_activations:
-        yield from _distributed(config)
+        yield from _distributed(flags)
 
 
-def _distributed(config: Config) -> Iterator[str]:
-    p = config.parallel
+def _distributed(flags: Flags) -> Iterator[str]:
+    p = flags.parallel
     if p.tensor_model_parallel_size == 1:
         yield (
             "--distribute-saved-activations (--partition-activations) shares saved inputs between tensor-parallel "

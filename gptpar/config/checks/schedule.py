@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gptpar.config import Config
+from gptpar.config import BatchConfig, Flags, OptimizerConfig, OptimizerFlags
 from gptpar.config.batch_sizes import BatchSizes, run_samples
+from gptpar.config.complete import completed
 from gptpar.config.fields import Missing, flag_name
 from gptpar.config.schedule_lengths import schedule_lengths
 
 
-def check_schedule(config: Config) -> Iterator[str]:
+def check_schedule(flags: Flags) -> Iterator[str]:
     """Learning rate, weight decay and Adam's numbers."""
-    o, b = config.optimizer, config.batch
-    if o.lr is None and not config.logging.skip_train:
+    o, b = flags.optimizer, flags.batch
+    if o.lr is None and not flags.logging.skip_train:
         yield Missing("--lr is missing: the peak learning rate, for example 3e-4.")
     elif o.lr is not None and not 0 <= o.min_lr <= o.lr:
         yield f"--min-lr {o.min_lr:g} must lie between 0 and --lr {o.lr:g}."
@@ -25,7 +26,7 @@ def check_schedule(config: Config) -> Iterator[str]:
     in_samples["--lr-warmup-samples"] = o.lr_warmup_samples or None
     wrong, unit = (in_iters, "samples") if b.train_iters is None else (in_samples, "iterations")
     for name, value in wrong.items():
-        if value is not None and not config.logging.skip_train:
+        if value is not None and not flags.logging.skip_train:
             yield f"{name} {value}: this run is measured in {unit}; use the flag that counts {unit}."
     warmups = (o.lr_warmup_iters or o.lr_warmup_samples, o.lr_warmup_fraction, o.lr_warmup_tokens)
     if sum(w is not None and w != 0 for w in warmups) > 1:
@@ -56,36 +57,37 @@ def check_schedule(config: Config) -> Iterator[str]:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
 
 
-def check_schedule_lengths(config: Config) -> Iterator[str]:
+def check_schedule_lengths(flags: Flags) -> Iterator[str]:
     """Whether warm-up, decay and WSD's tail fit into each other; the batches and the length must be in order."""
-    o, seq_length = config.optimizer, config.model.seq_length
-    if config.logging.skip_train or not seq_length or config.batch.global_batch_size is None:
+    o, seq_length = flags.optimizer, flags.model.seq_length
+    if flags.logging.skip_train or not seq_length:
         return
-    lengths = schedule_lengths(config, run_samples(config.batch))
+    batch = completed(BatchConfig, flags.batch)
+    lengths = schedule_lengths(completed(OptimizerConfig, o), batch, seq_length, run_samples(batch))
     warmup, decay = lengths.warmup, lengths.decay
-    given = _given(config, ("lr_warmup_tokens", "lr_warmup_samples", "lr_warmup_iters"))
+
+    def in_unit_of(name: str, length: float) -> int:
+        """A length of the schedule in what the field counts: tokens, samples or steps."""
+        if name.endswith("tokens"):
+            return int(length)
+        samples = int(length) // seq_length if lengths.in_tokens else int(length)
+        return BatchSizes.of(batch).steps_within(samples) if name.endswith("iters") else samples
+
+    given = _given(o, ("lr_warmup_tokens", "lr_warmup_samples", "lr_warmup_iters"))
     if given and warmup >= decay:
         name, value = given
-        whole = _in_unit_of(name, config, decay, lengths.in_tokens)
+        whole = in_unit_of(name, decay)
         yield f"{flag_name(name)} {value} must be less than the decay's {whole}, or --lr is never reached."
-    given = _given(config, ("lr_wsd_decay_samples", "lr_wsd_decay_iters"))
+    given = _given(o, ("lr_wsd_decay_samples", "lr_wsd_decay_iters"))
     if o.lr_decay_style == "WSD" and given and warmup < decay and lengths.tail > decay - warmup:
         name, value = given
-        ends = (_in_unit_of(name, config, end, lengths.in_tokens) for end in (decay, warmup))
+        ends = (in_unit_of(name, end) for end in (decay, warmup))
         yield (
             f"{flag_name(name)} {value} must be at most what the warm-up leaves of the decay, "
             f"{' - '.join(map(str, ends))}, or the rate falls as soon as the warm-up is over."
         )
 
 
-def _given(config: Config, names: tuple[str, ...]) -> tuple[str, int] | None:
+def _given(optimizer: OptimizerFlags, names: tuple[str, ...]) -> tuple[str, int] | None:
     """The first of these fields that says something, and its value."""
-    return next(((name, value) for name in names if (value := getattr(config.optimizer, name))), None)
-
-
-def _in_unit_of(name: str, config: Config, length: float, in_tokens: bool) -> int:
-    """A length of the schedule in what the field counts: tokens, samples or steps."""
-    if name.endswith("tokens"):
-        return int(length)
-    samples = int(length) // (config.model.seq_length or 1) if in_tokens else int(length)
-    return BatchSizes.of(config.batch).steps_within(samples) if name.endswith("iters") else samples
+    return next(((name, value) for name in names if (value := getattr(optimizer, name))), None)

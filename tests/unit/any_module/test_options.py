@@ -230,6 +230,7 @@ def test_everything_wrong_is_told_at_once() -> None:
             'scheduler.type is "OneCycle": only WarmupLR, WarmupDecayLR, WarmupCosineLR can be made from a '
             "configuration; pass gptpar.initialize an lr_scheduler, for example a function from the optimizer to one "
             "of torch.optim.lr_scheduler's.",
+            "zero_optimization.offload_optimizer.ratio is 1.5: a number from 0 to 1 is needed.",
             "dataloader_drop_last is false: micro-batches have one size, so a rest that fills none is left out: drop "
             "it.",
             "gptpar.compil is unknown; did you mean gptpar.compile?",
@@ -242,7 +243,6 @@ def test_everything_wrong_is_told_at_once() -> None:
             "fp16.initial_scale_power: the scale begins at 1, below min_loss_scale 2: raise it, or lower "
             "min_loss_scale.",
             "zero_optimization.stage is 4; it must be at most 3.",
-            "zero_optimization.offload_optimizer.ratio is 1.5: a number from 0 to 1 is needed.",
             "zero_optimization.offload_optimizer.nvme_path is missing: the folder in which the optimizer's state is "
             "kept.",
             "train_batch_size 3 is not a multiple of gradient_accumulation_steps 1 x 2 data-parallel process(es) = 2: "

@@ -8,7 +8,7 @@ import pytest
 
 from gptpar.cli.fit.choose import Choice, choose, for_command, training_minutes
 from gptpar.cli.fit.machine import Machine
-from gptpar.config.training import BatchConfig
+from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.fitted_length import FittedLength
@@ -101,14 +101,14 @@ def test_never_more_steps_than_wanted_and_never_fewer_than_taken() -> None:
 
 
 def test_the_length_is_decided_once() -> None:
-    batch = BatchConfig(global_batch_size=2, train_iters=2000, train_minutes=8)
+    batch = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=2000, train_minutes=8)
     assert FittedLength.of(batch, Progress(iteration=4, consumed_samples=8)) is not None
     assert FittedLength.of(batch, Progress(iteration=40, fitted_iters=231)) is None
-    assert FittedLength.of(BatchConfig(train_iters=5), Progress()) is None
+    assert FittedLength.of(BatchConfig(micro_batch_size=1, global_batch_size=1, train_iters=5), Progress()) is None
 
 
 def test_a_resumed_run_has_the_same_plan() -> None:
-    batch = BatchConfig(global_batch_size=2, train_iters=2000)
+    batch = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=2000)
     at_ten = Progress(iteration=10, consumed_samples=20)
     later = Progress(iteration=200, consumed_samples=400, fitted_iters=231)
     plan = BatchPlan.of(batch, at_ten).ending_at(231, at_ten)

@@ -74,7 +74,7 @@ def test_every_layout_and_one_batch_for_all() -> None:
     assert {one.layout.describe() for one in accepted} == {
         f"dp{d} x tp{t} x pp{p}" for d, t, p in [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 1, 4), (1, 2, 2)]
     }
-    assert {one.config.batch.global_batch_size for one in accepted} == {24}
+    assert {one.typed.batch.global_batch_size for one in accepted} == {24}
     assert " ".join(accepted[0].flags) == (
         "--global-batch-size 24 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 2"
     )
@@ -91,13 +91,13 @@ def test_the_readmes_command_has_its_combinations() -> None:
 def test_what_is_typed_stays() -> None:
     accepted, _ = found("--micro-batch-size 2 --global-batch-size 16 --pipeline-model-parallel-size 2")
     assert [one.layout.describe() for one in accepted] == ["dp2 x tp1 x pp2", "dp1 x tp2 x pp2"]
-    assert all(one.config.batch.global_batch_size == 16 for one in accepted)
+    assert all(one.typed.batch.global_batch_size == 16 for one in accepted)
 
 
 def test_sequence_parallel_goes_to_layouts_with_a_tensor_axis() -> None:
     accepted, refused = found("--micro-batch-size 2 --sequence-parallel --sweep-layouts dp4 tp2pp2")
     assert not refused
-    assert [one.config.parallel.sequence_parallel for one in accepted] == [False, True]
+    assert [one.typed.parallel.sequence_parallel for one in accepted] == [False, True]
     assert ["--sequence-parallel" in one.flags for one in accepted] == [False, True]
     assert "--sequence-parallel" not in sweep_main._shared_words(["--sweep", "--sequence-parallel", "--bf16"])
 
@@ -127,7 +127,7 @@ def test_ratio_zero_is_without_the_cpu_optimizer() -> None:
     assert "--cpu-optimizer" not in accepted[0].flags
     assert accepted[1].flags[-3:] == ["--cpu-optimizer", "--cpu-optimizer-ratio", "0.3"]
     typed, _ = found("--micro-batch-size 1 --cpu-optimizer --sweep-cpu-ratios 0", count=1)
-    assert typed[0].config.offload.ratio == 0 and typed[0].config.offload.cpu_optimizer
+    assert typed[0].typed.offload.ratio == 0 and typed[0].typed.offload.cpu_optimizer
 
 
 def test_contradictions_are_told_at_once() -> None:
@@ -316,8 +316,8 @@ def test_all_commands_are_valid(
     for line in lines:
         words = line.split(" gptpar benchmark ")[1].split()
         parsed = benchmark.parse(words, sweep_flags)
-        resolve(parsed, parsed.config.parallel.nproc_per_node)
-        assert parsed.config.parallel.nproc_per_node == max(1, gpus)
+        resolve(parsed, parsed.flags.parallel.nproc_per_node)
+        assert parsed.flags.parallel.nproc_per_node == max(1, gpus)
     regenerate.main(["--dry-run", "--gpus", str(gpus), "--peers", str(peers)])
     lines = [line for line in capsys.readouterr().out.splitlines() if "cpu_adam" not in line]
     commands = [line for line in lines if not line.startswith("without")]

@@ -17,16 +17,17 @@ from gptpar.cli.plan import make_planner
 from gptpar.cli.pretrain import main
 from gptpar.config import BatchConfig, Config
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
+from gptpar.config.checks.precision import graph_obstacles
+from gptpar.config.complete import complete
 from gptpar.config.flags import parse_flags
-from gptpar.config.gradients import adds_gradients
-from gptpar.config.graph import graph_obstacles
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from gptpar.optim.schedule import make_schedule
 from gptpar.topology.layout import Layout
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
-from tests.helpers import TINY
+from gptpar.training.stored import stored_config
+from tests.helpers import TINY, every_field
 
 MODEL = TINY.replace("--train-iters 20 ", "")  # 16 tokens a sample, micro-batch 2
 
@@ -116,7 +117,8 @@ def test_batches_of_a_schedule_by_hand() -> None:
     """2 from sample 0, 4 from sample 5, 8 from sample 15; a step has the size that holds where it starts."""
     config = resolved("--train-samples 50", "0:2 80:4 240:8")
     assert config.batch.batch_sizes == ((0, 2), (5, 4), (15, 8)) and config.batch.global_batch_size == 8
-    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert complete(stored_config(stored, every_field(stored))[0]) == config
     plan = BatchPlan.of(config.batch)
     # 0 2 4 | 6 10 14 | 18 26 34 42 -> 50
     assert sizes_of(plan) == [2, 2, 2, 4, 4, 4, 8, 8, 8, 8]
@@ -140,10 +142,10 @@ def test_steps_of_the_learning_rate_are_counted_in_the_schedules_batches() -> No
 
 def test_sizes_agree_with_counting_step_by_step() -> None:
     batches = [
-        BatchConfig(global_batch_size=8, batch_sizes=((0, 2), (5, 4), (6, 6), (7, 3), (40, 8))),
-        BatchConfig(global_batch_size=64, rampup_batch_size=(4, 2, 1001)),
-        BatchConfig(global_batch_size=8, rampup_batch_size=(2, 2, 0 + 1)),
-        BatchConfig(global_batch_size=5),
+        BatchConfig(micro_batch_size=1, global_batch_size=8, batch_sizes=((0, 2), (5, 4), (6, 6), (7, 3), (40, 8))),
+        BatchConfig(micro_batch_size=1, global_batch_size=64, rampup_batch_size=(4, 2, 1001)),
+        BatchConfig(micro_batch_size=1, global_batch_size=8, rampup_batch_size=(2, 2, 0 + 1)),
+        BatchConfig(micro_batch_size=1, global_batch_size=5),
     ]
     for sizes in map(BatchSizes.of, batches):
         for consumed in (0, 3, 6, 41):
@@ -160,7 +162,9 @@ def test_sizes_agree_with_counting_step_by_step() -> None:
 )
 def test_a_growing_batch_is_megatrons_formula(ramp: tuple[int, int, int, int]) -> None:
     start, increment, samples, full = ramp
-    sizes = BatchSizes.of(BatchConfig(global_batch_size=full, rampup_batch_size=(start, increment, samples)))
+    sizes = BatchSizes.of(
+        BatchConfig(micro_batch_size=1, global_batch_size=full, rampup_batch_size=(start, increment, samples))
+    )
     span = samples / ((full - start) / increment)
     near = {round(k * span) + d for k in range(20) for d in (-1, 0, 1)} | {samples - 1, samples, samples + 1}
     for consumed in (n for n in near if n >= 0):
@@ -170,14 +174,14 @@ def test_a_growing_batch_is_megatrons_formula(ramp: tuple[int, int, int, int]) -
 
 def test_what_depends_on_equal_steps_knows_of_the_schedule() -> None:
     config = resolved("--train-iters 5", "0:2 32:2")
-    assert adds_gradients(config, 1)
+    assert config.batch.adds_gradients(1)
     assert "--step-batch-size-schedule changes the number of micro-batches" in list(graph_obstacles(config, 1))
 
 
 def test_other_verbs_take_the_last_size() -> None:
     words = [*MODEL.split(), "--step-batch-size-schedule", "0:2 32:4", "64:6"]
     parsed = benchmark.parse([*words, "--lr-warmup-iters", "2000", "--steps", "3"])
-    assert (parsed.config.batch.global_batch_size, parsed.config.batch.step_batch_size_schedule) == (6, None)
+    assert (parsed.flags.batch.global_batch_size, parsed.flags.batch.step_batch_size_schedule) == (6, None)
     config, derived = resolve(parsed, 1)
     assert BatchPlan.of(config.batch).full == 6 and config.optimizer.lr_warmup_iters == 0
     assert ("global batch size", 6) in [(d.name, d.value) for d in derived]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from gptpar.config import Config, RecomputeConfig
-from gptpar.config.derive import derive, ffn_width, padded_vocab
+from gptpar.config import ModelFlags, RecomputeConfig, TokenizerConfig
+from gptpar.config.complete import complete, complete_model, padded_vocab
+from gptpar.config.derive import derive, ffn_width
 from gptpar.config.flags import parse_flags
 from gptpar.config.presets import PRESETS
 from gptpar.config.validate import find_problems, resolve
 from gptpar.errors import ConfigError
+from gptpar.training.stored import stored_config
+from tests.helpers import every_field
 
 GOOD = "--preset 124M --micro-batch-size 2 --train-iters 10 --lr 3e-4 --mock-data --vocab-size 50257"
 
@@ -51,7 +56,7 @@ def test_flags_keep_megatrons_spellings() -> None:
         "--exit-duration-in-mins 30000000 --use-flash-attn --attention-backend flash --data-impl mmap --num-experts 1"
     )
     parsed = parse_flags(words.split())
-    c = parsed.config
+    c = parsed.flags
     assert parsed.problems == []
     assert c.optimizer.override_opt_param_scheduler and c.model.norm_epsilon == 1e-6
     assert not c.logging.log_learning_rate_to_tensorboard and c.model.normalization == "RMSNorm"
@@ -66,7 +71,7 @@ def test_flags_keep_megatrons_spellings() -> None:
 
 
 def test_whole_numbers_may_be_written_with_an_exponent() -> None:
-    config = parse_flags(["--train-tokens", "300e9", "--loss-scale-window", "5e2"]).config
+    config = parse_flags(["--train-tokens", "300e9", "--loss-scale-window", "5e2"]).flags
     assert (config.batch.train_tokens, config.precision.loss_scale_window) == (300 * 10**9, 500)
 
 
@@ -358,7 +363,7 @@ def test_flags_for_recomputation_by_all_their_names() -> None:
 
     r = resolved("--checkpoint-activations --checkpoint-num-layers 3 --checkpoint-in-cpu")
     assert (r.recompute_granularity, r.recompute_method, r.recompute_num_layers) == ("full", "uniform", 3)
-    assert r.checkpoint_in_cpu and r.recompute_modules is None
+    assert r.checkpoint_in_cpu and r.recompute_modules == ()
     r = resolved("--recompute-activations")
     assert (r.recompute_granularity, r.recompute_modules) == ("selective", ("core_attn",))
     r = resolved("--recompute-granularity selective --recompute-modules mlp layernorm")
@@ -369,8 +374,8 @@ def test_flags_for_recomputation_by_all_their_names() -> None:
 
 def test_ramp_that_cannot_be_cut_is_found_before_it_starts() -> None:
     flags = "--preset 124M --micro-batch-size 2 --train-samples 1000 --lr 1e-4 --mock-data --vocab-size 9"
-    config, _ = derive(parse_flags(f"{flags} --global-batch-size 16 --rampup-batch-size 2 4 100".split()).config, 2)
-    found = find_problems(config, 2)
+    flags, _ = derive(parse_flags(f"{flags} --global-batch-size 16 --rampup-batch-size 2 4 100".split()).flags, 2)
+    found = find_problems(flags, 2)
     assert len(found) == 2 and "not a whole number of steps of 4" in found[0] and "= 4" in found[1]
 
 
@@ -382,8 +387,18 @@ def test_nothing_given_reports_everything_missing() -> None:
 
 def test_configuration_survives_json() -> None:
     config, _ = resolve(parse_flags(f"{GOOD} --bf16".split()), 1)
-    assert Config.from_dict(config.to_dict()) == config
-    assert Config.from_dict({"model": {"num_layers": 3, "gone": 1}}).model.num_layers == 3
+    stored = json.loads(json.dumps(config.to_dict()))
+    read, known, problems = stored_config(stored, every_field(stored))
+    assert complete(read) == config and known == every_field(stored) and not problems
+    del stored["batch"]["train_samples"]
+    stored["model"] = {"num_layers": 3, "gone": 0}
+    read, known, problems = stored_config(stored, every_field(config.to_dict()))
+    assert read.model.num_layers == 3 and "batch.train_samples" not in known and not problems
+
+
+def test_a_field_that_must_be_known_cannot_be_open() -> None:
+    with pytest.raises(TypeError, match="hidden_size"):
+        complete_model(ModelFlags(num_layers=2), TokenizerConfig())
 
 
 def test_derived_sizes() -> None:

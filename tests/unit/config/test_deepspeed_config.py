@@ -461,7 +461,7 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         "zero_optimization": {"stage3_max_live_parameters": 1e9, "max_live_parameters": "auto"},
     }
     parsed = parsed_with({**BATCH, **RATE, **file})
-    assert parsed.problems == [] and parsed.config.parallel.grad_reduce_in_bf16
+    assert parsed.problems == [] and parsed.flags.parallel.grad_reduce_in_bf16
     assert parsed.without_effect == [
         "prescale_gradients: the loss is divided before the backward pass",
         "wall_clock_breakdown: iteration time and throughput are always measured; see gptpar benchmark --breakdown",

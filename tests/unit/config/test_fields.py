@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gptpar
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.fields import flag_name
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
@@ -21,8 +21,8 @@ from tests.helpers import TINY
 PACKAGE = Path(gptpar.__file__).parent
 FIELDS = [
     (section.name, spec)
-    for section in dataclasses.fields(Config)
-    for spec in dataclasses.fields(type(getattr(Config(), section.name)))
+    for section in dataclasses.fields(Flags)
+    for spec in dataclasses.fields(type(getattr(Flags(), section.name)))
     if spec.metadata
 ]
 
@@ -35,7 +35,7 @@ SAID_BY_OTHERS = {
     "use_rotary_position_embeddings": "--use-rotary-position-embeddings",
     "add_position_embedding": "--no-position-embedding",
     "group_query_attention": "--num-query-groups 2",
-    "num_layers_per_virtual_pipeline_stage": f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1",
+    "num_layers_per_virtual_pipeline_stage": f"{PIPELINE} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
     "no_pipeline_parallel": "--no-pipeline-parallel",
     "use_distributed_optimizer": "--use-distributed-optimizer",
     "recompute_activations": "--recompute-activations",
@@ -70,7 +70,7 @@ def resolved(words: str, world_size: int = 4) -> dict[str, object]:
     config = resolve(parse_flags([*TINY.split(), *words.split()]), world_size)[0]
     return {
         f"{s.name}.{f.name}": getattr(getattr(config, s.name), f.name)
-        for s in dataclasses.fields(Config)
+        for s in dataclasses.fields(config)
         for f in dataclasses.fields(getattr(config, s.name))
     }
 

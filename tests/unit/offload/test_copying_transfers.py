@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from gptpar.config.checks.precision import graph_obstacles
 from gptpar.config.flags import parse_flags
-from gptpar.config.graph import graph_obstacles
 from gptpar.config.validate import find_problems, resolve
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.gradient_memory import GradientMemory

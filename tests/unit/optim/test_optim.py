@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.config.gradients import adds_gradients
 from gptpar.data.loader import MicroBatch
 from gptpar.engine import gradient_memory, reducer
 from gptpar.engine.collector import GradientCollector
@@ -415,7 +414,8 @@ def test_only_sums_are_kept_in_fp32() -> None:
         wide = optimizer.master.element_size()
         assert optimizer.bytes_an_element == 3 * wide + dtype.itemsize
     growing = tiny_config().update("batch", rampup_batch_size=[2, 2, 4])
-    assert [adds_gradients(c, size) for c, size in ((growing, 1), (tiny_config(), 2), (tiny_config(), 1))] == [1, 1, 0]
+    runs = ((growing, 1), (tiny_config(), 2), (tiny_config(), 1))
+    assert [config.batch.adds_gradients(size) for config, size in runs] == [1, 1, 0]
     trainer = make_trainer(tiny_config("--bf16"))
     with pytest.raises(AssertionError):
         trainer.engine.begin_gradients(2)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from gptpar.config.checks.offload import check_offload
-from gptpar.config.graph import graph_obstacles, wants_graph
+from gptpar.config.checks.precision import graph_obstacles
 from gptpar.offload.buckets import cut_piece
 from gptpar.optim.schedule import make_schedule
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.plan.graph import wants_graph
 from gptpar.system import host
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
@@ -140,7 +141,7 @@ def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
 
 def test_without_a_gpu_auto_is_nothing() -> None:
     config = tiny_config("--cpu-optimizer --cpu-optimizer-ratio auto")
-    assert config.offload.ratio is None
+    assert config.offload.ratio == "auto"
     found = with_ratio(config, Topology(Layout(), 0, torch.device("cpu")))
     assert found.offload.ratio == 0.0
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gptpar.config.training import BatchConfig
+from gptpar.config import BatchConfig
 from gptpar.errors import GptparError
 from gptpar.topology.layout import Layout
 from gptpar.topology.world import environment_problems, open_world, world_from_environment
@@ -46,7 +46,9 @@ def test_groups_of_eight() -> None:
 
 def test_ramp_follows_megatrons_rule() -> None:
     plan = BatchPlan.of(
-        BatchConfig(global_batch_size=256, rampup_batch_size=(32, 32, 1953125), train_samples=439453125)
+        BatchConfig(
+            micro_batch_size=1, global_batch_size=256, rampup_batch_size=(32, 32, 1953125), train_samples=439453125
+        )
     )
     span = 1953125 / 7
     sizes = [plan.global_batch_size(n) for n in (0, int(span), int(span) + 1, 1953125, 1953126)]
@@ -59,15 +61,17 @@ def test_ramp_follows_megatrons_rule() -> None:
 
 
 def test_a_plan_without_ramp_counts_whole_batches() -> None:
-    plan = BatchPlan.of(BatchConfig(global_batch_size=8, train_samples=63))
+    plan = BatchPlan.of(BatchConfig(micro_batch_size=1, global_batch_size=8, train_samples=63))
     assert plan.num_iterations() == 7
     assert plan.finished(Progress(consumed_samples=56)) and not plan.finished(Progress(consumed_samples=48))
-    assert BatchPlan.of(BatchConfig(global_batch_size=8, train_iters=5)).train_samples == 40
+    assert BatchPlan.of(BatchConfig(micro_batch_size=1, global_batch_size=8, train_iters=5)).train_samples == 40
 
 
 def test_a_run_counted_in_steps_ends_by_steps_whatever_its_batches_were() -> None:
     """Four steps of 2 samples, then a global batch of 4: four more steps, 8 + 16 samples."""
-    plan = BatchPlan.of(BatchConfig(global_batch_size=4, train_iters=8), Progress(iteration=4, consumed_samples=8))
+    plan = BatchPlan.of(
+        BatchConfig(micro_batch_size=1, global_batch_size=4, train_iters=8), Progress(iteration=4, consumed_samples=8)
+    )
     assert (plan.train_samples, plan.num_iterations()) == (24, 8)
     assert not plan.finished(Progress(iteration=7, consumed_samples=20))
     assert plan.finished(Progress(iteration=8, consumed_samples=24))

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from gptpar.config.fields import flag
 
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "HFTokenizer",
-    "HuggingFaceTokenizer",
-    "NullTokenizer",
-    "ByteLevelTokenizer",
-)
 
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Data sets in Megatron's .bin/.idx format, or synthetic tokens."""
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Options of the data that are complete as they are typed."""
 
     data_path: tuple[str, ...] | None = flag(
         None, "prefixes of .bin/.idx pairs, or WEIGHT PREFIX pairs to blend", metavar="PREFIX"
@@ -28,7 +17,6 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = flag(None, "like --data-path, for training alone", metavar="PREFIX")
     valid_data_path: tuple[str, ...] | None = flag(None, "like --data-path, for validation alone", metavar="PREFIX")
     test_data_path: tuple[str, ...] | None = flag(None, "like --data-path, for testing alone", metavar="PREFIX")
-    split: str | None = flag(None, "shares of training, validation and test (default: 969, 30, 1)")
     split_rule: str = flag(
         "mcore", "how shares become boundaries: megatron-core's rule or the legacy one", choices=("mcore", "legacy")
     )
@@ -58,18 +46,16 @@ class DataConfig:
     )
 
 
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """Which tokenizer made the data set (its vocabulary sizes the model)."""
+@dataclass(frozen=True, kw_only=True)
+class DataFlags(DataOptions):
+    """Data sets in Megatron's .bin/.idx format, or synthetic tokens."""
 
-    tokenizer_type: str | None = flag(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
-    tokenizer_model: str | None = flag(None, "SentencePiece .model, or a Hugging Face tokenizer.json")
-    vocab_file: str | None = flag(None, "GPT-2 BPE's encoder.json")
-    merge_file: str | None = flag(None, "GPT-2 BPE's vocab.bpe")
-    vocab_size: int | None = flag(None, "number of token ids, where no tokenizer says it", least=1)
+    split: str | None = flag(None, "shares of training, validation and test (default: 969, 30, 1)")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """What a tokenizer is built from, beside its type."""
-        names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size")
-        return {name: getattr(self, name) for name in names}
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(DataOptions):
+    """Where the samples come from, and in which order."""
+
+    split: str = "969, 30, 1"
+    """Shares of training, validation and test; Megatron's default."""

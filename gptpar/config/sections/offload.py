@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gptpar.config.fields import flag
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """Optimizer state in host memory, updated by the CPU while the GPU works on."""
 
     cpu_optimizer: bool = flag(False, "keep master weights and moments in host memory and update them on the CPU")
-    cpu_optimizer_ratio: str = flag(
-        "1",
+    cpu_optimizer_ratio: float | Literal["auto"] = flag(
+        1.0,
         "the host's share of the optimizer's elements, 0 to 1, exact to the element; auto: the smallest with which the "
         "rest fits the GPU, found by trying one step",
         metavar="X|auto",
+        least=0,
+        most=1,
     )
     optimizer_nvme_path: str | None = flag(
         None,
@@ -50,11 +53,14 @@ class OffloadConfig:
     )
 
     @property
-    def ratio(self) -> float | None:
-        """The host's share; ``None``: to be found out."""
-        if not self.cpu_optimizer:
-            return 0.0
-        return None if self.cpu_optimizer_ratio == "auto" else float(self.cpu_optimizer_ratio)
+    def ratio(self) -> float | Literal["auto"]:
+        """The host's share of the optimizer's elements; ``"auto"``: to be found out."""
+        return self.cpu_optimizer_ratio if self.cpu_optimizer else 0.0
+
+    @property
+    def least_ratio(self) -> float:
+        """The host's share; where it is to be found out, the least that it can become."""
+        return 0.0 if self.ratio == "auto" else self.ratio
 
     @property
     def gradients_leave_at_once(self) -> bool:

@@ -1,0 +1,1 @@
+"""The sections of the configuration, one file each, with their flags."""

@@ -1,0 +1,21 @@
+"""Whether a DeepSpeed configuration is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config.fields import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedFlags:
+    """A DeepSpeed configuration that says what the command line leaves open."""
+
+    deepspeed: bool = flag(False, "read --deepspeed_config: what it says means here what it means to DeepSpeed")
+    deepspeed_config: str | None = flag(
+        None,
+        "DeepSpeed's JSON, comments and trailing commas allowed: batch sizes, optimizer, schedule, clipping, number "
+        "format, ZeRO stage and optimizer offload; a flag that contradicts it is a problem",
+        names=("--deepspeed_config",),
+        metavar="FILE",
+    )

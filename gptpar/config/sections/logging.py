@@ -1,0 +1,54 @@
+"""Evaluation, and what is written where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config.fields import flag, on_unless
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingOptions:
+    """Options of evaluation and logging that are complete as they are typed."""
+
+    eval_iters: int = flag(100, "global batches in one evaluation; 0 is none", least=0)
+    full_validation: bool = flag(
+        False,
+        "evaluate on the whole validation set each time, each sample once, however many --eval-iters there are (of "
+        "--valid-data-path, or of validation's share of --data-path; several corpora count as one, without weights)",
+    )
+    skip_train: bool = flag(False, "evaluate the loaded checkpoint and stop")
+    log_interval: int = flag(100, "steps between console lines", least=1)
+    timing_log_level: int = flag(0, "from 1 on: what the time of an iteration was spent waiting for", least=0)
+    log_throughput: bool = flag(False, "add TFLOP/s per GPU to the console line")
+    log_params_norm: bool = flag(False, "compute and log the L2 norm of the parameters")
+    log_num_zeros_in_grad: bool = flag(False, "count and log zeros in the gradient")
+    tensorboard_dir: str | None = flag(None, "TensorBoard folder (default: SAVE/tensorboard)")
+    tensorboard_log_interval: int = flag(1, "steps between TensorBoard points", least=1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard events held before a flush", least=1)
+    log_timers_to_tensorboard: bool = flag(False, "chart iteration time and throughput")
+    log_batch_size_to_tensorboard: bool = flag(False, "chart the global batch size")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "chart the validation perplexity")
+    log_memory_to_tensorboard: bool = flag(False, "chart GPU memory")
+    log_world_size_to_tensorboard: bool = flag(False, "chart the number of processes")
+    log_loss_scale_to_tensorboard: bool = on_unless("--no-log-loss-scale-to-tensorboard", "do not chart the loss scale")
+    log_learning_rate_to_tensorboard: bool = on_unless(
+        "--no-log-learnig-rate-to-tensorboard", "do not chart the learning rate"
+    )
+    wandb_project: str | None = flag(None, "also log to this Weights & Biases project")
+    wandb_exp_name: str | None = flag(None, "name of the Weights & Biases run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingFlags(LoggingOptions):
+    """Evaluation and what is written where."""
+
+    eval_interval: int | None = flag(None, "steps between evaluations on validation data (default: 1000)", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig(LoggingOptions):
+    """Evaluation and what is written where."""
+
+    eval_interval: int = 1000
+    """Steps between evaluations."""

@@ -1,0 +1,69 @@
+"""The optimizer and its schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config.fields import flag
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """Options of the optimizer that are complete as they are typed."""
+
+    optimizer: str = flag("adam", "adam is AdamW with decoupled weight decay", choices=("adam",))
+    min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
+    lr_decay_style: str = flag("linear", "shape of the decay", choices=DECAY_STYLES)
+    lr_decay_iters: int | None = flag(None, "steps until --min-lr (default: the whole run)", least=1)
+    lr_decay_samples: int | None = flag(None, "samples until --min-lr (default: the whole run)", least=1)
+    lr_decay_tokens: int | None = flag(None, "tokens until --min-lr", least=1)
+    lr_warmup_fraction: float | None = flag(None, "share of the decay span spent warming up")
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up", least=0)
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up", least=0)
+    lr_warmup_tokens: int | None = flag(None, "tokens of linear warm-up", least=0)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
+    lr_wsd_decay_style: str = flag(
+        "exponential", "shape of WSD's tail", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's tail in steps", least=1)
+    lr_wsd_decay_samples: int | None = flag(None, "length of WSD's tail in samples", least=1)
+    weight_decay: float = flag(0.01, "decoupled weight decay (matrices only; not biases, not norms)", least=0)
+    weight_decay_incr_style: str = flag(
+        "constant", "how the weight decay grows", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = flag(1.0, "clip the global L2 norm of the gradient to this; 0 is off", least=0)
+    adam_beta1: float = flag(0.9, "decay of the first moment")
+    adam_beta2: float = flag(0.999, "decay of the second moment")
+    adam_eps: float = flag(1e-8, "added to the square root of the second moment", above=0)
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "on resume, let this command line's schedule replace the checkpoint's",
+        names=("--override-opt_param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "on resume, let the checkpoint's schedule replace this command line's",
+        names=("--use-checkpoint-opt_param-scheduler",),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFlags(OptimizerOptions):
+    """AdamW with decoupled weight decay, its schedules and gradient clipping."""
+
+    lr: float | None = flag(None, "peak learning rate", least=0)
+    start_weight_decay: float | None = flag(None, "weight decay at the start (with --weight-decay-incr-style)", least=0)
+    end_weight_decay: float | None = flag(None, "weight decay at the end", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(OptimizerOptions):
+    """The optimizer and its schedules."""
+
+    lr: float = 0.0
+    """Peak learning rate; open only with ``--skip-train``, which takes no step."""
+    start_weight_decay: float = 0.0
+    end_weight_decay: float = 0.0
+    """Read where the weight decay grows."""

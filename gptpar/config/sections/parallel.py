@@ -1,0 +1,90 @@
+"""How the processes share the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config.fields import flag, on_unless
+from gptpar.topology.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """Options of the layout that are complete as they are typed."""
+
+    tensor_model_parallel_size: int = flag(1, "processes that split each layer", least=1, most=1_000_000)
+    sequence_parallel: bool = flag(False, "split the tokens between layers over the tensor-parallel processes, too")
+    tp_comm_overlap: bool = on_unless(
+        "--no-tp-comm-overlap",
+        "do not overlap tensor-parallel communication with matrix products through symmetric memory",
+    )
+    pipeline_model_parallel_size: int = flag(1, "processes that split the stack of layers", least=1, most=1_000_000)
+    pipeline_partition_method: str = flag(
+        "parameters",
+        "where the stack is cut: parameters, flops, uniform, type:REGEX of a layer's class, or boundaries as 0,7,14",
+        names=("--partition-method",),
+    )
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients over data-parallel processes in bf16 instead of fp32")
+    distributed_backend: str | None = flag(None, "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
+    distributed_timeout_minutes: float = flag(
+        10, "a collective that takes longer ends the run", above=0, most=1_000_000
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that together hold the model once."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """How often ``world_size`` processes hold the model; at least 1, also where they do not suffice for that."""
+        return max(1, world_size // max(1, self.model_parallel_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelFlags(ParallelOptions):
+    """How many processes share the work, and how."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "interleaved pipeline: blocks in each of a process's chunks", least=1, most=10_000
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "interleaved pipeline: chunks of layers that each process holds (default: 1)", least=1, most=10_000
+    )
+    no_pipeline_parallel: bool = flag(False, "never split the stack of layers")
+    zero_stage: int | None = flag(
+        None,
+        "what the data-parallel processes share out: 1 the optimizer, 2 and gradients, 3 and parameters (default: 3 "
+        "with --no-pipeline-parallel, 1 with --use-distributed-optimizer, else 0)",
+        least=0,
+    )
+    use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
+    nproc_per_node: int | None = flag(
+        None,
+        "workers to start on this machine without torchrun (default: one a visible GPU, else one)",
+        least=1,
+        most=1_000,
+    )
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that are asked for, before --num-layers-per-virtual-pipeline-stage is counted."""
+        return self.num_virtual_stages_per_pipeline_rank or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(ParallelOptions):
+    """How the processes share the work."""
+
+    num_virtual_stages_per_pipeline_rank: int = 1
+    zero_stage: int = 0
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of consecutive layers that each process holds; more than one is an interleaved pipeline."""
+        return self.num_virtual_stages_per_pipeline_rank
+
+    def layout(self, world_size: int) -> Layout:
+        """How many of ``world_size`` processes are on each axis."""
+        return Layout(
+            self.data_parallel_size(world_size), self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        )

@@ -1,0 +1,57 @@
+"""Activation recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.config.fields import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeOptions:
+    """Options of recomputation that are complete as they are typed."""
+
+    recompute_granularity: str | None = flag(
+        None, "what is recomputed: whole blocks, or parts of each block", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(
+        None,
+        "whole blocks: all of them in groups of --recompute-num-layers, or only the first N of each pipeline stage",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = flag(
+        None,
+        "uniform: blocks recomputed together (default: 1); else: recompute only the first N blocks of each pipeline "
+        "stage (default: all)",
+        least=1,
+    )
+    distribute_saved_activations: bool = flag(
+        False,
+        "split the saved inputs of recomputed blocks between the tensor-parallel processes",
+        names=("--partition-activations",),
+    )
+    checkpoint_in_cpu: bool = flag(False, "keep the saved inputs of recomputed blocks in host memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeFlags(RecomputeOptions):
+    """Activation checkpointing: forget activations and compute them again in the backward pass."""
+
+    recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
+    recompute_modules: tuple[str, ...] | None = flag(
+        None,
+        "parts recomputed by --recompute-granularity selective (default: core_attn)",
+        choices=("core_attn", "mlp", "layernorm"),
+    )
+    checkpoint_activations: bool = flag(False, "same as --recompute-granularity full")
+    checkpoint_num_layers: int | None = flag(
+        None, "same as --recompute-method uniform --recompute-num-layers N", least=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig(RecomputeOptions):
+    """What is forgotten in the forward pass and computed again in the backward pass."""
+
+    recompute_modules: tuple[str, ...] = ()
+    """Parts of each block."""

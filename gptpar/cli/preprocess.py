@@ -10,11 +10,12 @@ import argparse
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 
 import numpy as np
 
+from gptpar.config import TokenizerConfig
 from gptpar.data.indexed import IndexedDatasetWriter, removed_line, token_dtype
 from gptpar.data.progress import Progress
 from gptpar.data.readers import FORMATS, Block, Part, find_inputs, parse_block, parse_part, read_parts
@@ -27,20 +28,9 @@ from gptpar.system.host import cores
 BAD_LINES_SHOWN = 5
 
 
-@dataclass(frozen=True)
-class TokenizerSpec:
-    """The arguments of `build_tokenizer`: what a worker needs to build its own."""
-
-    tokenizer_type: str
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-
-
 @lru_cache(maxsize=1)
-def _tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    return build_tokenizer(**asdict(spec))
+def _tokenizer(config: TokenizerConfig) -> Tokenizer:
+    return build_tokenizer(**asdict(config))
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class EncodedBlock:
 class Encoder:
     """Turns a block of bytes into tokens; small to send to a process, which builds the tokenizer once."""
 
-    spec: TokenizerSpec
+    tokenizer: TokenizerConfig
     keys: tuple[str, ...]
     append_eod: bool
     skip_bad_lines: bool
@@ -101,7 +91,7 @@ class Encoder:
         return EncodedBlock(columns, [], sum(map(len, part.texts)), part.consumed, True, part.last)
 
     def _columns(self, documents: list[tuple[str, ...]], ends: bool = True) -> list[tuple[np.ndarray, np.ndarray]]:
-        tokenizer = _tokenizer(self.spec)
+        tokenizer = _tokenizer(self.tokenizer)
         after = tokenizer.eod if self.append_eod and ends else None
         dtype = token_dtype(tokenizer.vocab_size)
         batches = (tokenizer.encode_batch([texts[k] for texts in documents], after) for k in range(len(self.keys)))
@@ -109,7 +99,7 @@ class Encoder:
 
     def _can_encode(self, path: str, line: int, texts: tuple[str, ...], bad_lines: list[str]) -> bool:
         try:
-            _tokenizer(self.spec).encode_batch(texts)
+            _tokenizer(self.tokenizer).encode_batch(texts)
         except TokenizerError as error:
             problem = f"{path}, line {line}: {error}"
             if not self.skip_bad_lines:
@@ -139,7 +129,7 @@ def preprocess(
     """
     _check_keys(encoder.keys)
     files = find_inputs(inputs)
-    tokenizer = _tokenizer(encoder.spec)
+    tokenizer = _tokenizer(encoder.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     prefixes = [f"{output_prefix}_{key}_document" for key in encoder.keys]
     progress = Progress(sum(map(os.path.getsize, files)), log_interval)
@@ -235,8 +225,8 @@ class BadLines:
 def main(argv: list[str]) -> int:
     """`gptpar preprocess`."""
     args = _parser().parse_args(argv)
-    spec = TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_model, args.vocab_size)
-    encoder = Encoder(spec, tuple(args.json_keys), args.append_eod, args.skip_bad_lines)
+    tokenizer = TokenizerConfig(**{spec.name: getattr(args, spec.name) for spec in fields(TokenizerConfig)})
+    encoder = Encoder(tokenizer, tuple(args.json_keys), args.append_eod, args.skip_bad_lines)
     workers = args.workers or len(cores())
     print(preprocess(args.input, args.output_prefix, encoder, workers=workers, log_interval=args.log_interval))
     return 0

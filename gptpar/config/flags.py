@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import math
 import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from gptpar.config import Flags
@@ -24,7 +22,7 @@ from gptpar.config.deepspeed import read_deepspeed
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 from gptpar.errors import ConfigError
-from gptpar.system.command_line import path
+from gptpar.system.command_line import Parser, Unread
 
 MAX_ECHOED = 80
 """Characters of a refused value that are repeated in its sentence."""
@@ -162,29 +160,9 @@ def _add_field(group: Any, section: str, spec: dataclasses.Field[Any], hint: Any
     group.add_argument(*names, type=reader, nargs=nargs, metavar=metavar, help=text.replace("%", "%%"), **common)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Collects argparse's own complaints (such as a missing value) instead of exiting."""
-
-    def __init__(self, problems: list[str], **kwargs: Any):
-        super().__init__(allow_abbrev=False, **kwargs)
-        self.register("type", Path, path)  # of a verb's own flags
-        self.problems = problems
-
-    def error(self, message: str) -> typing.NoReturn:
-        self.problems.append(message.removeprefix("argument ") + ".")
-        raise _Stop
-
-    def known_flags(self) -> list[str]:
-        return [name for action in self._actions for name in action.option_strings]
-
-
-class _Stop(Exception):
-    pass
-
-
-def make_parser(prog: str, description: str, problems: list[str]) -> _Parser:
+def make_parser(prog: str, description: str, problems: list[str]) -> Parser:
     """A parser with every configuration flag, one group a section."""
-    parser = _Parser(problems, prog=prog, description=description)
+    parser = Parser(problems=problems, prog=prog, description=description, formatter_class=argparse.HelpFormatter)
     for section in dataclasses.fields(Flags):
         kind = type(getattr(Flags(), section.name))
         hints = typing.get_type_hints(kind)
@@ -197,7 +175,7 @@ def make_parser(prog: str, description: str, problems: list[str]) -> _Parser:
     return parser
 
 
-def _unknown(words: Sequence[str], known: Sequence[str], parsed: ParsedFlags) -> None:
+def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
     """Sort words that no flag took: accepted, planned, or a mistake with its nearest match."""
     i = 0
     while i < len(words):
@@ -217,8 +195,8 @@ def _unknown(words: Sequence[str], known: Sequence[str], parsed: ParsedFlags) ->
         elif name in PLANNED:
             parsed.problems.append(f"{name}: {PLANNED[name]} is not part of this version yet; leave it out.")
         elif name.startswith("-"):
-            near = difflib.get_close_matches(name, [*known, *ACCEPTED, *DENSE], n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else "; see --help for the flags there are."
+            near = parser.nearest(name, [*ACCEPTED, *DENSE])
+            hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
             parsed.problems.append(f"unknown flag {name}{hint}")
         else:
             parsed.problems.append(f"unexpected word {name!r}; values follow a flag.")
@@ -260,9 +238,9 @@ def parse_flags(
         extra(parser)
     try:
         found, unknown = parser.parse_known_args(list(argv))
-    except _Stop:  # nothing after that word was read, so it would all seem to be missing
+    except Unread:  # nothing after that word was read, so it would all seem to be missing
         raise ConfigError(parsed.problems) from None
-    _unknown(unknown, parser.known_flags(), parsed)
+    _unknown(unknown, parser, parsed)
     values: dict[str, dict[str, Any]] = {}
     for key, value in vars(found).items():
         if "." not in key:

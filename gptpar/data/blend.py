@@ -11,6 +11,7 @@ import numpy as np
 from gptpar.data import kernels
 from gptpar.data.splits import SplitRule
 from gptpar.errors import DataError
+from gptpar.system.data_flags import split_weights
 
 BLOCK = 4096  # samples between stored counts: one block is replayed to find a sample's place
 MAX_SETS = 2**15 - 1
@@ -29,22 +30,19 @@ class SampleSource(Protocol):
 
 
 def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights of a `--data-path` list.
+    """Prefixes and weights (None: there are none) of a `--data-path` list.
 
-    An even number of entries of which every first of two is a number is a list of (weight, prefix) pairs;
-    anything else is a list of prefixes without weights (None).
+    Raises:
+        DataError: an empty list, or weights that are none.
     """
     if not entries:
         raise DataError("the data path is empty; give a prefix, or weight prefix pairs")
-    if len(entries) % 2:
-        return list(entries), None
-    try:
-        weights = [float(entry) for entry in entries[::2]]
-    except ValueError:
-        return list(entries), None
+    prefixes, weights = split_weights(entries)
+    if weights is None:
+        return prefixes, None
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
         raise DataError(f"the weights {weights} of the data path must be finite, none negative, with a positive sum")
-    return list(entries[1::2]), weights
+    return prefixes, weights
 
 
 def normalize(weights: Sequence[float]) -> np.ndarray:

@@ -9,9 +9,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gptpar.errors import GptparError
 from gptpar.system.activity import FOLDER_VARIABLE
@@ -21,12 +21,22 @@ OTHERS_FIRST_SECONDS = 2.0
 """How long a worker other than the first waits before it tells of its failure; torchrun looks every 0.1 s."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Shows defaults, takes no abbreviation of a flag, and names the flag nearest to a typo."""
+class Unread(Exception):
+    """The rest of a command line was not read: a flag lacks its value."""
 
-    def __init__(self, **options: Any):
+
+class Parser(argparse.ArgumentParser):
+    """Shows defaults, takes no abbreviation of a flag, and names the flag nearest to a typo.
+
+    Args:
+        problems: receives argparse's own complaints, such as a missing value, in place of the end of the program;
+            :class:`Unread` is raised then.
+    """
+
+    def __init__(self, *, problems: list[str] | None = None, **options: Any):
         options.setdefault("formatter_class", _HelpFormatter)
         super().__init__(allow_abbrev=False, **options)
+        self.problems = problems
         # A variable that is not set is an empty word; a flag that may be empty says ``type=str``.
         self.register("type", None, not_empty)
         self.register("type", Path, path)
@@ -39,14 +49,23 @@ class Parser(argparse.ArgumentParser):
         self._refuse(unknown)
         return parsed
 
+    def error(self, message: str) -> NoReturn:
+        if self.problems is None:
+            super().error(message)
+        self.problems.append(message.removeprefix("argument ") + ".")
+        raise Unread
+
+    def nearest(self, flag: str, others: Iterable[str] = ()) -> str | None:
+        """The flag, of this parser's or some others, that a mistyped one was most likely meant to be."""
+        return next(iter(difflib.get_close_matches(flag, [*self._option_string_actions, *others], n=1)), None)
+
     def _refuse(self, unknown: list[str]) -> None:
         if unknown:
             self.error("; ".join(self._explain(argument) for argument in unknown))
 
     def _explain(self, argument: str) -> str:
-        flag = argument.split("=", 1)[0]
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        return f"unrecognized argument {argument}" + (f" (did you mean {near[0]}?)" if near else "")
+        near = self.nearest(argument.split("=", 1)[0])
+        return f"unrecognized argument {argument}" + (f" (did you mean {near}?)" if near else "")
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

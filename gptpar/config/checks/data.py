@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gptpar.config import DataFlags, Flags
 from gptpar.config.fields import Missing
+from gptpar.system.data_flags import split_weights
 
 SEED_LIMIT = 2**32  # numpy's RandomState, whose shuffles are Megatron's, takes no larger one
 
@@ -70,15 +71,4 @@ def check_files(flags: Flags) -> Iterator[str]:
 
 
 def _prefixes(paths: tuple[str, ...]) -> list[str]:
-    """The prefixes in a --data-path list, weights left out (an even-length list may hold WEIGHT PREFIX pairs)."""
-
-    def is_number(text: str) -> bool:
-        try:
-            float(text)
-        except ValueError:
-            return False
-        return True
-
-    if len(paths) % 2 == 0 and all(is_number(w) for w in paths[::2]):
-        return list(paths[1::2])
-    return list(paths)
+    return split_weights(paths)[0]

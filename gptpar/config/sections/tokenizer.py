@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gptpar.config.fields import flag
-
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "HFTokenizer",
-    "HuggingFaceTokenizer",
-    "NullTokenizer",
-    "ByteLevelTokenizer",
-)
+from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +14,9 @@ class TokenizerConfig:
     """Which tokenizer made the data set (its vocabulary sizes the model)."""
 
     tokenizer_type: str | None = flag(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
-    tokenizer_model: str | None = flag(None, "SentencePiece .model, or a Hugging Face tokenizer.json")
-    vocab_file: str | None = flag(None, "GPT-2 BPE's encoder.json")
-    merge_file: str | None = flag(None, "GPT-2 BPE's vocab.bpe")
+    tokenizer_model: str | None = flag(None, TOKENIZER_FILES["tokenizer_model"])
+    vocab_file: str | None = flag(None, TOKENIZER_FILES["vocab_file"])
+    merge_file: str | None = flag(None, TOKENIZER_FILES["merge_file"])
     vocab_size: int | None = flag(None, "number of token ids, where no tokenizer says it", least=1)
 
     @property

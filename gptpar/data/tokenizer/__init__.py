@@ -14,18 +14,12 @@ from gptpar.data.tokenizer.hf import HFTokenizer, tokenizer_json
 from gptpar.data.tokenizer.sentence_piece import SentencePieceTokenizer
 from gptpar.data.tokenizer.simple import ByteLevelTokenizer, NullTokenizer
 from gptpar.errors import ConfigError
+from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES, TOKENIZERS
 
 _CLASSES: dict[str, type[TokenizerBase]] = {
-    "GPT2BPETokenizer": GPT2BPETokenizer,
-    "SentencePieceTokenizer": SentencePieceTokenizer,
-    "GPTSentencePieceTokenizer": SentencePieceTokenizer,
-    "HFTokenizer": HFTokenizer,
-    "HuggingFaceTokenizer": HFTokenizer,
-    "NullTokenizer": NullTokenizer,
-    "ByteLevelTokenizer": ByteLevelTokenizer,
+    cls.__name__: cls
+    for cls in (GPT2BPETokenizer, SentencePieceTokenizer, HFTokenizer, NullTokenizer, ByteLevelTokenizer)
 }
-
-TOKENIZER_TYPES = tuple(_CLASSES)
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "add_tokenizer_flags", "build_tokenizer", "tokenizer_problems"]
 
@@ -53,19 +47,19 @@ def build_tokenizer(
     problems = tokenizer_problems(tokenizer_type, **given)
     if problems:
         raise ConfigError(problems)
-    cls = _CLASSES[tokenizer_type]
+    cls = _CLASSES[TOKENIZERS[tokenizer_type]]
     tokenizer: Tokenizer = cls(**{option: given[option] for option in cls.options})  # type: ignore[assignment]
     return tokenizer
 
 
 def tokenizer_problems(tokenizer_type: str, **given: str | int | None) -> list[str]:
     """A sentence for each flag or file that `build_tokenizer` would miss; reads no file."""
-    if tokenizer_type not in _CLASSES:
+    if tokenizer_type not in TOKENIZERS:
         near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(TOKENIZER_TYPES)}"
         return [f"--tokenizer-type {tokenizer_type} does not exist; {hint}"]
     problems = []
-    for option in _CLASSES[tokenizer_type].options:
+    for option in _CLASSES[TOKENIZERS[tokenizer_type]].options:
         flag, value = f"--{option.replace('_', '-')}", given.get(option)
         if value is None:
             problems.append(f"--tokenizer-type {tokenizer_type} needs {flag}")
@@ -85,13 +79,8 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TYPE",
         help=f"one of {', '.join(TOKENIZER_TYPES)}",
     )
-    group.add_argument("--vocab-file", metavar="FILE", help="encoder.json of GPT2BPETokenizer")
-    group.add_argument("--merge-file", metavar="FILE", help="vocab.bpe of GPT2BPETokenizer")
-    group.add_argument(
-        "--tokenizer-model",
-        metavar="PATH",
-        help=".model file of a SentencePieceTokenizer; tokenizer.json, or the folder that holds it, of an HFTokenizer",
-    )
+    for name, help in TOKENIZER_FILES.items():
+        group.add_argument(f"--{name.replace('_', '-')}", metavar="FILE", help=help)
     group.add_argument(
         "--vocab-size", type=int, metavar="N", help="number of ids of the NullTokenizer, without its eod"
     )

@@ -87,6 +87,14 @@ def test_every_flag_has_a_reader(section: str, spec: dataclasses.Field[object]) 
     assert changed, f"{words} changes nothing"
 
 
+@pytest.mark.parametrize("spec", [spec for _, spec in FIELDS if spec.metadata["off"]], ids=lambda spec: spec.name)
+def test_the_help_of_a_flag_that_turns_something_off_says_what_it_does(spec: dataclasses.Field[object]) -> None:
+    """Not what its field means: a reader of --help sees the flag alone."""
+    flag, help = spec.metadata["off"], spec.metadata["help"]
+    assert spec.default is True and flag.startswith(("--no-", "--disable-"))
+    assert help.startswith(("do not ", "no ")), f"{flag}: {help}"
+
+
 NUMBERS = [(section, spec) for section, spec in FIELDS if "int" in str(spec.type) or "float" in str(spec.type)]
 HOSTILE = (
     *("-1", "0", "1.5", "nan", "inf", "-inf", "x", "", " ", "\u00b2", "1e400", "1e-320", "0x10", "None", "-1e18"),

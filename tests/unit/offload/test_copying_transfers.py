@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gptpar.config.checks.precision import graph_obstacles
+from gptpar.config.derive import derive
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import find_problems, resolve
 from gptpar.data.loader import MicroBatch
@@ -393,8 +394,8 @@ def test_other_processes_memory_is_not_this_ones(monkeypatch: pytest.MonkeyPatch
 
 def test_auto_keeps_step_graphs_and_on_switches_them_off() -> None:
     for word, obstacles in (("auto", 0), ("off", 0), ("on", 1)):
-        config = tiny_config(f"{ALL} --offload-gradients {word}")
-        assert len(list(graph_obstacles(config, 1))) == obstacles and not find_problems(config, 1)
+        flags, _ = derive(parse_flags(f"{TINY} {ALL} --offload-gradients {word}".split()).flags, 1)
+        assert len(list(graph_obstacles(flags, 1))) == obstacles and not find_problems(flags, 1)
 
 
 def test_the_room_for_speculation_counts_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

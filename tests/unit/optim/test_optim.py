@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
 from gptpar.data.loader import MicroBatch
 from gptpar.engine import gradient_memory, reducer
 from gptpar.engine.collector import GradientCollector
@@ -32,7 +34,7 @@ from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel.axis import Split
 from gptpar.topology.initial_values import Constant
-from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.helpers import TINY, make_trainer, random_tokens, tiny_config
 
 
 def rates(flags: str, at: list[float]) -> list[float]:
@@ -76,7 +78,8 @@ def test_token_schedule_counts_tokens() -> None:
 
 
 def test_an_evaluation_alone_needs_no_learning_rate() -> None:
-    schedule = make_schedule(tiny_config("--skip-train --load .").update("optimizer", lr=None), 0)
+    words = [*TINY.replace("--lr 1e-2 ", "").split(), "--skip-train", "--load", "."]
+    schedule = make_schedule(resolve(parse_flags(words), 1)[0], 0)
     assert (schedule.max_lr, schedule.total) == (0.0, 0)
 
 

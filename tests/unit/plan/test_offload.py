@@ -351,7 +351,7 @@ def test_auto_decides_nothing_without_a_gpu_or_offload() -> None:
     waiting_for_it = replace(job, config=job.config.update("offload", offload_gradients="auto"))
     assert choose_gradients(waiting_for_it, 0) is not None
     assert choose_gradients(replace(waiting_for_it, device_type="cpu"), 0) is None
-    for changes in ({"cpu_optimizer": False}, {"cpu_optimizer_ratio": "0"}):
+    for changes in ({"cpu_optimizer": False}, {"cpu_optimizer_ratio": 0.0}):
         config = waiting_for_it.config.update("offload", **changes)
         assert choose_gradients(replace(job, config=config), 0) is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.config import TokenizerConfig
 from gptpar.data.tokenizer import TOKENIZER_TYPES, build_tokenizer, tokenizer_problems
 from gptpar.errors import ConfigError, TokenizerError
 
@@ -43,6 +45,14 @@ def test_all_problems_at_once(tmp_path: Path):
         "--tokenizer-type GPT2BPETokenizer needs --vocab-file",
         f"--merge-file {tmp_path / 'none.bpe'} is not there",
     ]
+
+
+def test_each_type_has_a_class_and_flags_for_what_it_is_built_from():
+    flags = {spec.name for spec in dataclasses.fields(TokenizerConfig)}
+    for name in TOKENIZER_TYPES:
+        missing = tokenizer_problems(name)
+        assert all(problem.startswith(f"--tokenizer-type {name} needs --") for problem in missing)
+        assert {problem.split("--")[-1].replace("-", "_") for problem in missing} <= flags
 
 
 def test_an_unknown_type_gets_the_nearest_name():

@@ -1,0 +1,42 @@
+"""Flags that several commands read alike: which corpora, and which tokenizer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+TOKENIZERS = {
+    "GPT2BPETokenizer": "GPT2BPETokenizer",
+    "SentencePieceTokenizer": "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+    "HFTokenizer": "HFTokenizer",
+    "HuggingFaceTokenizer": "HFTokenizer",
+    "NullTokenizer": "NullTokenizer",
+    "ByteLevelTokenizer": "ByteLevelTokenizer",
+}
+"""``--tokenizer-type`` -> the class that it names; Megatron-LM's names, of which some are a second name for a class."""
+
+TOKENIZER_TYPES = tuple(TOKENIZERS)
+
+TOKENIZER_FILES = {
+    "vocab_file": "encoder.json of GPT2BPETokenizer",
+    "merge_file": "vocab.bpe of GPT2BPETokenizer",
+    "tokenizer_model": (
+        ".model file of a SentencePieceTokenizer; tokenizer.json, or the folder that holds it, of an HFTokenizer"
+    ),
+}
+"""Flag of a tokenizer's file, underscored -> its help."""
+
+
+def split_weights(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """(prefixes, weights) of a ``--data-path`` list; ``None``: it has no weights.
+
+    An even number of entries whose first, third, ... are numbers is a list of WEIGHT PREFIX pairs; anything else is a
+    list of prefixes.
+    """
+    if len(entries) % 2:
+        return list(entries), None
+    try:
+        weights = [float(entry) for entry in entries[::2]]
+    except ValueError:
+        return list(entries), None
+    return list(entries[1::2]), weights

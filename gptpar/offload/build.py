@@ -74,7 +74,7 @@ def _speculated_elements(
     if config.offload.optimizer_nvme_path is not None:
         _require_disk(Path(config.offload.optimizer_nvme_path), 3 * wide.itemsize * elements * place_on_machine()[1])
         return 0
-    ratio = config.offload.cpu_optimizer_ratio
+    ratio = config.offload.least_ratio
     return room_for_speculation(
         elements,
         wide,
@@ -83,7 +83,7 @@ def _speculated_elements(
         transfer_bytes=transfer_bytes,
         asker="--cpu-optimizer",
         option="--offload-speculation on",
-        remedy=f"lower --cpu-optimizer-ratio {ratio}, use more processes with ZeRO, or a smaller model",
+        remedy=f"lower --cpu-optimizer-ratio {ratio:g}, use more processes with ZeRO, or a smaller model",
     )
 
 

@@ -92,7 +92,7 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
 def _layout(config: Config, topology: Topology) -> list[Row]:
     layout, device = topology.layout, topology.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    peak = device_peak(config, device)
+    peak = device_peak(config.precision.dtype, device)
     reason = (
         "MFU is not shown: the peak of this device is not known" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s"
     )

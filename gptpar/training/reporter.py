@@ -33,11 +33,11 @@ class StepNumbers:
     cpu_optimizer: CpuOptimizerTimes | None = None
 
 
-def device_peak(config: Config, device: torch.device) -> float | None:
+def device_peak(number_format: str, device: torch.device) -> float | None:
     """Peak FLOP/s of the device in the run's number format, where it is known."""
     if device.type != "cuda":
         return None
-    return peak_flops(torch.cuda.get_device_name(device), config.precision.dtype)
+    return peak_flops(torch.cuda.get_device_name(device), number_format)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Reporter:
     _first: bool = True
 
     def __post_init__(self) -> None:
-        self._peak = device_peak(self.config, self.device)
+        self._peak = device_peak(self.config.precision.dtype, self.device)
         self.follow(self.plan)
         self._since = Moment(self.device)
 

@@ -136,7 +136,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
     tokens = run.plan.full * shape.seq_length
     per_s = tokens / median * 1e3
     per_gpu = per_s / topology.layout.world_size
-    peak, parallel = device_peak(config, topology.device), config.parallel
+    peak, parallel = device_peak(config.precision.dtype, topology.device), config.parallel
     on_gpu = topology.device.type == "cuda"
     return {
         "model": preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",

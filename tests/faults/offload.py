@@ -7,8 +7,8 @@ from tests.faults.fault import Fault
 STATES = "gptpar/offload/bucket_state.py"
 THREAD = "gptpar/offload/updating_thread.py"
 OPTIMIZER = "gptpar/offload/host_optimizer.py"
-SPECULATION = "tests/unit/offload/test_offload.py::test_speculation_changes_no_bit"
-OVERFLOWS = "tests/unit/offload/test_offload.py::test_fp16_overflows_are_skipped_on_both_sides"
+SPECULATION = "tests/unit/offload/test_whole_runs.py::test_speculation_changes_no_bit"
+OVERFLOWS = "tests/unit/offload/test_whole_runs.py::test_fp16_overflows_are_skipped_on_both_sides"
 ANY_ORDER = "tests/unit/offload/test_events.py::test_any_order_gives_the_same_bits"
 TIED_EMBEDDING = "tests/unit/offload/test_tied_embedding_offload.py"
 

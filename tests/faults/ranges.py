@@ -102,7 +102,7 @@ RANGES = [
         UNITS,
         'return DECAYS if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS_NOT',
         'return DECAYS_NOT if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS',
-        ("tests/unit/training/test_reference.py::test_fifty_steps_follow_a_plain_loop",),
+        ("tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop",),
     ),
     Fault(
         "decay-of-a-bias-with-two-dimensions",

@@ -100,7 +100,7 @@ STATE = [
         "gptpar/topology/initial_values.py",
         "generator = torch.Generator().manual_seed(seed_of(seed, name))",
         "generator = torch.Generator().manual_seed(seed_of(seed))",
-        ("tests/unit/model/test_model.py::test_initial_values_depend_on_seed_and_name_alone",),
+        ("tests/unit/model/test_parts.py::test_initial_values_depend_on_seed_and_name_alone",),
     ),
     Fault(
         "step-count-of-an-engine-not-restored",

@@ -11,7 +11,7 @@ ROUNDED = "tests/unit/optim/test_adam_update.py::test_each_operation_is_rounded_
 NUMBERS = "tests/unit/optim/test_adam_update.py::test_numbers_on_the_device_are_those_of_the_host"
 TORCH_ADAMW = "tests/unit/engine/test_flat_adam.py::test_it_is_torchs_adamw"
 GROUPS = "tests/unit/engine/test_parameter_groups.py::test_groups_are_those_of_torchs_adamw_at_every_ratio"
-PLAIN_LOOP = "tests/unit/training/test_reference.py::test_fifty_steps_follow_a_plain_loop"
+PLAIN_LOOP = "tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
 DYNAMIC_SCALE = "tests/unit/optim/test_optim.py::test_dynamic_loss_scale_follows_megatron"
 
 UPDATE = [

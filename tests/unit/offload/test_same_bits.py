@@ -10,7 +10,7 @@ import torch
 from gptpar import TwinFlowAdamW
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.offload.test_offload import OFFLOAD, config_words, train
+from tests.unit.offload.test_whole_runs import OFFLOAD, config_words, train
 
 RATIOS = ["0", "0.3", "0.731", "1"]
 """None of them cuts between parameters."""

@@ -23,8 +23,8 @@ from gptpar.plan.search import search
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
 from gptpar.training.banner import refuse_what_cannot_fit
-from tests.unit.plan.test_plan import CALM, GIB, plan
-from tests.unit.plan.test_plan import SMALL as SHAPE
+from tests.unit.plan.test_predictions import CALM, GIB, plan
+from tests.unit.plan.test_predictions import SMALL as SHAPE
 
 SMALL = SHAPE + "--micro-batch-size 2 "
 OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio "

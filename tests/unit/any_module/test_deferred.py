@@ -16,7 +16,7 @@ import gptpar
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.units import find_units
 from gptpar.errors import GptparError, ModelError
-from tests.unit.any_module.test_units import tiny_hf
+from tests.unit.any_module.huggingface import tiny_hf
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from gptpar.training import gpt
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.offload_log import logged, starts_of
-from tests.unit.offload.test_host_optimizer import RATES, SlowNorm, wait_until
+from tests.unit.offload.host_shares import RATES, SlowNorm, wait_until
 
 STEPS = 8
 ROWS, WIDTH = 64, 32

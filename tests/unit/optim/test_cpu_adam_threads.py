@@ -18,7 +18,7 @@ import torch
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.system import native
-from tests.unit.optim.test_cpu_adam import HOW, LONG, make, run, same, with_isa
+from tests.unit.optim.cpu_adam_runs import HOW, LONG, make, run, same, with_isa
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import TensorBoardSink
 from gptpar.training.run_folder.branches import finish_branches, how_to_go_on, leave_branch, read_journal
 from tests.helpers import TINY
-from tests.unit.reporting.test_sinks import record
+from tests.unit.reporting.records import record
 
 Run = Callable[..., str]
 BASE = [word for word in TINY.split() if word not in ("--train-iters", "20")]

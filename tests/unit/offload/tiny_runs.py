@@ -48,3 +48,6 @@ def hash_of(trainer: Trainer) -> str:
     for unit in trainer.engine.table.units:
         state.update(trainer.engine.parameters.shards[unit.name].clone().view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
+
+
+ALL = "--cpu-optimizer --cpu-optimizer-ratio 1"

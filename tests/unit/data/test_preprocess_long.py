@@ -46,6 +46,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LONG_LINE_BYTES", 1 << 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ByteLevelTokenizer", "GPT2BPETokenizer"])
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("escaped", [True, False])

@@ -276,7 +276,14 @@ def train(flags: str, steps: int = 10) -> tuple[list[list[float]], dict[str, tor
 
 @pytest.mark.parametrize("speculation", ["on", "off"])
 @pytest.mark.parametrize("ratio", ["1", "0.731"])
-@pytest.mark.parametrize("words", ["--bf16", "--fp64", "--fp16 --initial-loss-scale 1e6 --hysteresis 1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16",
+        pytest.param("--fp64", marks=pytest.mark.slow),
+        pytest.param("--fp16 --initial-loss-scale 1e6 --hysteresis 1", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_that_leave_change_no_bit(
     words: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

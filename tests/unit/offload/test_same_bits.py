@@ -19,7 +19,13 @@ def state_after(words: str, ratio: str, *, count: int) -> tuple[str, int]:
     return found, sum(norm > 0.9 for norm in norms)
 
 
-@pytest.mark.parametrize("dtype", ["--fp64", "", "--bf16", "--fp16 --initial-loss-scale 3000"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "--bf16",
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("--fp64", "", "--fp16 --initial-loss-scale 3000")),
+    ],
+)
 @pytest.mark.parametrize(("count", "speculation"), [(1, "on"), (2, "off")])
 def test_no_ratio_changes_a_bit(dtype: str, count: int, speculation: str) -> None:
     """One micro-batch, whose gradient may travel in 16 bits, and two, whose sum may not; some steps are clipped."""

@@ -107,8 +107,8 @@ def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bucket_elements, pieces", [(1 << 24, False), (333, False), (333, True)])
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("clip", [NEVER, SOMETIMES, ALWAYS])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clip", [SOMETIMES, *(pytest.param(clip, marks=pytest.mark.slow) for clip in (NEVER, ALWAYS))])
 def test_no_bit_is_changed(
     run: Callable[..., Seen], clip: str, count: int, bucket_elements: int, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +124,7 @@ def test_no_bit_is_changed(
     assert bool(early.completed) == (not all(clipped)) and early.redone == sum(clipped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["--fp16 --initial-loss-scale 1024", "", "--fp64"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_bit_is_changed_in_other_precisions(run: Callable[..., Seen], dtype: str, count: int) -> None:
@@ -208,6 +209,7 @@ def test_steps_that_are_skipped(run: Callable[..., Seen]) -> None:
     assert_same(early, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the complete gradient comes it has done one of the embedding's seven buckets, and perhaps begun another."""

@@ -113,6 +113,7 @@ def test_a_grad_scaler_drives_it(ratio: float, attached: bool, unscale: bool, cl
     equal(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ratios", [(0.0, 1.0), (1.0, 0.3), (0.3, 0.731), (0.731, 0.0)])
 def test_saved_at_one_ratio_and_gone_on_at_another(

@@ -38,6 +38,7 @@ class LateNorm:
         return self._number.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
 @pytest.mark.parametrize("speculation", ["off", "on"])

@@ -75,7 +75,7 @@ def parts_equal(found: TensorParts, wanted: TensorParts, **tolerance: float) -> 
     torch.testing.assert_close(whole(found), whole(wanted), **tolerance)
 
 
-@pytest.mark.parametrize("ratio", ["0", "0.3", "0.731", "1"])
+@pytest.mark.parametrize("ratio", ["0.3", *(pytest.param(r, marks=pytest.mark.slow) for r in ("0", "0.731", "1"))])
 @pytest.mark.parametrize("speculation", ["off", "on"])
 def test_every_ratio_takes_the_same_steps(ratio: str, speculation: str) -> None:
     """Warm-up; clipping in some steps; two micro-batches. In fp64, where training does not amplify round-off."""

@@ -261,6 +261,7 @@ def test_search_keeps_what_was_said() -> None:
         assert found.job.micro_batch_size == 2 and (found.job.zero_stage == 1 or found.job.layout.data == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [GPT3, TRILLION])
 def test_internet_scale_is_searched_in_seconds(flags: str) -> None:
     planner, _ = make_planner([*flags.split(), "--search"])

@@ -118,6 +118,7 @@ def test_the_last_iteration_is_read_from_the_end(tmp_path):
         assert last_iteration(path) is None
 
 
+@pytest.mark.slow
 def test_preparing_a_long_file_takes_no_memory_for_its_length(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json_line(iteration_object(record(i))) for i in range(1, 20_001)))

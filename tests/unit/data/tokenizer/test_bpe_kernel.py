@@ -119,6 +119,7 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         bpe_kernel._library.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_text_may_be_divided_at_every_cut(tokenizer: Tokenizer):
     assert isinstance(tokenizer, GPT2BPETokenizer)
     cuts = 0

@@ -6,6 +6,8 @@ import argparse
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,6 +159,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_site() -> None:
     listed = set(re.findall(r"^ +- (\w[\w-]*\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_site_builds(tmp_path: Path) -> None:
+    """Without a warning, where mkdocs and its theme are installed."""
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site/architecture/index.html").exists()
 
 
 def test_readme_is_short() -> None:

@@ -101,14 +101,6 @@ class ModuleEngine(TrainingEngine):
         finally:
             self._no_sync = before
 
-    def _require_sums(self, verb: str) -> None:
-        settings = self.engine.settings
-        if not settings.adds_gradients and settings.dtype != settings.wide:
-            raise GptparError(
-                f"{verb} adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
-                "that the sums get memory."
-            )
-
     def backward(
         self,
         loss: torch.Tensor,
@@ -175,14 +167,15 @@ class ModuleEngine(TrainingEngine):
             )
         self._count += 1
         self.micro_steps += 1
+        self._ended_step = False
         if ends_step:
             self.optimizer.step()
 
     def _require_no_step(self) -> None:
         if self._has_begun or self._count or self._no_sync:
             raise GptparError(
-                f"train_batch() amid a step, {self._count} of whose micro-batches are done, or in no_sync(): end the "
-                "step with engine.step(), or forget it with engine.zero_grad()."
+                f"train_batch() or set_train_batch_size() amid a step, {self._count} of whose micro-batches are done, "
+                "or in no_sync(): end the step with engine.step(), or forget it with engine.zero_grad()."
             )
 
     def _passes(self, batches: Batches) -> StepResult:

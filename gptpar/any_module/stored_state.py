@@ -24,8 +24,8 @@ class StoredState:
 
     Attributes:
         tag: the user's name of the checkpoint.
-        counts: ``global_steps``, ``skipped_steps``, ``micro_steps``, and ``optimizer_steps``, those of the bias
-            corrections.
+        counts: the engine's, by :data:`ENGINE_COUNTS`, and ``optimizer_steps``, those of the bias corrections;
+            ``global_samples`` may be missing, in checkpoints from before it was counted.
         loss_scale: as :meth:`LossScale.state <gptpar.optim.loss_scale.LossScale.state>` gives it.
         groups: of the optimizer; under ``params`` the parameters' names.
         scheduler: ``class`` and ``state``; ``None``: there is none.
@@ -48,6 +48,7 @@ class StoredState:
         return {"writer": WRITER, **asdict(self), "torch": torch.__version__}
 
 
+ENGINE_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 COUNTS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps")
 _SCALE = {"value": float, "dynamic": bool, "good_steps": int, "tolerance": int}
 
@@ -68,7 +69,9 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
         raise CheckpointError(f"{path} is no engine's: gptpar pretrain --load goes on with its own runs.")
     kinds: dict[str, Callable[[Any], bool]] = {
         "tag": lambda value: isinstance(value, str),
-        "counts": lambda value: _has(value, dict.fromkeys(COUNTS, int)) and all(value[n] >= 0 for n in COUNTS),
+        "counts": lambda value: (
+            _has(value, dict.fromkeys(COUNTS, int)) and all(_is(one, int) and one >= 0 for one in value.values())
+        ),
         "loss_scale": lambda value: _has(value, _SCALE) and value["value"] > 0,
         "groups": lambda value: isinstance(value, list) and all(_has(one, {"params": list}) for one in value),
         "scheduler": lambda value: value is None or _has(value, {"class": str, "state": dict}),

@@ -102,7 +102,8 @@ class Getters:
     @property
     def local_rank(self) -> int:
         """This process's number on its machine."""
-        return local_rank(os.environ) or 0
+        place = local_rank(os.environ)
+        return (self.device.index or 0) if place is None else place
 
     @property
     def world_size(self) -> int:

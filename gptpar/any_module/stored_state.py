@@ -93,6 +93,11 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
     return StoredState(**{one.name: meta[one.name] for one in fields(StoredState)})
 
 
+def _are_counts(value: Any) -> bool:
+    whole = _has(value, dict.fromkeys(COUNTS, int)) and all(type(one) is int for one in value.values())
+    return whole and min(value.values()) >= 0
+
+
 def _has(value: Any, kinds: Mapping[str, type]) -> bool:
     return isinstance(value, dict) and all(_is(value.get(name), kind) for name, kind in kinds.items())
 

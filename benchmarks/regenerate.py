@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from gptpar.sweep.machine import about_machine
-from gptpar.sweep.runner import Outcome, append_line, run_command, terminated_like_ctrl_c
+from gptpar.cli.benchmark.machine import about_machine
+from gptpar.cli.benchmark.runner import Outcome, append_line, run_command, terminated_like_ctrl_c
 
 HERE = Path(__file__).resolve().parent
 INTERRUPTED = 130

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gptpar.any_module.arguments import add_config_arguments
     from gptpar.any_module.deferred import deferred_init
     from gptpar.any_module.initialize import initialize
-    from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+    from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
     from gptpar.offload.twin_flow import TwinFlowAdamW
     from gptpar.pipeline import PipelineModule
     from gptpar.plan.deepspeed_estimates import (
@@ -40,9 +40,9 @@ __all__ = [
 _HOMES = {
     "add_config_arguments": "gptpar.any_module.arguments",
     "initialize": "gptpar.any_module.initialize",
-    "LayerSpec": "gptpar.layer_spec",
+    "LayerSpec": "gptpar.model.layer_spec",
     "PipelineModule": "gptpar.pipeline",
-    "TiedLayerSpec": "gptpar.layer_spec",
+    "TiedLayerSpec": "gptpar.model.layer_spec",
     "TwinFlowAdamW": "gptpar.offload.twin_flow",
     "deferred_init": "gptpar.any_module.deferred",
     "estimate_memory": "gptpar.plan.module_memory",

@@ -13,7 +13,7 @@ from gptpar.any_module.refusals import problems_of
 from gptpar.any_module.units import Scope, UnitPlan, flat_units
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.errors import ModelError
-from gptpar.layer_spec import LayerSpec
+from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import Stage

@@ -22,8 +22,8 @@ from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.storage import ChunkReader
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
-from gptpar.host import available_memory
-from gptpar.tensor_parts import TensorParts, as_parts
+from gptpar.system.host import available_memory
+from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 MOST_LISTED = 8
 """Differences told one by one: another width changes every tensor, which says no more than a few do."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from gptpar.placement import SAME, TENSOR, Gradient, Split, Sum
+from gptpar.topology.placement import SAME, TENSOR, Gradient, Split, Sum
 
 ADDEND = Sum(frozenset({TENSOR}))
 

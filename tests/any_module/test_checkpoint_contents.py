@@ -17,9 +17,9 @@ import gptpar
 from gptpar.any_module.engine import ModuleEngine
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.checkpoint import find_checkpoints, load_meta, read_tensors
-from gptpar.checkpoint.inspect import main as inspect
+from gptpar.cli.inspect import main as inspect
+from gptpar.cli.runs import main as runs
 from gptpar.errors import CheckpointError
-from gptpar.run_folder.runs import main as runs
 from tests.any_module.matrix import Bench
 from tests.any_module.zoo import Mlp
 

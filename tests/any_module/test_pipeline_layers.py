@@ -16,7 +16,8 @@ from torch import nn
 import gptpar
 from gptpar import LayerSpec, PipelineModule, TiedLayerSpec
 from gptpar.errors import ConfigError, GptparError, ModelError
-from gptpar.topology import Layout, Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 from tests.any_module.rank_pool import RankPool
 
 VOCABULARY, LENGTH, WIDTH, INNER, MICRO_BATCHES, STEPS = 12, 5, 6, 9, 4, 20

@@ -6,7 +6,7 @@
 
 Prints a line a fault: which test caught it, how, and after how many seconds. Returns 1 where a fault was not caught,
 or where a test fails without a fault. It takes about 15 minutes of two cores, so it is no part of the suite; that each
-fault still fits the code is (``tests/unit/test_faults.py``).
+fault still fits the code is (``tests/unit/repository/test_faults.py``).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ DEFERRED_INIT = "gptpar/any_module/deferred.py"
 TAPE = "gptpar/any_module/tape.py"
 UNITS = "gptpar/any_module/units.py"
 REFUSALS = "gptpar/any_module/refusals.py"
-DEFERRED_TESTS = "tests/unit/test_deferred.py"
-UNIT_TESTS = "tests/unit/test_any_module_units.py"
+DEFERRED_TESTS = "tests/unit/any_module/test_deferred.py"
+UNIT_TESTS = "tests/unit/any_module/test_units.py"
 
 DEFERRED = [
     Fault(

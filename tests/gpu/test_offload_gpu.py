@@ -16,7 +16,8 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.schedule import make_schedule
 from gptpar.tensor_parallel import cross_entropy
-from gptpar.topology import Layout, Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 from gptpar.training import gpt
 from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.batch_plan import BatchPlan

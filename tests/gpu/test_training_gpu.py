@@ -7,7 +7,8 @@ import torch
 
 from gptpar.data.loader import MicroBatch
 from gptpar.optim.schedule import make_schedule
-from gptpar.topology import Layout, Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
 from tests.helpers import random_tokens, tiny_config

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gptpar.errors import ConfigError
-from gptpar.host import local_rank
+from gptpar.system.host import local_rank
 
 _DATA_SIZE = "get_data_parallel_world_size"
 _OTHER_SIZES = (

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gptpar.host import local_rank
+from gptpar.system.host import local_rank
 
 if TYPE_CHECKING:
     from gptpar.any_module.optimizer import EngineOptimizer
     from gptpar.any_module.options import EngineOptions
     from gptpar.optim.loss_scale import LossScale
-    from gptpar.topology import Topology
+    from gptpar.topology.groups import Topology
 
 
 class Getters:

@@ -20,6 +20,7 @@ from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
+from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.graph import check_graph
 from gptpar.any_module.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
 from gptpar.any_module.module_stage import ROOT, ModuleStage
@@ -163,5 +164,5 @@ def _engine_of(
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     if options.compile:
         compile_scopes(stage)
-    weights = Weights(stage, engine, frozen, topology)
-    return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity, loss_fn, watch)
+    parts = EngineParts(engine, host, Weights(stage, engine, frozen, topology), topology, activity, watch)
+    return ModuleEngine(stage, parts, groups, options, loss_fn)

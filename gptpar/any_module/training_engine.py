@@ -17,19 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from gptpar.any_module import checkpoint
 from gptpar.any_module.agreement import Agreement
 from gptpar.any_module.batches import Batches, BatchSource, evaluating
+from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.getters import Getters
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions, StepBatch
-from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.step_work import StepResult
-from gptpar.any_module.weights import Weights
-from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
 from gptpar.engine.tensors import mapped
 from gptpar.errors import CheckpointError, GptparError
-from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.system.activity import Activity
-from gptpar.topology.groups import Topology
 
 TIMEOUT_MINUTES = 30.0
 """How long a process waits for the others, at the start and for a step's numbers."""
@@ -62,14 +57,9 @@ class TrainingEngine(Getters, nn.Module):
     Args:
         module: what is trained.
         work: runs its passes.
-        engine: where it is trained.
-        host: the CPU optimizer; ``None``: nothing is offloaded.
-        weights: the module's.
+        parts: what it is trained on.
         groups: the parameter groups, whose numbers hold at each step.
         options: everything that was configured.
-        topology: this process's place.
-        activity: is told what this process is doing.
-        watch: over the order of calls; it is closed with the engine.
 
     Attributes:
         module: the user's.
@@ -88,25 +78,20 @@ class TrainingEngine(Getters, nn.Module):
         self,
         module: nn.Module,
         work: Work,
-        engine: Engine,
-        host: HostOptimizer | None,
-        weights: Weights,
+        parts: EngineParts,
         groups: list[dict[str, Any]],
         options: EngineOptions,
-        topology: Topology,
-        activity: Activity,
-        watch: OrderWatch | None = None,
     ):
         super().__init__()
-        self.module = module
-        self.options, self.topology, self.engine, self.host = options, topology, engine, host
+        self.module, self.options = module, options
+        self.engine, self.host, self.weights, self.topology = parts.engine, parts.host, parts.weights, parts.topology
+        self._work, self._activity, self._watch = work, parts.activity, parts.watch
         self.loss_scaler = copy(options.loss_scale)
         self.optimizer = EngineOptimizer(groups, self._update, self.zero_grad, self.loss_scaler)
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.data = BatchSource(options.batch.accumulation_steps, self.device)
-        self.weights, self._work, self._activity, self._watch = weights, work, activity, watch or OrderWatch(topology)
-        self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
+        self._agreement = Agreement(self.topology, ordered=self.engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the step at work
         self._has_begun = self._is_final = self._closed = False
         self._readings: Readings | None = None

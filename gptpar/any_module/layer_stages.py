@@ -10,7 +10,7 @@ from torch import nn
 
 from gptpar.any_module.placed import PlacedParameters, TiedUnit
 from gptpar.any_module.refusals import problems_of
-from gptpar.any_module.units import Scope, UnitPlan, flat_units
+from gptpar.any_module.units import Scope, UnitPlan, dtypes_of, flat_units
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
@@ -89,7 +89,7 @@ def plan_layers(
 
     Args:
         layers: by name; they do not share parameters.
-        dtype: that all parameters will have; ``None``: they keep theirs.
+        dtype: that parameters will have (see :func:`~gptpar.any_module.units.dtypes_of`); ``None``: they keep theirs.
         trained: the parameters that an optimizer has.
 
     Raises:
@@ -112,7 +112,8 @@ def plan_layers(
             names.setdefault(parameter, []).append(f"{name}.{local}")
         for local, buffer in layer.named_buffers(remove_duplicate=False):
             buffers.setdefault(buffer, []).append(f"{name}.{local}")
-    kinds = {name: (dtype or p.dtype, p.requires_grad and p in among) for name, p in parameters.items()}
+    dtypes = {p: kept for layer in layers.values() for p, kept in dtypes_of(layer, dtype).items()}
+    kinds = {name: (dtypes[p], p.requires_grad and p in among) for name, p in parameters.items()}
     units = flat_units(parameters, scope_of, kinds)
     scopes = (Scope(name, tuple(unit.name for unit in units if unit.scope == name)) for name in layers)
     return UnitPlan(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gptpar.any_module.refusals import problems_of
 from gptpar.errors import ModelError
@@ -83,7 +84,7 @@ def find_units(
 
     Args:
         classes: names of the blocks' classes; the outermost modules of these are blocks, and nothing else is.
-        dtype: that all parameters will have; ``None``: they keep theirs.
+        dtype: that parameters will have (see :func:`dtypes_of`); ``None``: they keep theirs.
         trained: the parameters that an optimizer has; default: all that require a gradient.
 
     Raises:
@@ -108,7 +109,8 @@ def find_units(
     parameters = {names[0]: parameter for parameter, names in names_of.items()}
     scope_of = {names[0]: _common(scopes_of[parameter]) for parameter, names in names_of.items()}
     kept_out = set() if trained is None else set(parameters.values()) - set(trained)
-    kinds = {n: (dtype or p.dtype, p.requires_grad and p not in kept_out) for n, p in parameters.items()}
+    dtypes = dtypes_of(module, dtype)
+    kinds = {n: (dtypes[p], p.requires_grad and p not in kept_out) for n, p in parameters.items()}
     units = flat_units(parameters, scope_of, kinds)
     with_units = {unit.scope for unit in units} | {""}
     return UnitPlan(
@@ -117,6 +119,22 @@ def find_units(
         tuple(names[0] for names in buffer_names.values()),
         {n: names[0] for names in (*names_of.values(), *buffer_names.values()) if len(names) > 1 for n in names},
     )
+
+
+def dtypes_of(module: nn.Module, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.dtype]:
+    """The number format that each parameter will have.
+
+    BatchNorm's stay fp32 where its running statistics, as buffers, do: torch wants both in one format, and takes 16-bit
+    activations with either. Statistics that the user has made 16-bit keep that, and so does what is beside them.
+
+    Args:
+        dtype: of all others; ``None``: everything keeps its own.
+    """
+    found: dict[torch.Tensor, torch.dtype] = {p: dtype or p.dtype for p in module.parameters()}
+    for one in module.modules() if dtype is not None else ():
+        if isinstance(one, _BatchNorm) and one.running_mean is not None and one.running_mean.dtype == torch.float32:
+            found |= dict.fromkeys(one.parameters(recurse=False), torch.float32)
+    return found
 
 
 def walk(module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:

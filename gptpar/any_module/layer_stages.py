@@ -10,7 +10,7 @@ from torch import nn
 
 from gptpar.any_module.placed import PlacedParameters, TiedUnit
 from gptpar.any_module.refusals import problems_of
-from gptpar.any_module.units import Scope, TensorNames, UnitPlan, flat_units, kinds_of
+from gptpar.any_module.units import Scope, TensorNames, UnitPlan, dtypes_of, flat_units, kinds_of
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
@@ -89,7 +89,7 @@ def plan_layers(
 
     Args:
         layers: by name; they do not share parameters.
-        dtype: that all parameters will have; ``None``: they keep theirs.
+        dtype: that parameters will have (see :func:`~gptpar.any_module.units.dtypes_of`); ``None``: they keep theirs.
         trained: the parameters that an optimizer has.
 
     Raises:
@@ -105,12 +105,14 @@ def plan_layers(
         raise ModelError(problems)
     names = TensorNames()
     scope_of: dict[str, str] = {}
+    dtypes: dict[torch.Tensor, torch.dtype] = {}
     for name, layer in layers.items():
         for path, module in layer.named_modules(prefix=name, remove_duplicate=False):
             names.add(path, module)
         scope_of |= dict.fromkeys(_parameters_of({name: layer}), name)
+        dtypes |= dtypes_of(layer, dtype)
     parameters = names.parameters()
-    units = flat_units(parameters, scope_of, kinds_of(parameters, dtype, trained))
+    units = flat_units(parameters, scope_of, kinds_of(parameters, dtypes, trained))
     scopes = (Scope(name, tuple(unit.name for unit in units if unit.scope == name)) for name in layers)
     return UnitPlan(tuple(scope for scope in scopes if scope.units), units, tuple(names.buffers()), names.aliases())
 

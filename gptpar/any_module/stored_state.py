@@ -24,8 +24,8 @@ class StoredState:
 
     Attributes:
         tag: the user's name of the checkpoint.
-        counts: ``global_steps``, ``skipped_steps``, ``micro_steps``, and ``optimizer_steps``, those of the bias
-            corrections.
+        counts: the engine's, by :data:`ENGINE_COUNTS`, and ``optimizer_steps``, those of the bias corrections;
+            ``global_samples`` may be missing, in checkpoints from before it was counted.
         loss_scale: as :meth:`LossScale.state <gptpar.optim.loss_scale.LossScale.state>` gives it.
         groups: of the optimizer; under ``params`` the parameters' names.
         scheduler: ``class`` and ``state``; ``None``: there is none.
@@ -48,6 +48,7 @@ class StoredState:
         return {"writer": WRITER, **asdict(self), "torch": torch.__version__}
 
 
+ENGINE_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 COUNTS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps")
 _SCALE = {"value": float, "dynamic": bool, "good_steps": int, "tolerance": int}
 
@@ -77,6 +78,11 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
     return StoredState(**{one.name: meta[one.name] for one in fields(StoredState)})
 
 
+def _are_counts(value: Any) -> bool:
+    whole = _has(value, dict.fromkeys(COUNTS, int)) and all(type(one) is int for one in value.values())
+    return whole and min(value.values()) >= 0
+
+
 def _has(value: Any, kinds: Mapping[str, type]) -> bool:
     return isinstance(value, dict) and all(_is(value.get(name), kind) for name, kind in kinds.items())
 
@@ -88,7 +94,7 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _are_counts(value: Any) -> bool:
-    return _has(value, dict.fromkeys(COUNTS, int)) and all(value[name] >= 0 for name in COUNTS)
+    return _has(value, dict.fromkeys(COUNTS, int)) and all(_is(one, int) and one >= 0 for one in value.values())
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {

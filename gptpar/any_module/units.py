@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gptpar.any_module.refusals import problems_of
 from gptpar.errors import ModelError
@@ -83,7 +84,7 @@ def find_units(
 
     Args:
         classes: names of the blocks' classes; the outermost modules of these are blocks, and nothing else is.
-        dtype: that all parameters will have; ``None``: they keep theirs.
+        dtype: that parameters will have (see :func:`dtypes_of`); ``None``: they keep theirs.
         trained: the parameters that an optimizer has; default: all that require a gradient.
 
     Raises:
@@ -104,7 +105,7 @@ def find_units(
             scopes_of.setdefault(parameter, set()).add(paths[block])
     parameters = names.parameters()
     scope_of = {name: _common(scopes_of[parameter]) for name, parameter in parameters.items()}
-    units = flat_units(parameters, scope_of, kinds_of(parameters, dtype, trained))
+    units = flat_units(parameters, scope_of, kinds_of(parameters, dtypes_of(module, dtype), trained))
     with_units = {unit.scope for unit in units} | {""}
     scopes = tuple(_scope(path, units) for path in paths.values() if path in with_units)
     return UnitPlan(scopes, units, tuple(names.buffers()), names.aliases())
@@ -138,11 +139,29 @@ class TensorNames:
 
 
 def kinds_of(
-    parameters: Mapping[str, torch.Tensor], dtype: torch.dtype | None, trained: Collection[torch.Tensor] | None
+    parameters: Mapping[str, torch.Tensor],
+    dtypes: Mapping[torch.Tensor, torch.dtype],
+    trained: Collection[torch.Tensor] | None,
 ) -> dict[str, tuple[torch.dtype, bool]]:
-    """The dtype that each parameter will have, and whether it is trained; see :func:`find_units`."""
+    """The number format that each parameter will have, and whether it is trained; see :func:`find_units`."""
     known = set(parameters.values() if trained is None else trained)
-    return {name: (dtype or p.dtype, p.requires_grad and p in known) for name, p in parameters.items()}
+    return {name: (dtypes[p], p.requires_grad and p in known) for name, p in parameters.items()}
+
+
+def dtypes_of(module: nn.Module, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.dtype]:
+    """The number format that each parameter will have.
+
+    BatchNorm's stay fp32 where its running statistics, as buffers, do: torch wants both in one format, and takes 16-bit
+    activations with either. Statistics that the user has made 16-bit keep that, and so does what is beside them.
+
+    Args:
+        dtype: of all others; ``None``: everything keeps its own.
+    """
+    found: dict[torch.Tensor, torch.dtype] = {p: dtype or p.dtype for p in module.parameters()}
+    for one in module.modules() if dtype is not None else ():
+        if isinstance(one, _BatchNorm) and one.running_mean is not None and one.running_mean.dtype == torch.float32:
+            found |= dict.fromkeys(one.parameters(recurse=False), torch.float32)
+    return found
 
 
 def walk(module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:

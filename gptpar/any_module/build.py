@@ -13,6 +13,7 @@ from torch import nn
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
+from gptpar.any_module.read_guard import ReadGuard
 from gptpar.any_module.units import FlatUnit, UnitPlan
 from gptpar.engine.data_axis import DataAxis, wait_without_limit
 from gptpar.engine.engine import Engine, EngineSettings
@@ -139,6 +140,8 @@ def build_engine(
         families=[(group,) for group in range(len(groups))],
         learns=True,
     )
+    if engine.gatherer.brings:
+        engine.gatherer.watch = ReadGuard(stage, engine.gatherer)
     take_values(engine, frozen, values, topology)
     return engine, host, frozen
 

@@ -58,7 +58,7 @@ class ModuleStage(PlacedParameters):
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._read_watch: ReadWatch | None = None
-        self._is_watching = self._is_bringing = False
+        self._is_bringing = False
         self._called: list[str] = []
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self._uncompiled = contextlib.ExitStack()
@@ -177,12 +177,12 @@ class ModuleStage(PlacedParameters):
         if self._read_watch is not None:
             self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
             self._read_watch.__enter__()
-            self._is_watching = True
+            self.is_watching = True
 
     def _require_same_trained(self) -> None:
-        changed = [
-            name for name, parameter in self.parameters.items() if parameter.requires_grad != self._requires[name]
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # past the guard of parameters that are away: it takes time
+            requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        changed = [name for name, value in requires.items() if value != self._requires[name]]
         if changed:
             raise GptparError(
                 f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory "
@@ -191,9 +191,9 @@ class ModuleStage(PlacedParameters):
 
     def _leave(self, *, succeeded: bool) -> None:
         """The whole module's call is over."""
-        if self._read_watch is not None and self._is_watching:
+        if self._read_watch is not None and self.is_watching:
             self._read_watch.__exit__(None, None, None)
-            self._is_watching = False
+            self.is_watching = False
             if succeeded and torch.is_grad_enabled():
                 self._read_watch = None  # one whole training pass is watched: it costs time
             else:

@@ -39,7 +39,10 @@ class PlacedParameters:
         plan, parameters: as given, frozen ones too.
         stages: what the engine calls; all are of these parameters.
         tied: units that other stages have, too, the same on all of these and in the same order.
+        is_watching: whether every operator is looked at already, which brings what it reads.
     """
+
+    is_watching = False
 
     def __init__(self, plan: UnitPlan, parameters: Mapping[str, nn.Parameter]):
         self.plan, self.parameters = plan, dict(parameters)

@@ -172,6 +172,10 @@ def compile_scopes(stage: PlacedParameters, backend: str = "inductor") -> None:
     """Compile each block by itself, its hooks left out; without blocks, the whole model."""
     for path in [scope.path for scope in stage.plan.scopes if scope.path] or [""]:
         module = stage.scope_module(path)
+        if "forward" in vars(module):
+            stage.undo.callback(setattr, module, "forward", module.forward)
+        else:
+            stage.undo.callback(delattr, module, "forward")
         module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
 
 

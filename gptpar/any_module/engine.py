@@ -189,10 +189,12 @@ class ModuleEngine(TrainingEngine):
         return (self._recorded or self._work)(batches)
 
     def close(self) -> None:
-        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
+        """See :meth:`TrainingEngine.close <gptpar.any_module.training_engine.TrainingEngine.close>`."""
         if self._recorded is not None:
             self._recorded.release()
+            self._recorded = None
         super().close()
+        self.__dict__.pop("_stage", None)
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         if passes:

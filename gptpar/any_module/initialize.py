@@ -29,7 +29,7 @@ from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.training_engine import TIMEOUT_MINUTES
 from gptpar.any_module.units import find_units
-from gptpar.any_module.weights import Weights
+from gptpar.any_module.weights import Weights, are_held
 from gptpar.errors import GptparError
 from gptpar.pipeline.module import PipelineModule
 from gptpar.topology import Layout, Topology, join_world, make_topology
@@ -83,6 +83,11 @@ def initialize(
     if not isinstance(model, nn.Module | list | tuple):
         raise TypeError(
             f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
+        )
+    if isinstance(model, nn.Module) and are_held(model):
+        raise GptparError(
+            "the model, or a part of it, is in another engine of gptpar.initialize, which has its weights: call that "
+            "one's engine.close() first, on all processes; it gives the weights back."
         )
     rank, device = join_world(TIMEOUT_MINUTES)
     world = dist.get_world_size() if dist.is_initialized() else 1

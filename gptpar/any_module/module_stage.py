@@ -87,13 +87,13 @@ class ModuleStage(PlacedParameters):
         trained = self.global_parameters()
         for name, parameter in self.parameters.items():  # trainable, but in no group of the optimizer
             if parameter.requires_grad and name not in trained:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                self.undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
         for scope in self.plan.scopes:
             module = self.scope_module(scope.path)
             before = torch._dynamo.disable(partial(self._before, scope))
             after = torch._dynamo.disable(partial(self._after, scope))
-            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            module.register_forward_hook(after, always_call=True)
+            self.undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+            self.undo.callback(module.register_forward_hook(after, always_call=True).remove)
 
     def take_passes(self) -> list[list[str]]:
         """The scopes that were called in each training forward since the last time."""

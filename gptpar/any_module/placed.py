@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class PlacedParameters:
         plan, parameters: as given, frozen ones too.
         stages: what the engine calls; all are of these parameters.
         tied: units that other stages have, too, the same on all of these and in the same order.
+        undo: takes the engine's hooks from the modules, when it is closed.
         is_watching: whether every operator is looked at already, which brings what it reads.
     """
 
@@ -48,6 +50,7 @@ class PlacedParameters:
         self.plan, self.parameters = plan, dict(parameters)
         self.stages: Sequence[EngineStage] = ()
         self.tied: dict[str, TiedUnit] = {}
+        self.undo = contextlib.ExitStack()
         self._unit_named = {name: unit for unit in plan.units for name in unit.parameters}
         self._unit_of: dict[int, FlatUnit] = {}
 

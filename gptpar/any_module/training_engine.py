@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any, Protocol
@@ -31,6 +33,10 @@ from gptpar.topology import Topology
 
 TIMEOUT_MINUTES = 30.0
 """How long a process waits for the others, at the start and for a step's numbers."""
+
+
+_UNTIL_CLOSED = ("engine", "host", "weights", "_work")
+"""What a closed engine has no more."""
 
 
 class Work(Protocol):
@@ -348,14 +354,35 @@ class TrainingEngine(nn.Module):
         return checkpoint.load(self, load_dir, tag, checkpoint.Chosen(*what))
 
     def close(self) -> None:
-        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
-        if not self._closed:
+        """Give the module back: with whole weights, without hooks, on all processes; also in the middle of a step.
+
+        The engine's memory is free afterwards, and the module can be given to another ``gptpar.initialize``. While an
+        error is on its way, weights that several processes share are not gathered: others may not come.
+        """
+        if self._closed:
+            return
+        alone = not self.engine.gatherer.gathers_in_call_order
+        try:
+            if alone or (sys.exc_info()[0] is None and self._watch.error is None):
+                self.zero_grad()
+                self.engine.finish()
+                self.engine.gatherer.let_all_go()
+                self.engine.release()
+                self.weights.give_back()
+        finally:
             self._closed = True
             self._watch.close()
             self.engine.close()
+            self.weights.undo()
+            for name in _UNTIL_CLOSED:
+                delattr(self, name)
+            gc.collect()  # hooks and engine refer to each other
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _UNTIL_CLOSED:
+            self._require_open()
+        return super().__getattr__(name)
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise GptparError(
-                "the engine is closed, and its module keeps the hooks: build the model anew for another initialize."
-            )
+        if self.__dict__.get("_closed"):
+            raise GptparError("the engine is closed: give its module, which has the weights, to another initialize.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,6 +21,8 @@ from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.topology import Topology
+
+_SPENT = "gptpar: its graph is gone"
 
 
 class ModuleEngine(TrainingEngine):
@@ -150,6 +152,8 @@ class ModuleEngine(TrainingEngine):
             self.zero_grad()  # some of the step's gradients are incomplete: it begins anew
             raise
         self._is_final = last
+        if not retain_graph:
+            _notes_of(loss)[_SPENT] = True
         return loss
 
     def _begin(self) -> None:
@@ -209,3 +213,13 @@ class ModuleEngine(TrainingEngine):
                 "losses and call backward once."
             )
         require_loss(loss)
+        if _SPENT in _notes_of(loss):
+            raise GptparError(
+                "engine.backward(loss) twice for one loss, whose graph is gone since the first time: call the model "
+                "again, or pass retain_graph=True the first time if the loss is to count twice."
+            )
+
+
+def _notes_of(loss: torch.Tensor) -> dict[str, Any]:
+    """What autograd keeps with the graph of a loss."""
+    return {} if loss.grad_fn is None else cast(Any, loss.grad_fn).metadata

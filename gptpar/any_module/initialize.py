@@ -30,7 +30,7 @@ from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.training_engine import TIMEOUT_MINUTES
 from gptpar.any_module.units import find_units
 from gptpar.any_module.weights import Weights, are_held
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, ModelError
 from gptpar.pipeline.module import PipelineModule
 from gptpar.topology import Layout, Topology, join_world, make_topology
 
@@ -128,6 +128,8 @@ def _engine_of(
 ) -> ModuleEngine:
     if recording is not None:
         recording.check(model)
+    else:
+        _require_values(model)
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
@@ -150,3 +152,17 @@ def _engine_of(
         compile_scopes(stage)
     weights = Weights(stage, engine, frozen, topology)
     return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity, loss_fn, watch)
+
+
+def _require_values(model: nn.Module) -> None:
+    """Raise a ModelError if parameters or buffers are on the meta device, and nobody has recorded their values."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise ModelError(
+            [
+                f"{len(empty)} of the model's {len(tensors)} parameters and buffers, {empty[0]} among them, are on the "
+                "meta device and have no values: build the model inside `with gptpar.deferred_init() as recording:` "
+                "and pass recording=recording, or give it values first (to_empty(device=...), then its initialisation)"
+            ]
+        )

@@ -159,6 +159,7 @@ class ModuleStage(PlacedParameters):
             self._called.remove(scope.path)
         if scope.path == ROOT and self._depth:
             self._depth -= 1
+            self._require_fresh(output)
             if not self._depth:
                 self._leave(succeeded=output is not None)
 
@@ -178,6 +179,23 @@ class ModuleStage(PlacedParameters):
             self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
             self._read_watch.__enter__()
             self.is_watching = True
+
+    def _require_fresh(self, output: Any) -> None:
+        """Have backward passes of this output refused after the next step, when its graph has the new weights."""
+        assert self._gatherer is not None
+        gatherer, changes = self._gatherer, self._gatherer.changes
+
+        def check(grad: torch.Tensor) -> None:
+            if gatherer.changes != changes:
+                raise GptparError(
+                    "engine.backward(loss) of a forward pass before the last engine.step(): the weights have changed "
+                    "since, so that the gradient would be of neither. The step's gradients were dropped; call the "
+                    "model again."
+                )
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(check)
 
     def _require_same_trained(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # past the guard of parameters that are away: it takes time

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.units import FlatUnit, UnitPlan
 from gptpar.engine.engine import EngineStage
 from gptpar.pipeline.stage import place_parameter
@@ -29,7 +30,7 @@ class TiedUnit:
     group: dist.ProcessGroup
 
 
-class PlacedParameters:
+class PlacedParameters(NotCopied):
     """A module, or the layers of a pipeline that this process has, as the engine sees them.
 
     Args:

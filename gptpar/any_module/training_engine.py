@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.activity import Activity
 from gptpar.any_module import checkpoint
-from gptpar.any_module.agreement import Agreement
+from gptpar.any_module.agreement import FINE, Agreement
 from gptpar.any_module.batches import Batches, BatchSource, evaluating
+from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.order_watch import OrderWatch
@@ -58,7 +59,7 @@ class Work(Protocol):
         """Of passes that were not called through this."""
 
 
-class TrainingEngine(nn.Module):
+class TrainingEngine(NotCopied, nn.Module):
     """Takes steps, whoever runs their forward and backward passes.
 
     Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
@@ -114,7 +115,7 @@ class TrainingEngine(nn.Module):
         self._readings: Readings | None = None
         self._result: StepResult | None = None
         self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._norm, self._was_skipped = 0.0, False
+        self._norm, self._verdict, self._was_skipped = 0.0, FINE, False
 
     @property
     def device(self) -> torch.device:
@@ -253,13 +254,20 @@ class TrainingEngine(nn.Module):
         Raises:
             GptparError: it was refused, on all processes.
         """
+        self._read_last_step()
+        verdict, self._verdict = self._verdict, FINE
+        if verdict:
+            raise self._agreement.error(verdict, self.global_steps)
+
+    def _read_last_step(self) -> None:
+        """The same without an error, which all processes have to raise together: it is kept until then."""
         readings, self._readings = self._readings, None
         if readings is None:
             return
-        self._norm, skipped, verdict = readings.read()
+        self._norm, skipped, self._verdict = readings.read()
         self._was_skipped = bool(skipped)
-        if verdict:
-            raise self._agreement.error(verdict, self.global_steps)
+        if self._verdict:
+            return
         self.skipped_steps += self._was_skipped
         self.loss_scale.update(self._was_skipped)
         every = self.options.steps_per_print
@@ -269,8 +277,11 @@ class TrainingEngine(nn.Module):
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
 
     def get_global_grad_norm(self) -> float:
-        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first."""
-        self._take_note_of_last_step()
+        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first.
+
+        Any process may ask alone. Infinite after a step that was refused; the next one says why.
+        """
+        self._read_last_step()
         return self._norm
 
     def get_lr(self) -> list[float]:

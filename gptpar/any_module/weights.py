@@ -13,6 +13,7 @@ from torch import nn
 
 from gptpar.any_module.memory_watch import MemoryWatch
 from gptpar.any_module.module_stage import ROOT
+from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.units import Scope
 from gptpar.engine.engine import Engine
@@ -29,7 +30,7 @@ def are_held(module: nn.Module) -> bool:
     return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), Weights) for hook in hooks)
 
 
-class Weights:
+class Weights(NotCopied):
     """Notices what was changed from outside, and makes ``state_dict`` and ``load_state_dict`` of the module work.
 
     Where parameters come and go, ``state_dict`` brings one scope after the other and has copies in host memory;
@@ -139,15 +140,10 @@ class Weights:
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
-        gatherer, paths = self._engine.gatherer, [scope.path for scope in self._stage.plan.scopes]
         self._engine.finish()
-        for path in paths:
-            gatherer.bring(path)
-        try:
+        with self._engine.gatherer.held():
             yield
             self._finish_changes(modifier_rank)
-        finally:
-            gatherer.let_all_go()
 
     def _finish_changes(self, modifier_rank: int | None) -> None:
         self._memory_watch.check_present()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -53,6 +54,7 @@ class ParameterGatherer:
 
     Attributes:
         watch: is told which units are there; ``None``: nobody is.
+        changes: how often shards got new values.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class ParameterGatherer:
         self._next: dict[str, str] = {}
         self._previous: dict[str, str] = {}
         self.watch: PresenceWatch | None = None
+        self.changes = self._holds = 0
 
     @property
     def transient(self) -> bool:
@@ -133,8 +136,11 @@ class ParameterGatherer:
 
     def changed(self) -> None:
         """The shards have new values; they are in place when a layer is called."""
+        self.changes += 1
         if self._memory.transient:
-            self._release_all()
+            holds, self._holds = self._holds, 0
+            self._release_all()  # what is held is old, too
+            self._holds = holds
         elif self._axis.shards > 1:
             self._present = set(self._frozen)
             for unit in self._full if self._subscriber is None else ():
@@ -219,6 +225,18 @@ class ParameterGatherer:
         if self._memory.transient:
             self._release_all()
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, all parameters are there, whatever is called; the shards keep their values."""
+        self._holds += 1
+        try:
+            for name in self._units:
+                self._acquire(name)
+            yield
+        finally:
+            self._holds -= 1
+            self.let_all_go()
+
     def wait_for_all(self) -> None:
         """Before a step that is launched as one: let everything that is on its way arrive before it.
 
@@ -260,7 +278,7 @@ class ParameterGatherer:
             self._release(unit)
 
     def _release(self, unit: str) -> None:
-        if unit in self._present:
+        if unit in self._present and not self._holds:
             work = self._pending.pop(unit, None)
             if work is not None:
                 self._axis.wait_for(work)

@@ -16,7 +16,7 @@ from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.module import PipelineModule
-from gptpar.pipeline.stage import Stage
+from gptpar.pipeline.stage import Stage, call_directly
 
 
 class LayerStages(PlacedParameters):
@@ -58,6 +58,7 @@ class _LayerStage:
 
     def call_through(self, gatherer: ParameterGatherer) -> None:
         self._stage.call_through(gatherer)
+        self._owner.undo.callback(self._stage.call_through, call_directly)
 
     def call_order(self) -> list[str]:
         return self._stage.call_order()

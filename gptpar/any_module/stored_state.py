@@ -93,10 +93,6 @@ def _is(value: Any, kind: type) -> bool:
     return type(value) is kind
 
 
-def _are_counts(value: Any) -> bool:
-    return _has(value, dict.fromkeys(COUNTS, int)) and all(_is(one, int) and one >= 0 for one in value.values())
-
-
 _FITS: dict[str, Callable[[Any], bool]] = {
     "tag": lambda value: isinstance(value, str),
     "counts": _are_counts,

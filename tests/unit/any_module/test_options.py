@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from gptpar.any_module.step_batch import StepBatch, step_batch
 
 from gptpar.any_module.option_keys import OTHER_OPTIMIZER, tree_for
 from gptpar.any_module.options import (
     EngineOptions,
     OffloadOptions,
     SchedulerOptions,
-    StepBatch,
     read_options,
-    step_batch,
 )
 from gptpar.config.deepspeed_keys import KEYS, SCHEDULES, Absent, Elsewhere, NoEffect, Tree
 from gptpar.errors import ConfigError

@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, problems: list[str] | None = None, **options: Any):
         options.setdefault("formatter_class", _HelpFormatter)
         super().__init__(allow_abbrev=False, **options)
-        self.problems = problems
+        self._collects = problems is not None
+        self.problems = [] if problems is None else problems
         # A variable that is not set is an empty word; a flag that may be empty says ``type=str``.
         self.register("type", None, not_empty)
         self.register("type", Path, path)
@@ -50,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        if self.problems is None:
+        if not self._collects:
             super().error(message)
         self.problems.append(message.removeprefix("argument ") + ".")
         raise Unread

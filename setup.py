@@ -18,8 +18,8 @@ package = types.ModuleType("gptpar")
 package.__path__ = [str(ROOT / "gptpar")]
 sys.modules["gptpar"] = package
 sys.path.insert(0, str(ROOT))
-from gptpar import native  # noqa: E402
 from gptpar.errors import NativeBuildError  # noqa: E402
+from gptpar.system import native  # noqa: E402
 
 
 class BuildWithHelpers(build_py):

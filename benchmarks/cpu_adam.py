@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 
-from gptpar import native
-from gptpar.host import processor
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
+from gptpar.system import native
+from gptpar.system.host import processor
 
 HERE = Path(__file__).resolve().parent
 BYTES = 3 * 4 * 2 + 2 * 2  # per element: p, m and v read and written, the gradient read, bf16 parameters written

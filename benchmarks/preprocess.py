@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptpar.data.indexed import IndexedDataset
-from gptpar.host import processor
+from gptpar.system.host import processor
 
 HERE = Path(__file__).resolve().parent
 SAMPLE_S = 0.05

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gptpar.any_module.deferred import deferred_init
     from gptpar.any_module.initialize import initialize
-    from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+    from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
     from gptpar.offload.twin_flow import TwinFlowAdamW
     from gptpar.pipeline import PipelineModule
     from gptpar.plan.deepspeed_estimates import (
@@ -37,9 +37,9 @@ __all__ = [
 
 _HOMES = {
     "initialize": "gptpar.any_module.initialize",
-    "LayerSpec": "gptpar.layer_spec",
+    "LayerSpec": "gptpar.model.layer_spec",
     "PipelineModule": "gptpar.pipeline",
-    "TiedLayerSpec": "gptpar.layer_spec",
+    "TiedLayerSpec": "gptpar.model.layer_spec",
     "TwinFlowAdamW": "gptpar.offload.twin_flow",
     "deferred_init": "gptpar.any_module.deferred",
     "estimate_memory": "gptpar.plan.module_memory",

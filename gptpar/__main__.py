@@ -8,7 +8,7 @@ import os
 import sys
 
 from gptpar.cli import main
-from gptpar.launch import end_with_launcher, is_worker
+from gptpar.cli.launch import end_with_launcher, is_worker
 
 
 def leave(status: int) -> None:

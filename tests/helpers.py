@@ -7,10 +7,11 @@ import torch
 from gptpar.config import Config
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.init import Init
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.stage import Stage
-from gptpar.topology import Layout, make_topology
+from gptpar.topology.groups import make_topology
+from gptpar.topology.initial_values import Init
+from gptpar.topology.layout import Layout
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.trainer import Trainer
 

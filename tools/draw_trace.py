@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gptpar.command import Parser, run
+from gptpar.cli.benchmark.breakdown import COMMUNICATION, HOST_UPDATE, TRANSFERS, Span, covered, kind_of
 from gptpar.errors import GptparError
-from gptpar.training.breakdown import COMMUNICATION, HOST_UPDATE, TRANSFERS, Span, covered, kind_of
+from gptpar.system.command_line import Parser, run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,14 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gptpar.command import run
+from gptpar.cli.plan import make_planner
 from gptpar.model.flops import num_parameters
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline.stage import build_on_meta
 from gptpar.plan.deepspeed_estimates import Estimate, zero2, zero3
-from gptpar.plan.main import make_planner
 from gptpar.plan.planner import Plan
 from gptpar.reporting.banner import format_count
+from gptpar.system.command_line import run
 
 GIB = 2**30
 

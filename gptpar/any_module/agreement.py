@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.errors import GptparError, ModelError
-from gptpar.topology import Topology
+from gptpar.topology.groups import Topology
 
 MODULUS = 2**20
 """Fingerprints are below it, so that sums of their squares over processes are exact in fp64."""

@@ -21,12 +21,12 @@ from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit
-from gptpar.init import Constant
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.tensor_parallel import ALONE
-from gptpar.topology import Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.initial_values import Constant
 
 NOT_DRAWN = Constant(0.0)
 """Stands for the initial values of a module that brings its own."""

@@ -36,7 +36,7 @@ from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.verify import report_all
 from gptpar.errors import CheckpointError
-from gptpar.tensor_parts import TensorParts, as_parts
+from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 if TYPE_CHECKING:
     from gptpar.any_module.training_engine import TrainingEngine

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 
-from gptpar.activity import Activity
 from gptpar.any_module.batches import Batches, LossFunction, require_loss
 from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
@@ -20,7 +19,8 @@ from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.topology import Topology
+from gptpar.system.activity import Activity
+from gptpar.topology.groups import Topology
 
 _SPENT = "gptpar: its graph is gone"
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from gptpar.activity import Activity
 from gptpar.any_module.agreement import require_same_model
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
@@ -32,7 +31,10 @@ from gptpar.any_module.units import find_units
 from gptpar.any_module.weights import Weights, are_held
 from gptpar.errors import GptparError, ModelError
 from gptpar.pipeline.module import PipelineModule
-from gptpar.topology import Layout, Topology, join_world, make_topology
+from gptpar.system.activity import Activity
+from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.layout import Layout
+from gptpar.topology.world import join_world
 
 Initialized = tuple[ModuleEngine | PipelineEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
 

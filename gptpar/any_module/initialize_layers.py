@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.activity import Activity
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
@@ -18,9 +17,11 @@ from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.weights import Weights
 from gptpar.errors import GptparError, ModelError
-from gptpar.layer_spec import LayerSpec
+from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.module import PipelineModule, seeded
-from gptpar.topology import Layout, Topology, make_topology
+from gptpar.system.activity import Activity
+from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.layout import Layout
 
 Layer: TypeAlias = LayerSpec | nn.Module | Callable[[torch.Tensor], torch.Tensor]
 LabelLoss: TypeAlias = Callable[[Any, Any], torch.Tensor]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from gptpar.any_module.agreement import REMEDY
 from gptpar.errors import GptparError
-from gptpar.topology import Topology
+from gptpar.topology.groups import Topology
 
 LOOK_SECONDS = 1.0
 """Between two looks of the thread; a process that has noted nothing in between is taken to wait."""

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from gptpar.activity import Activity
 from gptpar.any_module.batches import described, mean_of
 from gptpar.any_module.layer_stages import LayerStages
 from gptpar.any_module.options import EngineOptions
@@ -20,6 +19,7 @@ from gptpar.errors import GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.runtime import MicroBatch
+from gptpar.system.activity import Activity
 
 
 class PipelineEngine(TrainingEngine):

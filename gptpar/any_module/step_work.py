@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from gptpar.activity import Activity
 from gptpar.any_module.batches import Batches, LossFunction, call_with, loss_of, mean_of
 from gptpar.any_module.module_stage import ModuleStage
 from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
+from gptpar.system.activity import Activity
 
 
 @dataclass(frozen=True)

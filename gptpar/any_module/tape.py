@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gptpar.errors import GptparError
-from gptpar.init import seed_of
+from gptpar.topology.initial_values import seed_of
 
 aten = torch.ops.aten
 # These give every element of their first argument a value that does not depend on the former one.

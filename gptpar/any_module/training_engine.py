@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from gptpar.activity import Activity
 from gptpar.any_module import checkpoint
 from gptpar.any_module.agreement import FINE, Agreement
 from gptpar.any_module.batches import Batches, BatchSource, evaluating
@@ -30,7 +29,8 @@ from gptpar.engine.readings import Readings
 from gptpar.engine.tensors import mapped
 from gptpar.errors import CheckpointError, GptparError
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.topology import Topology
+from gptpar.system.activity import Activity
+from gptpar.topology.groups import Topology
 
 TIMEOUT_MINUTES = 30.0
 """How long a process waits for the others, at the start and for a step's numbers."""

@@ -20,8 +20,8 @@ from gptpar.engine.engine import Engine
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
-from gptpar.tensor_parts import TensorParts, as_parts
-from gptpar.topology import Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 
 def are_held(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from gptpar.checkpoint.tiling import first_overlap
 from gptpar.errors import CheckpointError
-from gptpar.tensor_parts import TensorParts
+from gptpar.topology.tensor_parts import TensorParts
 
 
 class ChunkSavePlanner(DefaultSavePlanner):

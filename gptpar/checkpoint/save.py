@@ -25,7 +25,7 @@ from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
 from gptpar.checkpoint.storage import ChunkWriter
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
-from gptpar.tensor_parts import TensorParts, as_parts
+from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 _SHARED_DIRECTORY_SECONDS = 10.0
 

@@ -37,7 +37,7 @@ from gptpar.checkpoint.pieces import ChunkFiles, run_parallel, write_chunk
 from gptpar.checkpoint.planner import item_bytes, tensor_data
 from gptpar.checkpoint.tiling import overlap
 from gptpar.errors import CheckpointError
-from gptpar.tensor_parts import Box, box_view, flat_boxes
+from gptpar.topology.tensor_parts import Box, box_view, flat_boxes
 
 _MANIFEST_BYTES_PER_CHUNK = 1024
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gptpar.tensor_parts import Box
+from gptpar.topology.tensor_parts import Box
 
 
 def overlap(a: Box, b: Box) -> Box | None:

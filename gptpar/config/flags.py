@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gptpar.command import path
 from gptpar.config import Config
 from gptpar.config.compat import ACCEPTED, ANY, DENSE, EXPERTS, NO_EXPERTS, PLANNED
 from gptpar.config.deepspeed import read_deepspeed
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 from gptpar.errors import ConfigError
+from gptpar.system.command_line import path
 
 MAX_ECHOED = 80
 """Characters of a refused value that are repeated in its sentence."""

@@ -9,8 +9,8 @@ import warnings
 
 import numpy as np
 
-from gptpar import native
 from gptpar.errors import NativeBuildError
+from gptpar.system import native
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
-from gptpar.topology import all_gather_single
+from gptpar.topology.groups import all_gather_single
 
 
 @dataclass(frozen=True)

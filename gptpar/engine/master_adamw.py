@@ -14,7 +14,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.grad_norm import square_of
 from gptpar.optim.spans import GPT_FAMILIES, Family
-from gptpar.tensor_parts import TensorParts
+from gptpar.topology.tensor_parts import TensorParts
 
 
 class MasterAdamW:

@@ -8,7 +8,7 @@ import torch
 
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.units import Unit
-from gptpar.pinned import PinnedMemory
+from gptpar.system.pinned import PinnedMemory
 
 
 class ParameterMemory:

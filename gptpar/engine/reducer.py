@@ -13,7 +13,7 @@ from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.router import GradientRouter
 from gptpar.engine.units import Unit
-from gptpar.topology import reduce_scatter_single
+from gptpar.topology.groups import reduce_scatter_single
 
 MAX_IN_FLIGHT = 2
 """Reductions whose whole-unit buffers are alive at once under ZeRO-2 and 3."""

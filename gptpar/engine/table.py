@@ -19,7 +19,7 @@ from gptpar.engine.ranges import Home, Place, Range, device_lengths, extents, me
 from gptpar.engine.units import GroupOf, Param, Unit, group_by_decay
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.pipeline.stage import BufferInfo, ParameterInfo
-from gptpar.tensor_parts import TensorParts, parts_of_flat
+from gptpar.topology.tensor_parts import TensorParts, parts_of_flat
 
 
 @dataclass(frozen=True)

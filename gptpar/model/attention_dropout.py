@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gptpar.init import seed_of
 from gptpar.model.dropout import PROBABILITIES, LayerSeeds, kept
+from gptpar.topology.initial_values import seed_of
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """cuDNN's attention is left out: on an H200 calls had related masks and gradients that were not finite."""

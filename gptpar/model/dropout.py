@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from gptpar.init import seed_of
-from gptpar.layer_spec import LayerSpec
+from gptpar.model.layer_spec import LayerSpec
 from gptpar.tensor_parallel import ALONE, TensorAxis
+from gptpar.topology.initial_values import seed_of
 
 EMBEDDINGS, PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT = range(4)
 KINDS = ("embeddings", "attention probabilities", "attention output", "MLP output")

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from gptpar.config import ModelConfig
-from gptpar.init import Normal
 from gptpar.model.dropout import EMBEDDINGS, HiddenDropout, LayerSeeds
-from gptpar.placement import REPLICATED, ParameterSpec
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy
+from gptpar.topology.initial_values import Normal
+from gptpar.topology.placement import REPLICATED, ParameterSpec
 
 
 class PositionEmbedding(nn.Module):

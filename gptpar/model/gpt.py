@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gptpar.config import ModelConfig
-from gptpar.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
 from gptpar.model.ends import OutputLayer, PositionEmbedding, output_and_loss
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.norm import LayerNorm, RMSNorm
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 

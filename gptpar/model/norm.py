@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gptpar.init import Constant
 from gptpar.kernels.residual_norm import residual_norm
-from gptpar.placement import REPLICATED, Gradient, ParameterSpec
+from gptpar.topology.initial_values import Constant
+from gptpar.topology.placement import REPLICATED, Gradient, ParameterSpec
 
 
 class LayerNorm(nn.Module):

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gptpar import pages
 from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
 from gptpar.offload.events import What
 from gptpar.offload.index_ranges import outside
 from gptpar.offload.step_request import StepHyperparameters
 from gptpar.offload.transfers import D2HCopy, H2DCopy, Slot
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.system import pages
 
 BUCKET_ELEMENTS = 1 << 23
 """Elements of a bucket, at most. After the backward pass the bucket at work delays what the next forward pass waits

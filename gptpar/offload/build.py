@@ -11,13 +11,13 @@ import torch
 from gptpar.config import Config
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
-from gptpar.host import place_on_machine
 from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.transfers import RING_BYTES
 from gptpar.optim.spans import OffloadedPartition
 from gptpar.reporting.banner import format_bytes
+from gptpar.system.host import place_on_machine
 
 
 def make_host_optimizer(

@@ -14,7 +14,7 @@ import torch
 
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.transfers import OUTGOING, D2HCopy, DeviceEvent, GpuTransfers, Passed, SameMemory, Slot
-from gptpar.pinned import PinnedMemory
+from gptpar.system.pinned import PinnedMemory
 
 ALIGNMENT = 4096
 """Bytes: each slot begins on a page of its own."""

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from gptpar.errors import GptparError
-from gptpar.host import available_memory, place_on_machine, share_of_cores
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import CopyingGpuTransfers, CopyingSameMemory, max_bytes_waiting
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
 from gptpar.optim.cpu_adam import CpuAdam, default_threads
 from gptpar.optim.spans import OffloadedPartition
+from gptpar.system.host import available_memory, place_on_machine, share_of_cores
 
 KEPT_FREE = 0.1
 """Part of the host's free memory that is left to everything else."""

@@ -23,7 +23,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.index_ranges import between, ranges_of_rows
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import VocabParallelEmbedding
-from gptpar.topology import Layout
+from gptpar.topology.layout import Layout
 
 
 def tied_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | None:

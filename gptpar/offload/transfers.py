@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 
-from gptpar.pinned import PinnedMemory, as_device_memory
+from gptpar.system.pinned import PinnedMemory, as_device_memory
 
 RING_BYTES = 1 << 30
 """Pinned memory for what is travelling, whatever the model's size."""

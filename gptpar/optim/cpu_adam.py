@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptpar import native
 from gptpar.errors import NativeBuildError
-from gptpar.host import cores
 from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, problems_of_tensor
 from gptpar.optim.adam_update import update
+from gptpar.system import native
+from gptpar.system.host import cores
 
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
 _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam.cpp

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from gptpar.layer_spec import LayerSpec
+from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.built_layers import BuiltLayer
 from gptpar.pipeline.stage import Fields, Stage, build_on_meta
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gptpar.layer_spec import LayerSpec
+from gptpar.model.layer_spec import LayerSpec
 
 
 class FunctionLayer(nn.Module):

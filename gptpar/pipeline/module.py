@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.errors import ConfigError, GptparError
-from gptpar.init import seed_of
-from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.pipeline import schedules
 from gptpar.pipeline.abstract_run import AbstractRun
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.partition import balance, partition
+from gptpar.pipeline.recompute import Keep
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
 from gptpar.pipeline.stage import Fields, Stage, build_on_meta
 from gptpar.pipeline.transport import Transport
-from gptpar.placement import TENSOR
-from gptpar.recompute import Keep
-from gptpar.topology import Layout, Topology, make_topology
+from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.initial_values import seed_of
+from gptpar.topology.layout import TENSOR, Layout
 
 
 class PipelineModule(nn.Module):
@@ -48,7 +48,7 @@ class PipelineModule(nn.Module):
     Raises:
         ConfigError: a partition that is impossible, or neither ``num_stages`` nor ``topology``.
         TypeError: a topology with tensor parallelism and a layer that does not declare where its parameters' values and
-            gradients lie (:mod:`gptpar.placement`).
+            gradients lie (:mod:`gptpar.topology.placement`).
     """
 
     def __init__(

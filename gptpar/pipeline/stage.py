@@ -11,10 +11,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from gptpar.init import Init
-from gptpar.layer_spec import LayerSpec, TiedLayerSpec
-from gptpar.placement import Split, declared_by
-from gptpar.recompute import Keep, recomputed
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.pipeline.recompute import Keep, recomputed
+from gptpar.topology.initial_values import Init
+from gptpar.topology.placement import Split, declared_by
 
 Fields = Mapping[str, Any]
 
@@ -207,7 +207,7 @@ class Stage(nn.Module):
         """Global name -> what is known of the parameter.
 
         Raises:
-            TypeError: a layer does not declare a parameter (:mod:`gptpar.placement`).
+            TypeError: a layer does not declare a parameter (:mod:`gptpar.topology.placement`).
         """
         found: dict[str, ParameterInfo] = {}
         for name, layer in zip(self._names, self.layers, strict=True):

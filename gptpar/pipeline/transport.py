@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gptpar.topology import Link, Links
+from gptpar.topology.groups import Link, Links
 
 
 class Arrival:

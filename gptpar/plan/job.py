@@ -19,16 +19,16 @@ from gptpar.config.graph import wants_graph
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
-from gptpar.layer_spec import LayerSpec
 from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
+from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline import schedules
 from gptpar.pipeline.module import LayerSplit
 from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
-from gptpar.topology import Layout
+from gptpar.topology.layout import Layout
 
 NUM_LAYERS_BEFORE_BLOCKS = 2
 """Embedding and positions."""

@@ -22,7 +22,8 @@ from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.transfers import ring_bytes
 from gptpar.plan.states import gradient_bytes, master_bytes
 from gptpar.reporting.banner import format_bytes, format_count
-from gptpar.topology import Layout, Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from gptpar.plan.job import Job
 from gptpar.plan.memory import RankMemory, stage_memory
 from gptpar.plan.timing import StepTime, step_time, utilisation
 from gptpar.reporting.banner import format_bytes
-from gptpar.topology import Layout
+from gptpar.topology.layout import Layout
 
 Changes = Mapping[str, Any]
 """``section.field`` -> value, over what the command line says."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from gptpar.tensor_parallel.axis import TensorAxis
-from gptpar.topology import all_gather_single, reduce_scatter_single
+from gptpar.topology.groups import all_gather_single, reduce_scatter_single
 
 
 def start_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gptpar.init import Constant, Normal
-from gptpar.placement import REPLICATED, SAME, ParameterSpec
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 from gptpar.tensor_parallel.collectives import scatter_sum_tokens, sum_over
 from gptpar.tensor_parallel.linear_ops import column_forward, row_forward
+from gptpar.topology.initial_values import Constant, Normal
+from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec
 
 
 def _fair_share(features: int, axis: TensorAxis) -> int:

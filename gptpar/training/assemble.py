@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from gptpar.activity import Activity
 from gptpar.config import Config
 from gptpar.config.derive import Derived
 from gptpar.config.gradients import offload_gradients_obstacles
@@ -19,10 +18,11 @@ from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
-from gptpar.run_folder.branches import is_inside
-from gptpar.run_folder.folder import RunFolder, open_run_folder
-from gptpar.stop import StopRequest
-from gptpar.topology import Layout, Topology, open_topology, world_from_environment
+from gptpar.system.activity import Activity
+from gptpar.system.stop import StopRequest
+from gptpar.topology.groups import Topology, open_topology
+from gptpar.topology.layout import Layout
+from gptpar.topology.world import world_from_environment
 from gptpar.training import resume
 from gptpar.training.auto_gradients import with_gradients
 from gptpar.training.auto_ratio import with_ratio
@@ -32,6 +32,8 @@ from gptpar.training.data import Loaders, Vocabulary, make_loaders, vocabulary_o
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter
 from gptpar.training.run import Run
+from gptpar.training.run_folder.branches import is_inside
+from gptpar.training.run_folder.folder import RunFolder, open_run_folder
 from gptpar.training.trainer import Trainer
 
 

@@ -9,7 +9,7 @@ from gptpar.config.derive import Derived
 from gptpar.plan.gradients import choose_gradients
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.job import Job
-from gptpar.topology import Topology
+from gptpar.topology.groups import Topology
 
 
 def with_gradients(config: Config, topology: Topology) -> tuple[Config, list[Derived]]:

@@ -12,7 +12,7 @@ from gptpar.data.loader import MicroBatch
 from gptpar.offload.copying_transfers import max_bytes_waiting
 from gptpar.optim.schedule import make_schedule
 from gptpar.plan.job import Job
-from gptpar.topology import Topology
+from gptpar.topology.groups import Topology
 from gptpar.training.trainer import Trainer
 
 KEPT_FREE = 0.05

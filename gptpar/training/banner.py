@@ -21,7 +21,8 @@ from gptpar.pipeline.schedules import idle_share, simulate
 from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory
 from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges
-from gptpar.topology import Layout, Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary
 from gptpar.training.gpt import split_of

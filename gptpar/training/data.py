@@ -14,9 +14,9 @@ from gptpar.data.build import SampleSpec, build_train_valid_test
 from gptpar.data.loader import BatchLoader
 from gptpar.data.order import RepeatingOrder, SampleOrder, WholeOrder, make_order
 from gptpar.data.splits import DEFAULT_SPLIT
+from gptpar.data.tokenizer import Tokenizer, build_tokenizer
 from gptpar.errors import DataError
-from gptpar.tokenizer import Tokenizer, build_tokenizer
-from gptpar.topology import Topology
+from gptpar.topology.groups import Topology
 from gptpar.training.batch_plan import BatchPlan
 
 Loaders = dict[str, BatchLoader | None]

@@ -22,10 +22,11 @@ from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
+from gptpar.pipeline.recompute import Keep, recompute_groups
 from gptpar.pipeline.stage import Fields, build_on_meta
-from gptpar.recompute import Keep, recompute_groups
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
-from gptpar.topology import Layout, Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 
 
 @dataclass(frozen=True)

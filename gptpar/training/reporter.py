@@ -11,11 +11,11 @@ import torch
 
 from gptpar.config import Config
 from gptpar.engine.readings import Moment
-from gptpar.host import process_memory
 from gptpar.model.flops import Shape, flops_per_token, mfu, peak_flops, tflops_per_gpu
 from gptpar.reporting.console import iteration_line, timing_line, validation_lines
 from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, ValidationRecord
 from gptpar.reporting.sinks import Sink
+from gptpar.system.host import process_memory
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Step

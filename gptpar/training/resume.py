@@ -24,10 +24,10 @@ from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
 from gptpar.config import Config
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
-from gptpar.run_folder.branches import branch_with
-from gptpar.tensor_parts import TensorParts
+from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
 from gptpar.training.progress import Progress
+from gptpar.training.run_folder.branches import branch_with
 from gptpar.training.trainer import Trainer
 
 RNG_RULE = "dropout is a hash of (seed, iteration, place of the micro-batch, layer, kind, global token or head)"

@@ -14,7 +14,7 @@ from gptpar.config import Config
 from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
-from gptpar.stop import StopRequest
+from gptpar.system.stop import StopRequest
 from gptpar.training import resume
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders

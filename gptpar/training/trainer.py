@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gptpar.activity import Activity
 from gptpar.config import Config
 from gptpar.config.graph import wants_graph
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
-from gptpar.init import initialise
 from gptpar.model.block import Block
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.adam_update import Hyperparameters
@@ -21,7 +19,9 @@ from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
 from gptpar.optim.spans import DECAYS
 from gptpar.pipeline.runtime import MicroBatch as StageInput
-from gptpar.topology import Topology
+from gptpar.system.activity import Activity
+from gptpar.topology.groups import Topology
+from gptpar.topology.initial_values import initialise
 from gptpar.training.gpt import make_engine
 
 

@@ -7,10 +7,11 @@ from tests.faults.fault import Fault
 STATES = "gptpar/offload/bucket_state.py"
 THREAD = "gptpar/offload/updating_thread.py"
 OPTIMIZER = "gptpar/offload/host_optimizer.py"
-SPECULATION = "tests/unit/test_offload.py::test_speculation_changes_no_bit"
-OVERFLOWS = "tests/unit/test_offload.py::test_fp16_overflows_are_skipped_on_both_sides"
-ANY_ORDER = "tests/unit/test_offload_events.py::test_any_order_gives_the_same_bits"
-TIED_EMBEDDING = "tests/unit/test_tied_embedding_offload.py"
+SPECULATION = "tests/unit/offload/test_whole_runs.py::test_speculation_changes_no_bit"
+OVERFLOWS = "tests/unit/offload/test_whole_runs.py::test_fp16_overflows_are_skipped_on_both_sides"
+ANY_ORDER = "tests/unit/offload/test_events.py::test_any_order_gives_the_same_bits"
+TIED_EMBEDDING = "tests/unit/offload/test_tied_embedding_offload.py"
+EARLY_GRADIENTS = "tests/unit/offload/test_early_gradients.py"
 
 OFFLOAD = [
     Fault(
@@ -32,7 +33,7 @@ OFFLOAD = [
         THREAD,
         "if event is What.SKIPPED and before in HOLDS_SPECULATION:\n                self._send_weights(bucket)\n",
         "if event is What.SKIPPED:\n                pass\n",
-        (OVERFLOWS, "tests/unit/test_twin_flow_attached.py::test_a_step_that_is_not_taken_leaves_no_trace"),
+        (OVERFLOWS, "tests/unit/offload/test_twin_flow_attached.py::test_a_step_that_is_not_taken_leaves_no_trace"),
     ),
     Fault(
         "double-buffer-shared-after-a-commit",
@@ -53,14 +54,14 @@ OFFLOAD = [
         STATES,
         "(_S.SPECULATED, _W.SUBMITTED): _S.STALE",
         "(_S.SPECULATED, _W.SUBMITTED): _S.SPECULATED",
-        ("tests/unit/test_bucket_state.py::test_the_ways_through_a_step", ANY_ORDER),
+        ("tests/unit/offload/test_bucket_state.py::test_the_ways_through_a_step", ANY_ORDER),
     ),
     Fault(
         "back-off-forgotten",
         THREAD,
         "self._steps_to_back_off = BACK_OFF_STEPS if redone else max(0, self._steps_to_back_off - 1)",
         "self._steps_to_back_off = max(0, self._steps_to_back_off - 1)",
-        ("tests/unit/test_bucket_state.py::test_after_a_wrong_speculation_it_backs_off_for_ten_steps",),
+        ("tests/unit/offload/test_bucket_state.py::test_after_a_wrong_speculation_it_backs_off_for_ten_steps",),
     ),
     Fault(
         "skipped-step-counted-by-the-CPU-optimizer",
@@ -74,7 +75,7 @@ OFFLOAD = [
         THREAD,
         "if self._groups_are_of != (hyperparameters, step):",
         "if self._groups_are_of[0] != hyperparameters:",
-        ("tests/unit/test_twin_flow.py::test_every_ratio_is_torchs_adamw",),
+        ("tests/unit/offload/test_twin_flow.py::test_every_ratio_is_torchs_adamw",),
     ),
     Fault(
         "first-bucket-of-a-unit-waited-for-alone",
@@ -89,21 +90,21 @@ OFFLOAD = [
         "            if self._request is request:  # not the next one, requested since the last bucket was done\n"
         "                self._request = None\n",
         "            self._request = None\n",
-        ("tests/unit/test_host_optimizer.py::test_a_step_that_is_announced_while_the_last_one_ends_is_taken",),
+        ("tests/unit/offload/test_host_optimizer.py::test_a_step_that_is_announced_while_the_last_one_ends_is_taken",),
     ),
     Fault(
         "closed-ranges-of-a-partial-gradient-computed-again",
         THREAD,
         "What.COMMITTED, only=bucket.partial.open)",
         "What.COMMITTED, only=bucket.partial.closed)",
-        (TIED_EMBEDDING,),
+        (TIED_EMBEDDING, EARLY_GRADIENTS),
     ),
     Fault(
         "open-ranges-one-row-off",
         "gptpar/offload/index_ranges.py",
         "marked[rows + 1] = 1",
         "marked[rows] = 1",
-        (TIED_EMBEDDING,),
+        (TIED_EMBEDDING, EARLY_GRADIENTS),
     ),
     Fault(
         "open-ranges-counted-from-the-unit",
@@ -124,13 +125,13 @@ OFFLOAD = [
         "gptpar/offload/copying_transfers.py",
         "if self._grad is not None and self._is_there.query():",
         "if self._grad is not None and self.made():",
-        ("tests/unit/test_copying_transfers.py",),
+        ("tests/unit/offload/test_copying_transfers.py", "tests/unit/offload/test_offload_gradients_flag.py"),
     ),
     Fault(
         "backward-pass-never-held-back",
         "gptpar/offload/copying_transfers.py",
         "(self._num_bytes > self._max_bytes or self._copies[0].arrived())",
         "self._copies[0].arrived()",
-        ("tests/unit/test_copying_transfers.py::test_only_what_is_above_the_bound_is_waited_for",),
+        ("tests/unit/offload/test_copying_transfers.py::test_only_what_is_above_the_bound_is_waited_for",),
     ),
 ]

@@ -10,21 +10,21 @@ OPTIONS = [
         "gptpar/any_module/schedulers.py",
         "self._share(max(0, self.last_epoch - 1))",
         "self._share(self.last_epoch)",
-        ("tests/unit/test_any_module_schedulers.py",),
+        ("tests/unit/any_module/test_schedulers.py",),
     ),
     Fault(
         "clients-groups-are-copied",
         "gptpar/any_module/client_optimizer.py",
         "client.param_groups, list(_client_problems(client))",
         "[dict(g) for g in client.param_groups], list(_client_problems(client))",
-        ("tests/unit/test_any_module_optimizer.py",),
+        ("tests/unit/any_module/test_optimizer.py",),
     ),
     Fault(
         "configurations-numbers-before-the-groups",
         "gptpar/any_module/client_optimizer.py",
         "{**defaults, **group}",
         "{**group, **defaults}",
-        ("tests/unit/test_any_module_optimizer.py",),
+        ("tests/unit/any_module/test_optimizer.py",),
     ),
     Fault(
         "loaded-groups-are-other-objects",
@@ -32,13 +32,13 @@ OPTIONS = [
         "for group, other in zip(groups, saved, strict=True):",
         "self.param_groups = groups = [dict(group) for group in groups]\n"
         "        for group, other in zip(groups, saved, strict=True):",
-        ("tests/unit/test_any_module_schedulers.py",),
+        ("tests/unit/any_module/test_schedulers.py",),
     ),
     Fault(
         "every-process-reads-the-same-samples",
         "gptpar/any_module/dataset.py",
         "DistributedSampler(dataset, world, rank, seed",
         "DistributedSampler(dataset, world, 0, seed",
-        ("tests/unit/test_any_module_dataset.py",),
+        ("tests/unit/any_module/test_dataset.py",),
     ),
 ]

@@ -7,10 +7,10 @@ from tests.faults.fault import Fault
 TABLE = "gptpar/engine/table.py"
 PARAMETER_RANGES = "gptpar/engine/ranges.py"
 UNITS = "gptpar/engine/units.py"
-COVER = "tests/unit/test_table.py::test_ranges_and_padding_cover_each_shard_once"
-COUNTED_ONCE = "tests/unit/test_table.py::test_every_element_of_the_model_is_counted_once"
-ROUND_TRIP = "tests/unit/test_strides.py::test_ranges_bring_every_value_back"
-CUT_ALIKE = "tests/unit/test_table.py::test_all_tensor_ranks_send_equal_messages_and_cut_alike"
+COVER = "tests/unit/engine/test_table.py::test_ranges_and_padding_cover_each_shard_once"
+COUNTED_ONCE = "tests/unit/engine/test_table.py::test_every_element_of_the_model_is_counted_once"
+ROUND_TRIP = "tests/unit/engine/test_strides.py::test_ranges_bring_every_value_back"
+CUT_ALIKE = "tests/unit/engine/test_table.py::test_all_tensor_ranks_send_equal_messages_and_cut_alike"
 
 RANGES = [
     Fault(
@@ -18,7 +18,7 @@ RANGES = [
         PARAMETER_RANGES,
         "last = start + taken",
         "last = start + taken + 1",
-        ("tests/unit/test_table.py::test_the_ratio_is_exact_to_the_element",),
+        ("tests/unit/engine/test_table.py::test_the_ratio_is_exact_to_the_element",),
     ),
     Fault(
         "replicated-range-counted-on-every-tensor-rank",
@@ -67,14 +67,14 @@ RANGES = [
         UNITS,
         "end = _round_up(start + longest, ALIGNMENT)",
         "end = _round_up(start + info.shape.numel(), ALIGNMENT)",
-        (CUT_ALIKE, "tests/unit/test_optim.py::test_uneven_shares_reserve_the_longest"),
+        (CUT_ALIKE, "tests/unit/engine/test_units.py::test_uneven_shares_reserve_the_longest"),
     ),
     Fault(
         "host-counts-from-the-beginning-of-the-shard",
         "gptpar/optim/spans.py",
         "(max(a, low) - low, min(b, high) - low) for a, b in self.counted",
         "(max(a, low), min(b, high)) for a, b in self.counted",
-        ("tests/unit/test_table.py::test_what_the_host_updates_is_what_the_table_says",),
+        ("tests/unit/engine/test_table.py::test_what_the_host_updates_is_what_the_table_says",),
     ),
     Fault(
         "boxes-of-a-convolution-as-if-it-were-row-major",
@@ -85,7 +85,7 @@ RANGES = [
     ),
     Fault(
         "view-of-a-box-with-its-dims-permuted-twice",
-        "gptpar/tensor_parts.py",
+        "gptpar/topology/tensor_parts.py",
         ".permute(place_of)",
         ".permute(tuple(order))",
         (ROUND_TRIP,),
@@ -95,20 +95,20 @@ RANGES = [
         "gptpar/engine/master_adamw.py",
         "found = {name: TensorParts(shape, (), dtype) for name, shape in shapes.items()}",
         "found: dict[str, TensorParts] = {}",
-        ("tests/unit/test_strides.py::test_a_checkpoint_brings_every_value_back",),
+        ("tests/unit/engine/test_strides.py::test_a_checkpoint_brings_every_value_back",),
     ),
     Fault(
         "decay-groups-swapped",
         UNITS,
         'return DECAYS if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS_NOT',
         'return DECAYS_NOT if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS',
-        ("tests/unit/test_training_reference.py::test_fifty_steps_follow_a_plain_loop",),
+        ("tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop",),
     ),
     Fault(
         "decay-of-a-bias-with-two-dimensions",
         UNITS,
         'len(info.full_shape) > 1 and not name.endswith(".bias")',
         "len(info.full_shape) > 1",
-        ("tests/unit/test_optim.py::test_a_unit_is_aligned_and_ordered_by_kind",),
+        ("tests/unit/engine/test_units.py::test_a_unit_is_aligned_and_ordered_by_kind",),
     ),
 ]

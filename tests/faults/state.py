@@ -7,7 +7,7 @@ from tests.faults.fault import Fault
 RESUME = "gptpar/training/resume.py"
 ENGINE = "gptpar/any_module/checkpoint.py"
 KEPT = "tests/any_module/test_checkpoint_contents.py"
-COMES_BACK = "tests/unit/test_resume.py::test_all_that_a_run_needs_to_go_on_comes_back"
+COMES_BACK = "tests/unit/training/test_resume.py::test_all_that_a_run_needs_to_go_on_comes_back"
 BITS_AFTER_RESUMING = "tests/e2e/test_pretrain.py::test_resume_is_bit_identical"
 
 STATE = [
@@ -34,17 +34,17 @@ STATE = [
     ),
     Fault(
         "box-begins-at-the-wrong-row",
-        "gptpar/tensor_parts.py",
+        "gptpar/topology/tensor_parts.py",
         "yield (first, *(0 for _ in inner)), (last - first, *inner)",
         "yield (first - bool(head), *(0 for _ in inner)), (last - first, *inner)",
-        ("tests/unit/test_tensor_parts.py",),
+        ("tests/unit/topology/test_tensor_parts.py",),
     ),
     Fault(
         "tensor-ranks-offset-left-out-of-the-box",
-        "gptpar/tensor_parts.py",
+        "gptpar/topology/tensor_parts.py",
         "tuple(lows[place] + at for place, at in zip(place_of, offsets, strict=True))",
         "tuple(lows[place] for place, _ in zip(place_of, offsets, strict=True))",
-        ("tests/unit/test_tensor_parts.py",),
+        ("tests/unit/topology/test_tensor_parts.py",),
     ),
     Fault(
         "box-written-by-two-ranks",
@@ -58,14 +58,14 @@ STATE = [
         "gptpar/checkpoint/pieces.py",
         "if (found := zlib.crc32(view)) != crc:",
         "if (found := zlib.crc32(view)) != crc and not found:",
-        ("tests/unit/test_checkpoint_damage.py",),
+        ("tests/unit/checkpoint/test_damage.py",),
     ),
     Fault(
         "data-order-of-the-first-epoch-again",
         "gptpar/data/order.py",
         "self._permutation(epoch, self.num_samples)[places[here] % self.num_samples]",
         "self._permutation(0, self.num_samples)[places[here] % self.num_samples]",
-        ("tests/unit/test_data_order.py",),
+        ("tests/unit/data/test_order.py",),
     ),
     Fault(
         "resumed-data-begin-with-the-first-sample",
@@ -79,14 +79,14 @@ STATE = [
         "gptpar/data/order.py",
         "start = consumed + dp_rank * micro_batch_size",
         "start = consumed",
-        ("tests/unit/test_data_order.py",),
+        ("tests/unit/data/test_order.py",),
     ),
     Fault(
         "dropout-seed-without-the-iteration",
         "gptpar/model/dropout.py",
         'seed_of(seed, "dropout", iteration, place, layer, kind)',
         'seed_of(seed, "dropout", place, layer, kind)',
-        ("tests/unit/test_dropout.py",),
+        ("tests/unit/model/test_dropout.py",),
     ),
     Fault(
         "dropout-seed-without-the-data-rank",
@@ -97,10 +97,10 @@ STATE = [
     ),
     Fault(
         "initial-values-without-the-parameters-name",
-        "gptpar/init.py",
+        "gptpar/topology/initial_values.py",
         "generator = torch.Generator().manual_seed(seed_of(seed, name))",
         "generator = torch.Generator().manual_seed(seed_of(seed))",
-        ("tests/unit/test_model.py::test_initial_values_depend_on_seed_and_name_alone",),
+        ("tests/unit/model/test_parts.py::test_initial_values_depend_on_seed_and_name_alone",),
     ),
     Fault(
         "step-count-of-an-engine-not-restored",
@@ -121,7 +121,9 @@ STATE = [
         ENGINE,
         "        prove_first=True,\n",
         "",
-        (f"{KEPT}::test_a_damaged_one_gives_way_to_an_older_one_or_changes_nothing",),
+        (
+            "tests/any_module/test_checkpoint_mismatch.py::test_a_damaged_one_gives_way_to_an_older_one_or_changes_nothing",
+        ),
     ),
     Fault(
         "last-process-saves-its-buffers",
@@ -135,13 +137,13 @@ STATE = [
         "gptpar/any_module/tags.py",
         "return max(step, newest + 1), [",
         "return step, [",
-        (f"{KEPT}::test_another_seed_is_not_taken_for_the_same_checkpoint",),
+        ("tests/any_module/test_checkpoint_tags.py::test_another_seed_is_not_taken_for_the_same_checkpoint",),
     ),
     Fault(
         "milestones-of-a-schedule-become-texts",
         "gptpar/any_module/plain_values.py",
-        "texts = all(isinstance(key, str) for key in value) and _MARK not in value and not isinstance(value, Counter)",
-        "texts = True",
+        "if not counts and _MARK not in value and all(isinstance(key, str) for key in value):",
+        "if True:",
         (f"{KEPT}::test_schedulers",),
     ),
 ]

@@ -6,13 +6,13 @@ from tests.faults.fault import Fault
 
 DEFINITION = "gptpar/optim/adam_update.py"
 LOOP = "csrc/cpu_adam_loop.h"
-INSTRUCTION_SETS = "tests/unit/test_adam_update.py::test_every_instruction_set_computes_the_definition"
-ROUNDED = "tests/unit/test_adam_update.py::test_each_operation_is_rounded_by_itself"
-NUMBERS = "tests/unit/test_adam_update.py::test_numbers_on_the_device_are_those_of_the_host"
-TORCH_ADAMW = "tests/unit/test_flat_adam.py::test_it_is_torchs_adamw"
-GROUPS = "tests/unit/test_parameter_groups.py::test_groups_are_those_of_torchs_adamw_at_every_ratio"
-PLAIN_LOOP = "tests/unit/test_training_reference.py::test_fifty_steps_follow_a_plain_loop"
-DYNAMIC_SCALE = "tests/unit/test_optim.py::test_dynamic_loss_scale_follows_megatron"
+INSTRUCTION_SETS = "tests/unit/optim/test_adam_update.py::test_every_instruction_set_computes_the_definition"
+ROUNDED = "tests/unit/optim/test_adam_update.py::test_each_operation_is_rounded_by_itself"
+NUMBERS = "tests/unit/optim/test_adam_update.py::test_numbers_on_the_device_are_those_of_the_host"
+TORCH_ADAMW = "tests/unit/engine/test_flat_adam.py::test_it_is_torchs_adamw"
+GROUPS = "tests/unit/engine/test_parameter_groups.py::test_groups_are_those_of_torchs_adamw_at_every_ratio"
+PLAIN_LOOP = "tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
+DYNAMIC_SCALE = "tests/unit/optim/test_loss_scale.py::test_dynamic_loss_scale_follows_megatron"
 
 UPDATE = [
     Fault(
@@ -27,7 +27,7 @@ UPDATE = [
         "gptpar/optim/device_adam.py",
         "steps += 1 - skipped\n        if skipped:",
         "steps += 1\n        if skipped:",
-        ("tests/unit/test_optim.py::test_a_gradient_that_is_not_finite_changes_nothing",),
+        ("tests/unit/engine/test_optimizer_step.py::test_a_gradient_that_is_not_finite_changes_nothing",),
     ),
     Fault(
         "step-counted-once-for-each-family",
@@ -48,14 +48,14 @@ UPDATE = [
         "gptpar/engine/flat_adam.py",
         "same = other.dtype == live.dtype and other",
         "same = other",
-        ("tests/unit/test_flat_adam.py::test_neighbours_are_updated_together",),
+        ("tests/unit/engine/test_flat_adam.py::test_neighbours_are_updated_together",),
     ),
     Fault(
         "launch-reaches-over-another-family",
         "gptpar/engine/flat_adam.py",
         "key=lambda span: self._family_of[span.group]",
         "key=lambda span: 0",
-        (GROUPS, "tests/unit/test_parameter_groups.py::test_what_lies_together_is_one_launch"),
+        (GROUPS, "tests/unit/engine/test_parameter_groups.py::test_what_lies_together_is_one_launch"),
     ),
     Fault(
         "first-moment-without-bias-correction",
@@ -94,7 +94,7 @@ UPDATE = [
     ),
     Fault(
         "products-fused-with-sums-by-the-compiler",
-        "gptpar/native.py",
+        "gptpar/system/native.py",
         '"-pthread", "-ffp-contract=off")',
         '"-pthread", "-ffp-contract=fast")',
         (INSTRUCTION_SETS,),
@@ -118,35 +118,38 @@ UPDATE = [
         "csrc/ieee_mode.h",
         "kMaskedExceptions = 0x1f80",
         "kMaskedExceptions = 0x9fc0",
-        ("tests/unit/test_cpu_adam.py::test_flushing_of_denormals_in_the_caller_changes_nothing", INSTRUCTION_SETS),
+        (
+            "tests/unit/optim/test_cpu_adam.py::test_flushing_of_denormals_in_the_caller_changes_nothing",
+            INSTRUCTION_SETS,
+        ),
     ),
     Fault(
         "ties-of-bf16-rounded-up",
         "csrc/cpu_adam_scalar.h",
         "(bits + 0x7fff + (bits >> 16 & 1)) >> 16",
         "(bits + 0x8000) >> 16",
-        ("tests/unit/test_cpu_adam.py::test_low_precision_parameters_are_rounded_as_torch_does",),
+        ("tests/unit/optim/test_cpu_adam.py::test_low_precision_parameters_are_rounded_as_torch_does",),
     ),
     Fault(
         "stretch-updated-with-its-neighbours-numbers",
         "csrc/cpu_adam.cpp",
         "const Step& s = steps[piece.of];",
         "const Step& s = steps[0];",
-        ("tests/unit/test_cpu_adam.py::test_stretches_are_what_they_would_be_alone",),
+        ("tests/unit/optim/test_cpu_adam.py::test_stretches_are_what_they_would_be_alone",),
     ),
     Fault(
         "norm-without-the-last-elements",
         "gptpar/optim/grad_norm.py",
         "return torch.cat([rows, torch.linalg.vector_norm(piece[whole:], dtype=wide)[None]])",
         "return rows",
-        ("tests/unit/test_optim.py::test_a_norm_of_any_length_is_exact",),
+        ("tests/unit/optim/test_gradient_norm.py::test_a_norm_of_any_length_is_exact",),
     ),
     Fault(
         "norm-keeps-the-loss-scale",
         "gptpar/training/trainer.py",
         "norm = square.sqrt() / torch.full_like(square, scale)",
         "norm = square.sqrt()",
-        ("tests/unit/test_optim.py::test_a_loss_scale_beyond_fp16_is_no_overflow",),
+        ("tests/unit/engine/test_optimizer_step.py::test_a_loss_scale_beyond_fp16_is_no_overflow",),
     ),
     Fault(
         "hysteresis-not-restored",
@@ -160,13 +163,13 @@ UPDATE = [
         "gptpar/optim/loss_scale.py",
         "            return\n        self.good_steps = 0\n",
         "            return\n",
-        ("tests/unit/test_optim.py::test_good_steps_are_counted_in_a_row",),
+        ("tests/unit/optim/test_loss_scale.py::test_good_steps_are_counted_in_a_row",),
     ),
     Fault(
         "warm-up-forgets-the-initial-rate",
         "gptpar/optim/schedule.py",
         "return self.init_lr + (self.max_lr - self.init_lr) * progress / self.warmup",
         "return self.max_lr * progress / self.warmup",
-        ("tests/unit/test_optim.py::test_cosine_decay_and_initial_rate",),
+        ("tests/unit/optim/test_schedule.py::test_cosine_decay_and_initial_rate",),
     ),
 ]

@@ -7,21 +7,21 @@ from tests.faults.fault import Fault
 USER_MODULES = [
     Fault(
         "processes-get-the-same-batches",
-        "gptpar/check_layouts/module_training.py",
+        "gptpar/cli/check_layouts/module_training.py",
         "micro * check.processes + rank",
         "micro * check.processes",
         ("tests/ranks/test_module_layouts.py",),
     ),
     Fault(
         "casts-to-fp32-stay-in-the-proof",
-        "gptpar/check_layouts/module_training.py",
+        "gptpar/cli/check_layouts/module_training.py",
         'kwargs["dtype"] = torch.float64',
         "pass",
         ("tests/ranks/test_module_layouts.py",),
     ),
     Fault(
         "differences-beside-zero-do-not-count",
-        "gptpar/check_layouts/compare.py",
+        "gptpar/cli/check_layouts/compare.py",
         'return error / size if size else float("inf")',
         "return error / size if size else 0.0",
         ("tests/ranks/test_module_layouts.py",),
@@ -31,7 +31,7 @@ USER_MODULES = [
         "gptpar/plan/states.py",
         "elements += sum(unit.length for unit in whole)",
         "pass",
-        ("tests/ranks/test_module_memory.py", "tests/unit/test_plan.py"),
+        ("tests/ranks/test_module_memory.py", "tests/unit/plan/test_predictions.py"),
     ),
     Fault(
         "estimate-forgets-sums-of-the-cpu's-gradients",

@@ -10,10 +10,11 @@ import torch
 
 from gptpar.offload import buckets, copying_transfers, machine
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, CopyingGpuTransfers
-from gptpar.topology import Layout, Topology
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
 from gptpar.training import auto_gradients
 from gptpar.training.auto_gradients import with_gradients
-from tests.gpu.test_offload_gpu import Slow, run
+from tests.gpu.offloaded_training import Slow, run
 from tests.helpers import tiny_config
 
 pytestmark = pytest.mark.gpu

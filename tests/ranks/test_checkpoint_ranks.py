@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from gptpar.checkpoint import load_checkpoint, read_manifest, read_tensors, save_checkpoint, verify_checkpoint
 from gptpar.errors import CheckpointError
-from gptpar.tensor_parts import TensorParts, as_parts, parts_of_flat
+from gptpar.topology.tensor_parts import TensorParts, as_parts, parts_of_flat
 from tests.spawn import spawn
 
 Layout = dict[str, int | None]  # dim that is split over the two ranks; None: each rank holds all of it

@@ -15,8 +15,8 @@ from gptpar.config.validate import resolve
 from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.data.loader import make_micro_batch
 from gptpar.reporting.records import ValidationRecord
-from gptpar.stop import StopRequest
-from gptpar.topology import Layout
+from gptpar.system.stop import StopRequest
+from gptpar.topology.layout import Layout
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary, make_loaders
 from gptpar.training.progress import Progress

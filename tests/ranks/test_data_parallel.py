@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.topology import Layout
+from gptpar.topology.layout import Layout
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
 

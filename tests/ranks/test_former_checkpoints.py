@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gptpar.topology import Layout
+from gptpar.topology.layout import Layout
 from tests.fixtures.write_checkpoints import CASES, HERE, steps_after
 from tests.spawn import spawn
 

@@ -7,27 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar.check_layouts.cases import ONE_ADDEND, VARIANTS, Case, all_cases
-from gptpar.check_layouts.compare import difference, step_difference
-from gptpar.check_layouts.main import MODELS, SMALL, case_config
-from gptpar.check_layouts.outcome import Outcome
-from gptpar.check_layouts.training import CaseRun
-from gptpar.placement import SAME, Gradient, Sum
+from gptpar.cli.check_layouts.cases import ONE_ADDEND, VARIANTS, Case, all_cases
+from gptpar.cli.check_layouts.compare import difference, step_difference
+from gptpar.cli.check_layouts.main import MODELS, SMALL, case_config
+from gptpar.cli.check_layouts.outcome import Outcome
+from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.tensor_parallel import TensorAxis
-from gptpar.topology import Layout, Topology, make_topology
+from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.layout import Layout
+from gptpar.topology.placement import SAME, Gradient, Sum
+from tests.ranks.layout_cases import STEPS, TOLERANCE, WORDS, case
 from tests.spawn import spawn
-
-WORDS = [*SMALL.split(), "--fp64"]
-STEPS = 2
-TOLERANCE = 1e-10
-"""Largest relative difference, in fp64."""
-
-
-def case(layout: Layout, *flags: str) -> Case:
-    """A layout with flags."""
-    sizes = ("--tensor-model-parallel-size", str(layout.tensor), "--pipeline-model-parallel-size", str(layout.pipeline))
-    return Case(f"{layout.describe()} {' '.join(flags)}", layout, (*sizes, *flags))
-
 
 CASES = [
     case(Layout(data=4), "--zero-stage", "3", *VARIANTS["every 2"]),

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from gptpar.any_module.user_module import load_user_function
-from gptpar.check_layouts.cases import ModuleCase, module_cases
-from gptpar.check_layouts.compare import difference, overall_difference, step_difference
-from gptpar.check_layouts.module_training import ModuleCheck, train_case, train_plainly
-from gptpar.check_layouts.outcome import Outcome
+from gptpar.cli.check_layouts.cases import ModuleCase, module_cases
+from gptpar.cli.check_layouts.compare import difference, overall_difference, step_difference
+from gptpar.cli.check_layouts.module_training import ModuleCheck, train_case, train_plainly
+from gptpar.cli.check_layouts.outcome import Outcome
 from tests.spawn import spawn
 
 TOLERANCE, STEPS = 1e-12, 3

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gptpar.data.loader import MicroBatch
-from gptpar.topology import Layout
+from gptpar.topology.layout import Layout
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
-from tests.unit.test_offload import OFFLOAD
-from tests.unit.test_offload_bits import RATIOS, hash_of
+from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, hash_of
 
 CASES = {
     "ZeRO-1": (Layout(data=2), "--zero-stage 1 --bf16"),

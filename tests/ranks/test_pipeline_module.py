@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from gptpar.errors import ConfigError
-from gptpar.init import Constant, draw
-from gptpar.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.pipeline.module import PipelineModule
-from gptpar.placement import REPLICATED, ParameterSpec
 from gptpar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
-from gptpar.tensor_parts import parts_of_flat
-from gptpar.topology import Layout, Topology, make_topology
+from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.initial_values import Constant, draw
+from gptpar.topology.layout import Layout
+from gptpar.topology.placement import REPLICATED, ParameterSpec
+from gptpar.topology.tensor_parts import parts_of_flat
 from tests.spawn import spawn
 
 MICRO_BATCHES, ROWS, WIDTH = 4, 3, 6

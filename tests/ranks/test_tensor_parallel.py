@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gptpar.init import draw
 from gptpar.model.block import Block
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
-from gptpar.placement import TENSOR
 from gptpar.tensor_parallel import TensorAxis, cross_entropy, symmetric_memory_works
+from gptpar.topology.initial_values import draw
+from gptpar.topology.layout import TENSOR
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
 from tests.spawn import spawn
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptpar.check_layouts.cases import VARIANTS
-from gptpar.check_layouts.compare import difference, step_difference
-from gptpar.check_layouts.main import case_config
-from gptpar.check_layouts.outcome import Outcome
-from gptpar.check_layouts.training import CaseRun
-from gptpar.topology import Layout, Topology, make_topology
-from tests.ranks.test_layouts import STEPS, TOLERANCE, WORDS, case
+from gptpar.cli.check_layouts.cases import VARIANTS
+from gptpar.cli.check_layouts.compare import difference, step_difference
+from gptpar.cli.check_layouts.main import case_config
+from gptpar.cli.check_layouts.outcome import Outcome
+from gptpar.cli.check_layouts.training import CaseRun
+from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.layout import Layout
+from tests.ranks.layout_cases import STEPS, TOLERANCE, WORDS, case
 from tests.spawn import spawn
 
 CASES = [

@@ -1,0 +1,58 @@
+"""The command line: ``gptpar VERB ...``"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from gptpar.system.command_line import run
+
+VERBS: dict[str, tuple[str, str]] = {
+    "pretrain": ("gptpar.cli.pretrain", "train a GPT"),
+    "benchmark": (
+        "gptpar.cli.benchmark.main",
+        "time training steps on synthetic tokens, of one configuration or many",
+    ),
+    "launch": ("gptpar.cli.launch", "torchrun for several machines, whose workers get the time they need to save"),
+    "plan": ("gptpar.cli.plan", "predict memory and speed of a run on any number of GPUs, or search the best layout"),
+    "check-layouts": ("gptpar.cli.check_layouts.main", "prove that every layout computes the same on this machine"),
+    "generate": ("gptpar.cli.generate", "continue a prompt with a trained model"),
+    "runs": ("gptpar.cli.runs", "show a run folder: checkpoints, branches, and who writes there"),
+    "inspect": ("gptpar.cli.inspect", "list, describe and verify checkpoints"),
+    "preprocess": ("gptpar.cli.preprocess", "turn text into .bin/.idx data sets"),
+    "merge": ("gptpar.cli.merge", "join .bin/.idx data sets"),
+    "train-tokenizer": ("gptpar.cli.train_tokenizer", "train a SentencePiece tokenizer"),
+    "make-corpus": ("gptpar.cli.make_corpus", "make a corpus from Python's own library"),
+    "fit": ("gptpar.cli.fit.main", "choose batch, length and number format for this machine"),
+    "summary": ("gptpar.cli.summary", "what a run has learnt"),
+    "plot": ("gptpar.cli.plot", "draw runs to a PNG"),
+}
+
+
+def usage() -> str:
+    """The verbs, one a line."""
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items()]
+    return "\n".join(["usage: gptpar VERB [flags]; gptpar VERB --help lists a verb's flags", "", *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb. Errors meant for the user are printed without a traceback.
+
+    Returns:
+        0 on success, 1 after an error, 2 for a wrong command line, 128 and the signal's number after a signal
+        (130 after Ctrl-C).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] not in VERBS:
+        near = difflib.get_close_matches(words[0], VERBS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"error: there is no verb {words[0]!r}{hint}\n{usage()}", file=sys.stderr)
+        return 2
+    # A verb is imported inside `run`, for torch takes a second in which somebody may press Ctrl-C.
+    return run(lambda rest: importlib.import_module(VERBS[words[0]][0]).main(rest), words[1:])

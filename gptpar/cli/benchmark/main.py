@@ -1,0 +1,186 @@
+"""``gptpar benchmark``: one configuration, or with ``--sweep`` many, each in processes of its own."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from gptpar.any_module.user_module import is_named_in
+from gptpar.cli.benchmark import combinations as choices
+from gptpar.cli.benchmark import measure, measure_module
+from gptpar.cli.benchmark.combinations import Combination, combinations
+from gptpar.cli.benchmark.machine import about_machine
+from gptpar.cli.benchmark.predict import most_promising, predict, unknown_to_plan
+from gptpar.cli.benchmark.runner import Outcome, append_line, run_command, terminated_like_ctrl_c
+from gptpar.cli.benchmark.table import Row, draw, json_line, table, varying
+from gptpar.cli.launch import is_worker, workers_wanted
+from gptpar.config.flags import ParsedFlags, flag_name
+from gptpar.config.ranges import range_problems
+from gptpar.errors import ConfigError
+from gptpar.plan.hardware import GPUS
+from gptpar.plan.planner import Plan
+from gptpar.system.command_line import positive_float, positive_int
+
+Runner = Callable[[Sequence[str], float], Outcome]
+"""Runs a command for at most a number of seconds."""
+SAID_PER_COMBINATION = "--sequence-parallel"
+"""A switch that only some layouts can have: it is left out of the words that all share."""
+INTERRUPTED = 130
+TIMEOUT_S = 600.0
+
+
+def sweep_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what a sweep is told beyond a benchmark."""
+    group = parser.add_argument_group(
+        "sweep",
+        "Time combinations of layouts and other choices, best first. Each runs in processes of its own; --global-batch-"
+        "size should be given, else it is the smallest that all combinations can have.",
+    )
+    group.add_argument("--sweep", action="store_true", help="time all combinations of what the flags below list")
+    group.add_argument(
+        "--sweep-layouts",
+        nargs="+",
+        type=choices.layout_sizes,
+        metavar="LAYOUT",
+        help="such as dp4 tp2pp2 tp4 (default: every layout of the processes that the command line allows); "
+        "--sequence-parallel goes to those with a tensor axis",
+    )
+    group.add_argument("--sweep-micro-batches", nargs="+", type=positive_int, metavar="N", help="micro-batch sizes")
+    group.add_argument("--sweep-recompute", nargs="+", choices=("none", "selective", "full"), help="recomputation")
+    group.add_argument("--sweep-zero", nargs="+", type=int, choices=range(4), help="ZeRO stages")
+    group.add_argument(
+        "--sweep-virtual-stages", nargs="+", type=positive_int, metavar="K", help="chunks of layers on each process"
+    )
+    group.add_argument(
+        "--sweep-cpu-ratios",
+        nargs="+",
+        type=choices.cpu_ratio,
+        metavar="X",
+        help="shares of the optimizer on the CPU; 0 is without --cpu-optimizer, unless it is given",
+    )
+    group.add_argument("--sweep-top", type=positive_int, metavar="N", help="run only the N that plan expects most of")
+    group.add_argument(
+        "--sweep-gpu", choices=tuple(GPUS), help="the data sheet for --sweep-top (default: this machine's GPU)"
+    )
+    group.add_argument(
+        "--sweep-timeout", type=positive_float, metavar="S", help=f"seconds for each (default: {TIMEOUT_S:g})"
+    )
+    group.add_argument("--png", type=Path, metavar="FILE", help="draw the sweep's results")
+    group.add_argument("--json-lines", type=Path, metavar="FILE", help="append a JSON line for each that was measured")
+
+
+def main(argv: list[str]) -> int:
+    """Time one configuration, or all of a sweep.
+
+    Returns:
+        0 when something was measured, 1 when nothing could be, 130 after Ctrl-C.
+    """
+    if is_named_in(argv):
+        return measure_module.main(argv)
+    parsed = measure.parse(argv, sweep_flags)
+    if not parsed.rest.sweep:
+        unused = [name for name, value in vars(parsed.rest).items() if _belongs_to_sweep(name, value)]
+        parsed.problems += [f"{flag_name(name)} needs --sweep." for name in unused]
+        return measure.measure(parsed, argv)
+    return sweep(parsed, _shared_words(argv), run_command)
+
+
+def _belongs_to_sweep(name: str, value: object) -> bool:
+    """Whether a flag was given that has no meaning alone."""
+    return value is not None and (name.startswith("sweep_") or name in ("png", "json_lines"))
+
+
+def _shared_words(argv: Sequence[str]) -> list[str]:
+    """The command line of each run, before what a combination adds."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    sweep_flags(parser)
+    return [word for word in parser.parse_known_args(argv)[1] if word != SAID_PER_COMBINATION]
+
+
+def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
+    """Run what validation accepts, and print the table.
+
+    Args:
+        words: the command line that all runs share.
+
+    Raises:
+        ConfigError: mistakes that concern all combinations.
+    """
+    options = parsed.rest
+    count = workers_wanted(parsed.config.parallel.nproc_per_node)
+    _refuse_what_concerns_all(parsed)
+    everything = combinations(parsed, count)
+    if not everything:
+        raise ConfigError([f"no layout of {count} process(es) has the sizes that the command line gives."])
+    refused = [one for one in everything if one.refusal]
+    accepted = [one for one in everything if not one.refusal]
+    queue: Sequence[tuple[Combination, Plan | None]] = [(one, None) for one in accepted]
+    if options.sweep_top is not None:
+        queue, left = most_promising(accepted, predict(parsed, accepted, count), options.sweep_top)
+        refused += left
+        _say_what_plan_leaves_out(accepted)
+    about = about_machine(count)
+    batch = everything[0].config.batch.global_batch_size
+    print(f"{len(queue)} of {len(everything)} combinations on {about['machine']}, {batch} samples a step", flush=True)
+    rows: list[Row] = []
+    interrupted = False
+    try:
+        with terminated_like_ctrl_c():
+            for row in _measure(queue, words, run, options.sweep_timeout or TIMEOUT_S, varying(everything)):
+                rows.append(row)
+                if options.json_lines is not None and row.outcome.result is not None:
+                    append_line(options.json_lines, json_line(row, words, about))
+    except KeyboardInterrupt:
+        interrupted = True
+        print(f"\ninterrupted after {len(rows)} of {len(queue)}", flush=True)
+    print(table(rows, refused), flush=True)
+    measured = any(row.outcome.result for row in rows)
+    if options.png is not None and measured:
+        draw(rows, options.png, about)
+        print(f"wrote {options.png}")
+    return INTERRUPTED if interrupted else int(not measured)
+
+
+def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
+    problems = [*parsed.problems, *range_problems(parsed.config), *choices.contradictions(parsed)]
+    if is_worker():
+        problems.append("--sweep starts the processes itself: run it without torchrun.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _measure(
+    queue: Sequence[tuple[Combination, Plan | None]],
+    words: Sequence[str],
+    run: Runner,
+    timeout: float,
+    names: list[str],
+) -> Iterator[Row]:
+    """Run one after the other, and say how far it is."""
+    seconds: list[float] = []
+    for number, (combination, plan) in enumerate(queue):
+        each = statistics.mean(seconds) if seconds else timeout
+        left = f"{'about' if seconds else 'at most'} {_duration((len(queue) - number) * each)} left"
+        print(f"[{number + 1} of {len(queue)}, {left}] {combination.describe(names)}", end=" ... ", flush=True)
+        outcome = run([sys.executable, "-m", "gptpar", "benchmark", *words, *combination.flags], timeout)
+        seconds.append(outcome.seconds)
+        result = outcome.result
+        said = f"{result['tokens_per_s']:,.1f} tokens/s" if result else outcome.failure
+        print(said, flush=True)
+        yield Row(combination, outcome, plan)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds > 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _say_what_plan_leaves_out(accepted: Sequence[Combination]) -> None:
+    unknown = sorted({flag for one in accepted for flag in unknown_to_plan(one.config)})
+    if unknown:
+        print(f"plan does not judge {', '.join(unknown)}: what it expects is without")

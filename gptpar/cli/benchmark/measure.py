@@ -1,0 +1,239 @@
+"""``gptpar benchmark``: pretrain's own code path on synthetic tokens, summed up in one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from gptpar.cli.benchmark.breakdown import TRACED_STEPS, UNTRACED_BEFORE, Tracer, table
+from gptpar.cli.launch import is_worker, start_workers, workers_wanted
+from gptpar.config import Config
+from gptpar.config.batch_sizes import BatchSizes, read_schedule
+from gptpar.config.derive import Derived
+from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.graph import wants_graph
+from gptpar.config.schedule_lengths import without_lengths
+from gptpar.config.validate import resolve
+from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
+from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.system.command_line import not_negative_int, positive_int
+from gptpar.system.host import peak_process_memory
+from gptpar.topology.world import world_from_environment
+from gptpar.training.assemble import open_run
+from gptpar.training.reporter import device_peak
+from gptpar.training.run import Run
+
+DESCRIPTION = """Time training steps on synthetic tokens with any of pretrain's flags, and print one JSON line with the
+median step. Both MFUs divide by the device's dense peak: mfu counts attention over the full square,
+12 x layers x width x length a token; mfu_causal counts half of it. All steps have the batch that a ramp-up or a
+schedule of batch sizes ends with, and no warm-up. --module FILE.py:FUNCTION --config JSON times your own module:
+gptpar benchmark --module --help."""
+
+
+class _Times:
+    """A sink that keeps every record."""
+
+    name, keeps_records = "the benchmark", True
+
+    def __init__(self) -> None:
+        self.records: list[IterationRecord] = []
+
+    def iteration(self, record: IterationRecord) -> None:
+        self.records.append(record)
+
+    def validation(self, record: ValidationRecord) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _extra_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("benchmark")
+    group.add_argument("--steps", type=positive_int, default=20, metavar="N", help="timed steps (default: 20)")
+    group.add_argument(
+        "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before them (default: 5)"
+    )
+    group.add_argument(
+        "--breakdown", action="store_true", help="after the timed steps, show where a step's time goes on each GPU"
+    )
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="after the timed steps, write a trace for Perfetto or chrome://tracing; rank R > 0 adds .rankR",
+    )
+
+
+def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None] | None = None) -> ParsedFlags:
+    """Read a benchmark's command line and fill what it need not say; what the user said stays.
+
+    Args:
+        more_flags: adds flags of a verb that goes beyond one benchmark.
+
+    Raises:
+        ConfigError: a flag without its value.
+    """
+
+    def flags(parser: argparse.ArgumentParser) -> None:
+        _extra_flags(parser)
+        if more_flags is not None:
+            more_flags(parser)
+
+    return _with_defaults(parse_flags(argv, prog="gptpar benchmark", description=DESCRIPTION, extra=flags))
+
+
+def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
+    steps = parsed.rest.steps + parsed.rest.warmup_steps
+    if _traces(parsed):
+        steps += UNTRACED_BEFORE + TRACED_STEPS
+    config = parsed.config
+    if config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_size is None:
+        config = config.update("tokenizer", vocab_size=50257)
+    if config.optimizer.lr is None:
+        config = config.update("optimizer", lr=3e-4)
+    config = config.update("data", mock_data=True, data_path=None)
+    config, derived = _of_one_size(without_lengths(config))
+    config = config.update("batch", train_iters=steps, train_samples=None, train_tokens=None, train_minutes=None)
+    config = config.update("logging", eval_iters=0, log_interval=max(1, steps))
+    return dataclasses.replace(parsed, config=config, derived=[*parsed.derived, *derived])
+
+
+def _of_one_size(config: Config) -> tuple[Config, list[Derived]]:
+    """Steps of several sizes have no median: the size that the run ends with is timed."""
+    batch, derived = config.batch, []
+    if batch.rampup_batch_size is not None:
+        config = config.update("batch", rampup_batch_size=None)
+        derived = [Derived("rampup batch size", "none", "the batch that the ramp ends with is timed")]
+    if batch.step_batch_size_schedule is not None:
+        with contextlib.suppress(ValueError):  # told when the configuration is resolved
+            last = BatchSizes(read_schedule(batch.step_batch_size_schedule, 1)).last
+            same = batch.global_batch_size or last  # told, too, where it is another one
+            if same == last:
+                config = config.update("batch", step_batch_size_schedule=None, global_batch_size=last)
+                derived.append(Derived("global batch size", last, "timed: the last of --step-batch-size-schedule"))
+    return config, derived
+
+
+def _traces(parsed: ParsedFlags) -> bool:
+    return parsed.rest.breakdown or parsed.rest.trace is not None
+
+
+def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dict[str, Any]:
+    """The figures of the timed steps."""
+    topology, shape = run.trainer.topology, cast(Shape, run.config.model)
+    ms = sorted(record.elapsed_ms for record in records)
+    median = statistics.median(ms)
+    tokens = run.plan.full * shape.seq_length
+    per_s = tokens / median * 1e3
+    per_gpu = per_s / topology.layout.world_size
+    peak, parallel = device_peak(config, topology.device), config.parallel
+    on_gpu = topology.device.type == "cuda"
+    return {
+        "model": config.model.preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
+        "params": num_parameters(shape),
+        "tokens_per_s": round(per_s, 1),
+        "tokens_per_s_per_gpu": round(per_gpu, 1),
+        "ms_per_step": round(median, 3),
+        "ms_min": round(ms[0], 3),
+        "ms_max": round(ms[-1], 3),
+        "mfu": _rounded(mfu(per_gpu, flops_per_token(shape, causal=False), peak)),
+        "mfu_causal": _rounded(mfu(per_gpu, flops_per_token(shape, causal=True), peak)),
+        "peak_mem_gib": _gib(torch.cuda.max_memory_allocated()) if on_gpu else None,
+        "peak_reserved_gib": _gib(torch.cuda.max_memory_reserved()) if on_gpu else None,
+        "peak_host_gib": _gib(peak_process_memory()),
+        "loss": _rounded(records[-1].lm_loss),
+        "layout": topology.layout.describe(),
+        "seq_length": shape.seq_length,
+        "micro_batch_size": config.batch.micro_batch_size,
+        "global_batch_size": run.plan.full,
+        "tokens_per_step": tokens,
+        "zero_stage": parallel.zero_stage,
+        "pieces_per_stage": parallel.num_chunks,
+        "recompute": config.recompute.recompute_granularity,
+        **_cpu_optimizer(run.config, records),
+        "cuda_graph": on_gpu and wants_graph(run.config, topology.layout.data),
+        "precision": config.precision.dtype,
+        "steps": len(ms),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_optimizer(config: Config, records: Sequence[IterationRecord]) -> dict[str, Any]:
+    times = [record.cpu_optimizer for record in records if record.cpu_optimizer is not None]
+    if not times:
+        return {"cpu_optimizer_ratio": config.offload.ratio}
+    clip = config.optimizer.clip_grad
+    return {
+        "cpu_optimizer_ratio": config.offload.ratio,
+        "offload_gradients": config.offload.gradients_leave_at_once,
+        "cpu_optimizer_wait_ms": _rounded(statistics.median(t.waited for t in times)),
+        "cpu_optimizer_busy_ms": _rounded(statistics.median(t.busy for t in times)),
+        "cpu_optimizer_ahead": _rounded(statistics.median(t.ahead for t in times)),
+        "cpu_optimizer_redone_steps": sum(t.redone for t in times),
+        "clipped_steps": sum(clip > 0 and (record.grad_norm or 0) > clip for record in records),
+    }
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else round(size / 2**30, 2)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def measure(parsed: ParsedFlags, argv: list[str]) -> int:
+    """Time the steps; the main process prints the line last, or says that there is none where a signal ended the run.
+
+    Args:
+        argv: the command line that was parsed, for the workers.
+
+    Raises:
+        ConfigError: the configuration cannot run.
+    """
+    worker = is_worker()
+    count = world_from_environment()[2] if worker else workers_wanted(parsed.config.parallel.nproc_per_node)
+    config, derived = resolve(parsed, count)
+    if count > 1 and not worker:
+        return start_workers(count, ["benchmark", *argv])
+    times = _Times()
+    timed = slice(parsed.rest.warmup_steps, parsed.rest.warmup_steps + parsed.rest.steps)
+    with open_run(config, derived, parsed.without_effect, more_sinks=[times]) as run:
+        tracer = Tracer(timed.stop) if _traces(parsed) else None
+        run.train(each_step=tracer)
+        taken, wanted = run.progress.iteration, config.batch.train_iters or 0
+        if taken < wanted:  # in all processes alike
+            run.say(f" > ended after {taken} of {wanted} steps: there is no result")
+            if worker:  # torchrun takes anything but 0 for a crash
+                return 0
+            return 1 if run.request.signal is None else 128 + run.request.signal
+        if tracer is not None:
+            _show(tracer, parsed, run)
+        if run.trainer.topology.is_main:
+            print(json.dumps(result_line(config, run, times.records[timed])), flush=True)
+    return 0
+
+
+def _show(tracer: Tracer, parsed: ParsedFlags, run: Run) -> None:
+    topology, path = run.trainer.topology, parsed.rest.trace
+    if path is not None:
+        host = run.trainer.host
+        updates = () if host is None else tuple(host.latest_updates)
+        tracer.save(path if topology.is_main else path.with_name(f"{path.name}.rank{topology.rank}"), updates)
+    if parsed.rest.breakdown:
+        ranks: list[Any] = [tracer.breakdown()] * topology.layout.world_size
+        if len(ranks) > 1:
+            dist.all_gather_object(ranks, tracer.breakdown())
+        if topology.is_main:
+            print(table(ranks), flush=True)

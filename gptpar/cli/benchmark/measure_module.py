@@ -1,0 +1,101 @@
+"""``gptpar benchmark --module``: steps of a user's own module, summed up in one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptpar.any_module.initialize import initialize
+from gptpar.any_module.training_engine import TrainingEngine
+from gptpar.any_module.user_module import load_user_function
+from gptpar.cli.launch import is_worker, start_workers, workers_wanted
+from gptpar.system.command_line import Parser, not_negative_int, positive_int
+from gptpar.system.host import peak_process_memory
+from gptpar.topology.world import open_world
+
+DESCRIPTION = """Time training steps of your own module with gptpar.initialize and a DeepSpeed configuration, and print
+one JSON line with the median step. The batches of one step are made before the first and used in all.
+
+FUNCTION takes no arguments and returns model, make_batch or model, make_batch, loss_fn (see gptpar check-layouts
+--module --help)."""
+
+TIMEOUT_MINUTES = 30.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags of the verb for a module."""
+    parser = Parser(prog="gptpar benchmark --module", description=DESCRIPTION)
+    parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="or package.module:FUNCTION")
+    parser.add_argument("--config", required=True, type=Path, metavar="JSON", help="DeepSpeed's, as for initialize")
+    parser.add_argument("--nproc", type=positive_int, metavar="N", help="processes (default: one a visible GPU)")
+    parser.add_argument("--steps", type=positive_int, default=20, metavar="N", help="timed steps")
+    parser.add_argument("--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before them")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Time the steps, in one process or in workers; the main one prints the line last."""
+    options = parser().parse_args(argv)
+    make = load_user_function(options.module)
+    count = options.nproc or workers_wanted(None)
+    if count > 1 and not is_worker():
+        words = ["--module", options.module, "--config", str(options.config), "--steps", str(options.steps)]
+        return start_workers(count, ["benchmark", *words, "--warmup-steps", str(options.warmup_steps)])
+    with open_world(None, TIMEOUT_MINUTES) as (rank, device):
+        user = make()
+        engine, *_ = initialize(model=user.module, config=options.config)
+        passes, world = engine.options.batch.accumulation_steps, engine.topology.layout.data
+        batches = [user.batch(number * world + rank, device) for number in range(passes)]
+        seconds: list[float] = []
+        for _ in range(options.warmup_steps + options.steps):
+            began = time.perf_counter()
+            for batch in batches:
+                loss = user.loss(engine, batch)
+                engine.backward(loss)
+                engine.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        line = _result_line(options.module, engine, seconds[options.warmup_steps :], loss.item())
+        engine.close()
+    if rank == 0:
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+def _result_line(name: str, engine: TrainingEngine, seconds: list[float], loss: float) -> dict[str, Any]:
+    """The figures of the timed steps."""
+    on_gpu, options, median = engine.device.type == "cuda", engine.options, statistics.median(seconds)
+    return {
+        "module": name,
+        "params": sum(p.numel() for p in engine.module.parameters()),
+        "samples_per_s": round(options.batch.train_batch_size / median, 2),
+        "ms_per_step": round(1e3 * median, 3),
+        "ms_min": round(1e3 * min(seconds), 3),
+        "ms_max": round(1e3 * max(seconds), 3),
+        "peak_mem_gib": _gib(torch.cuda.max_memory_allocated()) if on_gpu else None,
+        "peak_reserved_gib": _gib(torch.cuda.max_memory_reserved()) if on_gpu else None,
+        "peak_host_gib": _gib(peak_process_memory()),
+        "loss": round(loss, 4),
+        "processes": engine.topology.layout.data,
+        "micro_batch_size": options.batch.micro_batch_size,
+        "global_batch_size": options.batch.train_batch_size,
+        "zero_stage": options.zero_stage,
+        "cpu_optimizer_ratio": options.offload.ratio,
+        "cpu_parameters": options.offload.parameters,
+        "compile": options.compile,
+        "precision": "as the module's" if options.dtype is None else str(options.dtype).removeprefix("torch."),
+        "steps": len(seconds),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else round(size / 2**30, 2)

@@ -1,0 +1,66 @@
+"""What ``gptpar plan`` expects of a sweep's combinations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from gptpar.cli.benchmark.combinations import Combination
+from gptpar.config import Config
+from gptpar.config.flags import ParsedFlags
+from gptpar.errors import ConfigError
+from gptpar.plan.hardware import GIB, GPUS, make_cluster
+from gptpar.plan.planner import Plan, Planner
+
+
+def known_gpu() -> str | None:
+    """The name under which plan knows this machine's GPU: of several variants the one with the nearest memory."""
+    if not torch.cuda.is_available():
+        return None
+    device, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / GIB
+    names = [name for name, sheet in GPUS.items() if sheet.device in device]
+    return min(names, key=lambda name: abs(GPUS[name].memory - memory), default=None)
+
+
+def unknown_to_plan(config: Config) -> Iterator[str]:
+    """Flags in use that change speed or memory and that plan does not look at."""
+    for flag, used in (
+        ("--log-params-norm", config.logging.log_params_norm),
+        ("--log-num-zeros-in-grad", config.logging.log_num_zeros_in_grad),
+    ):
+        if used:
+            yield flag
+
+
+def predict(parsed: ParsedFlags, chosen: Sequence[Combination], count: int) -> list[Plan]:
+    """The plan of each combination.
+
+    Raises:
+        ConfigError: plan does not know the GPU, or not its speed in this number format.
+    """
+    gpu = parsed.rest.sweep_gpu or known_gpu()
+    if gpu is None:
+        raise ConfigError(
+            ["--sweep-top ranks by gptpar plan, which does not know this machine's GPU: name one with --sweep-gpu."]
+        )
+    config = parsed.config
+    if config.tokenizer.vocab_size is None:
+        config = config.update("tokenizer", vocab_size=50257)
+    planner = Planner(config, parsed.given, count, make_cluster(gpu, config.precision.dtype))
+    return [planner.plan(combination.changes) for combination in chosen]
+
+
+def most_promising(
+    chosen: Sequence[Combination], plans: Sequence[Plan], most: int
+) -> tuple[list[tuple[Combination, Plan]], list[Combination]]:
+    """(those expected to fit, fastest first, at most so many; the others with the reason)."""
+    ranked = sorted(zip(chosen, plans, strict=True), key=lambda pair: (not pair[1].fits, pair[1].time.total))
+    kept = [pair for pair in ranked if pair[1].fits][:most]
+    left = [dataclasses.replace(one, refusal=_why(plan)) for one, plan in ranked[len(kept) :]]
+    return kept, left
+
+
+def _why(plan: Plan) -> str:
+    return f"plan expects {1e3 * plan.time.total:,.1f} ms" if plan.fits else f"plan says that {plan.shortage()}"

@@ -1,0 +1,152 @@
+"""A sweep's results: as text, as a picture and as JSON lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptpar.cli.benchmark.combinations import Combination
+from gptpar.cli.benchmark.runner import Outcome
+from gptpar.plan.planner import Plan
+
+ALWAYS_SHOWN = ("layout", "micro-batch")
+FIGURES = ("tokens/s", "ms", "MFU %", "GiB")
+EXPECTED = ("plan ms", "plan GiB")
+_COLORS = ("#1f5fa8", "#e08e1b")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A combination that was run.
+
+    Attributes:
+        plan: what was expected of it, where somebody asked.
+    """
+
+    combination: Combination
+    outcome: Outcome
+    plan: Plan | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all processes; 0 where it failed."""
+        return self.outcome.result["tokens_per_s"] if self.outcome.result else 0.0
+
+
+def varying(combinations: Sequence[Combination]) -> list[str]:
+    """The columns that tell the combinations apart, and those that are shown anyway."""
+    cells = [combination.cells for combination in combinations]
+    return [name for name in cells[0] if name in ALWAYS_SHOWN or len({cell[name] for cell in cells}) > 1]
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Best first, failed ones last."""
+    return sorted(rows, key=lambda row: -row.tokens_per_s)
+
+
+def table(rows: Sequence[Row], refused: Sequence[Combination]) -> str:
+    """All rows, best first; then what failed, and what was not started and why."""
+    everything = [*(row.combination for row in rows), *refused]
+    if not everything:
+        return "nothing was run."
+    names = varying(everything)
+    text = _measured(ranked(rows), names) if rows else []
+    if refused:
+        text += _not_started(refused, names)
+    same = everything[0].describe([name for name in everything[0].cells if name not in names])
+    return "\n".join([*([f"the same in all: {same}"] if same else []), *text])
+
+
+def _not_started(refused: Sequence[Combination], names: list[str]) -> list[str]:
+    """Each reason, and below it what it keeps from running."""
+    reasons: dict[str, list[str]] = {}
+    for combination in refused:
+        reasons.setdefault(combination.refusal, []).append(combination.describe(names))
+    lines = [line for reason, which in reasons.items() for line in (f"  {reason}", *(f"    {one}" for one in which))]
+    return [f"not started: {len(refused)}", *lines]
+
+
+def _measured(rows: Sequence[Row], names: list[str]) -> list[str]:
+    """A line of column names and one for each row; a failed row has its reason in place of figures."""
+    planned = any(row.plan for row in rows)
+    head = [*FIGURES, *(EXPECTED if planned else ())]
+    places = _columns([names, *([row.combination.cells[name] for name in names] for row in rows)])
+    figures = _columns([head, *(_figures(row, planned) for row in rows if row.outcome.result)])
+    reasons = [row.outcome.failure for row in rows if not row.outcome.result]
+    return [f"{place}  {rest}" for place, rest in zip(places, [*figures, *reasons], strict=True)]
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Cells below each other, to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+def _figures(row: Row, planned: bool) -> list[str]:
+    result = row.outcome.result or {}
+    mfu, memory = result["mfu"], result["peak_mem_gib"]
+    figures = [
+        f"{result['tokens_per_s']:,.1f}",
+        f"{result['ms_per_step']:,.1f}",
+        "-" if mfu is None else f"{100 * mfu:.1f}",
+        "-" if memory is None else f"{memory:.2f}",
+    ]
+    if planned:
+        plan = row.plan
+        figures += ["-", "-"] if plan is None else [f"{1e3 * plan.time.total:,.1f}", f"{_gib(plan):.2f}"]
+    return figures
+
+
+def _gib(plan: Plan) -> float:
+    """What the first rank's allocator is expected to reach, which is what a benchmark measures."""
+    return plan.memory[0].allocated / 2**30
+
+
+def json_line(row: Row, words: Sequence[str], about: Mapping[str, str]) -> dict[str, Any]:
+    """One line in the shape of ``benchmarks/*.jsonl``.
+
+    Args:
+        row: one that was measured.
+        words: what its command line shares with the others'.
+    """
+    assert row.outcome.result is not None
+    flags = " ".join([*words, *row.combination.flags])
+    line = {"program": "gptpar benchmark", **row.outcome.result, "flags": flags, **about}
+    if row.plan is not None:
+        line["plan_ms_per_step"] = round(1e3 * row.plan.time.total, 3)
+        line["plan_gib"] = round(_gib(row.plan), 2)
+    return line
+
+
+def draw(rows: Sequence[Row], path: Path, about: Mapping[str, str]) -> None:
+    """A PNG: a bar for each measured combination, best first, and plan's expectation as a mark."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in ranked(rows) if row.outcome.result]
+    names = varying([row.combination for row in rows])
+    figure = Figure(figsize=(11, 1.6 + 0.34 * len(shown)), dpi=130, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    places = range(len(shown))
+    axes.barh(places, [row.tokens_per_s for row in shown], color=_COLORS[0], height=0.7)
+    axes.set_yticks(places, [row.combination.describe(names) for row in shown])
+    for place, row in enumerate(shown):
+        axes.annotate(_note(row), (row.tokens_per_s, place), (4, 0), textcoords="offset points", va="center")
+    expected = [(row.plan.tokens_per_second, place) for place, row in enumerate(shown) if row.plan]
+    if expected:
+        axes.plot(*zip(*expected, strict=True), "D", color=_COLORS[1], label="expected by gptpar plan")
+        figure.legend(frameon=False, loc="outside lower right")
+    axes.invert_yaxis()
+    axes.margins(x=0.18)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(xlabel="tokens/s of all processes", title=about["machine"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def _note(row: Row) -> str:
+    result = row.outcome.result or {}
+    memory = result.get("peak_mem_gib")
+    return f"{result['ms_per_step']:,.1f} ms" + ("" if memory is None else f", {memory:.1f} GiB")

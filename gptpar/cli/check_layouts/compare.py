@@ -1,0 +1,127 @@
+"""Compares trainings with the reference: a row for each, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from gptpar.cli.check_layouts.outcome import Outcome, Tensors
+
+TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+"""Largest relative difference: in fp64 of any element, in the others of all elements together (L2)."""
+
+
+class Comparison:
+    """Compares outcomes with the reference and remembers the largest differences.
+
+    Args:
+        number_format: decides what is compared, and the tolerance.
+        steps: compared.
+        reference: what all are compared with, for the verdict.
+        speaks: whether this process prints; the others compare nothing.
+        resumes: whether there may be one more step, taken after a resume.
+    """
+
+    def __init__(self, number_format: str, steps: int, reference: str, *, speaks: bool, resumes: bool = True):
+        self.tolerance, self._speaks = TOLERANCES[number_format], speaks
+        self._measure = difference if number_format == "fp64" else overall_difference
+        self.num_failed = self._num_cases = 0
+        self._largest = 0.0
+        self._steps, self._reference, self._resumes = steps, reference, resumes
+        if speaks:
+            columns = ["initial", "loss", "gradient", "weights", *["resumed"] * resumes]
+            print(" ".join(f"{name:>9}" for name in columns) + "  combination", flush=True)
+
+    def compare(self, name: str, outcome: Outcome, alone: Outcome) -> None:
+        """Print a case's row; ``resumed`` covers loss, gradients and weights of the step after a resume."""
+        if not self._speaks:
+            return
+        steps = self._steps
+        columns = [
+            self._measure([(outcome.initial, alone.initial)]),
+            step_difference(outcome.steps[:steps], alone.steps[:steps]),
+            self._measure(zip(outcome.gradients[:steps], alone.gradients[:steps], strict=True)),
+            self._measure(zip(outcome.weights[:steps], alone.weights[:steps], strict=True)),
+        ]
+        resumed = None
+        if len(outcome.steps) > steps:
+            pairs = [(outcome.gradients[-1], alone.gradients[-1]), (outcome.weights[-1], alone.weights[-1])]
+            resumed = max(self._measure(pairs), step_difference(outcome.steps[-1:], alone.steps[-1:]), key=_nan_last)
+        values = [*columns, *([] if resumed is None else [resumed])]
+        largest = max(values, key=_nan_last)
+        failed = not largest <= self.tolerance
+        self._largest = max(self._largest, largest, key=_nan_last)
+        self._num_cases += 1
+        self.num_failed += failed
+        row = " ".join(f"{value:9.1e}" for value in values) + " " * 10 * (self._resumes and resumed is None)
+        print(f"{row}  {name}{'  DIFFERS' if failed else ''}", flush=True)
+
+    def sum_up(self) -> None:
+        """The last line."""
+        if not self._speaks:
+            return
+        verdict = (
+            f"all {self._num_cases} combinations compute the same as {self._reference}"
+            if not self.num_failed
+            else f"{self.num_failed} of {self._num_cases} combinations differ from {self._reference}"
+        )
+        resumes = ", a save and a resume in another layout" if self._resumes else ""
+        print(
+            f"{verdict}: largest relative difference {self._largest:.1e} over {self._steps} steps{resumes} "
+            f"(tolerance {self.tolerance:.0e})",
+            flush=True,
+        )
+
+
+def _nan_last(value: float) -> float:
+    return float("inf") if value != value else value
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _relative(error: float, size: float) -> float:
+    """What is exact is so beside zero, too."""
+    if error == 0:
+        return 0.0
+    return error / size if size else float("inf")
+
+
+def difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
+    """Largest difference of any element, relative to its tensor's largest, or to a thousandth of the largest of all.
+
+    The floor is for gradients that are nothing but round-off, such as that of a key's bias.
+    """
+    worst = 0.0
+    for found, wanted in pairs:
+        if found.keys() != wanted.keys():
+            return float("nan")
+        floor = max((_largest(tensor) for tensor in wanted.values()), default=0.0) / 1000
+        for name, tensor in wanted.items():
+            error = _relative(_largest(found[name] - tensor), max(_largest(tensor), floor))
+            worst = max(worst, error, key=_nan_last)
+    return worst
+
+
+def overall_difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
+    """L2 norm of the difference of all elements together, relative to the norm of what is wanted.
+
+    For all formats but fp64: in them single elements are noise, since AdamW turns a gradient of pure round-off into a
+    whole step.
+    """
+    worst = 0.0
+    for found, wanted in pairs:
+        if found.keys() != wanted.keys():
+            return float("nan")
+        error = sum(float((found[name] - tensor).double().square().sum()) for name, tensor in wanted.items())
+        norm = sum(float(tensor.double().square().sum()) for tensor in wanted.values())
+        worst = max(worst, _relative(error, norm) ** 0.5, key=_nan_last)
+    return worst
+
+
+def step_difference(found: Sequence[tuple[float, float]], wanted: Sequence[tuple[float, float]]) -> float:
+    """Largest relative difference of losses and gradient norms."""
+    pairs = [(a, b) for one, two in zip(found, wanted, strict=True) for a, b in zip(one, two, strict=True)]
+    return max((_relative(abs(a - b), abs(b)) for a, b in pairs), key=_nan_last)

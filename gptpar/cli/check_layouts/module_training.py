@@ -1,0 +1,184 @@
+"""Trains a user's module: in plain PyTorch, and with ``gptpar.initialize`` in one of the ways that have to agree."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptpar.any_module.initialize import initialize
+from gptpar.any_module.user_module import UserModule
+from gptpar.cli.check_layouts.cases import ModuleCase
+from gptpar.cli.check_layouts.outcome import Outcome, Tensors
+from gptpar.errors import GptparError
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+PASSES = 2
+"""Micro-batches of each process in a step: gradients are added up."""
+
+LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 0.5
+EPS = 1e-6
+"""Divided by a smaller one, gradients that are nothing but round-off would move weights."""
+
+
+@dataclass(frozen=True)
+class ModuleCheck:
+    """What is trained.
+
+    Attributes:
+        make: the user's function.
+        number_format: fp64, fp32 or bf16.
+        processes: that take part; a step has the same samples with any way to share the work among so many.
+        steps: to take.
+    """
+
+    make: Callable[[], UserModule]
+    number_format: str
+    processes: int
+    steps: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and batches."""
+        return DTYPES[self.number_format]
+
+    @property
+    def micro_batches(self) -> int:
+        """Of all processes in a step."""
+        return PASSES * self.processes
+
+    def made(self) -> UserModule:
+        """The model anew, with the same values, in fp64 or fp32."""
+        user = self.make()
+        user.module.to(torch.promote_types(self.dtype, torch.float32))
+        return user
+
+    def require_repeatable(self, device: torch.device) -> None:
+        """Refuse a module that draws random numbers, and whatever else fails in a first forward pass.
+
+        Raises:
+            GptparError: with the reason.
+        """
+        user = self.made()
+        module = user.module.to(device)
+        batch = user.batch(0, device, torch.promote_types(self.dtype, torch.float32))
+        before = _random_states(device)
+        with self.kept_wide():
+            user.loss(module, batch)
+        if any(not torch.equal(a, b) for a, b in zip(before, _random_states(device), strict=True)):
+            paths = [name for name, one in module.named_modules() if isinstance(one, _DropoutNd) and one.p]
+            hint = f" ({', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})" if paths else ""
+            raise GptparError(
+                f"{user.name}: the model draws random numbers in its forward pass{hint}, and each process draws "
+                "others: results would differ. Set dropout to 0, or return the model after model.eval()."
+            )
+
+    def kept_wide(self) -> contextlib.AbstractContextManager[Any]:
+        """In fp64, leave out the casts to fp32 that models write into their losses and norms."""
+        return _WithoutCasts() if self.dtype == torch.float64 else contextlib.nullcontext()
+
+
+def train_plainly(check: ModuleCheck, device: torch.device) -> Outcome:
+    """The reference: one process, plain PyTorch, AdamW over master weights of at least fp32."""
+    user = check.made()
+    module = user.module.to(device)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    masters = {name: p.detach().clone().requires_grad_() for name, p in trained.items()}
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(check.dtype)
+    optimizer = torch.optim.AdamW(masters.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    outcome = Outcome(initial=_copies(trained))
+    for step in range(check.steps):
+        total = 0.0
+        sums = {name: torch.zeros_like(master) for name, master in masters.items()}  # of what no batch uses, too
+        for micro in range(check.micro_batches):
+            with check.kept_wide():
+                loss = user.loss(module, user.batch(step * check.micro_batches + micro, device, check.dtype))
+                (loss / check.micro_batches).backward()
+            total += loss.item() / check.micro_batches
+            for name, parameter in trained.items():
+                if parameter.grad is not None:
+                    sums[name] += parameter.grad.to(sums[name].dtype)
+                    parameter.grad = None
+        for name, master in masters.items():
+            master.grad = sums[name]
+        outcome.gradients.append(_copies(sums))
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), CLIP)
+        outcome.steps.append((total, norm.item()))
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(masters[name])
+        outcome.weights.append(_copies(trained))
+    return outcome
+
+
+def train_case(check: ModuleCheck, case: ModuleCase) -> Outcome:
+    """With ``gptpar.initialize``; all processes call it, and the main one has the outcome."""
+    user = check.made()
+    engine, *_ = initialize(model=user.module, config=_config(check, case))
+    trained = {name: p for name, p in user.module.named_parameters() if p.requires_grad}
+    rank, is_main = engine.topology.rank, engine.topology.is_main
+
+    def weights() -> Tensors:
+        with engine.gathered():
+            return _copies(trained) if is_main else {}
+
+    outcome = Outcome(initial=weights())
+    for step in range(check.steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in range(PASSES):
+            number = step * check.micro_batches + micro * check.processes + rank
+            with check.kept_wide():
+                loss = user.loss(engine, user.batch(number, engine.device, check.dtype))
+                engine.backward(loss)
+            total += loss.item() / check.micro_batches
+            if micro == PASSES - 1:
+                gradients = {name: engine.full_gradient(name) for name in trained}  # all processes ask
+                outcome.gradients.append(_copies(gradients) if is_main else {})
+            engine.step()
+        if check.processes > 1:
+            dist.all_reduce(total)
+        outcome.steps.append((total.item(), engine.get_global_grad_norm()))
+        outcome.weights.append(weights())
+    engine.close()
+    return outcome
+
+
+def _config(check: ModuleCheck, case: ModuleCase) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # the user's batches have whichever size
+        "gradient_accumulation_steps": PASSES,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}},
+        "bf16": {"enabled": check.number_format == "bf16"},
+        "zero_optimization": dict(case.zero),
+        "steps_per_print": 10**9,
+    }
+
+
+def _copies(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+class _WithoutCasts(TorchDispatchMode):
+    """Casts from fp64 to fp32 or less give fp64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            wanted = kwargs.get("dtype")
+            if wanted is not None and wanted.is_floating_point:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)

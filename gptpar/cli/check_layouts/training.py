@@ -1,0 +1,92 @@
+"""Trains a case and puts what its processes hold together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gptpar.checkpoint import load_checkpoint, save_checkpoint
+from gptpar.cli.check_layouts.outcome import Outcome, Tensors
+from gptpar.config import Config
+from gptpar.data.loader import MicroBatch
+from gptpar.optim.schedule import make_schedule
+from gptpar.topology.groups import Topology
+from gptpar.topology.tensor_parts import TensorParts
+from gptpar.training.resume import checkpoint_tensors
+from gptpar.training.trainer import Trainer
+
+
+class CaseRun:
+    """One training in one layout; every process has one.
+
+    Args:
+        config: resolved, with the padded vocabulary.
+    """
+
+    def __init__(self, config: Config, topology: Topology):
+        assert config.batch.global_batch_size and config.batch.train_samples is None
+        self.config, self.topology = config, topology
+        samples = (config.batch.train_iters or 0) * config.batch.global_batch_size
+        self.trainer = Trainer(config, topology, make_schedule(config, samples))
+        self.trainer.initialise()
+        self.outcome = Outcome(initial=self._whole(self._state("weights")))
+
+    def train(self, first: int, last: int) -> None:
+        """Take the steps ``first`` to ``last - 1``."""
+        size = self.config.batch.global_batch_size
+        assert size
+        for step in range(first, last):
+            loss = self.trainer.forward_backward(self._batches(step), step)
+            optimizer = self.trainer.engine.optimizer
+            self.outcome.gradients.append(self._whole(optimizer.parts("grad")))
+            launched = self.trainer.update(
+                loss, iteration=step + 1, samples=size, progress=float(step * size + size), stop=False
+            )
+            mean, norm, skipped, _ = launched.readings.read()
+            self.outcome.steps.append((mean, norm if not skipped else float("nan")))
+            self.outcome.weights.append(self._whole(self._state("weights")))
+
+    def save(self, folder: Path, iteration: int) -> None:
+        """Write a checkpoint."""
+        tensors = checkpoint_tensors(self.trainer, with_moments=True)
+        save_checkpoint(folder, iteration, tensors, {"optimizer_steps": self.trainer.engine.optimizer.steps_taken})
+
+    def resume(self, folder: Path) -> None:
+        """Take the state of whichever layout saved it."""
+        loaded = load_checkpoint(folder, checkpoint_tensors(self.trainer, with_moments=True))
+        self.trainer.engine.optimizer.steps_taken = loaded.meta["optimizer_steps"]
+        self.trainer.engine.publish()
+
+    def _state(self, kind: str) -> dict[str, TensorParts]:
+        return self.trainer.engine.optimizer.state_tensors()[kind]
+
+    def _batches(self, step: int) -> list[MicroBatch]:
+        """This process's micro-batches: number j of data rank r is number ``j * dp + r`` of the global batch."""
+        model, batch, dp = self.config.model, self.config.batch, self.topology.layout.data
+        assert model.seq_length and batch.global_batch_size and batch.micro_batch_size and model.padded_vocab_size
+        generator = torch.Generator().manual_seed(step)
+        shape = (batch.global_batch_size, model.seq_length + 1)
+        tokens = torch.randint(0, self.config.tokenizer.vocab_size or 2, shape, generator=generator)
+        mine = tokens.split(batch.micro_batch_size)[self.topology.data_rank :: dp]
+        return [MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine]
+
+    def _whole(self, held: Mapping[str, TensorParts]) -> Tensors:
+        """All processes' parts put together, on the main process; empty on the others."""
+        mine = {
+            name: (parts.shape, [(offsets, part.cpu().clone()) for offsets, part in parts.parts])
+            for name, parts in held.items()
+        }
+        gathered = [mine]
+        if self.topology.layout.world_size > 1:
+            gathered = [{} for _ in range(self.topology.layout.world_size)]
+            dist.gather_object(mine, gathered if self.topology.is_main else None)
+        whole: Tensors = {}
+        for process in gathered if self.topology.is_main else ():
+            for name, (shape, parts) in process.items():
+                for offsets, part in parts:
+                    full = whole.setdefault(name, torch.full(shape, float("nan"), dtype=part.dtype))
+                    full[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+        return whole

@@ -1,0 +1,171 @@
+"""Flags for a preset on a machine, each with its reason. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from gptpar.cli.fit.machine import Machine
+from gptpar.config import Config
+from gptpar.config.derive import derive, padded_vocab
+from gptpar.errors import GptparError
+from gptpar.model.flops import Shape, flops_per_token
+from gptpar.plan.job import Job
+from gptpar.plan.memory import stage_memory
+from gptpar.reporting.banner import format_bytes
+from gptpar.reporting.console import format_duration
+from gptpar.topology.layout import Layout
+
+CPU_MOST_STEPS = 2000
+"""On a CPU the minutes end a run; this many steps of data are prepared."""
+CPU_STEPS_NEEDED = 100
+"""Steps after which a 350M model with these flags was below the unigram entropy of Python's library."""
+WHOLE_COMMAND_MINUTES = 12.0
+CLOSING_MINUTES = 2.0
+"""A checkpoint of 4.2 GB, the evaluations, the sample and the picture."""
+BYTES_PREPARED_A_MINUTE = 150e6
+"""Text through the tokenizer's training and ``preprocess`` on two cores."""
+LEAST_TRAINING_MINUTES = 3.0
+LENGTH_FLAGS = {"train-iters", "train-samples", "train-tokens", "train-minutes"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One flag's value and why."""
+
+    flag: str
+    value: str
+    reason: str
+
+
+def vocabulary_for(machine: Machine, *, own_text: bool) -> Choice:
+    """A small vocabulary where steps are few: every piece must be seen often to be learnt.
+
+    Args:
+        own_text: the user's text may have more different characters than Python's library.
+    """
+    if machine.num_gpus:
+        return Choice("vocab-size", "8192", "a corpus of a few million words fills this many pieces")
+    size = "1024" if own_text else "512"
+    return Choice("vocab-size", size, "few steps fit the time, so each piece must be seen often")
+
+
+def training_minutes(seconds_used: float, text_bytes: int) -> Choice:
+    """What the whole command's twelve minutes leave for training on a CPU, as a flag."""
+    used, prepare = seconds_used / 60, text_bytes / BYTES_PREPARED_A_MINUTE
+    left = WHOLE_COMMAND_MINUTES - used - prepare - CLOSING_MINUTES
+    reason = (
+        f"{WHOLE_COMMAND_MINUTES:g} for the whole command, less {used:.1f} used so far, {prepare:.1f} to prepare the "
+        f"text and {CLOSING_MINUTES:g} to save and sum up"
+    )
+    if left < LEAST_TRAINING_MINUTES:
+        left, reason = LEAST_TRAINING_MINUTES, f"less teaches nothing; the whole takes more than {reason}"
+    return Choice("train-minutes", f"{left:.1f}", reason)
+
+
+def choose(machine: Machine, preset: str, vocab_size: int, minutes: Choice) -> list[Choice]:
+    """Flags that make a preset train for a time on a machine.
+
+    Args:
+        minutes: ``train-minutes``; on GPUs the number of steps is estimated from it instead.
+
+    Raises:
+        GptparError: the model does not fit into the memory even with the smallest batch.
+    """
+    seq_length, largest = (1024, 16) if machine.num_gpus else (64, 2)
+    where = "the GPU" if machine.num_gpus else "the host"
+    micro = largest
+    while (need := memory_needed(preset, seq_length, vocab_size, micro, machine)) > 0.9 * machine.memory:
+        micro //= 2
+        if not micro:
+            raise GptparError(
+                f"the {preset} model needs {format_bytes(need)} to train even with one sample of {seq_length} tokens, "
+                f"and {where} has {format_bytes(machine.memory)} free: choose a smaller --preset."
+            )
+    batch = max(micro * max(1, machine.num_gpus), largest)
+    length_reason = "GPT-2's" if machine.num_gpus else "many small steps learn more in little time"
+    format_reason = f"the fastest number format here ({machine.description})"
+    return [
+        Choice("seq-length", str(seq_length), length_reason),
+        Choice("micro-batch-size", str(micro), f"needs {format_bytes(need)} of {format_bytes(machine.memory)}"),
+        Choice("global-batch-size", str(batch), f"{batch * seq_length:,} tokens a step"),
+        *(
+            _for_gpus(machine, preset, vocab_size, batch, float(minutes.value))
+            if machine.num_gpus
+            else _for_cpu(minutes)
+        ),
+        *([Choice(machine.precision, "", format_reason)] * (machine.precision != "fp32")),
+    ]
+
+
+def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minutes: float) -> list[Choice]:
+    seconds = batch * 1024 * flops_per_token(shape_of(preset, 1024, vocab_size), causal=False) / machine.flops
+    steps = min(1000, max(200, int(minutes * 60 / seconds)))
+    length = f"about {format_duration(steps * seconds)} at an expected {seconds:.2f} s a step"
+    return [
+        Choice("train-iters", str(steps), length),
+        Choice("lr-warmup-fraction", "0.1", "a tenth of the run"),
+        Choice("lr", "3e-4", "GPT-3's for this size"),
+        Choice("min-lr", "3e-5", "a tenth of that"),
+        Choice("adam-beta1", "0.9", "GPT-3's"),
+        Choice("adam-beta2", "0.95", "GPT-3's"),
+        Choice("log-interval", "10", "a line every few seconds"),
+        Choice("save-interval", "100", "less than a minute's work"),
+    ]
+
+
+def _for_cpu(minutes: Choice) -> list[Choice]:
+    few = "learns fastest in a few hundred steps of few tokens"
+    return [
+        Choice("train-iters", str(CPU_MOST_STEPS), "at most: training fixes the number after its first ten steps"),
+        minutes,
+        Choice(
+            "train-iters-needed", str(CPU_STEPS_NEEDED), "steps from which a 350M model knows more than frequencies"
+        ),
+        Choice("lr-warmup-iters", "20", "twice the ten steps, so that none depends on the number of steps"),
+        Choice("lr", "1e-4", few),
+        Choice("min-lr", "0", few),
+        Choice("adam-beta1", "0.8", few),
+        Choice("adam-beta2", "0.9", few),
+        Choice("log-interval", "1", "a line every few seconds"),
+        Choice("save-interval", "250", "a few minutes' work; a signal saves before it ends the run"),
+    ]
+
+
+def for_command(choices: Sequence[Choice], given: Sequence[str]) -> list[Choice]:
+    """The choices that a command line leaves open; one that says the run's length has a warm-up of its own share.
+
+    Args:
+        given: the command line's words.
+    """
+    flags = {word.split("=")[0].removeprefix("--") for word in given if word.startswith("--")}
+    if flags & LENGTH_FLAGS - {"train-minutes"}:
+        fraction = Choice("lr-warmup-fraction", "0.1", "a tenth of the run")
+        choices = [fraction if choice.flag == "lr-warmup-iters" else choice for choice in choices]
+        flags |= LENGTH_FLAGS | {"train-iters-needed"}
+    if any(flag.startswith("lr-warmup-") for flag in flags):
+        flags |= {"lr-warmup-fraction", "lr-warmup-iters"}
+    return [choice for choice in choices if choice.flag not in flags]
+
+
+def config_of(preset: str, seq_length: int, vocab_size: int) -> Config:
+    """A preset with another length and vocabulary."""
+    config, _ = derive(Config().update("model", preset=preset, seq_length=seq_length), 1)
+    multiple = config.model.make_vocab_size_divisible_by
+    return config.update("model", padded_vocab_size=padded_vocab(vocab_size, multiple))
+
+
+def shape_of(preset: str, seq_length: int, vocab_size: int) -> Shape:
+    """The shape of that."""
+    return cast(Shape, config_of(preset, seq_length, vocab_size).model)
+
+
+def memory_needed(preset: str, seq_length: int, vocab_size: int, micro_batch_size: int, machine: Machine) -> int:
+    """Bytes one process is expected to need."""
+    config = config_of(preset, seq_length, vocab_size)
+    config = config.update("batch", micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size)
+    config = config.update("model", attention_dropout=0.0, hidden_dropout=0.0)
+    if machine.precision != "fp32":
+        config = config.update("precision", **{machine.precision: True})
+    return round(stage_memory(Job(config, Layout(), "cuda" if machine.num_gpus else "cpu"), 0).allocated)

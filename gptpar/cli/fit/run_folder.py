@@ -1,0 +1,92 @@
+"""What a run folder was made with, so that a run never goes on with another text, model or length unnoticed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gptpar.cli.fit.choose import Choice
+from gptpar.cli.fit.text import Text
+from gptpar.data.files import atomic_output
+from gptpar.errors import GptparError
+
+FILE_NAME = "made_with.json"
+
+
+@dataclass(frozen=True)
+class MadeWith:
+    """The settings of a run folder.
+
+    Attributes:
+        minutes: MINUTES as the user gave it, if at all.
+        choices: the flags that fitted the machine then.
+    """
+
+    preset: str
+    minutes: float | None
+    text: Text
+    choices: tuple[Choice, ...]
+
+    def write(self, run: Path) -> None:
+        """Publish it by one rename."""
+        values = {
+            "preset": self.preset,
+            "minutes": self.minutes,
+            "text": self.text.to_dict(),
+            "choices": [[choice.flag, choice.value, choice.reason] for choice in self.choices],
+        }
+        with atomic_output(run / FILE_NAME) as file:
+            file.write(json.dumps(values, indent=1).encode() + b"\n")
+
+    @staticmethod
+    def read(run: Path) -> MadeWith | None:
+        """``None`` for a folder that is new or empty.
+
+        Raises:
+            GptparError: the folder holds something else.
+        """
+        path = run / FILE_NAME
+        if path.exists():
+            try:
+                return _from_dict(json.loads(path.read_text()))
+            except (ValueError, KeyError, TypeError) as error:
+                raise GptparError(f"{path} cannot be read ({error!r}): {_remedy(run)}") from error
+        if run.exists() and any(run.iterdir()):
+            raise GptparError(
+                f"{run} holds {min(run.iterdir()).name} and no {FILE_NAME}, which would say what it was made with: "
+                f"{_remedy(run)}"
+            )
+        return None
+
+    def require_same(self, run: Path, preset: str, minutes: float | None, text: Text) -> None:
+        """A command may go on in the folder only with what it was made with.
+
+        Raises:
+            GptparError: with every difference.
+        """
+        problems = self._differences(preset, minutes, text)
+        if problems:
+            raise GptparError(f"{run} {'; it '.join(problems)}: {_remedy(run)}")
+
+    def _differences(self, preset: str, minutes: float | None, text: Text) -> Sequence[str]:
+        problems = []
+        if preset != self.preset:
+            problems.append(f"was made with PRESET={self.preset}, and this command gives PRESET={preset}")
+        if minutes is not None and minutes != self.minutes:
+            before = "without MINUTES" if self.minutes is None else f"with MINUTES={self.minutes:g}"
+            problems.append(f"was made {before}, and this command gives MINUTES={minutes:g}")
+        if (differs := self.text.difference(text)) is not None:
+            problems.append(differs)
+        return problems
+
+
+def _from_dict(values: dict[str, Any]) -> MadeWith:
+    choices = tuple(Choice(*three) for three in values["choices"])
+    return MadeWith(values["preset"], values["minutes"], Text.from_dict(values["text"]), choices)
+
+
+def _remedy(run: Path) -> str:
+    return f"choose another folder with RUN=..., or remove {run} to begin anew."

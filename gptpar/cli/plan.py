@@ -1,0 +1,127 @@
+"""``gptpar plan``: memory, schedule and speed of a run on any number of GPUs, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from gptpar.any_module.user_module import is_named_in
+from gptpar.cli import plan_module
+from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.ranges import range_problems
+from gptpar.config.schedule_lengths import without_lengths
+from gptpar.errors import ConfigError
+from gptpar.plan.hardware import GPUS, make_cluster
+from gptpar.plan.planner import Planner
+from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
+from gptpar.plan.search import search
+from gptpar.system.command_line import positive_float, positive_int
+
+DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
+flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout
+that fits; what the command line says stays as it is. Data, tokenizer and run folders are not looked at. --module
+FILE.py:FUNCTION --config JSON tells the memory of your own module: gptpar plan --module --help."""
+
+
+def _extra_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("plan")
+    group.add_argument("--world-size", type=positive_int, metavar="N", help="number of GPUs (default: 1)", default=1)
+    group.add_argument("--gpu", choices=tuple(GPUS), default="h100", help="the GPU's data sheet (default: h100)")
+    group.add_argument("--gpu-memory", type=positive_float, metavar="GIB", help="of a GPU (default: the data sheet's)")
+    group.add_argument(
+        "--host-memory", type=positive_float, metavar="GIB", help="of a machine (default: not looked at)"
+    )
+    group.add_argument(
+        "--gpus-per-node", type=positive_int, default=8, metavar="N", help="GPUs of a machine (default: 8)"
+    )
+    group.add_argument(
+        "--link-bandwidth",
+        type=positive_float,
+        metavar="GBS",
+        help="GB/s in one direction between a machine's GPUs (default: the data sheet's)",
+    )
+    group.add_argument(
+        "--network-bandwidth",
+        type=positive_float,
+        default=50.0,
+        metavar="GBS",
+        help="GB/s in one direction between machines for each GPU (default: 50, a 400 Gb/s port a GPU)",
+    )
+    group.add_argument("--search", action="store_true", help="find the fastest layout that fits")
+    group.add_argument("--png", type=Path, metavar="FILE", help="draw memory and schedule")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
+    """Fill what a plan need not know; what decides memory or speed stays."""
+    config = parsed.config
+    if config.tokenizer.vocab_size is None:
+        config = config.update("tokenizer", vocab_size=50257)
+    if config.optimizer.lr is None:
+        config = config.update("optimizer", lr=3e-4)
+    if config.batch.train_iters is None and not (config.batch.train_samples or config.batch.train_tokens):
+        config = config.update("batch", **_length(parsed))
+    nothing = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
+    config = without_lengths(config.update("data", mock_data=True, **nothing))
+    config = config.update("checkpoint", load=None, save=None, save_interval=None, ckpt_step=None, finetune=False)
+    config = config.update("logging", eval_iters=0, skip_train=False)
+    return dataclasses.replace(parsed, config=config)
+
+
+def _length(parsed: ParsedFlags) -> dict[str, int]:
+    ramp = parsed.config.batch.rampup_batch_size
+    return {"train_iters": 1} if ramp is None else {"train_samples": sum(ramp)}
+
+
+def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
+    """A planner of a command line, and the verb's own flags.
+
+    Raises:
+        ConfigError: mistakes in the words of the command line.
+    """
+    parsed = _with_defaults(parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags))
+    problems = [*parsed.problems, *range_problems(parsed.config)]
+    batch = parsed.config.batch
+    if parsed.rest.search and batch.global_batch_size is None and batch.step_batch_size_schedule is None:
+        problems.append("--search needs --global-batch-size: layouts are compared at the same batch.")
+    if problems:
+        raise ConfigError(problems)
+    options = parsed.rest
+    cluster = make_cluster(
+        options.gpu,
+        parsed.config.precision.dtype,
+        gpu_memory=options.gpu_memory,
+        host_memory=options.host_memory,
+        link_bandwidth=options.link_bandwidth,
+        network_bandwidth=options.network_bandwidth,
+        gpus_per_node=options.gpus_per_node,
+    )
+    return Planner(parsed.config, parsed.given, options.world_size, cluster), options
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan.
+
+    Returns:
+        0 where it fits, 1 where it does not.
+    """
+    if is_named_in(argv):
+        return plan_module.main(argv)
+    planner, options = make_planner(argv)
+    found = search(planner) if options.search else None
+    if found is not None and not found.accepted:
+        print(json.dumps(search_json(found)) if options.json else search_text(found))
+        return 1
+    plan = found.accepted[0] if found is not None else planner.plan()
+    remedies = [] if plan.fits else planner.remedies(plan)
+    if options.json:
+        print(json.dumps(plan_json(plan, remedies) if found is None else search_json(found)))
+    else:
+        print(plan_text(plan, remedies))
+        if found is not None:
+            print(search_text(found))
+    if options.png is not None:
+        draw(plan, options.png)
+    return 0 if plan.fits else 1

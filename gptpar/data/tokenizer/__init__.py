@@ -1,0 +1,97 @@
+"""Tokenizers by Megatron-LM's names. Importing this is light: each library is imported when its tokenizer is
+built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from pathlib import Path
+
+from gptpar.data.tokenizer.base import Tokenizer, TokenizerBase
+from gptpar.data.tokenizer.bpe import GPT2BPETokenizer
+from gptpar.data.tokenizer.hf import HFTokenizer, tokenizer_json
+from gptpar.data.tokenizer.sentence_piece import SentencePieceTokenizer
+from gptpar.data.tokenizer.simple import ByteLevelTokenizer, NullTokenizer
+from gptpar.errors import ConfigError
+
+_CLASSES: dict[str, type[TokenizerBase]] = {
+    "GPT2BPETokenizer": GPT2BPETokenizer,
+    "SentencePieceTokenizer": SentencePieceTokenizer,
+    "GPTSentencePieceTokenizer": SentencePieceTokenizer,
+    "HFTokenizer": HFTokenizer,
+    "HuggingFaceTokenizer": HFTokenizer,
+    "NullTokenizer": NullTokenizer,
+    "ByteLevelTokenizer": ByteLevelTokenizer,
+}
+
+TOKENIZER_TYPES = tuple(_CLASSES)
+
+__all__ = ["TOKENIZER_TYPES", "Tokenizer", "add_tokenizer_flags", "build_tokenizer", "tokenizer_problems"]
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    *,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    """Build a tokenizer of one of TOKENIZER_TYPES. Arguments that its type does not need are not looked at.
+
+    Raises:
+        ConfigError: every missing flag and file at once.
+        TokenizerError: a file that is there but is no such tokenizer.
+    """
+    given = {
+        "vocab_file": vocab_file,
+        "merge_file": merge_file,
+        "tokenizer_model": tokenizer_model,
+        "vocab_size": vocab_size,
+    }
+    problems = tokenizer_problems(tokenizer_type, **given)
+    if problems:
+        raise ConfigError(problems)
+    cls = _CLASSES[tokenizer_type]
+    tokenizer: Tokenizer = cls(**{option: given[option] for option in cls.options})  # type: ignore[assignment]
+    return tokenizer
+
+
+def tokenizer_problems(tokenizer_type: str, **given: str | int | None) -> list[str]:
+    """A sentence for each flag or file that `build_tokenizer` would miss; reads no file."""
+    if tokenizer_type not in _CLASSES:
+        near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(TOKENIZER_TYPES)}"
+        return [f"--tokenizer-type {tokenizer_type} does not exist; {hint}"]
+    problems = []
+    for option in _CLASSES[tokenizer_type].options:
+        flag, value = f"--{option.replace('_', '-')}", given.get(option)
+        if value is None:
+            problems.append(f"--tokenizer-type {tokenizer_type} needs {flag}")
+        elif isinstance(value, str) and not tokenizer_json(value).is_file():
+            what = "holds no tokenizer.json" if Path(value).is_dir() else "is not there"
+            problems.append(f"{flag} {value} {what}")
+    return problems
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags whose names, underscored, are the arguments of `build_tokenizer`."""
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument(
+        "--tokenizer-type",
+        required=True,
+        choices=TOKENIZER_TYPES,
+        metavar="TYPE",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}",
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="encoder.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", metavar="FILE", help="vocab.bpe of GPT2BPETokenizer")
+    group.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help=".model file of a SentencePieceTokenizer; tokenizer.json, or the folder that holds it, of an HFTokenizer",
+    )
+    group.add_argument(
+        "--vocab-size", type=int, metavar="N", help="number of ids of the NullTokenizer, without its eod"
+    )

@@ -1,0 +1,190 @@
+"""GPT-2's byte-level BPE from encoder.json and vocab.bpe, run by tiktoken and, for many texts, by a C++ kernel.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), section 2.2, and the two
+files' format as published with GPT-2: a JSON object {token: id}, and one merge "left right" a line, best
+first. Both write a byte as one printable character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from gptpar.data.tokenizer.base import REPLACEMENT, TokenizerBase, utf8
+from gptpar.data.tokenizer.bpe_kernel import BPEKernel
+from gptpar.errors import TokenizerError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# How GPT-2 cuts text before merging; possessive quantifiers find the same pieces without backtracking.
+PIECES = "|".join(
+    [
+        r"'(?:[sdmt]|ll|ve|re)",  # English contractions
+        r" ?\p{L}++",
+        r" ?\p{N}++",
+        r" ?[^\s\p{L}\p{N}]++",
+        r"\s++$",
+        r"\s+(?!\S)",  # leaves the last blank to the word after it
+        r"\s",
+    ]
+)
+
+# Where a piece ends whatever follows: before a blank after anything else, and between letters, digits and signs. An
+# apostrophe may be the beginning of a contraction, so nothing is cut after one.
+_SIGN = rb"[!-&(-/:-@\[-`{-~]"
+_BLANK_BEYOND_ASCII = (
+    rb"\xc2\x85", rb"\xc2\xa0", rb"\xe1\x9a\x80", rb"\xe2\x80[\x80-\x8a\xa8\xa9\xaf]", rb"\xe2\x81\x9f",
+    rb"\xe3\x80\x80",
+)  # fmt: skip
+_CUT = re.compile(
+    b"|".join(
+        [
+            rb"(?<=[!-~])(?=[\t-\r ])",
+            rb"(?<=[\x80-\xff])" + b"".join(rb"(?<!%b)" % blank for blank in _BLANK_BEYOND_ASCII) + rb"(?=[\t-\r ])",
+            rb"(?<=[A-Za-z])(?=[0-9!-/:-@\[-`{-~])",
+            rb"(?<=[0-9])(?=[A-Za-z!-/:-@\[-`{-~])",
+            rb"(?<=%b)(?=[A-Za-z0-9])" % _SIGN,
+        ]
+    )
+)
+CUT_WINDOW = 1 << 12
+
+
+def last_cut(data: bytes) -> int:
+    """Where to divide UTF-8; see Tokenizer.cutter. A single piece, such as a million letters, is not divided."""
+    window = CUT_WINDOW
+    while True:
+        at = 0
+        for match in _CUT.finditer(data, max(1, len(data) - window)):
+            at = match.start()
+        if at or window >= len(data):
+            return at
+        window *= 16
+
+
+class GPT2BPETokenizer(TokenizerBase):
+    """The ids of GPT-2 and of Megatron-LM's tokenizer of this name; GPT-2's files give a vocab_size of 50257.
+
+    "<|endoftext|>" written in a text is encoded as ordinary characters.
+    Letters newer than the Unicode version of the installed tiktoken count as punctuation.
+    """
+
+    name = "GPT2BPETokenizer"
+    options = ("vocab_file", "merge_file")
+
+    def __init__(self, vocab_file: str, merge_file: str):
+        import tiktoken
+
+        super().__init__()
+        vocab = _parse_vocab(self._read("vocab_file", vocab_file), vocab_file)
+        merges = _parse_merges(self._read("merge_file", merge_file), merge_file)
+        if END_OF_TEXT not in vocab:
+            raise TokenizerError(f"{vocab_file} has no {END_OF_TEXT}, which must end each document")
+        self.eod = vocab[END_OF_TEXT]
+        self.vocab_size = max(vocab.values()) + 1
+        ranks = _mergeable_ranks(vocab, merges, vocab_file, merge_file)
+        self._ranks = ranks
+        self._encoding = tiktoken.Encoding(self.name, pat_str=PIECES, mergeable_ranks=ranks, special_tokens={})
+        bytes_of = {i: token.encode() for token, i in vocab.items()}
+        bytes_of |= {i: token for token, i in ranks.items()}
+        self._bytes = [bytes_of.get(i, REPLACEMENT.encode()) for i in range(self.vocab_size)]
+
+    def encode(self, text: str) -> list[int]:
+        utf8(text)  # tiktoken would put U+FFFD without a word
+        return self._encoding.encode_ordinary(text)
+
+    @cached_property
+    def _kernel(self) -> BPEKernel | None:
+        return BPEKernel.build(self._ranks, self._encoding.encode_ordinary)
+
+    @property
+    def cutter(self) -> Callable[[bytes], int] | None:
+        return last_cut
+
+    @property
+    def threads(self) -> bool:
+        return self._kernel is not None
+
+    def encode_batch(self, texts: Sequence[str], after: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        if self._kernel is None:
+            return super().encode_batch(texts, after)
+        return self._kernel.encode_batch([utf8(text) for text in texts], after)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        unknown = REPLACEMENT.encode()
+        parts = (self._bytes[i] if 0 <= i < self.vocab_size else unknown for i in ids)
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The byte that each character of the files stands for: itself if printable in Latin-1, else 256, 257,
+    ...
+    """
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+def _parse_vocab(content: bytes, path: str) -> dict[str, int]:
+    try:
+        vocab = json.loads(content)
+    except ValueError as error:
+        raise TokenizerError(f"--vocab-file {path} is not JSON: {error}") from error
+    if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
+        raise TokenizerError(
+            f'--vocab-file {path} must be a JSON object {{"token": id, ...}} like GPT-2\'s encoder.json'
+        )
+    if len(set(vocab.values())) < len(vocab):
+        raise TokenizerError(f"--vocab-file {path} gives the same id to two tokens")
+    return vocab
+
+
+def _parse_merges(content: bytes, path: str) -> list[tuple[str, str]]:
+    try:
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"--merge-file {path} is not UTF-8: {error}") from error
+    merges = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.rstrip("\r").split(" ")
+        if len(pair) != 2:
+            raise TokenizerError(f"--merge-file {path}, line {number}: {line!r} is not a pair of tokens")
+        merges.append((pair[0], pair[1]))
+    return merges
+
+
+def _mergeable_ranks(
+    vocab: dict[str, int], merges: list[tuple[str, str]], vocab_file: str, merge_file: str
+) -> dict[bytes, int]:
+    """tiktoken's table {bytes: id}. It merges the lowest id first, so ids must grow in the order of the
+    merges.
+    """
+    alphabet = byte_alphabet()
+    products = [left + right for left, right in merges]
+    missing = [token for token in [*alphabet, *products] if token not in vocab]
+    if missing:
+        raise TokenizerError(
+            f"{vocab_file} lacks {len(missing)} tokens that {merge_file} or plain bytes need, "
+            f"the first {missing[0]!r}; the two files must belong together"
+        )
+    foreign = next((token for token in products if not alphabet.keys() >= set(token)), None)
+    if foreign is not None:
+        raise TokenizerError(f"{merge_file}: {foreign!r} holds a character that stands for no byte")
+    ids = [vocab[token] for token in products]
+    if any(later <= earlier for earlier, later in zip(ids, ids[1:], strict=False)):
+        raise TokenizerError(
+            f"the ids in {vocab_file} do not follow the order of the merges in {merge_file}, as GPT-2's do; "
+            "use HFTokenizer with a tokenizer.json instead"
+        )
+    tokens = [*alphabet, *products]
+    return {bytes(alphabet[c] for c in token): vocab[token] for token in tokens}

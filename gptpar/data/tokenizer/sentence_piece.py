@@ -1,0 +1,45 @@
+"""SentencePiece models (Kudo and Richardson, 2018, arXiv:1808.06226)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gptpar.data.tokenizer.base import TokenizerBase, decode_known, utf8
+from gptpar.errors import TokenizerError
+
+
+class SentencePieceTokenizer(TokenizerBase):
+    """Ids exactly as the model gives them: Megatron-LM's GPTSentencePieceTokenizer; `eod` is the model's eos
+    id.
+
+    Megatron's tokenizer called SentencePieceTokenizer also appends BERT's and T5's special ids; GPT needs
+    none of them. SentencePiece writes a space as U+2581, so a U+2581 in a text decodes to a space, with any
+    model.
+    """
+
+    name = "SentencePieceTokenizer"
+    options = ("tokenizer_model",)
+
+    def __init__(self, tokenizer_model: str):
+        import sentencepiece
+
+        super().__init__()
+        content = self._read("tokenizer_model", tokenizer_model)
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(content)
+        except RuntimeError as error:
+            raise TokenizerError(f"--tokenizer-model {tokenizer_model} is not a SentencePiece model") from error
+        self.vocab_size = self._model.vocab_size()
+        self.eod = self._model.eos_id()
+        if self.eod < 0:
+            raise TokenizerError(
+                f"{tokenizer_model} has no eos piece, which must end each document; train it with eos_id"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        utf8(text)
+        return self._model.EncodeAsIds(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return decode_known(ids, self.vocab_size, self._model.DecodeIds)

@@ -1,0 +1,127 @@
+"""Activation recomputation: forget a layer's activations and compute them again in the backward pass.
+
+Only the layer's input is kept. It can be kept smaller still: cut over the tensor-parallel processes, which all hold the
+same one (DeepSpeed's ``partition_activations``), or in host memory (its ``cpu_checkpointing``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from gptpar.config import RecomputeConfig
+from gptpar.topology.groups import all_gather_single
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How the input of a recomputed layer is kept until the backward pass.
+
+    Attributes:
+        partition: (group, rank, size) of processes that hold the same input: each keeps one share of its elements,
+            and the backward pass gathers them, so all must run their backward passes in the same order.
+        to_cpu: keep it in host memory (pinned, when it comes from a GPU).
+        random: whether the layers may draw random numbers, which then are drawn again as they were.
+    """
+
+    partition: tuple[dist.ProcessGroup, int, int] | None = None
+    to_cpu: bool = False
+    random: bool = True
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the input is kept as it is."""
+        return self.partition is None and not self.to_cpu
+
+
+class _Kept(NamedTuple):
+    """A saved input: ``data`` is all of it or this process's flat share."""
+
+    data: torch.Tensor
+    shape: torch.Size
+    device: torch.device
+
+
+def recomputed(call: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, keep: Keep = Keep()) -> torch.Tensor:
+    """``call(x, *args)`` that keeps ``x`` instead of what its backward pass needs.
+
+    Random numbers are drawn again as they were, so dropout is the same. Without gradients it is a plain call.
+
+    Args:
+        call: a layer, or several in a row.
+        x: its input, the tensor that ``keep`` is about; every rank of ``keep.partition`` must pass the same values.
+        *args: further arguments, kept as they are.
+    """
+    if not torch.is_grad_enabled():
+        return call(x, *args)
+    with _input_hooks(x, keep):
+        return checkpoint(call, x, *args, use_reentrant=False, preserve_rng_state=keep.random)
+
+
+def _input_hooks(x: torch.Tensor, keep: Keep) -> AbstractContextManager[Any]:
+    """Hooks through which torch's checkpoint saves ``x``.
+
+    What the layer itself saves does not pass here, because checkpoint puts hooks of its own around the layer.
+    """
+    if keep.changes_nothing:
+        return nullcontext()
+    address, shape, dtype = x.data_ptr(), x.shape, x.dtype  # not x itself: the hooks live as long as the graph
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | _Kept:
+        is_input = (saved.data_ptr(), saved.shape, saved.dtype) == (address, shape, dtype)
+        return _pack(saved.detach(), keep) if is_input and saved.numel() else saved
+
+    def unpack(kept: torch.Tensor | _Kept) -> torch.Tensor:
+        return _unpack(kept, keep) if isinstance(kept, _Kept) else kept
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _pack(x: torch.Tensor, keep: Keep) -> _Kept:
+    data = x
+    if keep.partition is not None:
+        _, rank, size = keep.partition
+        length = -(-x.numel() // size)  # the same on all ranks; the last shares are filled up
+        share = x.reshape(-1)[rank * length : (rank + 1) * length]
+        data = x.new_zeros(length)
+        data[: share.numel()] = share
+    if keep.to_cpu and x.device.type != "cpu":
+        data = torch.empty_like(data, device="cpu", pin_memory=x.is_cuda).copy_(data, non_blocking=True)
+    return _Kept(data, x.shape, x.device)
+
+
+@torch.no_grad()
+def _unpack(kept: _Kept, keep: Keep) -> torch.Tensor:
+    data = kept.data.to(kept.device, non_blocking=True)
+    if keep.partition is None:
+        return data
+    group, _, size = keep.partition
+    full = data.new_empty(size * data.numel())
+    all_gather_single(full, data, group=group)
+    return full[: kept.shape.numel()].view(kept.shape)
+
+
+def recompute_groups(config: RecomputeConfig, block_names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Which consecutive blocks are recomputed together, of one pipeline stage's (or chunk's) blocks.
+
+    Args:
+        block_names: the chunk's blocks in forward order.
+
+    Returns:
+        With ``uniform`` all blocks in groups of ``recompute_num_layers`` (default 1; the last may be shorter), else the
+        first ``recompute_num_layers`` blocks (default: all), each by itself. Empty unless whole blocks are recomputed.
+    """
+    if config.recompute_granularity != "full":
+        return []
+    count = config.recompute_num_layers
+    if config.recompute_method == "uniform":
+        step = count or 1
+        return [tuple(block_names[i : i + step]) for i in range(0, len(block_names), step)]
+    return [(name,) for name in block_names[:count]]

@@ -1,0 +1,1 @@
+"""What is asked of the machine and the operating system: memory, signals, native code, life signs."""

@@ -1,0 +1,144 @@
+"""What every command-line tool shares: a parser that knows typos, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gptpar.errors import GptparError
+from gptpar.system.activity import FOLDER_VARIABLE
+from gptpar.system.stop import STOP_SIGNALS, Stopped, handling, stop_at_once
+
+OTHERS_FIRST_SECONDS = 2.0
+"""How long a worker other than the first waits before it tells of its failure; torchrun looks every 0.1 s."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows defaults, takes no abbreviation of a flag, and names the flag nearest to a typo."""
+
+    def __init__(self, **options: Any):
+        options.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+        # A variable that is not set is an empty word; a flag that may be empty says ``type=str``.
+        self.register("type", None, not_empty)
+        self.register("type", Path, path)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        # Looked for first: argparse would report the lack of the flag that a mistyped one was meant to be.
+        self._refuse([w for w in words if w.startswith("--") and w.split("=", 1)[0] not in self._option_string_actions])
+        parsed, unknown = self.parse_known_args(args, namespace)
+        self._refuse(unknown)
+        return parsed
+
+    def _refuse(self, unknown: list[str]) -> None:
+        if unknown:
+            self.error("; ".join(self._explain(argument) for argument in unknown))
+
+    def _explain(self, argument: str) -> str:
+        flag = argument.split("=", 1)[0]
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        return f"unrecognized argument {argument}" + (f" (did you mean {near[0]}?)" if near else "")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # "(default: None)", "(default: False)" and "(default: )" tell a reader nothing.
+        if action.default is None or action.default is False or action.default == "":
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
+        return super()._get_help_string(action)
+
+
+def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Call a verb's `main` and return its exit status.
+
+    What the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr and
+    status 1; a signal that asks to stop is 128 and its number.
+    """
+    try:
+        # Ctrl-C raises by itself, unless the shell had this process ignore it.
+        with handling(stop_at_once, [number for number in STOP_SIGNALS if number != signal.SIGINT]):
+            status = main(argv)
+        sys.stdout.flush()
+        return status
+    except GptparError as error:
+        return _fail(str(error), 1)
+    except MemoryError as error:
+        return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
+    except Stopped as stopped:
+        return _stop(str(stopped), 128 + stopped.signal)
+    except KeyboardInterrupt:
+        return _stop("interrupted", 128 + signal.SIGINT)
+    except BrokenPipeError:
+        # the reader of our output (`| head`) has left; what stdout still holds must not raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+
+
+def _stop(message: str, status: int) -> int:
+    """Said by one for all: every worker was told to stop, and a launcher says it itself."""
+    return status if _local_rank() != 0 or FOLDER_VARIABLE in os.environ else _fail(message, status)
+
+
+def _fail(message: str, status: int) -> int:
+    """Say it once: workers mostly fail alike, and the first to end makes torchrun end the others while they wait."""
+    rank = _local_rank()
+    if rank != 0:
+        time.sleep(OTHERS_FIRST_SECONDS)
+        message = f"local rank {rank}: {message}"
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return status
+
+
+def _local_rank() -> int:
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def not_empty(text: str) -> str:
+    """An argparse type: any text but an empty one."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty, perhaps by an unset shell variable: set it, or leave the flag out")
+    return text
+
+
+def path(text: str) -> Path:
+    """An argparse type: a path; to Python an empty one would be the current folder."""
+    return Path(not_empty(text))
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def not_negative_int(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value

@@ -1,0 +1,166 @@
+"""The process groups of a layout's axes, and this process's place on each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gptpar.topology.layout import DATA, PIPELINE, TENSOR, Layout
+from gptpar.topology.world import open_world
+
+# torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Link:
+    """A one-way connection between neighbouring stages, with a communicator of its own.
+
+    Attributes:
+        peer: the rank at the other end.
+    """
+
+    peer: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Links:
+    """A stage's connections: activations come from the previous stage and go to the next, gradients the other way.
+
+    Every link has its own communicator, so that nothing that waits can hold up anything else. The last stage's next
+    one is the first (which interleaved schedules use).
+    """
+
+    activations_in: Link
+    activations_out: Link
+    gradients_in: Link
+    gradients_out: Link
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process's place, made once at start and passed to whoever needs it.
+
+    Attributes:
+        data_group: ranks that hold the same weights and different samples; ``None`` when alone on that axis.
+        tensor_group: ranks that share each layer; ``None`` when alone on that axis.
+        links: connections to the neighbouring stages; ``None`` without a pipeline.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    data_group: dist.ProcessGroup | None = None
+    tensor_group: dist.ProcessGroup | None = None
+    links: Links | None = None
+    _stage_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def data_rank(self) -> int:
+        """Position on the data axis."""
+        return self.layout.position(self.rank, DATA)
+
+    @property
+    def tensor_rank(self) -> int:
+        """Position on the tensor axis."""
+        return self.layout.position(self.rank, TENSOR)
+
+    @property
+    def stage(self) -> int:
+        """Position on the pipeline axis."""
+        return self.layout.position(self.rank, PIPELINE)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the console, the logs and the TensorBoard files."""
+        return self.rank == 0
+
+    def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group of the processes at some stages of each chain; every process calls it, in the same order.
+
+        Returns:
+            The group this process belongs to, or ``None``.
+        """
+        key = tuple(stages)
+        if key not in self._stage_groups:
+            chains = self.layout.groups(PIPELINE)
+            self._stage_groups[key] = _my_group([[chain[s] for s in key] for chain in chains], self.rank)
+        return self._stage_groups[key]
+
+    def sum_over_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all processes, in place."""
+        if self.layout.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any_rank(self, yes: bool) -> bool:
+        """Whether any process says yes (all must ask)."""
+        if self.layout.world_size == 1:
+            return yes
+        votes = torch.tensor([int(yes)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        return bool(votes.item())
+
+
+def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
+    """Create the groups of a layout; every process calls it, after ``init_process_group`` if there are several."""
+    return Topology(
+        layout,
+        rank,
+        device,
+        data_group=_my_group(layout.groups(DATA), rank),
+        tensor_group=_my_group(layout.groups(TENSOR), rank),
+        links=_make_links(layout, rank, device) if layout.pipeline > 1 else None,
+    )
+
+
+def _my_group(rank_lists: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """Create a group for each list, in which all processes take part; ``None`` for a process that is alone in its."""
+    mine = None
+    for ranks in rank_lists:
+        if len(ranks) == 1:
+            continue
+        group = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+        if rank in ranks:
+            mine = group
+    return mine
+
+
+def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
+    """The links of this process, each tried once: NCCL connects at the first transfer, and waits there for the peer.
+
+    In the middle of a schedule, where two stages may first need different links, that wait would never end; here all
+    processes go through the links in one order.
+    """
+    hello = torch.zeros(1, device=device)
+    stages = layout.pipeline
+    found: dict[str, Link] = {}
+    for chain in layout.groups(PIPELINE):
+        for stage in range(stages):
+            here, there = chain[stage], chain[(stage + 1) % stages]
+            for out, into, sender, receiver in (
+                ("activations_out", "activations_in", here, there),
+                ("gradients_out", "gradients_in", there, here),
+            ):
+                group = dist.new_group([sender, receiver])
+                if rank == sender:
+                    found[out] = Link(receiver, group)
+                    dist.send(hello, receiver, group=group)
+                if rank == receiver:
+                    found[into] = Link(sender, group)
+                    dist.recv(hello, sender, group=group)
+    return Links(**found)
+
+
+@contextlib.contextmanager
+def open_topology(layout: Layout, *, backend: str | None, timeout_minutes: float) -> Iterator[Topology]:
+    """Join the other processes and create the layout's groups; leave in order at the end."""
+    with open_world(backend, timeout_minutes) as (rank, device):
+        yield make_topology(layout, rank, device)

@@ -1,0 +1,123 @@
+"""Joining the other processes of a run, from the variables that torchrun, mpirun or srun set."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from gptpar.errors import GptparError
+from gptpar.system.host import local_rank
+
+
+def world_from_environment() -> tuple[int, int, int]:
+    """(rank, local rank, world size) as torchrun, mpirun or srun set them; (0, 0, 1) for a process on its own.
+
+    Raises:
+        GptparError: with everything that is wrong with these variables.
+    """
+    environment = os.environ
+    if problems := environment_problems(environment, torch.cuda.device_count()):
+        raise GptparError(
+            f"the environment describes no process of a run: {'; '.join(problems)}. Start the processes with torchrun "
+            "or gptpar launch, which set these variables; set what is missing; or unset RANK, LOCAL_RANK and "
+            "WORLD_SIZE for a run on this machine alone."
+        )
+    if "RANK" not in environment:
+        return 0, 0, 1
+    return int(environment["RANK"]), local_rank(environment) or 0, int(environment["WORLD_SIZE"])
+
+
+def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[str]:
+    """What is wrong with the variables that say which process of which run this is.
+
+    Args:
+        num_gpus: that this process sees.
+    """
+    names = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in environment]
+    problems = [f"{n}={environment[n]} is not a whole number" for n in names if not environment[n].isdecimal()]
+    both = {"RANK", "WORLD_SIZE"} & environment.keys()
+    if len(both) == 1:
+        problems.append("of RANK and WORLD_SIZE only one is set")
+    if len(both) < 2:
+        return problems
+    rank, size = environment["RANK"], environment["WORLD_SIZE"]
+    if not problems and int(rank) >= int(size):
+        problems.append(f"RANK={rank} is not below WORLD_SIZE={size}")
+    return problems if size == "1" else [*problems, *_problems_of_several(environment, num_gpus)]
+
+
+def _problems_of_several(environment: Mapping[str, str], num_gpus: int) -> Iterator[str]:
+    """What one of several processes lacks to meet the others."""
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
+        yield f"{' and '.join(missing)} not set, where the processes meet"
+    elif not environment["MASTER_PORT"].isdecimal():
+        yield f"MASTER_PORT={environment['MASTER_PORT']} is not a whole number"
+    if num_gpus > 1 and local_rank(environment) is None:
+        yield f"LOCAL_RANK is not set, which says which of {num_gpus} GPUs is this process's own"
+
+
+@contextlib.contextmanager
+def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[int, torch.device]]:
+    """Join the other processes, and leave them in order at the end; yields this process's rank and device.
+
+    A group that handles CPU tensors beside GPU tensors is ``cpu:gloo,cuda:nccl``. One process alone needs no group.
+
+    Raises:
+        GptparError: the environment or the backend cannot be, or the processes did not meet.
+    """
+    rank, place, world_size = world_from_environment()
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise GptparError("--distributed-backend nccl needs GPUs and torch sees none here: use gloo, or leave it out.")
+    on_gpu = torch.cuda.is_available() and backend != "gloo"
+    device = torch.device("cuda", place % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        yield rank, device
+        return
+    _meet("cpu:gloo,cuda:nccl" if on_gpu else "gloo", datetime.timedelta(minutes=timeout_minutes))
+    try:
+        yield rank, device
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def join_world(timeout_minutes: float) -> tuple[int, torch.device]:
+    """Join the other processes, unless the caller has; this process's rank and device.
+
+    Raises:
+        GptparError: the environment cannot be, or the processes did not meet.
+    """
+    if not dist.is_initialized():
+        rank, place, world_size = world_from_environment()
+        device = _device_of(place) if torch.cuda.is_available() else torch.device("cpu")
+        if world_size > 1:
+            on_gpu = device.type == "cuda"
+            _meet("cpu:gloo,cuda:nccl" if on_gpu else "gloo", datetime.timedelta(minutes=timeout_minutes))
+        return rank, device
+    on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+    return dist.get_rank(), _device_of(local_rank(os.environ)) if on_gpu else torch.device("cpu")
+
+
+def _device_of(place: int | None) -> torch.device:
+    """This process's GPU, made the current one; ``place``: among the machine's processes."""
+    current = torch.cuda.current_device() if place is None else place % torch.cuda.device_count()
+    torch.cuda.set_device(current)
+    return torch.device("cuda", current)
+
+
+def _meet(backend: str, timeout: datetime.timedelta) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistError as error:
+        where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise GptparError(
+            f"the processes did not meet at {where} ({str(error).splitlines()[0]}): see that rank 0 runs there and can "
+            "be reached by all, and that no other program has this port (else choose another MASTER_PORT)."
+        ) from error

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gptpar.checkpoint import find_checkpoints, load_checkpoint, save_checkpoint, verify_checkpoint
+from gptpar.checkpoint.folders import remove_dead_saves, temporary_path
+from gptpar.errors import CheckpointError
+
+# Each child saves iteration 20 and kills itself at the n-th of the system calls that a save consists of.
+KILLED_WHILE_SAVING = """
+import os, signal, sys
+import torch
+from gptpar.checkpoint import save_checkpoint
+
+root = sys.argv[1]
+tensors = {f"w{i}": torch.full((20_000,), 20.0) for i in range(4)}
+calls = ("mkdir", "statvfs", "pwrite", "fsync", "rename", "replace")
+
+def arm(instant):
+    seen = 0
+    for name in calls:
+        def call(*args, original=getattr(os, name), **kwargs):
+            nonlocal seen
+            seen += 1
+            if seen == instant:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        setattr(os, name, call)
+
+torch.set_num_threads(1)
+for instant in range(1, 100):
+    child = os.fork()
+    if child == 0:
+        arm(instant)
+        save_checkpoint(os.path.join(root, f"run{instant:02d}"), 20, tensors, {})
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print(instant, os.WIFSIGNALED(status), flush=True)
+    if not os.WIFSIGNALED(status):
+        sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def old_tensors(value: float = 10, size: int = 300_000) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((size,), float(value)) for i in range(4)}
+
+
+@pytest.mark.slow
+def test_kill_9_at_every_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    first = save_checkpoint(tmp_path / "run00", 10, old_tensors(10, 20_000), {})
+    for instant in range(1, 30):
+        subprocess.run(["cp", "-r", first.parent, tmp_path / f"run{instant:02d}"], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    num_kills = done.stdout.count("True")
+    assert 10 <= num_kills < 29
+    published = []
+    for instant in range(1, num_kills + 1):
+        root = tmp_path / f"run{instant:02d}"
+        loaded = load_checkpoint(root, targets := old_tensors(0, 20_000))
+        assert loaded.skipped == [] and all(verify_checkpoint(path) == [] for _, path in find_checkpoints(root))
+        assert set(torch.cat(list(targets.values())).tolist()) == {float(loaded.iteration)}
+        published.append(loaded.iteration)
+        said: list[str] = []
+        save_checkpoint(root, 30, old_tensors(30, 100), {}, report=said.append)
+        assert not list(root.glob("*.tmp-*"))
+    assert published == sorted(published) and set(published) == {10, 20}
+
+
+def test_disk_full_while_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, 10, old_tensors(), {})
+    real, calls = os.pwrite, []
+
+    def fill_up(fd: int, data: memoryview, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data[: len(data) // 2], offset)  # short writes are legal and must be continued
+
+    monkeypatch.setattr(os, "pwrite", fill_up)
+    with pytest.raises(CheckpointError, match=r"cannot write .*rank00000.bin: No space left on device"):
+        save_checkpoint(tmp_path, 20, old_tensors(20), {})
+    monkeypatch.undo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000010", "latest_checkpointed_iteration.txt"]
+    assert load_checkpoint(tmp_path, old_tensors(0)).iteration == 10
+
+
+def test_too_little_space_is_refused_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, 10, old_tensors(), {})
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1024, f_frsize=4096))
+    monkeypatch.setattr(os, "pwrite", lambda *_: pytest.fail("wrote"))
+    with pytest.raises(CheckpointError, match=r"iteration 20 needs 4\.6 MiB and .* has 4\.0 MiB free"):
+        save_checkpoint(tmp_path, 20, old_tensors(20), {})
+    assert [iteration for iteration, _ in find_checkpoints(tmp_path)] == [10]
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_file_system_that_does_not_count_its_blocks_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0))
+    assert verify_checkpoint(save_checkpoint(tmp_path, 20, old_tensors(20), {})) == []
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=10_000))
+    with pytest.raises(CheckpointError, match=r"has 0\.0 MiB free"):
+        save_checkpoint(tmp_path, 30, old_tensors(20), {})
+
+
+@pytest.mark.parametrize(("number", "saves"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)])
+def test_directories_that_cannot_be_synced_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, saves: bool
+) -> None:
+    real = os.fsync
+
+    def no_directories(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", no_directories)
+    if saves:
+        assert verify_checkpoint(save_checkpoint(tmp_path, 20, old_tensors(20), {})) == []
+    else:
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save_checkpoint(tmp_path, 20, old_tensors(20), {})
+
+
+def test_a_failing_manifest_write_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", broken)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save_checkpoint(tmp_path, 10, old_tensors(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_stays_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, 10, old_tensors(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, old_tensors(), {"seed": 1})
+    written = (path / "rank00000.bin").stat()
+    assert save_checkpoint(tmp_path, 10, old_tensors(), {"seed": 1}) == path
+    assert (path / "rank00000.bin").stat().st_mtime_ns == written.st_mtime_ns
+    with pytest.raises(CheckpointError, match="whole checkpoint with other contents"):
+        save_checkpoint(tmp_path, 10, old_tensors(), {"seed": 2})
+    with pytest.raises(CheckpointError, match="whole checkpoint with other contents"):
+        save_checkpoint(tmp_path, 10, {"w0": torch.ones(3)}, {"seed": 1})
+
+
+def test_a_damaged_checkpoint_is_moved_aside(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 10, old_tensors(), {})
+    (path / "rank00000.bin").write_bytes(b"")
+    said: list[str] = []
+    save_checkpoint(tmp_path, 10, old_tensors(11), {}, report=said.append)
+    assert "iter_0000010.damaged-1" in said[-1] and (tmp_path / "iter_0000010.damaged-1").is_dir()
+    load_checkpoint(tmp_path, targets := old_tensors(0))
+    assert targets["w3"].unique().tolist() == [11.0]
+
+
+def test_only_dead_saves_are_removed(tmp_path: Path) -> None:
+    other_host = tmp_path / "iter_0000010.tmp-some-host-1-0a0a0a0a"
+    idle = tmp_path / "iter_0000020.tmp-some-host-1-0b0b0b0b"
+    own = temporary_path(tmp_path, 30)
+    alive = Path(str(own).replace(f"-{os.getpid()}-", f"-{os.getppid()}-"))
+    for path in (other_host, idle, own, alive, tmp_path / "notes.tmp-x"):
+        path.mkdir()
+    os.utime(idle, (0, 0))
+    assert sorted(remove_dead_saves(tmp_path)) == sorted([idle, own])
+    assert other_host.is_dir() and alive.is_dir() and (tmp_path / "notes.tmp-x").is_dir()

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import (
+    DamagedCheckpoint,
+    find_checkpoints,
+    load_checkpoint,
+    load_meta,
+    read_manifest,
+    read_tensors,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from gptpar.cli.inspect import main as inspect
+from gptpar.errors import CheckpointError
+
+SIZES = {"model.a": 1000, "model.b": 3_000_000, "optim.c": 7}
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full((size,), float(value)) for name, size in SIZES.items()}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Iterations 1, 2 and 3; every tensor of iteration i is full of i."""
+    for iteration in (1, 2, 3):
+        save_checkpoint(tmp_path, iteration, tensors(iteration), {"iteration": iteration})
+    return tmp_path
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "tensor", "piece"),
+    [
+        (0, "model.a", "0..4000"),
+        (3999, "model.a", "0..4000"),
+        (4000, "model.b", "4000..8392608"),
+        (8392608, "model.b", "8392608..12004000"),
+        (12004027, "optim.c", "12004000..12004028"),
+    ],
+)
+def test_one_flipped_bit_is_named_and_the_previous_checkpoint_used(
+    root: Path, offset: int, tensor: str, piece: str
+) -> None:
+    newest = root / "iter_0000003"
+    flip(newest / "rank00000.bin", offset)
+    targets, said = tensors(0), []
+    loaded = load_checkpoint(root, targets, report=said.append)
+    assert (loaded.iteration, loaded.meta) == (2, {"iteration": 2})
+    assert all(torch.equal(targets[name], wanted) for name, wanted in tensors(2).items())
+    for sentence in (*loaded.skipped, *said, *verify_checkpoint(newest)):
+        assert f"rank00000.bin: tensor '{tensor}', bytes {piece}: damaged, CRC-32" in sentence
+    assert len(loaded.skipped) == len(said) == len(verify_checkpoint(newest)) == 1
+    with pytest.raises(DamagedCheckpoint, match=tensor):
+        read_tensors(newest)
+
+
+def truncate(checkpoint: Path) -> None:
+    data = (checkpoint / "rank00000.bin").read_bytes()
+    (checkpoint / "rank00000.bin").write_bytes(data[:-30])
+
+
+def append(checkpoint: Path) -> None:
+    with open(checkpoint / "rank00000.bin", "ab") as file:
+        file.write(b"x")
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (truncate, "ends at byte 12,003,998 of 12,004,028: tensor 'model.b' (bytes 4000..12004000)"),
+    (append, "has 12,004,029 bytes and should have 12,004,028"),
+    (lambda c: (c / "rank00000.bin").unlink(), "rank00000.bin cannot be opened: No such file"),
+    (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda c: flip(c / "manifest.json", 200), "manifest.json"),
+    (lambda c: (c / "manifest.json").write_text('{"manifest": {'), "manifest.json"),
+    (lambda c: (c / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read (RecursionError"),
+    (lambda c: (c / "manifest.json").write_bytes(b"\x80\x04cos\nsystem\n"), "manifest.json"),
+]
+
+
+@pytest.mark.parametrize(("damage", "sentence"), DAMAGES)
+def test_other_damage_is_named_and_the_previous_checkpoint_used(
+    root: Path, damage: Callable[[Path], None], sentence: str
+) -> None:
+    damage(root / "iter_0000003")
+    loaded = load_checkpoint(root, targets := tensors(0), report=lambda _: None)
+    assert loaded.iteration == 2 and targets["optim.c"].tolist() == [2.0] * 7
+    assert sentence in loaded.skipped[0]
+    assert sentence in verify_checkpoint(root / "iter_0000003")[0]
+
+
+def test_every_flipped_manifest_byte_is_caught_or_harmless(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 3, {"w": torch.arange(3)}, {"note": "caf\u00e9", "x": 0.1})
+    good, text = read_manifest(path), (path / "manifest.json").read_bytes()
+    caught = 0
+    for offset in range(len(text)):
+        flip(path / "manifest.json", offset)
+        try:
+            assert read_manifest(path) == good
+        except DamagedCheckpoint:
+            caught += 1
+        (path / "manifest.json").write_bytes(text)
+    assert caught > 0.9 * len(text)
+
+
+def test_an_iteration_asked_for_has_no_stand_in(root: Path) -> None:
+    flip(root / "iter_0000002" / "rank00000.bin", 5)
+    with pytest.raises(CheckpointError, match="bytes 0..4000"):
+        load_checkpoint(root, tensors(0), iteration=2, report=lambda _: None)
+    assert load_checkpoint(root, tensors(0), iteration=1).iteration == 1
+    (root / "iter_0000001").rename(root / "iter_0000009")
+    with pytest.raises(CheckpointError, match="says of itself that it is iteration 1"):
+        load_checkpoint(root, tensors(0), iteration=9, report=lambda _: None)
+
+
+def test_nothing_whole_left_lists_every_damage(root: Path) -> None:
+    for iteration in (1, 2, 3):
+        flip(root / f"iter_000000{iteration}" / "rank00000.bin", iteration)
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(root, tensors(0), report=lambda _: None)
+    assert str(error.value).count("damaged, CRC-32") == 3 and "so nothing can be resumed from it" in str(error.value)
+    assert load_meta(root) == {"iteration": 3}
+
+
+def forge(path: Path, change: Callable[[dict], None]) -> None:
+    """Alter a manifest and give it a valid SHA-256, as an attacker would."""
+    body = json.loads((path / "manifest.json").read_text())["manifest"]
+    change(body)
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    document = {"sha256": hashlib.sha256(canonical.encode()).hexdigest(), "manifest": body}
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
+FORGERIES: list[Callable[[dict], None]] = [
+    lambda body: body["tensors"]["w"]["chunks"][0].update(file="../../../etc/passwd"),
+    lambda body: body["tensors"]["w"]["chunks"][0].update(start=-8),
+    lambda body: body["tensors"]["w"]["chunks"][0].update(start=True),
+    lambda body: body["tensors"]["w"]["chunks"][0].update(pieces=[[24, 0], [24, 0]]),
+    lambda body: body["tensors"]["w"]["chunks"][0].update(pieces=[[3, 0], [21, 0]]),
+    lambda body: body["tensors"]["w"]["chunks"][0].update(offsets=[1]),
+    lambda body: body["tensors"]["w"].update(shape=[1 << 60]),
+    lambda body: body["tensors"]["w"].update(dtype="torch.os.system"),
+    lambda body: body["tensors"]["w"].update(chunks=[]),
+    lambda body: body["tensors"].update(w=7),
+    lambda body: body.update(version=2),
+    lambda body: body.update(meta="text"),
+    lambda body: body.update(tensors=[]),
+    lambda body: body["tensors"]["w"].update(shape=[0, 1 << 70], chunks=[]),
+    lambda body: body["tensors"]["w"].update(shape=[0, 1 << 62, 1 << 62], chunks=[]),
+    lambda body: body["tensors"]["w"].update(shape=[0] * 65, chunks=[]),
+    lambda body: body["tensors"]["w"]["chunks"][0].update(start=1 << 70),
+    lambda body: body["tensors"]["w"]["chunks"][0].update(start=float("nan")),
+    lambda body: body.update(iteration=1 << 64),
+    lambda body: body["tensors"].update(v=body["tensors"]["w"]),
+    lambda body: body["tensors"]["w"].update(chunks=[chunk(0, 2, 0), chunk(1, 1, 16)]),
+    lambda body: body["tensors"]["w"].update(chunks=[chunk(1, 1, 0), chunk(1, 1, 8), chunk(1, 1, 16)]),
+]
+
+
+def chunk(offset: int, size: int, start: int) -> dict[str, object]:
+    return {"offsets": [offset], "sizes": [size], "file": "rank00000.bin", "start": start, "pieces": [[8 * size, 0]]}
+
+
+@pytest.mark.parametrize("change", FORGERIES)
+def test_forged_manifests_are_refused(tmp_path: Path, change: Callable[[dict], None]) -> None:
+    path = save_checkpoint(tmp_path, 3, {"w": torch.arange(3)}, {})
+    forge(path, change)
+    with pytest.raises(DamagedCheckpoint, match="manifest.json"):
+        read_manifest(path)
+    with pytest.raises(DamagedCheckpoint, match="manifest.json"):
+        read_tensors(path)
+
+
+def test_chunks_that_overlap_leave_a_hole_and_are_named(tmp_path: Path) -> None:
+    """Their sizes add up, so a count of elements would not see it."""
+    path = save_checkpoint(tmp_path, 3, {"w": torch.arange(3), "s": torch.tensor(1.0)}, {})
+    forge(path, lambda body: body["tensors"]["w"].update(chunks=[chunk(0, 2, 0), chunk(1, 1, 16)]))
+    with pytest.raises(DamagedCheckpoint, match=r"elements of tensor 'w' twice .* chunks at \[0\] and \[1\] overlap"):
+        read_manifest(path)
+
+
+@pytest.mark.slow
+def test_a_file_of_holes_is_not_taken_into_memory(tmp_path: Path) -> None:
+    """A manifest of 2 MB and a sparse file may name more than any machine has; what is not there is seen sooner."""
+    path = save_checkpoint(tmp_path, 3, {"w": torch.zeros(8, dtype=torch.uint8)}, {})
+    size = 1 << 40
+    pieces = [[8 << 20, 0]] * (size // (8 << 20))
+    forge(
+        path, lambda body: body["tensors"]["w"].update(shape=[size], chunks=[{**chunk(0, size, 0), "pieces": pieces}])
+    )
+    with pytest.raises(DamagedCheckpoint, match="ends at byte 8 of 1,099,511,627,776"):
+        read_tensors(path)
+    os.truncate(path / "rank00000.bin", size)
+    with pytest.raises(DamagedCheckpoint, match="names 1,099,511,627,776 bytes and takes .* its files are holes"):
+        read_tensors(path)
+
+
+def test_tensors_beyond_this_machine_s_memory_are_not_begun(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptpar.checkpoint.load.available_memory", lambda: 10 << 20)
+    with pytest.raises(CheckpointError, match="holds 0.0 GiB of tensors and this machine has 0.0 GiB"):
+        read_tensors(root / "iter_0000003")
+    assert read_tensors(root / "iter_0000003", ["model.a"])["model.a"].tolist() == [3.0] * 1000
+
+
+def test_inspect_does_not_print_what_a_stranger_wrote_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forged = "DAMAGED all of it"
+    meta = {forged: {f"a\n{forged}": 1}, "note": f"\x1b[2J\n{forged}", "\n": 1}
+    save_checkpoint(
+        tmp_path, 3, {f"w\n{forged}": torch.zeros(1), "\x1b[31mred": torch.zeros(1), forged: torch.zeros(1)}, meta
+    )
+    for folder in (tmp_path, tmp_path / "iter_0000003"):
+        assert inspect([str(folder)]) == 0
+        printed = capsys.readouterr().out
+        assert "\x1b" not in printed and not any(line.startswith("DAMAGED") for line in printed.splitlines())
+    assert r"note=\x1b[2J\nDAMAGED all of it" in printed and r"\x1b[31mred" in printed
+
+
+def test_loading_never_unpickles(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    for name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"):
+        monkeypatch.setattr(name, refuse)
+    assert load_checkpoint(root, tensors(0)).iteration == 3
+    assert read_tensors(root / "iter_0000003").keys() == SIZES.keys()
+
+
+def test_retention_keeps_the_newest_and_the_last_whole_one(tmp_path: Path) -> None:
+    def have() -> list[int]:
+        return [iteration for iteration, _ in find_checkpoints(tmp_path)]
+
+    for iteration in (1, 2, 3):
+        save_checkpoint(tmp_path, iteration, tensors(iteration), {}, keep=2)
+    assert have() == [3, 2]
+    save_checkpoint(tmp_path, 4, tensors(4), {})
+    save_checkpoint(tmp_path, 5, tensors(5), {})
+    flip(tmp_path / "iter_0000005" / "rank00000.bin", 0)
+    said: list[str] = []
+    save_checkpoint(tmp_path, 1, tensors(1), {}, keep=1, report=said.append)
+    assert have() == [5, 4, 3, 2, 1] and "none of the newest 1 could be proved whole" in said[-1]
+    save_checkpoint(tmp_path, 6, tensors(6), {}, keep=2)
+    assert have() == [6, 5]
+
+
+def test_retention_neither_counts_nor_deletes_later_iterations(tmp_path: Path) -> None:
+    """As where a run goes back in the folder of another: what was just saved is never what is deleted."""
+    for iteration in (10, 30, 40):
+        save_checkpoint(tmp_path, iteration, tensors(iteration), {})
+    for iteration in (14, 21, 28):
+        save_checkpoint(tmp_path, iteration, tensors(iteration), {}, keep=2)
+    assert [iteration for iteration, _ in find_checkpoints(tmp_path)] == [40, 30, 28, 21]
+
+
+def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect([str(root)]) == 0
+    listing = capsys.readouterr().out
+    assert [line.split()[0] for line in listing.splitlines()] == ["iteration", "3", "2", "1"]
+    assert "3,001,007 (model 3,001,000, optim 7)" in listing
+    assert inspect([str(root / "iter_0000003"), "--verify"]) == 0
+    one = capsys.readouterr().out
+    assert "meta: iteration=3" in one and "total: 3 tensors, 3,001,007 elements, 11.45 MiB" in one
+    assert "every byte of" in one
+    flip(root / "iter_0000002" / "rank00000.bin", 0)
+    flip(root / "iter_0000002" / "rank00000.bin", 12004001)
+    assert inspect([str(root)]) == 0
+    assert inspect([str(root), "--verify"]) == 1
+    assert capsys.readouterr().out.count("DAMAGED") == 2
+    assert inspect([str(root / "iter_0000002"), "--verify", "--json"]) == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert len(summary["problems"]) == 2 and summary["table"][0]["shape"] == [1000]
+    (root / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        inspect([str(root / "empty")])
+
+
+def test_proved_first_no_byte_of_a_damaged_checkpoint_is_used(root: Path) -> None:
+    for iteration in (1, 2, 3):
+        flip(root / f"iter_000000{iteration}" / "rank00000.bin", 12004027)  # in the last tensor
+    targets = tensors(0)
+    with pytest.raises(DamagedCheckpoint, match="no whole checkpoint in"):
+        load_checkpoint(root, targets, prove_first=True, report=lambda _: None)
+    assert all(torch.equal(targets[name], zeros) for name, zeros in tensors(0).items())
+    with pytest.raises(DamagedCheckpoint):
+        load_checkpoint(root, targets, report=lambda _: None)
+    assert not torch.equal(targets["model.a"], tensors(0)["model.a"])
+
+
+def test_tensors_that_may_stay_are_no_difference(root: Path) -> None:
+    targets = {"model.a": torch.zeros(1000)}
+    load_checkpoint(root, targets, may_stay=lambda name: name != "model.a")
+    assert (targets["model.a"] == 3).all()
+    with pytest.raises(CheckpointError, match=r"\(1 differences\):\n.*'model.b' is in the checkpoint.*\nAsk for less."):
+        load_checkpoint(root, targets, may_stay=lambda name: name == "optim.c", remedy="Ask for less.")
+
+
+def test_a_replaced_checkpoint_goes_when_the_new_one_is_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(root, 4, tensors(4), {}, replaces=[root / "iter_0000002"])
+    assert [number for number, _ in find_checkpoints(root)] == [4, 3, 1]
+    monkeypatch.setattr("gptpar.checkpoint.save.damaged_on_any_rank", lambda *_: ["a bad disk"])
+    said: list[str] = []
+    save_checkpoint(root, 5, tensors(5), {}, replaces=[root / "iter_0000003"], report=said.append)
+    assert [number for number, _ in find_checkpoints(root)] == [5, 4, 3, 1]
+    assert said[0] == "a bad disk" and said[1].startswith(f"kept {root / 'iter_0000003'}")

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import find_checkpoints, latest, load_checkpoint, load_meta, read_manifest, read_tensors
+from gptpar.checkpoint import save_checkpoint as save
+from gptpar.checkpoint.manifest import PIECE_BYTES
+from gptpar.checkpoint.pieces import tensor_pieces
+from gptpar.errors import CheckpointError
+from gptpar.topology.tensor_parts import whole
+
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32]
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def all_sorts() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = {f"float.{dtype}": torch.randn(5, 7).to(dtype) for dtype in FLOATS}
+    tensors |= {f"int.{dtype}": torch.arange(11).to(dtype) for dtype in INTEGERS}
+    return tensors | {
+        "bool": torch.rand(3, 3, 3) > 0.5,
+        "nan and inf": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "scalar": torch.tensor(3.25),
+        "empty": torch.empty(0, 4, dtype=torch.bfloat16),
+        "large": torch.randn(3, 1_000_003),
+        "transposed": torch.randn(700, 6000).t(),
+        "strided": torch.randn(40, 40)[::3, 1::2],
+        "strided column": torch.randn(9, 5)[:, 3],
+        "one of a strided": torch.arange(8.0)[4::4][:1],
+        'odd/../name "\n\u00e9\u4e2d\x00': torch.ones(2),
+        "": torch.zeros(1),
+    }
+
+
+def bits(tensor: torch.Tensor) -> list[bytes]:
+    return [bytes(piece) for piece in tensor_pieces(tensor)]
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
+        assert b"".join(bits(a[name])) == b"".join(bits(b[name])), name
+
+
+def test_every_dtype_and_shape_comes_back_bit_equal(tmp_path: Path) -> None:
+    saved = all_sorts()
+    path = save(tmp_path, 10, saved, {"samples": 12, "lr": 1e-4, "betas": (0.9, 0.95)})
+    assert path == tmp_path / "iter_0000010" == latest(tmp_path)
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank00000.bin"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
+
+    targets = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    loaded = load_checkpoint(tmp_path, targets)
+    assert (loaded.iteration, loaded.path, loaded.skipped) == (10, path, [])
+    assert loaded.meta == load_meta(tmp_path) == {"samples": 12, "lr": 1e-4, "betas": [0.9, 0.95]}
+    assert_same_bits(targets, saved)
+    assert_same_bits(read_tensors(path), saved)
+    assert read_tensors(path, ["scalar"]).keys() == {"scalar"}
+    manifest = read_manifest(path)
+    assert manifest.nbytes == sum(t.nbytes for t in saved.values()) == (path / "rank00000.bin").stat().st_size
+    assert [length for length, _ in manifest.tensors["large"].chunks[0].pieces] == [PIECE_BYTES, 12000036 - PIECE_BYTES]
+
+
+def test_parameters_and_strided_targets_are_filled_in_place(tmp_path: Path) -> None:
+    save(tmp_path, 1, {"w": torch.arange(6.0).view(2, 3), "v": torch.arange(4.0)}, {})
+    parameter, flat = torch.nn.Parameter(torch.zeros(2, 3)), torch.zeros(8)
+    load_checkpoint(tmp_path, {"w": parameter, "v": flat[::2]})
+    assert parameter.tolist() == [[0, 1, 2], [3, 4, 5]] and parameter.requires_grad
+    assert flat.tolist() == [0, 0, 1, 0, 2, 0, 3, 0]
+
+
+@pytest.mark.slow
+def test_views_of_one_flat_buffer_cost_no_memory(tmp_path: Path) -> None:
+    flat = torch.arange(64 << 20, dtype=torch.float32)  # 256 MiB
+    views = {f"layer{i}": view for i, view in enumerate(flat.split(4 << 20))}
+    with PeakMemory() as saving:
+        save(tmp_path, 1, views, {})
+    flat.zero_()
+    with PeakMemory() as loading:
+        load_checkpoint(tmp_path, views)
+    assert torch.equal(flat, torch.arange(64 << 20, dtype=torch.float32))
+    assert saving.extra_mib < 64 and loading.extra_mib < 64
+
+
+class PeakMemory:
+    """Resident memory of this process above what it was at the start, sampled every millisecond."""
+
+    def __enter__(self) -> PeakMemory:
+        self.start = self.peak = self._resident()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+        self.extra_mib = (self.peak - self.start) / 2**20
+
+    def _watch(self) -> None:
+        while not self.over.is_set():
+            self.peak = max(self.peak, self._resident())
+            time.sleep(0.001)
+
+    @staticmethod
+    def _resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("shape", [(6000, 3000), (2, 5_000_000), (3, 2, 1_500_000)])
+def test_non_contiguous_tensors_stream_in_small_pieces(shape: tuple[int, ...]) -> None:
+    tensor = (
+        torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
+        .view(*reversed(shape))
+        .permute(*reversed(range(len(shape))))
+    )
+    pieces = bits(tensor)
+    assert max(map(len, pieces)) <= PIECE_BYTES and len(pieces) < 4 * tensor.nbytes / PIECE_BYTES + 4
+    assert b"".join(pieces) == tensor.contiguous().numpy().tobytes()
+
+
+def test_all_mismatches_are_told_at_once_and_nothing_is_touched(tmp_path: Path) -> None:
+    save(tmp_path, 5, {"a": torch.ones(4), "b": torch.ones(2, 3), "c": torch.ones(2), "extra": torch.ones(1)}, {})
+    targets = {
+        "a": torch.zeros(4),
+        "b": torch.zeros(3, 2),
+        "c": torch.zeros(2, dtype=torch.bfloat16),
+        "more": torch.zeros(1),
+    }
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(tmp_path, targets)
+    text = str(error.value)
+    assert "(4 differences)" in text
+    assert "tensor 'b' is [2, 3] in the checkpoint and [3, 2] here" in text
+    assert "tensor 'c' is float32 in the checkpoint and bfloat16 here; it is not cast" in text
+    assert "tensor 'more' is not in the checkpoint" in text
+    assert "tensor 'extra' is in the checkpoint and nothing asks for it" in text
+    assert targets["a"].sum() == 0
+    with pytest.raises(CheckpointError, match="2 differences"):  # never cast, never reshaped, strict or not
+        load_checkpoint(tmp_path, targets, strict=False)
+
+
+def test_not_strict_fills_what_both_have_and_says_what_it_left(tmp_path: Path) -> None:
+    save(tmp_path, 5, {"a": torch.ones(4), "extra": torch.ones(1)}, {})
+    targets, said = {"a": torch.zeros(4), "more": torch.zeros(1)}, []
+    load_checkpoint(tmp_path, targets, strict=False, report=said.append)
+    assert targets["a"].sum() == 4 and targets["more"].sum() == 0
+    assert len(said) == 2 and all("left alone" in sentence for sentence in said)
+
+
+def test_wrong_input_is_refused_with_all_reasons(tmp_path: Path) -> None:
+    meta = torch.zeros(1, device="meta")
+    tensors = {"a": torch.zeros(1, dtype=torch.complex64), "b": [1.0], "c": meta, "d": whole(meta)}
+    tensors["e"] = torch.zeros(1).as_subclass(type("Wrapper", (torch.Tensor,), {}))
+    with pytest.raises(CheckpointError) as error:
+        save(tmp_path, -1, tensors, {"x": {1, 2}}, keep=0)  # type: ignore[arg-type]
+    text = str(error.value)
+    assert all(
+        part in text for part in ("iteration is -1", "keep is 0", "JSON", "complex64", "'b'", "'c'", "'d'", "'e'")
+    )
+    assert find_checkpoints(tmp_path) == []
+
+
+def test_missing_names_and_missing_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_checkpoint(tmp_path, {})
+    path = save(tmp_path, 1, {"a": torch.ones(1)}, {})
+    with pytest.raises(CheckpointError, match="no tensor named 'x', 'y'"):
+        read_tensors(path, ["x", "a", "y"])
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 7; it has 1"):
+        load_checkpoint(tmp_path, {}, iteration=7)
+    assert latest(tmp_path / "absent") is None

@@ -1,0 +1,75 @@
+"""Kernels summed up by kind."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gptpar.cli.benchmark.breakdown import (
+    COMMUNICATION,
+    HOST_UPDATE,
+    OTHER,
+    TRANSFERS,
+    break_down,
+    covered,
+    kind_of,
+    table,
+    with_host_updates,
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", COMMUNICATION),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("triton_poi_fused_gelu_2", "compiled pointwise"),
+        ("void at::native::multi_tensor_apply_kernel<FusedOptimizer", "optimizer"),
+        ("Memcpy HtoD (Pinned -> Device)", TRANSFERS),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::reduce_kernel<128, 4>", OTHER),
+    ],
+)
+def test_kinds_are_told_by_the_kernels_name(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
+def test_overlapping_spans_count_once() -> None:
+    assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+
+
+def test_two_steps_are_broken_down() -> None:
+    """20 ms: computation in 0-6 and 10-14, communication in 4-8 (2 exposed) and 12-13 (hidden), a copy at 18-20."""
+    kernels = [
+        ("nvjet_a", 0.0, 6.0),
+        ("nccl_b", 4.0, 8.0),
+        ("triton_c", 10.0, 14.0),
+        ("nccl_d", 12.0, 13.0),
+        ("Memcpy", 18.0, 20.0),
+    ]
+    found = break_down(kernels, steps=2)
+    assert found.kinds == {"matrix products": 3, COMMUNICATION: 2.5, "compiled pointwise": 2, "copies": 1}
+    assert (found.step, found.computing, found.exposed, found.idle) == (10, 6, 1, 3)
+    lines = table([found, found]).splitlines()
+    assert lines[-1].split() == ["not", "computing,", "share", "40.0%", "40.0%"]
+    assert [line for line in lines if line.startswith("nothing running")][0].split()[-2:] == ["3.0", "3.0"]
+
+
+def test_the_cpu_optimizers_updates_have_a_lane_of_their_own() -> None:
+    """The trace counts microseconds from a round time of day, the updates seconds from another moment."""
+    now, base = time.monotonic(), 1_700_000_000 * 10**9
+    origin = 1e6 * (time.time() - base / 1e9)
+    kernels = [{"ph": "X", "cat": "kernel", "name": "k", "ts": origin + at, "dur": 100.0} for at in (0, 900)]
+    trace = {"baseTimeNanoseconds": base, "traceEvents": [*kernels, {"ph": "M", "name": "process_name"}]}
+    spans = [(-1.0, -0.9), (2e-4, 5e-4), (9e-4, 2e-3)]  # before it, within, beyond its end
+    updates = [(f"layers.{3 - i}", now + begin, now + end) for i, (begin, end) in enumerate(spans)]
+    *before, name, update = with_host_updates(trace, updates)["traceEvents"]
+    assert before == trace["traceEvents"] and name["args"] == {"name": "CPU Adam"}
+    assert (update["name"], update["cat"], update["tid"]) == ("CPU Adam: layers.2", HOST_UPDATE, name["tid"])
+    assert update["ts"] - origin == pytest.approx(200, abs=50) and update["dur"] == pytest.approx(300, abs=1)
+
+
+def test_a_step_without_kernels_has_no_time() -> None:
+    assert break_down([], steps=2).step == 0

@@ -1,0 +1,126 @@
+"""Flags for a machine, the minutes left for training, and the number of steps from the time that real ones take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from gptpar.cli.fit.choose import Choice, choose, for_command, training_minutes
+from gptpar.cli.fit.machine import Machine
+from gptpar.config.training import BatchConfig
+from gptpar.errors import GptparError
+from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.fitted_length import FittedLength
+from gptpar.training.progress import Progress
+from tests.helpers import tiny_config
+
+GIB = 1 << 30
+TWO_CORES = Machine(0, "fp32", 20 * GIB, 0.0, "test")
+MINUTES = Choice("train-minutes", "8", "")
+
+
+def chosen(machine: Machine, vocab_size: int = 1024) -> dict[str, str]:
+    return {choice.flag: choice.value for choice in choose(machine, "350M", vocab_size, MINUTES)}
+
+
+def test_choice_for_two_cpu_cores() -> None:
+    flags = chosen(TWO_CORES)
+    assert (flags["seq-length"], flags["micro-batch-size"], flags["global-batch-size"]) == ("64", "2", "2")
+    assert (flags["train-iters"], flags["train-minutes"], flags["lr-warmup-iters"]) == ("2000", "8", "20")
+    assert "bf16" not in flags and "lr-warmup-fraction" not in flags
+
+
+def test_choice_for_four_gpus() -> None:
+    flags = chosen(Machine(4, "bf16", 80 * GIB, 4 * 0.35 * 989e12, "test"), 8192)
+    assert (flags["seq-length"], flags["micro-batch-size"], flags["global-batch-size"]) == ("1024", "16", "64")
+    assert (flags["train-iters"], flags["lr"], flags["min-lr"]) == ("1000", "3e-4", "3e-5")
+    assert "train-minutes" not in flags
+    small = chosen(Machine(1, "fp16", 16 * GIB, 0.35 * 125e12, "test"), 8192)
+    assert int(small["micro-batch-size"]) < 16 and small["global-batch-size"] == "16" and "fp16" in small
+
+
+def test_a_model_too_large_is_told_with_the_numbers() -> None:
+    with pytest.raises(GptparError, match="the 350M model needs .* and the host has 2.00 GiB free: choose a smaller"):
+        choose(Machine(0, "fp32", 2 * GIB, 0.0, "test"), "350M", 1024, MINUTES)
+
+
+def test_training_gets_what_twelve_minutes_leave() -> None:
+    quick, slow = training_minutes(5, 12_000_000), training_minutes(100, 12_000_000)
+    assert (quick.value, slow.value) == ("9.8", "8.3")
+    assert "less 1.7 used so far, 0.1 to prepare the text and 2 to save and sum up" in slow.reason
+    late = training_minutes(600, 12_000_000)
+    assert late.value == "3.0" and "the whole takes more than 12" in late.reason
+
+
+def test_what_the_command_line_says_is_not_chosen() -> None:
+    choices = choose(TWO_CORES, "350M", 1024, MINUTES)
+    steps = {choice.flag: choice.value for choice in for_command(choices, ["--train-iters", "30", "--lr=1e-2"])}
+    assert not {"train-iters", "train-minutes", "train-iters-needed", "lr-warmup-iters", "lr"} & steps.keys()
+    assert steps["lr-warmup-fraction"] == "0.1" and steps["seq-length"] == "64"
+    longer = {choice.flag for choice in for_command(choices, ["--train-minutes", "20", "--lr-warmup-iters", "9"])}
+    assert {"train-iters", "train-iters-needed"} <= longer and not {"train-minutes", "lr-warmup-iters"} & longer
+
+
+def after_ten_steps(seconds_a_step: float, **settings: float) -> tuple[int, str]:
+    """What is decided if the first step takes 5 s and nine more take ``seconds_a_step`` each."""
+    clock = iter([0.0, *(5 + i * seconds_a_step for i in range(10))])
+    length = FittedLength(**{"minutes": 8.0, "most": 2000, "needed": 120, **settings}, now=lambda: next(clock))  # type: ignore[arg-type]
+    assert [length.is_due() for _ in range(10)] == [False] * 9 + [True]
+    return length.decide(10, *length.measured())
+
+
+@pytest.mark.parametrize("seconds", [0.9, 2.0, 3.7])
+def test_the_steps_fill_the_minutes(seconds: float) -> None:
+    steps, sentence = after_ten_steps(seconds, needed=100)
+    assert 480 - seconds < 5 + (steps - 1) * seconds <= 480
+    assert sentence == f"a step takes {seconds:.2f} s: {steps} steps fit into 8.0 minutes of training"
+
+
+def test_an_evaluation_between_two_steps_is_no_step() -> None:
+    """It takes 60 s after the fifth: they are gone, but a step takes 2 s all the same."""
+    clock = iter([0.0, *(5 + 2.0 * i + 60.0 * (i > 4) for i in range(10))])
+    length = FittedLength(8.0, 2000, now=lambda: next(clock))
+    assert [length.is_due() for _ in range(10)][-1]
+    seconds, left = length.measured()
+    assert (seconds, left) == (2.0, 480 - 83)
+
+
+def test_too_few_steps_are_told_with_the_minutes_that_would_do() -> None:
+    steps, sentence = after_ten_steps(9.1)
+    assert steps == 53
+    assert "a step takes 9.10 s: 53 steps fit into 8.0 minutes" in sentence
+    assert "About 120 are needed to learn more than the frequencies" in sentence
+    assert "begin anew with --train-minutes 19 (in the example: MINUTES=19 and another RUN)" in sentence
+
+
+def test_never_more_steps_than_wanted_and_never_fewer_than_taken() -> None:
+    steps, sentence = after_ten_steps(0.01, most=500)
+    assert steps == 500 and sentence.endswith("and --train-iters 500 are wanted")
+    assert after_ten_steps(100.0)[0] == 10
+
+
+def test_the_length_is_decided_once() -> None:
+    batch = BatchConfig(global_batch_size=2, train_iters=2000, train_minutes=8)
+    assert FittedLength.of(batch, Progress(iteration=4, consumed_samples=8)) is not None
+    assert FittedLength.of(batch, Progress(iteration=40, fitted_iters=231)) is None
+    assert FittedLength.of(BatchConfig(train_iters=5), Progress()) is None
+
+
+def test_a_resumed_run_has_the_same_plan() -> None:
+    batch = BatchConfig(global_batch_size=2, train_iters=2000)
+    at_ten = Progress(iteration=10, consumed_samples=20)
+    later = Progress(iteration=200, consumed_samples=400, fitted_iters=231)
+    plan = BatchPlan.of(batch, at_ten).ending_at(231, at_ten)
+    assert dataclasses.replace(plan, done=later) == BatchPlan.of(batch, later).ending_at(231, later)
+    assert (plan.train_samples, plan.num_iterations()) == (462, 231)
+
+
+def test_what_the_first_steps_would_depend_on_is_refused() -> None:
+    from gptpar.config.checks.batch import check_duration
+
+    config = tiny_config().update("batch", train_iters=None, train_samples=100, train_minutes=5.0)
+    config = config.update("optimizer", lr_warmup_fraction=0.1, weight_decay_incr_style="linear")
+    problems = list(check_duration(config))
+    assert len(problems) == 3 and all(problem.startswith("--train-minutes 5 ") for problem in problems)
+    assert "--train-iters, which is missing" in problems[0] and "give --lr-warmup-iters" in problems[1]

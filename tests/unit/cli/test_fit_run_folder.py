@@ -1,0 +1,90 @@
+"""A run folder remembers its text, model and length, and refuses others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gptpar.cli.fit import main as fit_main
+from gptpar.cli.fit.machine import Machine
+from gptpar.cli.fit.main import main
+from gptpar.cli.fit.text import Text
+from gptpar.errors import GptparError
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_main, "this_machine", lambda: Machine(0, "fp32", 20 << 30, 0.0, "test"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "my text.jsonl"
+    path.write_text('{"text": "one"}\n')
+    return path
+
+
+def refusal(*words: object) -> str:
+    with pytest.raises(GptparError) as error:
+        main([str(word) for word in words])
+    return str(error.value)
+
+
+def test_the_same_command_gets_the_same_flags(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--run", str(tmp_path / "run"), "--data", str(text), "--seconds-used"]
+    assert main([*words, "60"]) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert first[:2] == ["--vocab-size", "1024"] and first[first.index("--train-minutes") + 1] == "9.0"
+    os.utime(text, (1, 1))  # touched, not changed
+    assert main([*words, "3"]) == 0
+    assert capsys.readouterr().out.splitlines() == first
+
+
+def test_another_text_is_refused(tmp_path: Path, text: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other.txt"
+    other.write_text("two")
+    main(["--run", str(run), "--data", str(text)])
+    remedy = f": choose another folder with RUN=..., or remove {run} to begin anew."
+    said = refusal("--run", run, "--data", other)
+    assert said == f"{run} was made from DATA={text}, and this command names DATA={other}{remedy}"
+    assert "and this command names Python's standard library" in refusal("--run", run)
+    assert "no such file" in refusal("--run", run, "--data", tmp_path / "gone.jsonl")
+    text.write_text('{"text": "two"}\n')
+    assert f"whose content has changed since ({text})" in refusal("--run", run, "--data", text)
+
+
+def test_all_differences_are_told_at_once(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    main(["--run", str(run), "--minutes", "3"])
+    said = refusal("--run", run, "--minutes", 5, "--preset", "124M", "--data", text)
+    assert "made with PRESET=350M, and this command gives PRESET=124M" in said
+    assert "made with MINUTES=3, and this command gives MINUTES=5" in said and f"names DATA={text}" in said
+
+
+def test_a_file_of_a_folder_that_comes_or_goes_is_another_text(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one")
+    before = Text.of(str(folder), [], None)
+    assert before.num_bytes == 3 and before.difference(Text.of(str(folder), [], before)) is None
+    (folder / "b.txt").write_text("two")
+    assert str(folder / "b.txt") in (before.difference(Text.of(str(folder), [], before)) or "")
+
+
+def test_data_and_tokenizer_of_the_command_line(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    main(["--run", str(run), "--", "--data-path=old", "--tokenizer-type", "NullTokenizer", "--lr", "1e-3"])
+    main(["--run", str(run), "--", "--data-path", "old", "--tokenizer-type", "NullTokenizer"])
+    said = refusal("--run", run, "--", "--data-path", "new", "--tokenizer-type", "NullTokenizer")
+    assert "made from --data-path old --tokenizer-type NullTokenizer, and this command names --data-path new" in said
+    assert "both say what to train on" in refusal("--data", text, "--", "--data-path", "new")
+    assert "give --data-path as well" in refusal("--", "--tokenizer-type", "GPT2BPETokenizer")
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010").mkdir()
+    assert "holds iter_0000010 and no made_with.json" in refusal("--run", tmp_path)
+    (tmp_path / "made_with.json").write_text("{")
+    assert "made_with.json cannot be read" in refusal("--run", tmp_path)

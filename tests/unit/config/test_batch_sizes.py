@@ -1,0 +1,296 @@
+"""Batch sizes that change with the tokens consumed, growing batches, and where runs end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.checkpoint import load_meta, read_tensors
+from gptpar.cli.benchmark import measure as benchmark
+from gptpar.cli.check_layouts.cases import Case
+from gptpar.cli.check_layouts.main import case_config
+from gptpar.cli.plan import make_planner
+from gptpar.cli.pretrain import main
+from gptpar.config import BatchConfig, Config
+from gptpar.config.batch_sizes import BatchSizes, read_schedule
+from gptpar.config.flags import parse_flags
+from gptpar.config.gradients import adds_gradients
+from gptpar.config.graph import graph_obstacles
+from gptpar.config.validate import resolve
+from gptpar.errors import ConfigError
+from gptpar.optim.schedule import make_schedule
+from gptpar.topology.layout import Layout
+from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.progress import Progress
+from tests.helpers import TINY
+
+MODEL = TINY.replace("--train-iters 20 ", "")  # 16 tokens a sample, micro-batch 2
+
+
+def resolved(flags: str, schedule: str | None = None, world_size: int = 1, start: str = MODEL) -> Config:
+    words = [*start.split(), *flags.split(), *(["--step-batch-size-schedule", schedule] if schedule else [])]
+    return resolve(parse_flags(words), world_size)[0]
+
+
+def problems(flags: str, schedule: str | None = None, world_size: int = 1, start: str = MODEL) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolved(flags, schedule, world_size, start)
+    return caught.value.problems
+
+
+def sizes_of(plan: BatchPlan, done: Progress | None = None) -> list[int]:
+    """The batches that the loop would fetch from there on."""
+    now, found = done or Progress(), []
+    while not plan.finished(now):
+        found.append(plan.global_batch_size(now.consumed_samples))
+        now = Progress(now.iteration + 1, now.consumed_samples + found[-1])
+    return found
+
+
+# --- reading a schedule ---------------------------------------------------------------------------------------------
+
+
+def test_thresholds_are_tokens_with_suffixes_as_in_megatron() -> None:
+    """GPT-3's schedule in Megatron-LM's example, at 2,048 tokens a sample; samples are rounded down."""
+    text = "0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536"
+    table = ((0, 16), (1171875, 320), (2343750, 624), (3515625, 928), (4687500, 1232), (5859375, 1536))
+    assert read_schedule([text], 2048) == read_schedule(text.split(), 2048) == table
+    assert read_schedule(["100k:1K,0:8 , 5e3:16"], 100) == ((0, 8), (50, 16), (1000, 1000))
+    assert read_schedule(["0:2 1.5M:4 0.001T:6"], 1) == ((0, 2), (1_500_000, 4), (1_000_000_000, 6))
+    assert read_schedule(["0:2 4.35B:4"], 1)[1][0] == 4_350_000_000  # not 4,349,999,999 as in floating point
+    assert read_schedule(["0:2 33:4"], 16) == ((0, 2), (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("16", "'16': TOKENS:SIZE is needed, for example 2.4B:320"),
+        ("17:16", "the first size must begin at 0 tokens, for example 0:16"),
+        (",", "the first size must begin at 0 tokens, for example 0:16"),
+        (
+            "0:2 x:4 9:-4 1Q:2",
+            "'x:4': 'x' is not a number, with K, M, B or T behind it if need be; '9:-4': -4 is not bet",
+        ),
+        ("0:2 1e999999999:4", "1e999999999 is not between 0 and 100,000,000,000,000,000"),
+        ("0:2 inf:4", "'inf' is not a number"),
+        ("0:2 16:2.5", "2.5 is not a whole number"),
+        ("0:2 16:0", "a size must be at least 1"),
+        ("0:2 16:4 17:6", "the sizes 4 and 6 begin at the same sample (1, of 16 tokens each)"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read_is_told(text: str, told: str) -> None:
+    (problem,) = problems("--train-iters 5", text)
+    assert problem.startswith("--step-batch-size-schedule: ") and told in problem
+
+
+def test_every_problem_of_a_schedule_is_told_at_once() -> None:
+    flags = "--train-iters 5 --global-batch-size 8 --rampup-batch-size 2 2 9 --gradient-accumulation-steps 2"
+    found = problems(flags, "0:2 32:6 64:12", 4)
+    assert [problem.split(":")[0] for problem in found] == [
+        "--step-batch-size-schedule and --rampup-batch-size both say how the batch grows",
+        "--gradient-accumulation-steps is the same for all steps, which --step-batch-size-schedule is not",
+        "--step-batch-size-schedule",
+        "--global-batch-size 8 is not the last size 12 of --step-batch-size-schedule",
+        "--rampup-batch-size needs --train-samples or --train-tokens alone",
+    ]
+    assert found[2].startswith(
+        "--step-batch-size-schedule: 2, 6, 12: not a multiple of --micro-batch-size 2 x 4 data-parallel process(es) = 8"
+    )
+
+
+def test_sizes_are_not_held_against_a_micro_batch_that_is_not_known() -> None:
+    start = MODEL.replace("--micro-batch-size 2 ", "")
+    assert problems("--train-iters 5 --micro-batch-size x", "0:3", start=start) == [
+        "--micro-batch-size x: a whole number is needed."
+    ]
+
+
+# --- what follows from it -------------------------------------------------------------------------------------------
+
+
+def test_batches_of_a_schedule_by_hand() -> None:
+    """2 from sample 0, 4 from sample 5, 8 from sample 15; a step has the size that holds where it starts."""
+    config = resolved("--train-samples 50", "0:2 80:4 240:8")
+    assert config.batch.batch_sizes == ((0, 2), (5, 4), (15, 8)) and config.batch.global_batch_size == 8
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    plan = BatchPlan.of(config.batch)
+    # 0 2 4 | 6 10 14 | 18 26 34 42 -> 50
+    assert sizes_of(plan) == [2, 2, 2, 4, 4, 4, 8, 8, 8, 8]
+    assert (plan.num_iterations(), plan.full, plan.train_samples) == (10, 8, 50)
+    there = Progress(iteration=4, consumed_samples=10)
+    going_on = BatchPlan.of(config.batch, there)
+    assert sizes_of(going_on, there) == [4, 4, 8, 8, 8, 8] and going_on.num_iterations() == 10
+    in_steps = BatchPlan.of(resolved("--train-iters 8", "0:2 80:4 240:8").batch)
+    assert (sizes_of(in_steps), in_steps.train_samples, in_steps.num_iterations()) == ([2, 2, 2, 4, 4, 4, 8, 8], 34, 8)
+    falling = BatchPlan.of(resolved("--train-iters 4", "0:8 160:2").batch)
+    assert sizes_of(falling) == [8, 8, 2, 2]
+
+
+def test_steps_of_the_learning_rate_are_counted_in_the_schedules_batches() -> None:
+    """Warm-up over steps of 2, 2, 2 and 4 samples; the decay ends with the 8th step; its tail is two steps of 8."""
+    flags = "--train-iters 10 --lr-warmup-iters 4 --lr-decay-iters 8 --lr-decay-style WSD --lr-wsd-decay-iters 2"
+    config = resolved(flags, "0:2 80:4 240:8")
+    schedule = make_schedule(config, BatchPlan.of(config.batch).train_samples)
+    assert (schedule.warmup, schedule.decay, schedule.wsd_tail, schedule.total) == (10, 34, 16, 50)
+
+
+def test_sizes_agree_with_counting_step_by_step() -> None:
+    batches = [
+        BatchConfig(global_batch_size=8, batch_sizes=((0, 2), (5, 4), (6, 6), (7, 3), (40, 8))),
+        BatchConfig(global_batch_size=64, rampup_batch_size=(4, 2, 1001)),
+        BatchConfig(global_batch_size=8, rampup_batch_size=(2, 2, 0 + 1)),
+        BatchConfig(global_batch_size=5),
+    ]
+    for sizes in map(BatchSizes.of, batches):
+        for consumed in (0, 3, 6, 41):
+            now = consumed
+            for steps in range(60):
+                assert sizes.samples_after(steps, consumed) == now
+                assert sizes.steps_within(now, consumed) == steps
+                assert sizes.steps_within(now + sizes.at(now) - 1, consumed) == steps
+                now += sizes.at(now)
+
+
+@pytest.mark.parametrize(
+    "ramp", [(32, 32, 1953125, 256), (2, 2, 24, 8), (16, 8, 300000, 1024), (1, 3, 7, 10), (4, 4, 1, 64)]
+)
+def test_a_growing_batch_is_megatrons_formula(ramp: tuple[int, int, int, int]) -> None:
+    start, increment, samples, full = ramp
+    sizes = BatchSizes.of(BatchConfig(global_batch_size=full, rampup_batch_size=(start, increment, samples)))
+    span = samples / ((full - start) / increment)
+    near = {round(k * span) + d for k in range(20) for d in (-1, 0, 1)} | {samples - 1, samples, samples + 1}
+    for consumed in (n for n in near if n >= 0):
+        size = full if consumed > samples else min(full, start + int(consumed / span) * increment)
+        assert sizes.at(consumed) == size, consumed
+
+
+def test_what_depends_on_equal_steps_knows_of_the_schedule() -> None:
+    config = resolved("--train-iters 5", "0:2 32:2")
+    assert adds_gradients(config, 1)
+    assert "--step-batch-size-schedule changes the number of micro-batches" in list(graph_obstacles(config, 1))
+
+
+def test_other_verbs_take_the_last_size() -> None:
+    words = [*MODEL.split(), "--step-batch-size-schedule", "0:2 32:4", "64:6"]
+    parsed = benchmark.parse([*words, "--lr-warmup-iters", "2000", "--steps", "3"])
+    assert (parsed.config.batch.global_batch_size, parsed.config.batch.step_batch_size_schedule) == (6, None)
+    config, derived = resolve(parsed, 1)
+    assert BatchPlan.of(config.batch).full == 6 and config.optimizer.lr_warmup_iters == 0
+    assert ("global batch size", 6) in [(d.name, d.value) for d in derived]
+    growing = benchmark.parse([*MODEL.split(), "--global-batch-size", "8", "--rampup-batch-size", "2", "2", "100"])
+    assert resolve(growing, 1)[0].batch.rampup_batch_size is None
+    planner, _ = make_planner([*words, "--gpu", "h100", "--world-size", "1", "--search"])
+    assert planner.plan().job.config.batch.global_batch_size == 6
+    with pytest.raises(ConfigError, match="check-layouts compares steps of one size"):
+        case_config([*words, "--train-iters", "3"], Case("one process", Layout(), ()), 1)
+
+
+# --- a run ----------------------------------------------------------------------------------------------------------
+
+
+def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+    return dict(read_tensors(folder / f"iter_{iteration:07d}"))
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_schedule_is_its_sequence_of_batches_also_where_it_is_resumed(tmp_path: Path) -> None:
+    constant = [*MODEL.split(), "--lr-decay-style", "constant", "--log-interval", "100"]
+    scheduled = [*constant, "--train-iters", "6", "--step-batch-size-schedule", "0:2 96:4"]  # 2 2 2 4 4 4
+    main([*scheduled, "--save", f"{tmp_path}/whole"])
+    assert [line["global_batch_size"] for line in lines(tmp_path / "whole")] == [2, 2, 2, 4, 4, 4]
+    half = [*scheduled, "--save", f"{tmp_path}/halves", "--load", f"{tmp_path}/halves"]
+    main([*half, "--exit-interval", "4"])
+    main(half)
+    sequence = [*constant, "--save", f"{tmp_path}/sequence", "--load", f"{tmp_path}/sequence"]
+    main([*sequence, "--train-iters", "3"])
+    main([*sequence, "--train-iters", "6", "--global-batch-size", "4", "--override-opt-param-scheduler"])
+    whole = weights(tmp_path / "whole", 6)
+    for other in ("halves", "sequence"):
+        found = weights(tmp_path / other, 6)
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole), other
+        losses = [[line["lm_loss"] for line in lines(tmp_path / run)] for run in (other, "whole")]
+        assert losses[0] == losses[1]
+    assert load_meta(tmp_path / "halves")["progress"]["consumed_samples"] == 18
+
+
+# --- whichever comes first ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "samples"),
+    [
+        ("--train-samples 20 --train-tokens 64", 2, 4),
+        ("--train-samples 20 --train-tokens 63", 2, 4),
+        ("--train-samples 4 --train-tokens 640", 2, 4),
+        ("--train-iters 10 --train-tokens 64", 2, 4),
+        ("--train-iters 2 --train-tokens 640", 2, 4),
+        ("--train-tokens 64", 2, 4),
+    ],
+)
+def test_tokens_beside_samples_or_steps_end_the_run_where_either_is_reached(
+    flags: str, steps: int, samples: int
+) -> None:
+    config = resolved(flags)
+    plan = BatchPlan.of(config.batch)
+    assert (plan.num_iterations(), sizes_of(plan), plan.train_samples) == (steps, [2] * steps, samples)
+    assert make_schedule(config, plan.train_samples).decay == samples
+    assert resolve(parse_flags([*MODEL.split(), *flags.split()]), 1)[0] == config
+
+
+def test_the_banner_tells_which_end_comes_first() -> None:
+    def derived(flags: str) -> list[tuple[object, str]]:
+        found = resolve(parse_flags([*MODEL.split(), *flags.split()]), 1)[1]
+        return [(d.value, d.reason) for d in found if d.name in ("train samples", "last iteration")]
+
+    assert derived("--train-samples 20 --train-tokens 64") == [
+        (4, "64 tokens / 16 a sample, reached before --train-samples 20")
+    ]
+    assert derived("--train-samples 4 --train-tokens 640") == [(4, "reached before --train-tokens 640")]
+    assert derived("--train-iters 10 --train-tokens 64") == [
+        (2, "64 tokens / 16 a sample, reached before --train-iters 10")
+    ]
+    assert derived("--train-iters 2 --train-tokens 640") == [(2, "reached before --train-tokens 640")]
+
+
+def test_tokens_end_a_growing_batch_and_a_schedule_and_a_resumed_run() -> None:
+    ramp = resolved(
+        "--train-samples 99 --train-tokens 384 --global-batch-size 8 --rampup-batch-size 2 2 24"
+    )  # 24 samples
+    plan = BatchPlan.of(ramp.batch)
+    assert (sizes_of(plan), plan.train_samples) == ([2, 2, 2, 2, 4, 4, 6], 24)
+    schedule = resolved("--train-iters 99 --train-tokens 384", "0:2 80:4 240:8")
+    plan = BatchPlan.of(schedule.batch)
+    assert (sizes_of(plan), plan.train_samples, plan.num_iterations()) == ([2, 2, 2, 4, 4, 4], 24, 6)
+    there = Progress(iteration=3, consumed_samples=6)
+    assert BatchPlan.of(schedule.batch, there).train_samples == 24
+    assert sizes_of(BatchPlan.of(schedule.batch, there), there) == [4, 4, 4]
+    larger = resolved("--train-iters 10 --train-tokens 384 --global-batch-size 8")
+    assert sizes_of(BatchPlan.of(larger.batch, there), there) == [8, 8]  # 6 + 16 samples of 24
+
+
+def test_schedules_in_tokens_end_with_the_tokens() -> None:
+    config = resolved("--train-samples 100 --train-tokens 640 --lr-warmup-tokens 64 --weight-decay 0.1")
+    schedule = make_schedule(config, BatchPlan.of(config.batch).train_samples)
+    assert (schedule.in_tokens, schedule.warmup, schedule.decay, schedule.total) == (True, 64, 640, 640)
+
+
+def test_steps_and_samples_exclude_each_other_as_in_megatron() -> None:
+    for more in ("", " --train-tokens 64"):
+        (problem,) = problems(f"--train-iters 3 --train-samples 5{more}")
+        assert problem == "how long to train is said twice (--train-iters and --train-samples): keep one."
+
+
+def test_a_run_without_a_step_is_told() -> None:
+    for flags in ("--train-samples 1", "--train-tokens 16", "--train-iters 5 --train-tokens 16"):
+        (problem,) = problems(flags)
+        assert problem.startswith(
+            "the run has no step: it ends after 1 samples, and its first batch has 2: train on more"
+        )
+    assert BatchPlan.of(resolved("--train-tokens 17").batch).num_iterations() == 1  # the second sample's first token

@@ -1,0 +1,268 @@
+"""DeepSpeed's JSON in place of flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptpar.config.flags import parse_flags
+from gptpar.config.jsonc import JsonError, read_object
+from gptpar.config.validate import resolve
+from tests.unit.config.deepspeed_files import BATCH, MODEL, RATE, parsed_with, problems, resolved
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ds_config_offload.json"
+
+
+# --- the example ----------------------------------------------------------------------------------------------------
+
+
+def test_the_example_resolves() -> None:
+    parsed = parse_flags(f"{MODEL} --deepspeed --deepspeed_config {EXAMPLE}".split())
+    config, derived = resolve(parsed, 4)
+    assert (config.batch.global_batch_size, config.batch.micro_batch_size) == (32, 4)
+    assert config.parallel.zero_stage == 3 and config.precision.dtype == "bf16"
+    assert config.offload.cpu_optimizer and config.offload.ratio == 0.3
+    o = config.optimizer
+    assert (o.lr, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (3e-4, 0.9, 0.95, 1e-8, 0.1)
+    assert (o.clip_grad, config.logging.log_interval) == (1.0, 10)
+    reasons = {d.name: d.reason for d in derived}
+    assert reasons["zero stage"] == f"{EXAMPLE}: zero_optimization.stage"
+    assert reasons["cpu optimizer ratio"] == (
+        f"{EXAMPLE}: zero_optimization.offload_optimizer.ratio; exact here: this share of the elements, at every ZeRO "
+        "stage"
+    )
+    assert reasons["micro batches per step"] == "batch 32 / (micro-batch 4 x 4 data-parallel process(es))"
+    assert [note.split(": ")[0] for note in parsed.without_effect] == [
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.sub_group_size",
+        "zero_allow_untested_optimizer",
+    ]
+
+
+# --- the flags ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--deepspeed", "--deepspeed needs --deepspeed_config FILE, DeepSpeed's JSON: give it, or drop --deepspeed."),
+        ("--deepspeed_config ds.json", "--deepspeed_config ds.json is read with --deepspeed only: add it."),
+        (
+            "--deepspeed --deepspeed-config no.json",
+            "--deepspeed_config no.json: cannot be read (No such file or directory): name a file.",
+        ),
+        ("--deepspeed --deepspeed_config .", "--deepspeed_config .: cannot be read (Is a directory): name a file."),
+    ],
+)
+def test_flags_that_do_not_lead_to_a_file(folder: Path, flags: str, expected: str) -> None:
+    assert parse_flags(flags.split()).problems == [expected]
+
+
+def test_a_file_that_is_no_text_is_named(folder: Path) -> None:
+    Path("ds.json").write_bytes(b'{"a\xff": 1}')
+    assert parse_flags(["--deepspeed", "--deepspeed_config", "ds.json"]).problems == [
+        "--deepspeed_config ds.json: byte 3 is not UTF-8: save it as text."
+    ]
+
+
+def test_help_tells_of_both_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(["--help"])
+    text = capsys.readouterr().out
+    assert "--deepspeed-config FILE, --deepspeed_config FILE" in text and "--gradient-accumulation-steps N" in text
+
+
+# --- JSON with comments ---------------------------------------------------------------------------------------------
+
+
+def test_comments_and_trailing_commas() -> None:
+    text = """\ufeff{ // one
+      "a": [1, 2, /* three, */ ], # four ,}
+      "b//c": "x # y, ] // \\" /* z */,}", /* "d": 1,
+      */ "e": {"f": 5e8 , } , // last
+    }"""
+    assert read_object(text.removeprefix("\ufeff")) == {
+        "a": [1, 2],
+        "b//c": 'x # y, ] // " /* z */,}',
+        "e": {"f": 5e8},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"a": 1,\n // x\n "b" 2}', "line 3, column 6: Expecting ':' delimiter"),
+        ('{"a": 1, "b": {"c": 1, "c": 2}, "a": 3}', "given twice in one object: c, a"),
+        ("[1]", "an object in braces is needed"),
+        ('{"a": [,]}', "line 1, column 8: Expecting value"),
+        ('{"a": 1,,}', "line 1, column "),
+        ('{"a": NaN}', "NaN is not a number"),
+        ('{"a": /* 1}', "line 1, column 7: Expecting value"),
+        ('{"a": ' + "[" * 100_000 + "}", ""),
+        ('{"a": ' + "1" * 5000 + "}", "Exceeds the limit"),
+        ("", "line 1, column 1: Expecting value"),
+    ],
+)
+def test_text_that_cannot_be_read_is_told_with_its_place(text: str, expected: str) -> None:
+    with pytest.raises(JsonError) as caught:
+        read_object(text)
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_key_given_twice_is_a_problem_with_the_file(folder: Path) -> None:
+    found = problems('{"train_batch_size": 8, "train_batch_size": 16}', "--lr 1e-3 --micro-batch-size 2")
+    assert found == ["--deepspeed_config ds.json: given twice in one object: train_batch_size; correct it."]
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "steps", "expected"),
+    [
+        (32, 2, 4, (32, 2)),
+        (32, 2, None, (32, 2)),
+        (32, None, 4, (32, 2)),
+        (None, 2, 4, (32, 2)),
+        (32, None, None, (32, 8)),
+        (None, 2, None, (8, 2)),
+        (32, 2, "auto", (32, 2)),
+        (32, "auto", "auto", (32, 8)),
+    ],
+)
+def test_two_of_the_three_batch_sizes_say_the_third(
+    folder: Path, train: object, micro: object, steps: object, expected: tuple[int, int]
+) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    file = {name: value for name, value in zip(names, (train, micro, steps), strict=True) if value is not None}
+    config, _ = resolved({**file, **RATE})
+    assert (config.batch.global_batch_size, config.batch.micro_batch_size) == expected
+
+
+def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) -> None:
+    file = {"train_batch_size": 32, "gradient_accumulation_steps": 4, **RATE}
+    config, derived = resolved(file, "--tensor-model-parallel-size 2", world=8)
+    assert config.batch.micro_batch_size == 2
+    assert derived["micro batch size"].reason == "batch 32 / (4 micro-batches x 4 data-parallel process(es))"
+    config, derived = resolved({**BATCH, **RATE}, world=1)
+    assert config.batch.global_batch_size == 8
+    assert derived["global batch size"].reason == "micro-batch 2 x 1 data-parallel process(es) x 4 a step"
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "expected"),
+    [
+        (
+            {"train_batch_size": 64, **BATCH},
+            "",
+            "--global-batch-size 64 is not --micro-batch-size 2 x --gradient-accumulation-steps 4 x 4 data-parallel "
+            "process(es) = 32: drop one of the three, or make them agree.",
+        ),
+        (
+            {"train_batch_size": 40, "gradient_accumulation_steps": 3},
+            "",
+            "--global-batch-size 40 is not a multiple of --gradient-accumulation-steps 3 x 4 data-parallel process(es) "
+            "= 12, so there is no --micro-batch-size for it: change one of them.",
+        ),
+        (
+            {"train_batch_size": 34, "train_micro_batch_size_per_gpu": 2},
+            "",
+            "--global-batch-size 34 is not a multiple of --micro-batch-size 2 x 4 data-parallel process(es) = 8: the "
+            "nearest that fits is 32.",
+        ),
+        (
+            BATCH,
+            "--micro-batch-size 1",
+            "ds.json: train_micro_batch_size_per_gpu is 2, but --micro-batch-size 1 is given, too: drop one of them, "
+            "or make them agree.",
+        ),
+        (
+            {"gradient_accumulation_steps": 4},
+            "",
+            "--micro-batch-size is missing: the number of samples one process runs at once, for example 4.",
+        ),
+        ({**BATCH, "gradient_accumulation_steps": 0}, "", "--gradient-accumulation-steps is 0; it must be at least 1."),
+    ],
+)
+def test_batch_sizes_that_contradict_each_other(folder: Path, file: dict[str, Any], flags: str, expected: str) -> None:
+    assert problems({**file, **RATE}, flags) == [expected]
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def test_flags_that_agree_or_speak_alone_win(folder: Path) -> None:
+    file = {**BATCH, **RATE, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}, "steps_per_print": None}
+    flags = "--zero-stage 3 --bf16 --lr 6e-4 --log-interval 7 --adam-beta2 0.95"
+    config, derived = resolved(file, flags)
+    assert (config.precision.dtype, config.logging.log_interval, config.optimizer.adam_beta2) == ("bf16", 7, 0.95)
+    assert "zero stage" not in derived and "lr" not in derived
+
+
+def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
+    file = {
+        "prescale_gradients": True,
+        "wall_clock_breakdown": False,
+        "tensorboard": {"enabled": True, "output_path": "x", "job_name": "y"},
+        "activation_checkpointing": {"partition_activations": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "communication_data_type": "bf16",
+        "amp": {"enabled": False},
+        "zero_optimization": {"stage3_max_live_parameters": 1e9, "max_live_parameters": "auto"},
+    }
+    parsed = parsed_with({**BATCH, **RATE, **file})
+    assert parsed.problems == [] and parsed.config.parallel.grad_reduce_in_bf16
+    assert parsed.without_effect == [
+        "prescale_gradients: the loss is divided before the backward pass",
+        "wall_clock_breakdown: iteration time and throughput are always measured; see gptpar benchmark --breakdown",
+        "tensorboard: see --tensorboard-dir",
+        "activation_checkpointing: see --recompute-granularity, --partition-activations and --checkpoint-in-cpu",
+        "data_types.grad_accum_dtype: gradients are always summed in fp32",
+        "zero_optimization.stage3_max_live_parameters: sizes of messages are chosen here",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ({"grandient_accumulation_steps": 4}, "grandient_accumulation_steps is unknown; did you mean gradient_accum"),
+        ({"stage": 2}, "stage is unknown; did you mean zero_optimization.stage?"),
+        ({"fp16.enabled": True}, "fp16.enabled is unknown;"),
+        ({"tensorboard": {"job": 1}}, "tensorboard.job is unknown; the keys there are enabled, output_path, job_name."),
+        ({"tensorboard": 1}, "tensorboard is 1: an object in braces is needed."),
+        ({"zero_optimization": True}, "zero_optimization is true: an object in braces is needed."),
+        ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage is "2": a whole number is needed.'),
+        ({"gradient_clipping": True}, "gradient_clipping is true: a number is needed."),
+        ({"gradient_clipping": 10**400}, "gradient_clipping is 1000000"),
+        ({"steps_per_print": 10**400}, "steps_per_print is 1000000"),
+        ({"bf16": {"enabled": "yes"}}, 'bf16.enabled is "yes": true or false is needed.'),
+        ({"amp": {"enabled": True}}, "amp: Apex is not part of gptpar; leave it out."),
+        ({"scheduler": {"type": []}}, "scheduler.type is []: only WarmupLR,"),
+        ({"communication_data_type": "fp8"}, 'communication_data_type is "fp8": one of fp32, bf16 is needed.'),
+        ({"fp16": {"enabled": True, "initial_scale_power": 999}}, "fp16.initial_scale_power is 999: a whole number fr"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is true: master wei"),
+    ],
+)
+def test_a_key_or_value_that_is_not_understood(folder: Path, file: dict[str, Any], expected: str) -> None:
+    found = problems({**BATCH, **RATE, **file})
+    assert len(found) == 1 and found[0].startswith(f"ds.json: {expected}"), found
+
+
+def test_two_keys_of_one_meaning_must_agree(folder: Path) -> None:
+    file = {**BATCH, "gradient_clipping": 1.0, "optimizer": {"type": "Adam", "params": {"lr": 1, "max_grad_norm": 2}}}
+    assert problems(file) == ["ds.json: gradient_clipping is 1.0, but optimizer.params.max_grad_norm is 2: keep one."]
+
+
+def test_problems_of_file_and_flags_are_told_together(folder: Path) -> None:
+    found = problems({**BATCH, **RATE, "zero_optimization": {"stage": 7}, "x": 1}, "--hidden-size 770 --num-layer 2")
+    assert found == [
+        "unknown flag --num-layer; did you mean --num-layers?",
+        "ds.json: x is unknown; leave it out.",
+        "--hidden-size 770 is not divisible by --num-attention-heads 12: use 768 or 780, or give --kv-channels.",
+        "--zero-stage is 7; it must be at most 3.",
+    ]

@@ -1,0 +1,156 @@
+"""Documents too long to hold give the files that they would give in one piece."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gptpar.cli.preprocess import main
+from gptpar.data import long_lines, readers
+from gptpar.errors import DataError
+from tests.unit.data.tokenizer.vocabularies import small_vocabulary, write_files
+
+TEXT = 'the cat sat, the cat\'s 12 hats.\n  d\u00e9j\u00e0 vu \U0001f600 \u65e5\u672c "q" \\ \x07 ' * 40
+OTHERS = ["short", "", "the cat"]
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch):
+    for module, name, value in (
+        (long_lines, "PART_BYTES", 97), (readers, "PART_BYTES", 97), (readers, "LONG_LINE_BYTES", 300),
+        (readers, "BLOCK_BYTES", 64),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(readers.read_parts, "__defaults__", (64,))
+
+
+def arguments(folder: Path, kind: str) -> list[str]:
+    if kind == "ByteLevelTokenizer":
+        return ["--tokenizer-type", kind, "--append-eod"]
+    write_files(folder, *small_vocabulary(25))
+    files = ["--vocab-file", str(folder / "encoder.json"), "--merge-file", str(folder / "vocab.bpe")]
+    return ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod", *files]
+
+
+def files_of(folder: Path, *flags: str, name: str = "out") -> dict[str, bytes]:
+    folder.mkdir(exist_ok=True)
+    assert main(["--output-prefix", str(folder / name), *flags]) == 0
+    return {path.name: path.read_bytes() for path in sorted(folder.glob(f"{name}_*"))}
+
+
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on every document is held."""
+    monkeypatch.setattr(readers, "PART_BYTES", 1 << 30)
+    monkeypatch.setattr(readers, "LONG_LINE_BYTES", 1 << 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ByteLevelTokenizer", "GPT2BPETokenizer"])
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("escaped", [True, False])
+def test_long_lines(kind: str, workers: str, escaped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    documents = [
+        {"text": OTHERS[0], "title": "t"},
+        {"id": [1, {"text": "x" * 400}], "text": TEXT, "note": "\u65e5" * 500, "title": ""},
+        {"text": OTHERS[1], "title": TEXT},
+        {"title": TEXT[::-1], "a\nb": {"text": TEXT}, "text": TEXT * 2},
+        {"text": OTHERS[2], "title": "the end"},
+    ]
+    corpus = tmp_path / "c.jsonl"
+    lines = [json.dumps(document, ensure_ascii=escaped) for document in documents]
+    corpus.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+    flags = ["--input", str(corpus), "--json-keys", "text", "title", "--workers", workers, *arguments(tmp_path, kind)]
+    parts = files_of(tmp_path / "parts", *flags)
+    assert any(isinstance(block, readers.Part) for block in readers.read_parts([str(corpus)], ["text"], len))
+    whole(monkeypatch)
+    assert parts == files_of(tmp_path / "whole", *flags)
+    assert len(parts) == 4
+
+
+@pytest.mark.parametrize("kind", ["ByteLevelTokenizer", "GPT2BPETokenizer"])
+def test_long_text_files(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    contents = [TEXT, "\ufeff" + TEXT, "", "a", "x" * 1000, "x" * 97, TEXT + "\n" * 200]
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.txt").write_text(content, encoding="utf-8")
+    flags = ["--input", str(tmp_path / "*.txt"), "--workers", "1", *arguments(tmp_path, kind)]
+    parts = files_of(tmp_path / "parts", *flags)
+    whole(monkeypatch)
+    assert parts == files_of(tmp_path / "whole", *flags)
+
+
+def line(inside: str) -> bytes:
+    return f'{{"text": "{inside}"}}'.encode()
+
+
+BAD = [
+    (line("a " * 500)[:-1], "not JSON: Expecting ',' delimiter"),
+    (line("a " * 500)[:-2], "not JSON: Unterminated string"),
+    (line("a " * 500 + "\\x" + " b" * 500), "not JSON: Invalid .*escape.* in the string at byte "),
+    (line("a " * 500) + b"}", "not JSON: Extra data"),
+    (line("a " * 500 + "\\ud800" + " b" * 500), 'the value of "text" holds half a character'),
+    (line("a " * 500 + "\\ud800" * 50), ".*half a character"),
+    (line("a " * 500).replace(b"a a", b"a\xffa", 1), r"byte 12 \(0xff\) is not UTF-8"),
+    (b'["text", ' + line("a " * 500) + b"]", "a JSON object is needed, this is list"),
+    (line("a " * 500).replace(b"text", b"body"), 'no key "text"; there are: body'),
+    (line("a " * 500)[:-1] + b', "text": "b"}', 'the key "text" of a line this long must not occur twice'),
+    (b'{"id": ' + b"1" * 900 + b"}", 'no key "text"; there are: id'),
+    (b"garbage " * 200, "not JSON: Expecting value"),
+]
+
+
+@pytest.mark.parametrize(("bad", "problem"), BAD)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_bad_long_lines(
+    bad: bytes,
+    problem: str,
+    workers: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    corpus, good = tmp_path / "c.jsonl", json.dumps({"text": TEXT}).encode()
+    corpus.write_bytes(b"\n".join([good, bad, good, b'{"text": "b"}']) + b"\n")
+    flags = ["--input", str(corpus), "--workers", workers, *arguments(tmp_path, "GPT2BPETokenizer")]
+    with pytest.raises(DataError, match=f"^{corpus}, line 2: {problem}"):
+        main([*flags, "--output-prefix", str(tmp_path / "none")])
+    assert not list(tmp_path.glob("none*"))
+    capsys.readouterr()
+    skipped = files_of(tmp_path / "skipped", *flags, "--skip-bad-lines")
+    said = capsys.readouterr().out.splitlines()
+    assert "skipped 1 bad lines:" in said[2:4] and said[-1].startswith(f"{corpus}, line 2: ")
+    num_tokens = len(skipped["out_text_document.bin"]) // 2  # of a forgotten document none is counted
+    assert said[0].startswith(f"3 documents, {num_tokens:,} tokens ")
+    corpus.write_bytes(b"\n".join([good, good, b'{"text": "b"}']))
+    whole(monkeypatch)
+    assert skipped == files_of(tmp_path / "whole", *flags)
+
+
+def test_too_much_outside_the_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(long_lines, "MOST_OUTSIDE", 500)
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text('{"id": [' + "1," * 400 + '1], "text": "a"}\n{"text": "b"}\n')
+    flags = ["--input", str(corpus), "--workers", "1", *arguments(tmp_path, "ByteLevelTokenizer")]
+    with pytest.raises(DataError, match="line 1: more than 500 bytes of the line lie outside long strings"):
+        main([*flags, "--output-prefix", str(tmp_path / "none")])
+    assert files_of(tmp_path / "out", *flags, "--skip-bad-lines")["out_text_document.bin"] == b"b\0\0\1"
+
+
+def test_a_long_text_that_is_not_utf8(tmp_path: Path):
+    corpus = tmp_path / "c.txt"
+    corpus.write_bytes(b"the cat " * 100 + b"\xff" + b" the cat" * 100)
+    (tmp_path / "d.txt").write_bytes(b"b")
+    flags = ["--input", str(corpus), str(tmp_path / "d.txt"), "--workers", "1"]
+    flags += arguments(tmp_path, "ByteLevelTokenizer")
+    with pytest.raises(DataError, match=rf"^{corpus}, line 1: byte 801 \(0xff\) is not UTF-8"):
+        main([*flags, "--output-prefix", str(tmp_path / "none")])
+    assert files_of(tmp_path / "out", *flags, "--skip-bad-lines")["out_text_document.bin"] == b"b\0\0\1"
+
+
+def test_a_tokenizer_that_must_see_all_of_a_text_does(tmp_path: Path):
+    corpus = tmp_path / "c.txt"
+    corpus.write_text("1 22 " * 500)
+    flags = ["--input", str(corpus), "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", "1"]
+    tokens = files_of(tmp_path / "out", *flags)["out_text_document.bin"]
+    assert tokens == b"\1\0\x16\0" * 500

@@ -1,0 +1,104 @@
+"""GPT-2 BPE against a slow reference written from the paper, on a small vocabulary and on GPT-2's own."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from gptpar.errors import TokenizerError
+from tests.unit.data.tokenizer.vocabularies import GPT2, SAMPLE, build, join, small_vocabulary, words_of, write_files
+
+CHARACTERS = "abcdeABé日本😀ß 0123٣½ \t\n\r\u2028\u00a0\x00'.,!?_<|>-\u0301"
+
+
+def reference_encode(text: str, vocab: dict[str, int], merges: list[tuple[str, str]]) -> list[int]:
+    rank = {pair: i for i, pair in enumerate(merges)}
+    ids = []
+    for word in words_of(text):
+        while pairs := [p for p in zip(word, word[1:], strict=False) if p in rank]:
+            word = join(word, min(pairs, key=rank.__getitem__))
+        ids += [vocab[token] for token in word]
+    return ids
+
+
+def random_texts(count: int) -> list[str]:
+    draw = random.Random(0)
+    words = SAMPLE.split(" ")
+    return [
+        "".join(draw.choice(words) if draw.random() < 0.3 else draw.choice(CHARACTERS) for _ in range(60))
+        for _ in range(count)
+    ]
+
+
+def test_equals_the_reference_on_a_small_vocabulary(tmp_path: Path):
+    vocab, merges = small_vocabulary(25)
+    tokenizer = write_files(tmp_path, vocab, merges)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (282, 281)
+    for text in [SAMPLE, "", " ", "\n\n  x", *random_texts(200)]:
+        ids = tokenizer.encode(text)
+        assert ids == reference_encode(text, vocab, merges)
+        assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.skipif(not GPT2.is_dir(), reason="GPT-2's vocabulary files are not beside the repository")
+def test_equals_gpt2():
+    tokenizer = build(GPT2)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    assert tokenizer.encode("<|endoftext|>") == [27, 91, 437, 1659, 5239, 91, 29]
+    vocab = json.loads((GPT2 / "encoder.json").read_text())
+    lines = (GPT2 / "vocab.bpe").read_text(encoding="utf-8").split("\n")[1:-1]
+    merges = [(left, right) for left, right in (line.split() for line in lines)]
+    for text in [Path(__file__).read_text(encoding="utf-8"), " " * 37, "a" * 50, *random_texts(200)]:
+        assert tokenizer.encode(text) == reference_encode(text, vocab, merges)
+
+
+def test_end_of_text_is_never_read_from_a_text(tmp_path: Path):
+    tokenizer = write_files(tmp_path, *small_vocabulary(5))
+    assert tokenizer.eod not in tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.decode(tokenizer.encode("a<|endoftext|>b")) == "a<|endoftext|>b"
+    assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
+
+
+def test_decode_is_total(tmp_path: Path):
+    tokenizer = write_files(tmp_path, *small_vocabulary(5))
+    first_of_two = tokenizer.encode("é")[0]
+    assert tokenizer.decode([first_of_two, *tokenizer.encode("x"), 10**6, -1]) == "\ufffdx\ufffd\ufffd"
+
+
+def test_a_lone_surrogate_is_refused(tmp_path: Path):
+    with pytest.raises(TokenizerError, match="no UTF-8 form"):
+        write_files(tmp_path, *small_vocabulary(5)).encode("a\ud800")
+
+
+def test_identity_follows_the_content_of_the_files(tmp_path: Path):
+    one, two, other = tmp_path / "1", tmp_path / "2", tmp_path / "3"
+    for folder in (one, two, other):
+        folder.mkdir()
+    vocab, merges = small_vocabulary(5)
+    identity = write_files(one, vocab, merges).identity()
+    assert json.loads(json.dumps(identity)) == identity == write_files(two, vocab, merges).identity()
+    assert identity["type"] == "GPT2BPETokenizer" and set(identity["sha256"]) == {"vocab_file", "merge_file"}
+    assert identity != write_files(other, *small_vocabulary(6)).identity()
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path):
+    vocab, merges = small_vocabulary(5)
+    with pytest.raises(TokenizerError, match="lacks 1 tokens"):
+        write_files(tmp_path, {t: i for t, i in vocab.items() if t != "".join(merges[2])}, merges)
+    with pytest.raises(TokenizerError, match="do not follow the order"):
+        write_files(tmp_path, vocab, merges[::-1])
+    with pytest.raises(TokenizerError, match="has no <|endoftext|>"):
+        write_files(tmp_path, {t: i for t, i in vocab.items() if t != "<|endoftext|>"}, merges)
+    with pytest.raises(TokenizerError, match="the same id to two tokens"):
+        write_files(tmp_path, vocab | {"<|endoftext|>": 3}, merges)
+    write_files(tmp_path, vocab, merges)
+    (tmp_path / "vocab.bpe").write_text("#version: 0.2\na b c\n")
+    with pytest.raises(TokenizerError, match="line 2: 'a b c' is not a pair"):
+        build(tmp_path)
+    (tmp_path / "encoder.json").write_text("[1]")
+    with pytest.raises(TokenizerError, match="must be a JSON object"):
+        build(tmp_path)

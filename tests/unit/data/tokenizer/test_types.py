@@ -1,0 +1,120 @@
+"""build_tokenizer, and the tokenizers that are not BPE or SentencePiece."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptpar.data.tokenizer import TOKENIZER_TYPES, build_tokenizer, tokenizer_problems
+from gptpar.errors import ConfigError, TokenizerError
+
+
+def test_null_tokenizer_is_megatrons():
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.encode(" 3 0\n99\t3 ") == [3, 0, 99, 3]
+    assert tokenizer.decode([3, 0, 100]) == "3 0 100"
+    assert tokenizer.identity() == {"type": "NullTokenizer", "vocab_size": 101, "eod": 100, "sha256": {}}
+
+
+@pytest.mark.parametrize("text", ["1 100", "-1", "1.5", "a"])
+def test_null_tokenizer_refuses_what_is_no_id(text: str):
+    with pytest.raises(TokenizerError):
+        build_tokenizer("NullTokenizer", vocab_size=100).encode(text)
+
+
+def test_byte_tokenizer():
+    tokenizer = build_tokenizer("ByteLevelTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert tokenizer.encode("aé\n") == [97, 0xC3, 0xA9, 10]
+    assert tokenizer.decode([97, 0xC3, 98, 256, 257, -1]) == "a\ufffdb\ufffd\ufffd"
+    with pytest.raises(TokenizerError, match="no UTF-8 form"):
+        tokenizer.encode("\udc80")
+
+
+def test_all_problems_at_once(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        build_tokenizer("GPT2BPETokenizer", merge_file=str(tmp_path / "none.bpe"))
+    assert caught.value.problems == [
+        "--tokenizer-type GPT2BPETokenizer needs --vocab-file",
+        f"--merge-file {tmp_path / 'none.bpe'} is not there",
+    ]
+
+
+def test_an_unknown_type_gets_the_nearest_name():
+    assert tokenizer_problems("GPT2BPETokeniser") == [
+        "--tokenizer-type GPT2BPETokeniser does not exist; did you mean GPT2BPETokenizer?"
+    ]
+    assert all(name in tokenizer_problems("xyz")[0] for name in TOKENIZER_TYPES)
+
+
+def test_importing_the_package_loads_no_tokenizer_library():
+    code = "import sys, gptpar.data.tokenizer; print({'tiktoken', 'sentencepiece', 'tokenizers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, "ab"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_hf_tokenizer(hf_folder: Path):
+    for path in (hf_folder, hf_folder / "tokenizer.json"):
+        tokenizer = build_tokenizer("HFTokenizer", tokenizer_model=str(path))
+        assert (tokenizer.vocab_size, tokenizer.eod) == (258, 257)
+        assert tokenizer.encode("abab") == [256, 256]  # nothing added, nothing cut off
+        text = "aab é\n</s>\tab"
+        assert 257 not in tokenizer.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.decode([256, 258, -1, 256]) == "ab\ufffd\ufffdab"
+
+
+def test_hf_eod_comes_from_the_folder_and_is_asked_for_otherwise(hf_folder: Path):
+    (hf_folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "ab"}}))
+    assert build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(hf_folder)).eod == 256
+    (hf_folder / "tokenizer_config.json").unlink()
+    model = json.loads((hf_folder / "tokenizer.json").read_text())
+    model["added_tokens"] = []
+    (hf_folder / "tokenizer.json").write_text(json.dumps(model))
+    with pytest.raises(TokenizerError, match="does not say which token ends a document"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(hf_folder))
+
+
+def test_hf_tokenizer_without_its_library(hf_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(TokenizerError, match=r"gptpar\[hf\]"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(hf_folder))
+
+
+@pytest.mark.parametrize("name", ["HFTokenizer", "SentencePieceTokenizer"])
+def test_a_file_that_is_no_model(name: str, tmp_path: Path):
+    (tmp_path / "model").write_text("what?")
+    with pytest.raises(TokenizerError, match=str(tmp_path / "model")):
+        build_tokenizer(name, tokenizer_model=str(tmp_path / "model"))
+    assert tokenizer_problems(name, tokenizer_model=str(tmp_path)) == [
+        f"--tokenizer-model {tmp_path} holds no tokenizer.json"
+    ]
+
+
+def test_an_hf_tokenizer_without_tokens_is_told(tmp_path: Path):
+    pytest.importorskip("tokenizers")
+    model = {"type": "WordLevel", "vocab": {}, "unk_token": "x"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(TokenizerError, match="holds no token: its vocabulary is empty; take the model's own"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))

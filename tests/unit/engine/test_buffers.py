@@ -1,0 +1,121 @@
+"""Buffers of layers that are built without storage: they get memory and their values with the parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.engine import Engine, EngineSettings, table_of
+from gptpar.engine.parameter_memory import ParameterMemory
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.pipeline.module import PipelineModule
+from gptpar.pipeline.stage import BufferInfo, Stage, build_on_meta, memory_for
+from gptpar.tensor_parallel import ALONE
+from gptpar.topology.initial_values import Constant
+from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec
+
+CPU = torch.device("cpu")
+
+
+class Scaled(nn.Module):
+    """``y = weight * frequencies * x``, and counts its calls."""
+
+    frequencies: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.declared = {"weight": ParameterSpec(Constant(2.0), REPLICATED, SAME)}
+        self.weight = nn.Parameter(torch.empty(width))
+        self.register_buffer("frequencies", torch.empty(width, dtype=torch.float64), persistent=False)
+        self.register_buffer("calls", torch.empty((), dtype=torch.int64))
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        self.frequencies.copy_(torch.arange(len(self.frequencies)))
+        self.calls.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.weight * self.frequencies.to(x.dtype) * x
+
+
+class Outer(nn.Module):
+    """A module whose buffers are inside another one."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inner = Scaled(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Forgetful(nn.Module):
+    """Has a buffer and no way to fill it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def make_engine(pipeline: PipelineModule) -> Engine:
+    table, axis = table_of(pipeline, ALONE, DataAxis(), 0.0), DataAxis()
+    memory = ParameterMemory(table.units, axis, torch.float32, CPU)
+    settings = EngineSettings(torch.float32, torch.float32)
+    return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, 1.0, CPU)
+
+
+def test_buffers_get_memory_and_values_from_the_engine() -> None:
+    layers = [LayerSpec(Scaled, 4, name="first"), LayerSpec(Outer, 4, name="second")]
+    pipeline = PipelineModule(layers, num_stages=1, build=build_on_meta)
+    engine = make_engine(pipeline)
+    assert engine.table.buffers == {
+        "first.frequencies": BufferInfo(torch.Size([4]), torch.float64),
+        "first.calls": BufferInfo(torch.Size([]), torch.int64),
+        "second.inner.frequencies": BufferInfo(torch.Size([4]), torch.float64),
+        "second.inner.calls": BufferInfo(torch.Size([]), torch.int64),
+    }
+    for parts in engine.optimizer.parts("weights").values():
+        parts.fill(torch.full((4,), 2.0))
+    engine.publish()
+    (stage,) = engine.stages
+    y = stage(torch.ones(2, 4), {})
+    assert torch.equal(y, torch.tensor([0.0, 4.0, 16.0, 36.0]).expand(2, 4))
+    assert not any(value.is_meta for value in stage.buffers())
+    assert [int(value) for name, value in stage.named_buffers() if name.endswith("calls")] == [1, 1]
+    assert sorted(name for name in stage.state_dict() if "weight" not in name) == [
+        "layers.0.calls",
+        "layers.1.inner.calls",
+    ]
+
+
+def test_buffers_of_a_tied_layer_are_shared_by_its_stages() -> None:
+    tied: dict[str, nn.Module] = {}
+    stages = [Stage([TiedLayerSpec("one", Scaled, 4, name="shared")], tied=tied) for _ in range(2)]
+    weight = torch.ones(4)
+    for stage in stages:
+        stage.place({"shared.weight": weight} | memory_for(stage.buffer_infos(), CPU))
+    for stage in stages:
+        stage(torch.ones(4), {})
+    assert {int(stage.layers[0].calls) for stage in stages} == {2}
+
+
+def test_a_module_that_cannot_fill_its_buffers_is_refused_at_construction() -> None:
+    layers = [LayerSpec(Scaled, 4, name="first"), LayerSpec(Forgetful, name="second")]
+    with pytest.raises(TypeError, match=r"layer 'second': Forgetful has buffers \['table'\].*reset_buffers"):
+        make_engine(PipelineModule(layers, num_stages=1, build=build_on_meta))
+
+
+def test_a_pipeline_that_builds_its_layers_itself_asks_nothing_of_them() -> None:
+    pipeline = PipelineModule([LayerSpec(Forgetful, name="only")], num_stages=1)
+    (stage,) = pipeline.chunks
+    assert isinstance(stage, Stage) and stage.buffer_infos() == {
+        "only.table": BufferInfo(torch.Size([3]), torch.float32)
+    }
+    assert torch.equal(stage.layers[0].table, torch.ones(3))

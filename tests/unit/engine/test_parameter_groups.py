@@ -1,0 +1,214 @@
+"""Parameter groups that share nothing: torch's AdamW, wherever and by however many launches they are updated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from gptpar.engine.flat_adam import FlatAdam, State
+from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.ranges import Home, Place
+from gptpar.engine.table import ParameterTable
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.transfers import SameMemory
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.device_adam import TorchAdam
+from gptpar.optim.spans import Family, GroupSpan
+from gptpar.pipeline.stage import ParameterInfo
+from gptpar.topology.initial_values import Constant
+from tests.unit.engine.four_groups import CLIP, JOINED, SCALE, SEPARATE, SKIPPED, STEPS, flat_after, groups_at, norm_at
+
+SHAPES = {
+    "first": {"a": (13, 11), "b": (7,), "c": (5, 5), "d": (65,)},
+    "second": {"e": (10, 20), "f": (3, 3), "g": (100,), "j": (4, 3, 5, 2)},
+    "third": {"h": (4, 4), "i": (2, 90), "k": (), "l": (0, 4)},
+}
+STRIDES = {"j": (30, 1, 6, 3)}  # channels last
+GROUP_OF = dict(zip("abcdefghijkl", (3, 1, 0, 2, 0, 1, 2, 3, 0, 0, 1, 2), strict=True))
+MIXED = {"second": torch.bfloat16, "third": torch.float32}
+
+
+def table_of(ratio: float, place: Place) -> ParameterTable:
+    layers = {
+        unit: {
+            name: ParameterInfo(torch.Size(s), None, Constant(0.0), frozenset(), STRIDES.get(name))
+            for name, s in shapes.items()
+        }
+        for unit, shapes in SHAPES.items()
+    }
+    return ParameterTable.of(layers, place, ratio=ratio, group_of=lambda name, info: GROUP_OF[name], dtypes=MIXED)
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: shape for unit in SHAPES.values() for name, shape in unit.items()}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+@dataclass
+class Process:
+    """One shard of the model and its optimizer, partly on the device and partly on the host.
+
+    Attributes:
+        dtype: of the parameters of units that have none of their own.
+    """
+
+    ratio: float
+    place: Place
+    families: Sequence[Family]
+    dtype: torch.dtype
+    state: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    live: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        table, wide = table_of(self.ratio, self.place), torch.promote_types(self.dtype, torch.float32)
+        for unit in table.units:
+            self.live[unit.name] = torch.zeros(unit.shard_length, dtype=unit.dtype or self.dtype)
+        host = None
+        if pieces := table.offloaded():
+            parameters = {unit: self.live[unit][table.on_device[unit] :] for unit in table.on_device}
+            host = HostOptimizer(
+                pieces,
+                parameters,
+                dtype=wide,
+                clip_grad=CLIP,
+                adam=CpuAdam(1),
+                transfers=SameMemory(),
+                speculated_elements=table.length(Home.HOST),
+            )
+        live = {unit: self.live[unit][:length] for unit, length in table.on_device.items()}
+        grad = torch.zeros(table.length(Home.DEVICE), dtype=wide)
+        adam = MasterAdamW(table, grad, CLIP, host, families=self.families, live=live)
+        start = values(0)
+        for name, parts in adam.parts("weights").items():
+            parts.fill(start[name])
+        for step in range(STEPS):
+            adam.expect_step(groups_at(step), SCALE)
+            self._give(table, grad, host, values(1 + step))
+            norm = torch.tensor(norm_at(step), dtype=torch.float64)
+            assert adam.step(norm, groups_at(step), SCALE).item() == (step == SKIPPED)
+            if host is not None:
+                host.finish()
+        assert adam.steps_taken == STEPS - 1 and (host is None or host.steps_taken == STEPS - 1)
+        for kind, found in adam.state_tensors().items():
+            full = self.state[kind] = {name: torch.zeros_like(value, dtype=wide) for name, value in start.items()}
+            for name, parts in found.items():
+                for offsets, part in parts.parts:
+                    full[name][tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+        if host is not None:
+            host.close()
+
+    def _give(
+        self, table: ParameterTable, grad: torch.Tensor, host: HostOptimizer | None, grads: dict[str, torch.Tensor]
+    ) -> None:
+        device = table.split(grad)
+        for unit in table.units:
+            whole, here = torch.zeros(unit.length, dtype=grad.dtype), table.on_device[unit.name]
+            for name, view in unit.views(whole).items():
+                view.copy_(grads[name] * SCALE)
+            shard = whole.split(unit.shard_length)[self.place.shard]
+            device[unit.name].copy_(shard[:here])
+            if host is not None and here < unit.shard_length:
+                host.submit_gradient(unit.name, shard[here:].clone())
+
+
+def torchs_adamw() -> dict[str, dict[str, torch.Tensor]]:
+    leaves = {name: torch.nn.Parameter(value) for name, value in values(0).items()}
+    groups = [{"params": [p for name, p in leaves.items() if GROUP_OF[name] == number]} for number in range(4)]
+    reference = torch.optim.AdamW(groups)
+    for step in range(STEPS):
+        if step == SKIPPED:
+            continue
+        for group, how in zip(reference.param_groups, groups_at(step), strict=True):
+            group |= {"lr": how.lr, "betas": (how.beta1, how.beta2), "eps": how.eps, "weight_decay": how.weight_decay}
+        for name, grad in values(1 + step).items():
+            leaves[name].grad = grad / max(1.0, (norm_at(step) + 1e-6) / CLIP)
+        reference.step()
+    found = {kind: {n: reference.state[p][kind] for n, p in leaves.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    return {"weights": {name: p.detach() for name, p in leaves.items()}, **found}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("families", [SEPARATE, JOINED, JOINED[::-1]], ids=str)
+def test_groups_are_those_of_torchs_adamw_at_every_ratio(families: tuple[Family, ...], shards: int) -> None:
+    wanted = torchs_adamw()
+    for ratio in (0.0, 0.3, 1.0):
+        made = [Process(ratio, Place(shards, shard), families, torch.float64) for shard in range(shards)]
+        for kind, tensors in wanted.items():
+            for name, tensor in tensors.items():
+                found = sum(one.state[kind][name] for one in made)
+                torch.testing.assert_close(found, tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_neither_the_ratio_nor_the_families_change_a_bit(dtype: torch.dtype) -> None:
+    first, *others = (
+        Process(ratio, Place(), families, dtype) for ratio in (0.0, 0.3, 0.731, 1.0) for families in (SEPARATE, JOINED)
+    )
+    for other in others:
+        for kind, tensors in first.state.items():
+            assert all(torch.equal(tensor, other.state[kind][name]) for name, tensor in tensors.items()), kind
+        assert all(torch.equal(first.live[unit], other.live[unit]) for unit in SHAPES)
+    for unit in table_of(0.0, Place()).units:
+        assert first.live[unit.name].dtype == MIXED.get(unit.name, dtype)
+        for name, view in unit.views(first.live[unit.name]).items():
+            assert torch.equal(view, first.state["weights"][name].to(view.dtype)), name
+
+
+def test_torchs_operators_have_the_same_bits() -> None:
+    wanted = flat_after("cpu", SEPARATE)
+    for families in (SEPARATE, JOINED):
+        found = flat_after("cpu", families, lambda like: TorchAdam(like.dtype))
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def flat(spans: Sequence[GroupSpan], families: Sequence[Family], dtype: torch.dtype = torch.float32) -> FlatAdam:
+    vectors = [torch.ones(spans[-1].stop, dtype=dtype) for _ in range(4)]
+    return FlatAdam(State(*vectors, torch.zeros((), dtype=torch.float64)), spans, families)
+
+
+def launches(adam: FlatAdam) -> list[list[tuple[int, int]]]:
+    """(start, stop) of each, by family."""
+    return [[(p.vectors[0].storage_offset(), p.vectors[0].storage_offset() + len(p.vectors[0])) for p in pieces]
+            for pieces in adam._pieces]  # fmt: skip
+
+
+def test_what_lies_together_is_one_launch() -> None:
+    """Over units and over padding, unless another family or other memory is between."""
+    alternating = [GroupSpan(128 * k, 128 * k + 100, k % 2) for k in range(6)]
+    for families in (((0, 1),), ((1, 0),)):
+        whole = flat(alternating, families)
+        whole.lay_out([(0, 256, None), (256, 740, None)])
+        assert launches(whole) == [[(0, 740)]]
+    apart = flat(alternating, ((1,), (0,)))
+    apart.lay_out([(0, 256, None), (256, 740, None)])
+    every = [(128 * k, 128 * k + 100) for k in range(6)]
+    assert launches(apart) == [every[1::2], every[::2]]
+    same = [GroupSpan(span.start, span.stop, 0) for span in alternating]
+    single = flat(same, ((0,),))
+    single.lay_out([(0, 256, None), (256, 740, None)])
+    assert launches(single) == [[(0, 740)]]
+    assert single._pieces[0][0].decays is None and whole._pieces[0][0].decays is not None
+    single.lay_out([(0, 256, torch.zeros(256)), (256, 740, torch.zeros(484))])
+    assert launches(single) == [[(0, 228), (256, 740)]]
+    three = flat([GroupSpan(64 * k, 64 * k + 64, group) for k, group in enumerate((2, 0, 1, 2))], ((0, 1), (2,)))
+    three.lay_out([(0, 256, None)])
+    assert launches(three) == [[(64, 192)], [(0, 64), (192, 256)]]
+
+
+def test_groups_of_a_family_that_differ_are_refused() -> None:
+    spans = [GroupSpan(0, 64, 0), GroupSpan(64, 128, 1)]
+    adam = flat(spans, ((0, 1),))
+    adam.lay_out([(0, 128, None)])
+    decays = Hyperparameters(0.1, 0.9, 0.95, 1e-8, 0.1)
+    adam.check((decays, decays._replace(weight_decay=0.0)))
+    for other in (decays, decays._replace(lr=0.2, weight_decay=0.0)):
+        with pytest.raises(ValueError, match="groups 0 and 1 are updated together"):
+            adam.check((decays, other))
+    for families in (((0,),), ((0, 1), (1,)), ((0, 0, 1),)):
+        with pytest.raises(ValueError, match=r"each of the groups \[0, 1\] has to be in one"):
+            flat(spans, families)

@@ -1,0 +1,158 @@
+"""Parameters whose memory is not row-major, that have no dims, or no elements: where each value is, and stays."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import load_checkpoint, save_checkpoint
+from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.ranges import Home, Place
+from gptpar.engine.table import ParameterTable
+from gptpar.pipeline.stage import ParameterInfo
+from gptpar.topology.initial_values import Constant
+from gptpar.topology.placement import Split
+from gptpar.topology.tensor_parts import TensorParts, parts_of_flat
+
+RATIOS = (0.0, 0.137, 0.5, 0.731, 1.0)
+LAST = torch.channels_last
+
+
+def values() -> dict[str, torch.Tensor]:
+    """Parameters as a module has them: channels last, a transposed matrix, without dims, without elements."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "convolution": normal(8, 3, 3, 3).to(memory_format=LAST),
+        "depthwise": normal(6, 1, 3, 3).to(memory_format=LAST),
+        "pointwise": normal(7, 5, 1, 1).to(memory_format=LAST),
+        "volume": normal(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
+        "transposed": normal(11, 13).t(),
+        "scalar": normal(),
+        "empty": normal(0, 3),
+        "matrix": normal(5, 9),
+    }
+
+
+def declared(tensor: torch.Tensor) -> ParameterInfo:
+    row_major = tensor.stride() == torch.empty(tensor.shape).stride()  # "contiguous" leaves it open where a size is 1
+    strides = None if row_major else tensor.stride()
+    return ParameterInfo(tensor.shape, None, Constant(0.0), frozenset(), strides)
+
+
+def table_of(place: Place, ratio: float) -> ParameterTable:
+    """Two units, and one whose parameter has no elements."""
+    infos = {name: declared(tensor) for name, tensor in values().items()}
+    names = list(infos)
+    units = {"first": names[:4], "second": names[4:]}
+    layers = {unit: {name: infos[name] for name in inside} for unit, inside in units.items()}
+    return ParameterTable.of({**layers, "third": {"nothing": declared(torch.zeros(0))}}, place, ratio=ratio)
+
+
+def box_of(offsets: tuple[int, ...], part: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_ranges_bring_every_value_back(shards: int) -> None:
+    """Each range's boxes have the global tensor's values; what is written through them arrives in the unit."""
+    given = values()
+    for ratio in RATIOS:
+        unit_memory = {unit.name: torch.zeros(unit.length) for unit in table_of(Place(shards), ratio).units}
+        for unit in table_of(Place(shards), ratio).units:
+            for name, view in unit.views(unit_memory[unit.name]).items():
+                if name in given:
+                    assert view.shape == given[name].shape and view.stride() == given[name].stride()
+                    view.copy_(given[name])
+        found = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+        times = {name: torch.zeros(tensor.shape) for name, tensor in given.items()}
+        for shard in range(shards):
+            table = table_of(Place(shards, shard), ratio)
+            for one in table.ranges():
+                here = unit_memory[one.unit].chunk(shards)[shard][one.start : one.stop]
+                parts = table.parts(one, here)
+                assert parts.shape == given[one.param].shape and parts.num_held == one.length
+                for offsets, part in parts.parts:
+                    found[one.param][box_of(offsets, part)] = part
+                    times[one.param][box_of(offsets, part)] += 1
+                parts.fill(-given[one.param])
+        assert all(torch.equal(found[name], tensor) for name, tensor in given.items()), ratio
+        assert all(bool((count == 1).all()) for count in times.values())
+        for unit in table_of(Place(shards), ratio).units:
+            views = unit.views(unit_memory[unit.name])
+            assert all(torch.equal(view, -given[name]) for name, view in views.items() if name in given)
+            for start, stop in unit.padding():
+                assert not unit_memory[unit.name][start:stop].any()
+
+
+def test_any_range_of_any_order_is_boxes() -> None:
+    """Every cut of a share of a tensor, at every order of its dims."""
+    full, low = torch.arange(5 * 3 * 4).view(5, 3, 4), (2, 0, 1)
+    local = full[2:4, :, 1:4]
+    for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
+        flat = local.permute(order).reshape(-1)
+        for start, stop in product(range(len(flat) + 1), repeat=2):
+            if start <= stop:
+                parts = parts_of_flat(full.shape, local.shape, low, start, stop, flat[start:stop], order)
+                assert sum(part.numel() for _, part in parts.parts) == stop - start
+                assert all(torch.equal(full[box_of(offsets, part)], part) for offsets, part in parts.parts)
+
+
+def test_a_split_of_a_convolution_knows_its_place() -> None:
+    """Channels last, of 13 filters the last 6 here and room for 7."""
+    full = torch.randn(13, 3, 3, 3).to(memory_format=LAST)
+    share = full[7:]
+    info = ParameterInfo(share.shape, Split(0, 13, 7, 7), Constant(0.0), frozenset(), share.stride())
+    table = ParameterTable.of({"layer": {"weight": info}}, ratio=0.3)
+    buffer = torch.zeros(table.units[0].length)
+    table.units[0].views(buffer)["weight"].copy_(share)
+    found = torch.full_like(full, 7.0)
+    for one in table.ranges():
+        for offsets, part in table.parts(one, buffer[one.start : one.stop]).parts:
+            found[box_of(offsets, part)] = part
+    assert torch.equal(found[7:], share) and bool((found[:7] == 7.0).all())
+
+
+def test_memory_that_is_not_dense_is_refused() -> None:
+    dense = torch.zeros(4, 6)
+    for wrong in (dense[:, :3], dense[::2], dense[:1].expand(4, 6)):
+        with pytest.raises(ValueError, match="does not fill its memory"):
+            ParameterInfo(wrong.shape, None, Constant(0.0), frozenset(), wrong.stride())
+    with pytest.raises(ValueError, match="does not fill its memory"):
+        ParameterInfo(dense.shape, None, Constant(0.0), frozenset(), (1,))
+    for right in (dense, dense.t(), dense[:, :1].clone(), dense[:1, :1], dense[:0], dense[0, 0]):
+        ParameterInfo(right.shape, None, Constant(0.0), frozenset(), right.stride())
+
+
+def make_optimizer() -> MasterAdamW:
+    table = table_of(Place(), 0.0)
+    return MasterAdamW(table, torch.zeros(table.length(Home.DEVICE)), 0.0)
+
+
+def test_a_checkpoint_brings_every_value_back(tmp_path: Path) -> None:
+    """Of parameters with and without elements, in global shapes: a row-major model can load it."""
+    given = {**values(), "nothing": torch.zeros(0)}
+    saving, loading = make_optimizer().parts("weights"), make_optimizer().parts("weights")
+    assert saving.keys() == given.keys()
+    for name, parts in saving.items():
+        parts.fill(given[name])
+    save_checkpoint(tmp_path, 1, saving, {})
+    plain = {name: torch.zeros(tensor.shape) for name, tensor in given.items()}
+    load_checkpoint(tmp_path, plain)
+    load_checkpoint(tmp_path, loading)
+    for name, tensor in given.items():
+        assert torch.equal(plain[name], tensor)
+        assert torch.equal(whole(loading[name]), tensor)
+
+
+def whole(parts: TensorParts) -> torch.Tensor:
+    found = torch.zeros(parts.shape)
+    for offsets, part in parts.parts:
+        found[box_of(offsets, part)] = part
+    return found

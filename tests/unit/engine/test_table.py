@@ -1,0 +1,290 @@
+"""The parameter table of every rank: ranges cover each element, once over all ranks, wherever it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise, product
+
+import pytest
+import torch
+
+from gptpar.engine.ranges import Home, Place
+from gptpar.engine.table import ParameterTable
+from gptpar.model.gpt import gpt_layers
+from gptpar.pipeline.module import split_layers
+from gptpar.pipeline.stage import ParameterInfo, Stage
+from gptpar.plan.job import Job
+from gptpar.tensor_parallel import TensorAxis
+from gptpar.topology.initial_values import Constant
+from gptpar.topology.layout import TENSOR, Layout
+from gptpar.topology.placement import Split
+from gptpar.topology.tensor_parts import flat_boxes
+from tests.helpers import make_trainer, tiny_config
+
+SHAPE = "--hidden-size 48 --num-attention-heads 24 --ffn-hidden-size 96"
+MODELS = {
+    "GPT-2": SHAPE,
+    "Llama": f"{SHAPE} --position-embedding-type rope --normalization RMSNorm --swiglu --num-query-groups 12 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights",
+}
+PADDED_VOCABULARY = 61
+RATIOS = (0.0, 0.3, 0.731, 1.0)
+
+Layers = dict[str, dict[str, ParameterInfo]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a layout: two pipeline stages, which cut it in the middle, or one.
+
+    Attributes:
+        data: processes of the data axis.
+        zero: whether they share the optimizer's state.
+    """
+
+    model: str
+    tensor: int
+    data: int
+    zero: bool
+    stages: int
+    ratio: float
+
+    @property
+    def shards(self) -> int:
+        return self.data if self.zero else 1
+
+    def places(self) -> Iterator[Place]:
+        for stage, tensor_rank, data_rank in product(range(self.stages), range(self.tensor), range(self.data)):
+            shard = data_rank if self.zero else 0
+            yield Place(self.shards, shard, 1 if self.zero else self.data, tensor_rank, stage)
+
+    def table(self, place: Place) -> ParameterTable:
+        layers = declared(self.model, self.tensor, place.tensor_rank, self.stages, place.stage)
+        tied = {"embedding": (0, 1)} if self.model == "GPT-2" and self.stages == 2 else {}
+        return ParameterTable.of(layers, place, ratio=self.ratio, tied=tied)
+
+
+@cache
+def declared(model: str, tensor: int, rank: int, stages: int, stage: int) -> Layers:
+    """A stage's layers, as one rank of the tensor axis with tokens of its own has them."""
+    if model == "odd sizes":
+        return odd_layers(tensor, rank) if stage == 0 else {}
+    config = tiny_config(MODELS[model]).update("model", padded_vocab_size=PADDED_VOCABULARY)
+    specs = gpt_layers(config.model, TensorAxis(tensor, rank, sequence_parallel=True))
+    middle = len(specs) // 2 if stages == 2 else len(specs)
+    made = Stage(specs[:middle] if stage == 0 else specs[middle:])
+    infos = made.infos()
+    return {layer: {name: infos[name] for name in params} for layer, params in made.parameters_by_layer().items()}
+
+
+def odd_layers(tensor: int, rank: int) -> Layers:
+    """Layers whose sizes fit no block, shard or split, one of them smaller than a shard's alignment."""
+    axis = TensorAxis(tensor, rank)
+
+    def info(*shape: int, dim: int | None = None, summed: bool = False) -> ParameterInfo:
+        sizes, split = list(shape), None
+        if dim is not None:
+            start, stop = axis.share(shape[dim])
+            sizes[dim], split = stop - start, Split(dim, shape[dim], start, -(-shape[dim] // tensor))
+        sums = frozenset({TENSOR} if summed else ())
+        return ParameterInfo(torch.Size(sizes), split, Constant(0.0), sums)
+
+    return {
+        "first": {"first.weight": info(3, 5), "first.bias": info(7, summed=True), "first.scalar": info()},
+        "middle": {
+            "middle.weight": info(13, 11, dim=0),
+            "middle.cube": info(4, 9, 5, dim=1),
+            "middle.gain": info(65, summed=True),
+            "middle.bias": info(130, dim=0),
+        },
+        "last": {"last.weight": info(4, 4), "last.other": info(100, 2, dim=0)},
+    }
+
+
+def cases(model: str, tensor: int) -> list[Case]:
+    """On every data axis up to four, with every ratio where that is not too slow."""
+    return [
+        Case(model, tensor, data, zero, stages, ratio)
+        for (data, zero), stages, ratio in product(
+            [(1, False), (2, False), (2, True), (3, True), (4, True)], (1, 2), RATIOS
+        )
+        if (stages == 1 or model != "odd sizes") and (tensor * data * stages <= 8 or ratio == 0.731)
+    ]
+
+
+every_case = pytest.mark.parametrize(("model", "tensor"), list(product(["odd sizes", *MODELS], (1, 2, 3, 4))))
+
+
+@cache
+def tables_of(case: Case) -> list[ParameterTable]:
+    """All ranks' tables."""
+    return [case.table(place) for place in case.places()]
+
+
+@every_case
+def test_ranges_and_padding_cover_each_shard_once(model: str, tensor: int) -> None:
+    for case in cases(model, tensor):
+        for table in tables_of(case):
+            for unit in table.units:
+                times = torch.zeros(unit.shard_length, dtype=torch.int64)
+                low = table.place.shard * unit.shard_length
+                for start, stop in unit.padding():
+                    times[max(0, start - low) : max(0, stop - low)] += 1
+                for one in table.ranges(unit=unit.name):
+                    assert 0 <= one.start < one.stop <= unit.shard_length and one.length == one.stop - one.start
+                    times[one.start : one.stop] += 1
+                assert bool((times == 1).all())
+                spans = torch.zeros_like(times)
+                for span in table.spans(unit.name):
+                    spans[span.start : span.stop] += 1
+                    inside = [r for r in table.ranges(unit=unit.name) if r.between(span.start, span.stop)]
+                    assert {r.group for r in inside} == {span.group}
+                assert spans.max() <= 1
+
+
+@every_case
+def test_every_element_of_the_model_is_counted_once(model: str, tensor: int) -> None:
+    """Each process says which boxes of the global parameters it has: together they tile them."""
+    for case in cases(model, tensor):
+        found, replicas = times_of(case, only_counted=True), 1 if case.zero else case.data
+        held = times_of(case, only_counted=False)
+        params = {name: param for table in tables_of(case) for name, param in table.params.items()}
+        assert found.keys() == held.keys() == params.keys()
+        for name, times in found.items():
+            assert bool((times == replicas).all()), (case, name)
+            copies = tensor if params[name].replicated else 1
+            stages = 2 if case.stages == 2 and name == "embedding.weight" and model == "GPT-2" else 1
+            assert bool((held[name] == replicas * copies * stages).all()), (case, name)
+
+
+def times_of(case: Case, *, only_counted: bool) -> dict[str, torch.Tensor]:
+    """How many processes have, or count, each element of the global parameters."""
+    found: dict[str, torch.Tensor] = {}
+    for table in tables_of(case):
+        for one in table.ranges():
+            info = table.params[one.param].info
+            times = found.setdefault(one.param, torch.zeros(info.full_shape, dtype=torch.int64))
+            whole = torch.arange(times.numel()).view(times.shape)
+            local = whole[tuple(slice(o, o + n) for o, n in zip(info.offsets, info.shape, strict=True))]
+            for offsets, view in table.parts(one, local.reshape(-1)[one.first : one.first + one.length]).parts:
+                box = tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
+                assert torch.equal(whole[box], view)
+                times[box] += one.counted or not only_counted
+    return found
+
+
+@every_case
+def test_all_tensor_ranks_send_equal_messages_and_cut_alike(model: str, tensor: int) -> None:
+    for case in cases(model, tensor):
+        for stage, data_rank in product(range(case.stages), range(case.data)):
+            place = Place(case.shards, data_rank if case.zero else 0, 1 if case.zero else case.data, 0, stage)
+            tables = [case.table(replace(place, tensor_rank=rank)) for rank in range(case.tensor)]
+            for table in tables:
+                assert [(u.name, u.length) for u in table.units] == [(u.name, u.length) for u in tables[0].units]
+                assert table.on_device == tables[0].on_device
+                for unit in table.on_device:
+                    messages = table.messages(unit, TENSOR)
+                    assert messages == tables[0].messages(unit, TENSOR)
+                    summed = {
+                        r.param for r in table.ranges(unit=unit) if TENSOR in table.params[r.param].info.grad_sums
+                    }
+                    within = {
+                        r.param for r in table.ranges(unit=unit) for start, stop in messages if r.between(start, stop)
+                    }
+                    assert summed == within
+                    assert table.messages(unit, "pipeline") == []
+
+
+@every_case
+def test_the_ratio_is_exact_to_the_element(model: str, tensor: int) -> None:
+    for case in cases(model, tensor):
+        for table in tables_of(case):
+            held = {home: sum(one.length for one in table.ranges(home=home)) for home in Home}
+            total = table.elements()
+            assert table.elements(Home.HOST) == round(case.ratio * total)
+            assert table.elements(Home.DEVICE) + table.elements(Home.HOST) == total
+            if all(param.longest == param.stop - param.start for param in table.params.values()):
+                assert (held[Home.DEVICE], held[Home.HOST]) == (table.elements(Home.DEVICE), table.elements(Home.HOST))
+            assert sum(held.values()) <= total
+            assert table.length() == table.length(Home.DEVICE) + table.length(Home.HOST)
+            assert table.length(Home.HOST) == sum(one.length for one in table.offloaded())
+            homes = [one.home for one in table.ranges()]
+            assert homes == sorted(homes, key=lambda home: home is Home.HOST)  # the device has the first ones
+
+
+@every_case
+def test_what_the_host_updates_is_what_the_table_says(model: str, tensor: int) -> None:
+    for case in cases(model, tensor):
+        for table in tables_of(case):
+            offloaded = {one.unit: one for one in table.offloaded()}
+            for unit in table.on_device:
+                kept = table.on_device[unit]
+                mine = list(table.ranges(unit=unit, home=Home.HOST))
+                if unit not in offloaded:
+                    assert not mine
+                    continue
+                counts = torch.zeros(offloaded[unit].length, dtype=torch.bool)
+                for start, stop in offloaded[unit].counted:
+                    counts[start:stop] = True
+                groups = torch.full((offloaded[unit].length,), -1)
+                for span in offloaded[unit].spans:
+                    groups[span.start : span.stop] = span.group
+                for one in mine:
+                    assert groups[one.start - kept : one.stop - kept].unique().tolist() == [one.group]
+                    assert counts[one.start - kept : one.stop - kept].unique().tolist() == [one.counted]
+
+
+@every_case
+def test_the_devices_elements_lie_in_a_row(model: str, tensor: int) -> None:
+    """Spans and what is counted agree with the ranges, and are as long as possible: each is a kernel's call or more."""
+    for case in cases(model, tensor):
+        for table in tables_of(case):
+            length = table.length(Home.DEVICE)
+            pieces = table.split(torch.arange(length))
+            assert {unit: len(piece) for unit, piece in pieces.items()} == table.on_device
+            groups, counts = torch.full((length,), -1), torch.zeros(length, dtype=torch.bool)
+            for span in table.device_spans():
+                assert (groups[span.start : span.stop] == -1).all()
+                groups[span.start : span.stop] = span.group
+            for start, stop in table.device_counted():
+                counts[start:stop] = True
+            for one in table.ranges(home=Home.DEVICE):
+                here = pieces[one.unit][one.start : one.stop]
+                assert groups[here].unique().tolist() == [one.group]
+                assert counts[here].unique().tolist() == [one.counted]
+            together = [(a.stop, a.group) == (b.start, b.group) for a, b in pairwise(table.device_spans())]
+            together += [a[1] == b[0] for a, b in pairwise(table.device_counted())]
+            assert not any(together)
+
+
+def test_a_tied_layer_is_known_on_all_of_its_stages() -> None:
+    specs = gpt_layers(tiny_config("--num-layers 4").model)
+    for stages, chunks, wanted in ((1, 1, {}), (2, 1, {"embedding": (0, 1)}), (2, 2, {"embedding": (0, 1)})):
+        split = split_layers(specs, stages, chunks, "parameters", ())
+        assert split.tied_stages(specs) == wanted
+    untied = gpt_layers(tiny_config("--untie-embeddings-and-output-weights").model)
+    assert split_layers(untied, 2, 1, "parameters", ()).tied_stages(untied) == {}
+
+
+@pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights --position-embedding-type rope"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_plan_has_the_table_of_the_run(flags: str, ratio: float) -> None:
+    config = tiny_config(f"{flags} --cpu-optimizer --cpu-optimizer-ratio {ratio}")
+    job, trainer = Job(config, Layout(), "cpu"), make_trainer(config)
+    (part,), table = job.stages, trainer.engine.table
+    assert job.table(part).units == table.units and job.table(part).on_device == table.on_device
+    assert [job.table(part).length(home) for home in Home] == [table.length(home) for home in Home]
+    trainer.close()
+
+
+def test_a_range_between_two_places_knows_its_first_element() -> None:
+    table = ParameterTable.of(odd_layers(1, 0))
+    (one,) = (r for r in table.ranges() if r.param == "middle.weight")
+    part = one.between(one.start + 20, one.stop + 5)
+    assert part is not None and (part.start, part.stop, part.first) == (one.start + 20, one.stop, 20)
+    assert one.between(one.stop, one.stop + 1) is None and one.between(one.start, one.stop) == one
+    boxes = list(flat_boxes((13, 11), 20, 143))
+    parts = table.parts(part, torch.arange(20, 143)).parts
+    assert [(offsets, tuple(view.shape)) for offsets, view in parts] == boxes

@@ -1,0 +1,242 @@
+"""Parts of the model against their plain definitions, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptpar.kernels import plain_loss
+from gptpar.model.attention import Attention
+from gptpar.model.dropout import layers_with_dropout, seed_fields
+from gptpar.model.flops import num_parameters
+from gptpar.model.gpt import gpt_layers
+from gptpar.pipeline import Stage
+from gptpar.pipeline.recompute import Keep
+from gptpar.tensor_parallel import cross_entropy
+from gptpar.tensor_parallel.axis import ALONE
+from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, num_chunks
+from gptpar.topology.initial_values import Normal, draw, initialise, seed_of
+from tests.helpers import inits_of_stage, random_tokens, tiny_config
+
+OPTIONS = {
+    "gpt2": "",
+    "rope": "--position-embedding-type rope --rotary-percent 0.5",
+    "no positions": "--no-position-embedding",
+    "rmsnorm": "--normalization rmsnorm",
+    "swiglu": "--swiglu",
+    "no biases": "--disable-bias-linear",
+    "qkv bias alone": "--disable-bias-linear --add-qkv-bias",
+    "grouped queries": "--num-query-groups 2",
+    "one key head": "--num-query-groups 1",
+    "untied": "--untie-embeddings-and-output-weights",
+    "wide heads": "--kv-channels 16",
+    "head norms": "--qk-layernorm",
+    "head norms, rotary": "--qk-layernorm --position-embedding-type rope --normalization RMSNorm --num-query-groups 2",
+    "all": "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights",
+}
+
+
+def build(flags: str, dtype: torch.dtype = torch.float64) -> Stage:
+    stage = Stage(gpt_layers(tiny_config(flags).model))
+    weights = {name: torch.empty(p.shape, dtype=dtype) for name, p in stage.global_parameters().items()}
+    initialise(weights, inits_of_stage(stage), seed=3)
+    stage.place(weights)
+    return stage
+
+
+@pytest.mark.parametrize("least_rows", [cross_entropy.LEAST_ROWS, 10])
+@pytest.mark.parametrize("chunks", [1, 3, 10])
+def test_linear_cross_entropy_equals_logits_then_loss(
+    chunks: int, least_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, v, d = 20, 50, 8
+    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", least_rows)
+    monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", v * 8 * (n // chunks))
+    assert num_chunks(n, v, 8, "cpu") >= chunks
+    hidden = torch.randn(n, d, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(v, d, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, v, (n,))
+    weights = torch.rand(n, dtype=torch.float64)
+    expected = (F.cross_entropy(hidden @ weight.t(), labels, reduction="none") * weights).sum()
+    wanted = torch.autograd.grad(expected * 3.0, (hidden, weight))
+    for scale in (1.0, 3.0, 1024.0):  # the incoming gradient need not be the one announced
+        loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, torch.tensor(scale, dtype=torch.float64))
+        got = torch.autograd.grad(loss * 3.0, (hidden, weight))
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_rows_of_the_weights_gradient_are_told_when_they_are_formed(
+    chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 50 * 4 * (20 // chunks))
+    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 20)
+    monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
+    told: list[tuple[slice, torch.Tensor]] = []
+
+    def tell(grad: torch.Tensor, rows: slice) -> None:
+        told.append((rows, grad[rows].clone()))
+        grad[rows.stop :].fill_(float("nan"))  # not formed yet
+
+    hidden, weight = torch.randn(20, 8), torch.randn(50, 8, requires_grad=True)
+    labels, weights = torch.randint(0, 50, (20,)), torch.rand(20)
+    loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, torch.ones(()), ALONE, None, tell)
+    (grad,) = torch.autograd.grad(loss, weight)
+    assert [rows for rows, _ in told] == [slice(0, 32), slice(32, 50)]
+    assert torch.equal(torch.cat([part for _, part in told]), grad)
+
+
+@pytest.mark.parametrize("num_rows, sizes", [(1, [1]), (16383, [16383]), (50304, [12672, 12672, 12672, 12288])])
+def test_pieces_of_rows(num_rows: int, sizes: list[int]) -> None:
+    pieces = cross_entropy.row_pieces(num_rows)
+    assert [piece.stop - piece.start for piece in pieces] == sizes
+    assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
+
+
+def test_a_mask_of_zeros_gives_zero_and_no_nan() -> None:
+    stage, tokens = build(""), random_tokens(1, 16, 60)
+    loss = stage(tokens[:, :-1], {"labels": tokens[:, 1:], "loss_mask": torch.zeros(1, 16), "seq_length": 16})
+    grads = torch.autograd.grad(loss, list(stage.global_parameters().values()))
+    assert loss.item() == 0 and all(grad.count_nonzero() == 0 for grad in grads)
+
+
+def test_an_evaluation_forms_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, tokens = build(""), random_tokens(2, 16, 60)
+    fields = {"labels": tokens[:, 1:], "seq_length": 16}
+    expected = stage(tokens[:, :-1], fields).item()
+    monkeypatch.setattr(plain_loss, "loss_and_grad", None)
+    monkeypatch.setattr(plain_loss, "share_grad", None)
+    with torch.no_grad():
+        assert stage(tokens[:, :-1], fields).item() == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fused_loss_and_gradients_equal_the_plain_ones(name: str) -> None:
+    stage = build(OPTIONS[name])
+    tokens = random_tokens(2, 16, 60)
+    x, labels = tokens[:, :-1], tokens[:, 1:]
+    mask = (torch.arange(32).view(2, 16) % 5 != 0).double()
+    loss = stage(x, {"labels": labels, "loss_mask": mask, "seq_length": 16})
+    parameters = stage.global_parameters()
+    got = torch.autograd.grad(loss, list(parameters.values()))
+    losses = F.cross_entropy(stage(x, {"seq_length": 16}), labels.flatten(), reduction="none")
+    plain = (losses * mask.flatten()).sum() / mask.sum()
+    wanted = torch.autograd.grad(plain, list(parameters.values()))
+    torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
+    for parameter, g, w in zip(parameters, got, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-13, msg=parameter)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_parameter_count_equals_the_formula(name: str) -> None:
+    config = tiny_config(OPTIONS[name])
+    count = sum(p.numel() for p in Stage(gpt_layers(config.model)).global_parameters().values())
+    assert count == num_parameters(config.model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("flags", ["", "--position-embedding-type rope"])
+def test_a_document_does_not_see_the_one_before(flags: str) -> None:
+    """With positions and attention reset, two documents in one sample give what each gives alone."""
+    stage = build(flags)
+    tokens = random_tokens(1, 15, 60)
+    positions = torch.tensor([[*range(6), *range(10)]])
+    documents = torch.tensor([[0] * 6 + [1] * 10])
+    both = stage(tokens, {"position_ids": positions, "document_ids": documents, "seq_length": 16})
+    torch.testing.assert_close(both[:6], stage(tokens[:, :6], {"seq_length": 6}), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(both[6:], stage(tokens[:, 6:], {"seq_length": 10}), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("positions", ["none", "rope"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_attention_with_head_norms_equals_its_definition(normalization: str, positions: str, groups: int) -> None:
+    """Head by head: normalise, turn, attend. Output and each gradient, the bias of the projection's among them."""
+    flags = f"--qk-layernorm --normalization {normalization} --num-query-groups {groups}"
+    model = tiny_config(f"{flags} --position-embedding-type {positions}").model
+    attention = Attention(model, 0.02).double()
+    generator = torch.Generator().manual_seed(5)
+    for parameter in attention.parameters():
+        parameter.data.normal_(generator=generator)
+    parameters = dict(attention.named_parameters())
+    x_ND = torch.randn(2 * 16, 32, dtype=torch.float64, generator=generator)
+
+    def norm(name: str, head_NK: torch.Tensor) -> torch.Tensor:
+        if normalization == "RMSNorm":
+            scaled = head_NK / (head_NK.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
+            return scaled * parameters[f"{name}.weight"]
+        centred = head_NK - head_NK.mean(-1, keepdim=True)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
+        return scaled * parameters[f"{name}.weight"] + parameters[f"{name}.bias"]
+
+    def turned(head_SK: torch.Tensor) -> torch.Tensor:
+        if positions == "none":
+            return head_SK
+        angles_SR = torch.arange(16)[:, None].float() * 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
+        turns_SR = torch.polar(torch.ones(16, 4).double(), angles_SR.double())
+        both_SR = torch.complex(head_SK[:, :4], head_SK[:, 4:]) * turns_SR
+        return torch.cat((both_SR.real, both_SR.imag), dim=-1)
+
+    mixed_NO = x_ND @ parameters["qkv.weight"].t() + parameters["qkv.bias"]
+    samples = []
+    for sample in mixed_NO.split(16):
+        outputs = []
+        for group_SO in sample.chunk(groups, dim=-1):
+            *queries, key_SK, value_SK = group_SO.split(8, dim=-1)
+            key_SK = turned(norm("key_norm", key_SK))
+            for query_SK in queries:
+                scores_SS = turned(norm("query_norm", query_SK)) @ key_SK.t() / 8**0.5
+                later_SS = torch.ones(16, 16).triu(1).bool()
+                outputs.append(scores_SS.masked_fill(later_SS, -torch.inf).softmax(-1) @ value_SK)
+        samples.append(torch.cat(outputs, dim=-1))
+    wanted = torch.cat(samples) @ parameters["out.weight"].t() + parameters["out.bias"]
+    found = attention(x_ND, None, None, 16)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9 if positions == "none" else 1e-5)
+    into = torch.randn(found.shape, dtype=torch.float64, generator=generator)
+    gradients = [torch.autograd.grad((y * into).sum(), list(parameters.values())) for y in (found, wanted)]
+    for name, got, plain in zip(parameters, *gradients, strict=True):
+        torch.testing.assert_close(got, plain, rtol=1e-6, atol=1e-9 if positions == "none" else 1e-4, msg=name)
+
+
+def test_recomputation_changes_no_gradient() -> None:
+    config = tiny_config("--hidden-dropout 0.1 --attention-dropout 0.1")
+    tokens = random_tokens(2, 16, 60)
+    found = []
+    for groups in ((), (("layers.0",), ("layers.1",)), (("layers.0", "layers.1"),)):
+        stage = Stage(gpt_layers(config.model), recompute=groups, keep=Keep(random=False))
+        weights = {n: torch.empty(p.shape, dtype=torch.float64) for n, p in stage.global_parameters().items()}
+        initialise(weights, inits_of_stage(stage), seed=3)
+        stage.place(weights)
+        seeds = seed_fields(layers_with_dropout(stage.specs), 5, 0, 0, torch.device("cpu"))
+        loss = stage.train()(tokens[:, :-1], {"labels": tokens[:, 1:], "seq_length": 16, **seeds})
+        found.append((loss, *torch.autograd.grad(loss, list(stage.global_parameters().values()))))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+
+
+def test_initial_values_depend_on_seed_and_name_alone() -> None:
+    deep, shallow = build(""), build("--num-layers 1")
+    ours, theirs = deep.global_parameters(), shallow.global_parameters()
+    assert torch.equal(ours["embedding.weight"], theirs["embedding.weight"])
+    assert torch.equal(ours["layers.0.mlp.up.weight"], theirs["layers.0.mlp.up.weight"])
+    # Output projections are scaled by depth: the same draw, another scale.
+    ratio = ours["layers.0.mlp.down.weight"] / theirs["layers.0.mlp.down.weight"]
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 0.5**0.5), rtol=1e-6, atol=0)
+    assert not torch.equal(ours["layers.0.mlp.up.weight"], ours["layers.1.mlp.up.weight"])
+
+
+def test_initial_scales_are_megatrons() -> None:
+    big = draw(Normal(0.02), torch.Size((500, 500)), 1, "x")
+    assert abs(big.std().item() - 0.02) < 1e-4 and abs(big.mean().item()) < 2e-4
+    inits = inits_of_stage(Stage(gpt_layers(tiny_config().model)))
+    assert inits["layers.1.attention.out.weight"] == Normal(0.02 / 2.0)
+    assert inits["layers.1.attention.qkv.weight"] == Normal(0.02)
+
+
+def test_seeds_are_stable() -> None:
+    """A change here would silently change every run's initial weights and dropout."""
+    assert seed_of(1234, "embedding.weight") == 6915944740240564239
+    assert seed_of(1234, "dropout", 0, 1) != seed_of(1234, "dropout", 1, 0)

@@ -1,0 +1,249 @@
+"""The states of an offloaded bucket, what moves it between them, and what the updating thread does next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from gptpar.offload.bucket_state import HAS_FINAL, TRANSITIONS, BucketState, ForbiddenEvent, event_of_step
+from gptpar.offload.buckets import Bucket, Buffers
+from gptpar.offload.events import STEP_DONE, EventLog, What
+from gptpar.offload.next_action import Action, late_partials, next_action, speculable
+from gptpar.optim.cpu_adam import CpuAdam
+from tests.offload_log import starts_of
+from tests.unit.offload.host_shares import RATES, TWO_PIECES, SlowNorm, make_share, wait_until
+
+S, W = BucketState, What
+ALLOWED = {
+    S.IDLE: {W.SUBMITTED_PARTIAL, W.SUBMITTED, W.SKIPPED},
+    S.PARTIAL: {W.SUBMITTED, W.SPECULATION_BEGUN, W.SKIPPED},
+    S.PARTIAL_AND_FINAL: {W.SUBMITTED, W.PARTIAL_DROPPED, W.SPECULATION_BEGUN, W.UPDATE_BEGUN, W.SKIPPED},
+    S.FINAL: {W.SUBMITTED, W.SPECULATION_BEGUN, W.UPDATE_BEGUN, W.SKIPPED},
+    S.REPLACED: {W.SUBMITTED, W.UPDATE_BEGUN, W.SKIPPED},
+    S.SPECULATED_PARTIAL: {W.SUBMITTED, W.SKIPPED},
+    S.SPECULATED_AND_FINAL: {W.SUBMITTED, W.UPDATE_BEGUN, W.COMPLETION_BEGUN, W.COMMITTED, W.SKIPPED},
+    S.SPECULATED: {W.SUBMITTED, W.UPDATE_BEGUN, W.COMMITTED, W.SKIPPED},
+    S.STALE: {W.SUBMITTED, W.UPDATE_BEGUN, W.SKIPPED},
+    S.COMPLETING: {W.COMMITTED},
+    S.UPDATING: {W.UPDATED},
+}
+PATHS = [
+    [(W.SUBMITTED, S.FINAL), (W.UPDATE_BEGUN, S.UPDATING), (W.UPDATED, S.IDLE)],
+    [(W.SUBMITTED, S.FINAL), (W.SPECULATION_BEGUN, S.SPECULATED), (W.COMMITTED, S.IDLE)],
+    [(W.SUBMITTED, S.FINAL), (W.SPECULATION_BEGUN, S.SPECULATED), (W.UPDATE_BEGUN, S.UPDATING), (W.UPDATED, S.IDLE)],
+    [(W.SUBMITTED, S.FINAL), (W.SUBMITTED, S.REPLACED), (W.SUBMITTED, S.REPLACED), (W.UPDATE_BEGUN, S.UPDATING)],
+    [(W.SUBMITTED, S.FINAL), (W.SPECULATION_BEGUN, S.SPECULATED), (W.SUBMITTED, S.STALE), (W.SUBMITTED, S.STALE)],
+    [
+        (W.SUBMITTED_PARTIAL, S.PARTIAL),
+        (W.SPECULATION_BEGUN, S.SPECULATED_PARTIAL),
+        (W.SUBMITTED, S.SPECULATED_AND_FINAL),
+        (W.COMPLETION_BEGUN, S.COMPLETING),
+        (W.COMMITTED, S.IDLE),
+    ],
+    [
+        (W.SUBMITTED_PARTIAL, S.PARTIAL),
+        (W.SUBMITTED, S.PARTIAL_AND_FINAL),
+        (W.SPECULATION_BEGUN, S.SPECULATED_AND_FINAL),
+        (W.SUBMITTED, S.STALE),
+        (W.UPDATE_BEGUN, S.UPDATING),
+    ],
+    [(W.SUBMITTED_PARTIAL, S.PARTIAL), (W.SUBMITTED, S.PARTIAL_AND_FINAL), (W.PARTIAL_DROPPED, S.FINAL)],
+    [(W.SUBMITTED_PARTIAL, S.PARTIAL), (W.SUBMITTED, S.PARTIAL_AND_FINAL), (W.SUBMITTED, S.REPLACED)],
+]
+
+
+def make_bucket(state: BucketState, **rest: Any) -> Bucket:
+    buffers = Buffers(*(torch.zeros(8) for _ in range(3)))
+    return Bucket("embedding", 8, 16, (), (), buffers, torch.zeros(8), state=state, **rest)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_ways_through_a_step(path: Sequence[tuple[What, BucketState]]) -> None:
+    bucket = make_bucket(S.IDLE)
+    for what, after in path:
+        bucket.advance(what)
+        assert bucket.state is after
+
+
+@pytest.mark.parametrize(("state", "what"), list(product(BucketState, What)))
+def test_every_event_in_every_state(state: BucketState, what: What) -> None:
+    """It has a state that follows, or is refused with a sentence; a step's last event leads to the beginning."""
+    bucket = make_bucket(state)
+    if what in ALLOWED[state]:
+        bucket.advance(what)
+        assert (bucket.state is S.IDLE) == (what in STEP_DONE)
+        return
+    with pytest.raises(ForbiddenEvent) as told:
+        bucket.advance(what)
+    assert str(told.value) == f"'{what}' cannot follow where elements 8 to 16 of embedding have '{state}'"
+    assert bucket.state is state
+
+
+def test_all_states_are_reached_and_left() -> None:
+    reached = {S.IDLE}
+    for _ in BucketState:
+        reached |= {after for (before, _), after in TRANSITIONS.items() if before in reached}
+    assert reached == set(BucketState)
+    assert {before for before, what in TRANSITIONS if what in STEP_DONE | {W.UPDATE_BEGUN}} == set(BucketState)
+
+
+def test_how_a_step_goes_on_from_where_a_bucket_is() -> None:
+    for state, same, open_ranges in product(sorted(HAS_FINAL), (False, True), (False, True)):
+        wanted = W.UPDATE_BEGUN
+        if same and state is S.SPECULATED:
+            wanted = W.COMMITTED
+        if same and state is S.SPECULATED_AND_FINAL:
+            wanted = W.COMPLETION_BEGUN if open_ranges else W.COMMITTED
+        assert event_of_step(state, same, open_ranges) is wanted
+        assert (state, wanted) in TRANSITIONS
+
+
+@dataclass
+class Copy:
+    is_made: bool = True
+    has_arrived: bool = True
+
+    def made(self) -> bool:
+        return self.is_made
+
+    def arrived(self) -> bool:
+        return self.has_arrived
+
+
+def test_what_is_speculable() -> None:
+    room = make_bucket(S.IDLE).buffers
+    with_room = [make_bucket(state, double_buffer=room) for state in BucketState]
+    without = [make_bucket(state) for state in BucketState]
+    assert [b.state for b in speculable(with_room + without)] == [S.PARTIAL, S.PARTIAL_AND_FINAL, S.FINAL]
+
+
+def test_a_partial_gradient_is_late_when_the_final_one_is_made() -> None:
+    copies = [cast(Any, Copy(is_made)) for is_made in (False, True)]
+    buckets = [make_bucket(state, newer=newer) for state in BucketState for newer in copies]
+    assert [(b.state, b.newer) for b in late_partials(buckets)] == [(S.PARTIAL_AND_FINAL, copies[1])]
+
+
+def test_what_the_thread_does_next() -> None:
+    far, near = (make_bucket(S.FINAL, grad=cast(Any, Copy(has_arrived=here))) for here in (False, True))
+
+    def action(candidates: Sequence[Bucket], told: str) -> tuple[Action, Bucket | None]:
+        names = ("step_known", "on_its_way", "at_work", "ending")
+        return next_action(candidates, **{name: name in told.split() for name in names})
+
+    assert action([far, near], "step_known on_its_way at_work") == (Action.TAKE_STEP, None)
+    assert action([far, near, near], "on_its_way at_work") == (Action.SPECULATE, near)
+    assert action([far, near], "at_work ending") == (Action.FINISH_UPDATE, None)
+    assert action([far], "on_its_way at_work") == (Action.FINISH_UPDATE, None)
+    assert action([far, near], "ending on_its_way") == (Action.END, None)
+    assert action([far], "on_its_way") == (Action.WAKE, None)
+    assert action([far], "") == action([], "") == (Action.WAIT, None)
+
+
+def test_the_loop_is_refused_what_a_bucket_does_not_allow() -> None:
+    transfers = SlowNorm()
+    share = make_share(CpuAdam(1), transfers=transfers)
+    share.submit_gradient("second", torch.ones(128))
+    with pytest.raises(
+        ForbiddenEvent, match="'step requested' cannot follow where elements 0 to 128 of first have 'no"
+    ):
+        share.step(torch.tensor(0.5), RATES, 1.0)
+    share.submit_gradient("first", torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    with pytest.raises(ForbiddenEvent, match="'gradient submitted' cannot follow .* of first have 'a step that is not"):
+        share.submit_gradient("first", torch.ones(128))
+    transfers.computed.set()
+    share.finish()
+    share.close()
+
+
+@pytest.mark.parametrize("speculated", [False, True])
+def test_a_final_gradient_that_is_replaced_closes_no_ranges(speculated: bool) -> None:
+    """The open ranges were those of the partial gradient before the first final one."""
+    log, transfers, live = EventLog(), SlowNorm(), torch.zeros(128)
+    share = make_share(
+        CpuAdam(1),
+        speculated=128,
+        pieces=TWO_PIECES[:1],
+        transfers=transfers,
+        log=log,
+        parameters={"first": live},
+        partial_unit="first",
+    )
+    if speculated:
+        share.expect_step(RATES, 1.0)
+    share.expect_open_ranges("first", np.array([[0, 8]]))
+    share.submit_gradient("first", torch.ones(128), formed=128)
+    if speculated:
+        wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
+        assert starts_of(log, What.SPECULATION_BEGUN)
+    share.submit_gradient("first", torch.ones(128))
+    share.submit_gradient("first", -torch.ones(128))
+    transfers.computed.set()
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    share.finish()
+    torch.testing.assert_close(live, torch.full((128,), 0.1), rtol=1e-5, atol=0)
+    assert share.num_redone == speculated and share.steps_taken == 1
+    share.close()
+
+
+def test_a_gradient_that_replaces_a_replacing_one_releases_its_memory() -> None:
+    released: list[int] = []
+
+    class Kept:
+        def __init__(self, number: int):
+            self.number = number
+
+        def release(self) -> None:
+            released.append(self.number)
+
+    bucket = make_bucket(S.IDLE)
+    for number in range(4):
+        bucket.take(cast(Any, Kept(number)))
+    assert released == [1, 2]
+    bucket.use_newer()
+    assert released == [1, 2, 0] and bucket.grad is not None and cast(Any, bucket.grad).number == 3
+    bucket.forget_gradient()
+    assert released == [1, 2, 0, 3]
+
+
+def test_waiting_again_costs_nothing_and_changes_nothing() -> None:
+    """Also by several threads at once, as a forward pass and its prefetch do it."""
+    log, live = EventLog(), {"first": torch.zeros(128), "second": torch.zeros(128)}
+    share = make_share(CpuAdam(1), log=log, parameters=live)
+    for unit in live:
+        share.submit_gradient(unit, torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    threads = [threading.Thread(target=share.wait, args=("first",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    share.finish()
+    before = {unit: values.clone() for unit, values in live.items()}
+    for _ in range(3):
+        share.wait("first", block=True)
+    assert all(torch.equal(live[unit], values) for unit, values in before.items())
+    assert len(log.of(What.UPDATED)) == 2 and len(log.of(What.WAITED, unit="first")) == 7
+    share.close()
+
+
+def test_after_a_wrong_speculation_it_backs_off_for_ten_steps() -> None:
+    log = EventLog()
+    share = make_share(CpuAdam(1), speculated=128, pieces=TWO_PIECES[:1], log=log)
+    speculated = []
+    for step in range(13):
+        share.expect_step(RATES, 1.0)
+        share.submit_gradient("first", torch.ones(128))
+        wait_until(lambda: share.backs_off or bool(starts_of(log, What.SPECULATION_BEGUN)))
+        share.step(torch.tensor(0.5 if step else 2.0), RATES, 1.0)
+        share.finish()
+        speculated.append(len(log.of(What.SPECULATION_BEGUN)))
+    assert speculated == [1] * 11 + [2, 3] and share.num_redone == 1
+    share.close()

@@ -1,0 +1,344 @@
+"""Gradients that leave the device as soon as they are final: what is kept, what is given up, and who waits."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.data.loader import MicroBatch
+from gptpar.engine.gradient_memory import GradientMemory
+from gptpar.engine.units import Unit
+from gptpar.offload import buckets, copying_transfers
+from gptpar.offload.copying_transfers import (
+    ALIGNMENT,
+    MAX_UNITS_WAITING,
+    CopiesUnderWay,
+    CopyingSameMemory,
+    GradientCopy,
+    copying_bytes,
+    max_bytes_waiting,
+    slots_bytes,
+)
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.transfers import OUTGOING, DeviceEvent
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.training.trainer import Trainer
+from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.unit.offload.tiny_runs import ALL
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
+UNITS = tuple(
+    OffloadedPartition(name, 128, (GroupSpan(0, 128, 0),), ((0, 128),))
+    for name in ("first", "second", "third", "fourth")
+)
+
+
+class Signal:
+    """An event of a device that the test plays."""
+
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+        self.asked = threading.Event()
+
+    def query(self) -> bool:
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        self.asked.set()
+        assert self._passed.wait(10)
+
+    def pass_(self) -> None:
+        self._passed.set()
+
+
+class SlowCopies(CopyingSameMemory):
+    """Gradients are made at once; each copy is there when the test says so."""
+
+    def __init__(self, max_bytes: int):
+        super().__init__(max_bytes)
+        self.copies: list[tuple[torch.Tensor, torch.Tensor, Signal]] = []
+
+    def copy(self, grad: torch.Tensor, values: torch.Tensor) -> tuple[DeviceEvent, DeviceEvent]:
+        made, there = Signal(), Signal()
+        made.pass_()
+        values.fill_(float("nan"))
+        self.copies.append((grad, values, there))
+        return made, there
+
+    def let_arrive(self, number: int) -> None:
+        grad, values, there = self.copies[number]
+        values.copy_(grad)
+        self.copies[number] = (torch.empty(0), values, there)
+        there.pass_()
+
+
+def make_share(
+    transfers: CopyingSameMemory,
+    speculated: int = 0,
+    adam: CpuAdam | None = None,
+    parameters: dict[str, torch.Tensor] | None = None,
+) -> HostOptimizer:
+    share = HostOptimizer(
+        UNITS,
+        parameters or {piece.unit: torch.zeros(128) for piece in UNITS},
+        dtype=torch.float32,
+        clip_grad=1.0,
+        adam=adam or CpuAdam(1),
+        transfers=transfers,
+        speculated_elements=speculated,
+    )
+    return share
+
+
+def storage_alive(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Asks later whether anything still refers to a tensor's memory."""
+    reference = weakref.ref(tensor.untyped_storage())
+    return lambda: reference() is not None
+
+
+# --- one copy, and several ------------------------------------------------------------------------------------------
+
+
+def test_a_copy_keeps_the_gradient_until_it_is_there_and_its_values_for_good() -> None:
+    there, made = Signal(), Signal()
+    grad, values = torch.ones(4), torch.zeros(4)
+    copy, alive = GradientCopy(grad, values, made, there), storage_alive(grad)
+    del grad
+    assert not copy.made() and not copy.arrived() and alive() and copy.begin(urgent=False)
+    made.pass_()
+    copy.release()
+    assert copy.made() and not copy.arrived() and alive()
+    values.fill_(1.0)
+    there.pass_()
+    assert copy.arrived() and not alive()
+    copy.release()  # a speculation is done with it, and may turn out wrong
+    assert torch.equal(copy.tensor(), torch.ones(4)) and copy.tensor() is values
+
+
+def test_reading_waits_for_the_copy_and_gives_up_the_gradient() -> None:
+    there, made = Signal(), Signal()
+    grad = torch.ones(4)
+    copy, alive = GradientCopy(grad, torch.zeros(4), made, there), storage_alive(grad)
+    del grad
+    reader = threading.Thread(target=copy.tensor)
+    reader.start()
+    assert there.asked.wait(10) and alive()
+    there.pass_()
+    reader.join(10)
+    assert not reader.is_alive() and not alive()
+
+
+def test_only_what_is_above_the_bound_is_waited_for() -> None:
+    under_way = CopiesUnderWay(max_bytes=2 * 16)
+    signals = [Signal() for _ in range(4)]
+    kept = []
+    for signal in signals[:2]:
+        grad = torch.ones(4)
+        kept.append(storage_alive(grad))
+        under_way.add(GradientCopy(grad, torch.zeros(4), Signal(), signal))
+        del grad
+        under_way.hold_back()  # returns
+    under_way.add(GradientCopy(torch.ones(4), torch.zeros(4), Signal(), signals[2]))
+    loop = threading.Thread(target=under_way.hold_back)
+    loop.start()
+    assert signals[0].asked.wait(10) and not signals[1].asked.is_set()
+    assert kept[0]() and kept[1]()
+    signals[0].pass_()
+    loop.join(10)
+    assert not loop.is_alive() and not signals[1].asked.is_set() and not kept[0]() and kept[1]()
+    for signal in signals[1:]:
+        signal.pass_()
+    under_way.add(GradientCopy(torch.ones(4), torch.zeros(4), Signal(), signals[3]))
+    under_way.hold_back()
+    assert not kept[1]() and not signals[1].asked.is_set()  # what has arrived is forgotten without waiting
+
+
+def test_the_bound_is_two_of_the_largest() -> None:
+    assert max_bytes_waiting([3, 10, 7], 2) == MAX_UNITS_WAITING * 20
+    outgoing = OUTGOING * buckets.BUCKET_ELEMENTS * 2
+    assert copying_bytes(1000, 2) == 2000 + ALIGNMENT + outgoing
+    full = buckets.BUCKET_ELEMENTS
+    for lengths in ([1000], [full], [full, full], [full + 1, 64, 3 * full - 1], [64] * 50):
+        locked = slots_bytes(lengths, 2) + outgoing
+        assert locked <= copying_bytes(sum(lengths), 2, len(lengths)) <= locked + len(lengths) * ALIGNMENT
+
+
+# --- with the host optimizer ----------------------------------------------------------------------------------------
+
+
+def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
+    """Of three units of 512 bytes two may wait; the updating thread goes on with what is there meanwhile."""
+    transfers = SlowCopies(max_bytes=2 * 512)
+    begun = threading.Event()
+
+    class Noting(CpuAdam):
+        def order(self, *args: Any, **kwargs: Any) -> Callable[[], Done]:
+            begun.set()
+            return super().order(*args, **kwargs)
+
+    parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
+    share = make_share(transfers, 512, Noting(1), parameters)
+    share.expect_step(RATES, 1.0)
+    for unit in ("fourth", "third"):
+        share.submit_gradient(unit, torch.full((128,), 1e-3))
+    loop = threading.Thread(target=share.submit_gradient, args=("second", torch.full((128,), 1e-3)))
+    loop.start()
+    assert transfers.copies[0][2].asked.wait(10)
+    transfers.let_arrive(1)
+    share.expect_step(RATES, 1.0)  # takes the lock, and wakes the thread
+    assert begun.wait(10) and loop.is_alive()
+    transfers.let_arrive(0)
+    loop.join(10)
+    assert not loop.is_alive()
+    transfers.let_arrive(2)
+    share.submit_gradient("first", torch.full((128,), 1e-3))
+    transfers.let_arrive(3)
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    share.finish()
+    assert share.num_ahead > 0 and share.num_redone == 0
+    for values in parameters.values():
+        torch.testing.assert_close(values, torch.full((128,), -0.1), rtol=1e-4, atol=0)
+    share.close()
+
+
+def test_a_clipped_step_finds_the_gradient_again_after_a_speculation_in_vain() -> None:
+    transfers = SlowCopies(max_bytes=1 << 20)
+    share = make_share(transfers, speculated=512)
+    share.expect_step(RATES, 1.0)
+    alive = []
+    for number, piece in enumerate(reversed(UNITS)):
+        grad = torch.full((128,), 3.0)
+        alive.append(storage_alive(grad))
+        share.submit_gradient(piece.unit, grad)
+        del grad
+        transfers.let_arrive(number)
+    for _ in range(1000):
+        if not any(left() for left in alive):
+            break
+        threading.Event().wait(0.01)
+    assert not any(left() for left in alive)
+    share.step(torch.tensor(30.0), RATES, 1.0)
+    share.finish()
+    assert share.num_redone == 1
+    for _, _, moment in share.parts("exp_avg"):
+        torch.testing.assert_close(moment, torch.full((128,), 0.1 * 3.0 / 30.0), rtol=1e-4, atol=0)
+    share.close()
+
+
+def test_each_bucket_s_gradient_lies_in_the_same_memory_in_every_step() -> None:
+    transfers = SlowCopies(max_bytes=1 << 20)
+    share = make_share(transfers)
+    places = []
+    for step in range(2):
+        for number, piece in enumerate(reversed(UNITS)):
+            share.submit_gradient(piece.unit, torch.full((128,), float(step)))
+            transfers.let_arrive(4 * step + number)
+        share.step(torch.tensor(0.5), RATES, 1.0)
+        share.finish()
+        places.append([values.data_ptr() for _, values, _ in transfers.copies[4 * step :]])
+    assert places[0] == places[1] and len(set(places[0])) == 4
+    share.close()
+
+
+# --- with a whole run -----------------------------------------------------------------------------------------------
+
+
+def train(flags: str, steps: int = 10) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
+    """(loss, norm, skipped) of each step, and the final weights and moments by name."""
+    trainer = make_trainer(tiny_config(flags))
+    seen = []
+    for step in range(steps):
+        tokens = random_tokens(2, 16, 60, seed=step)
+        trainer.expect_step(2.0 * step)
+        loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], step)
+        launched = trainer.update(loss, iteration=step + 1, samples=2, progress=2.0 * step, stop=False)
+        seen.append(launched.readings.read()[:3])
+        if trainer.loss_scale.dynamic:
+            trainer.loss_scale.update(bool(seen[-1][2]))
+    state = {
+        f"{kind} {name} {number}": part.clone()
+        for kind, held in trainer.engine.optimizer.state_tensors().items()
+        for name, parts in held.items()
+        for number, (_, part) in enumerate(parts.parts)
+    }
+    trainer.close()
+    return seen, state, trainer
+
+
+@pytest.mark.parametrize("speculation", ["on", "off"])
+@pytest.mark.parametrize("ratio", ["1", "0.731"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16",
+        pytest.param("--fp64", marks=pytest.mark.slow),
+        pytest.param("--fp16 --initial-loss-scale 1e6 --hysteresis 1", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_that_leave_change_no_bit(
+    words: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some steps are clipped, and in fp16 some skipped; buckets cut units."""
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)
+    words = f"{words} --clip-grad 1.2 --cpu-optimizer --cpu-optimizer-ratio {ratio} --offload-speculation {speculation}"
+    stay, leave = train(f"{words} --offload-gradients off"), train(f"{words} --offload-gradients on")
+    norms = [norm for _, norm, _ in stay[0]]
+    assert any(norm > 1.2 for norm in norms) and any(norm < 1.2 for norm in norms)
+    assert any(skipped for *_, skipped in stay[0]) == ("fp16" in words)
+    assert str(stay[0]) == str(leave[0]) and stay[1].keys() == leave[1].keys()
+    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+
+
+def test_parameters_may_be_on_the_host_as_well() -> None:
+    stay, leave = (train(f"--bf16 {ALL} --cpu-parameters --offload-gradients {word}") for word in ("off", "on"))
+    assert stay[0] == leave[0]
+    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+
+
+def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each submission the sums of all units before have been given up; the last one when its update has read it."""
+    sums: list[Callable[[], bool]] = []
+    counts: list[int] = []
+    make, submit = GradientMemory.sum_of, HostOptimizer.submit_gradient
+
+    def making(memory: GradientMemory, unit: Unit) -> torch.Tensor:
+        num_sums = len(memory.tensors)
+        total = make(memory, unit)
+        if len(memory.tensors) > num_sums:
+            sums.append(storage_alive(total))
+        return total
+
+    def submitting(share: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+        assert formed is None
+        submit(share, unit, grad)
+        counts.append(sum(alive() for alive in sums))
+
+    monkeypatch.setattr(GradientMemory, "sum_of", making)
+    monkeypatch.setattr(HostOptimizer, "submit_gradient", submitting)
+    _, _, trainer = train(f"--bf16 {ALL} --offload-gradients on", steps=2)
+    units = len(trainer.engine.table.units)
+    assert counts == [1] * (2 * units) and len(sums) == 2 * units
+    assert not any(alive() for alive in sums)
+    sums.clear()
+    counts.clear()
+    with monkeypatch.context() as patch:  # what this test would see if they stayed
+        patch.setattr(copying_transfers.GradientCopy, "arrived", lambda copy: False)
+        train(f"--bf16 {ALL} --offload-gradients on", steps=1)
+    assert max(counts) > 1
+
+
+def test_the_embedding_s_gradient_is_not_sent_early() -> None:
+    """Its sum would stay on the device during the whole backward pass."""
+    trainers = [make_trainer(tiny_config(f"{ALL} --offload-gradients {word}")) for word in ("off", "on")]
+    assert [trainer._partial_gradient is None for trainer in trainers] == [False, True]
+    for trainer in trainers:
+        trainer.close()

@@ -1,0 +1,265 @@
+"""The host's share alone: its thread, its buckets, and what travels."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gptpar.offload.buckets import Bucket, cut_piece
+from gptpar.offload.events import STEP_DONE, EventLog, What
+from gptpar.offload.next_action import NEAR, begin_copies
+from gptpar.offload.transfers import (
+    OUTGOING,
+    RESERVED,
+    RING_BYTES,
+    D2HCopy,
+    Slot,
+    ring_slots,
+)
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.spans import OffloadedPartition
+from tests.unit.offload.host_shares import RATES, TWO_PIECES, WHOLE, SlowNorm, make_share, wait_until
+
+
+class Watched(CpuAdam):
+    """Notes which elements are updated, and waits for leave if told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.lows: list[int] = []
+        self.leave = threading.Event()
+        self.leave.set()
+        self.begun = threading.Event()
+
+    def order(self, *args: Any, low: torch.Tensor | None = None, **kwargs: Any) -> Callable[[], Done]:
+        self.begun.set()
+        assert self.leave.wait(10)
+        assert low is not None
+        self.lows.append(low.data_ptr())
+        return super().order(*args, low=low, **kwargs)
+
+
+def test_a_layer_waits_for_its_own_bucket_only() -> None:
+    adam = Watched()
+    live = {"first": torch.zeros(128), "second": torch.zeros(128)}
+    share = make_share(adam, parameters=live)
+    share.submit_gradient("second", torch.ones(128))
+    share.submit_gradient("first", torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    share.wait("first")
+    assert adam.lows[0] == live["first"].data_ptr()
+    torch.testing.assert_close(live["first"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
+    share.wait("second")
+    assert len(adam.lows) == 2 and share.steps_taken == 1
+    share.close()
+
+
+def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
+    adam = Watched()
+    adam.leave.clear()
+    live = {"first": torch.zeros(128), "second": torch.zeros(128)}
+    share = make_share(adam, speculated=256, parameters=live)
+    share.expect_step(RATES, 1.0)
+    share.submit_gradient("second", torch.ones(128))
+    assert adam.begun.wait(10)  # nothing shallower is there
+    share.submit_gradient("first", torch.ones(128))
+    adam.leave.set()
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    share.finish()
+    assert adam.lows[0] == live["second"].data_ptr() and len(set(adam.lows)) == 2
+    assert share.num_redone == 0
+    share.close()
+
+
+def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
+    """The training loop has announced the step long before that."""
+    adam, transfers = Watched(), SlowNorm()
+    adam.leave.clear()
+    live = {"first": torch.zeros(128), "second": torch.zeros(128)}
+    share = make_share(adam, speculated=256, transfers=transfers, parameters=live)
+    share.expect_step(RATES, 1.0)
+    share.submit_gradient("second", torch.ones(128))
+    share.submit_gradient("first", torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    of_the_step_after_it = Hyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
+    share.expect_step((of_the_step_after_it,), 1.0)
+    adam.leave.set()
+    wait_until(lambda: len(adam.lows) == 2)
+    assert set(adam.lows) == {values.data_ptr() for values in live.values()}
+    transfers.computed.set()
+    share.finish()
+    assert len(adam.lows) == 2 and share.num_redone == 0
+    torch.testing.assert_close(live["second"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
+    share.close()
+
+
+def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
+    """And not before, however long the device computes it."""
+    made, here, woken = threading.Event(), threading.Event(), threading.Event()
+
+    @dataclass
+    class Travelling:
+        values: torch.Tensor
+
+        def made(self) -> bool:
+            return made.is_set()
+
+        def begin(self, *, urgent: bool) -> bool:
+            return True
+
+        def arrived(self) -> bool:
+            return here.is_set()
+
+        def tensor(self) -> torch.Tensor:
+            return self.values
+
+        def release(self) -> None: ...
+
+    class Way(SlowNorm):
+        def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+            return Travelling(grad)
+
+    class Sleepy(CpuAdam):
+        def wake(self) -> None:
+            woken.set()
+            super().wake()
+
+    transfers, live = Way(), torch.zeros(128)
+    share = make_share(
+        Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers, parameters={"first": live}
+    )
+    share.expect_step(RATES, 1.0)
+    share.submit_gradient("first", torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    assert not woken.wait(0.05)
+    made.set()
+    assert woken.wait(10)
+    here.set()
+    transfers.computed.set()
+    share.finish()
+    torch.testing.assert_close(live, torch.full((128,), -0.1), rtol=1e-5, atol=0)
+    share.close()
+
+
+def test_room_for_some_is_given_to_the_deepest() -> None:
+    log, transfers = EventLog(), SlowNorm()
+    share = make_share(
+        CpuAdam(1),
+        speculated=200,
+        transfers=transfers,
+        log=log,
+        parameters={"first": torch.zeros(128), "second": torch.zeros(128)},
+    )
+    assert share.state_bytes == (2 * 128 * 12, 128 * 12)
+    share.expect_step(RATES, 1.0)
+    for unit in ("second", "first"):
+        share.submit_gradient(unit, torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    wait_until(lambda: bool(log.of(What.SPECULATION_BEGUN)))
+    transfers.computed.set()
+    share.finish()
+    assert [event.unit for event in log.of(What.SPECULATION_BEGUN)] == ["second"]
+    assert [event.unit for event in log.of(What.UPDATE_BEGUN)] == ["first"]
+    share.close()
+
+
+def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
+    class Broken(CpuAdam):
+        def order(self, *args: object, **kwargs: object) -> Callable[[], Done]:
+            raise ZeroDivisionError("out of order")
+
+    share = make_share(Broken(1))
+    for unit in ("first", "second"):
+        share.submit_gradient(unit, torch.ones(128))
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    with pytest.raises(ZeroDivisionError, match="out of order"):
+        share.wait("second")
+    share.close()
+
+
+def test_a_step_that_is_announced_while_the_last_one_ends_is_taken() -> None:
+    """The loop goes on when the last bucket is settled, and may come round before the thread has noted the end."""
+    announced = threading.Event()
+
+    class HoldsUp(EventLog):
+        def record(self, what: What, unit: str = "", start: int = 0, stop: int = 0) -> None:
+            super().record(what, unit, start, stop)
+            if what == What.STEP_TAKEN:
+                assert announced.wait(10)
+
+    log = HoldsUp()
+    share = make_share(CpuAdam(1), log=log)
+    for step in range(2):
+        for unit in ("second", "first"):
+            share.submit_gradient(unit, torch.ones(128))
+        share.step(torch.tensor(0.5), RATES, 1.0)
+        if step:
+            announced.set()
+        wait_until(lambda step=step: len(log.of(*STEP_DONE)) == 2 * (step + 1))
+        assert [len(log.of(What.UPDATED, unit=unit)) for unit in ("first", "second")] == [step + 1, step + 1]
+    assert [share.steps_of(unit) for unit in ("first", "second")] == [2, 2]
+    share.close()
+
+
+def test_the_ring_stays_within_its_bound() -> None:
+    for buckets, size in ((1000, 1 << 26), (5, 1 << 20), (40, 1 << 27)):
+        incoming, outgoing = ring_slots(buckets, size)
+        assert outgoing == OUTGOING and RESERVED < incoming <= buckets + RESERVED
+        assert (incoming + outgoing) * size <= RING_BYTES + size
+
+
+class Gradient:
+    """One that the device has computed or not, with a share of the room in ``ring``."""
+
+    def __init__(self, ring: list[int], *, made: bool = True):
+        self.ring, self.is_made, self.has_room = ring, made, False
+
+    def made(self) -> bool:
+        return self.is_made
+
+    def begin(self, *, urgent: bool) -> bool:
+        if not self.has_room and self.ring:
+            self.ring.pop()
+            self.has_room = True
+        return self.has_room
+
+    def release(self) -> None:
+        self.ring += [0] * self.has_room
+        self.has_room = False
+
+
+def make_buckets(count: int) -> list[Bucket]:
+    pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(count)]
+    return [bucket for piece in pieces for bucket in cut_piece(piece, torch.zeros(128), torch.float32, None)]
+
+
+def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -> None:
+    """Room for 5: layers 9 down to 5 have it; 4 and 3 are computed since, 2 not yet."""
+    buckets = make_buckets(10)
+    ring = [0] * 5
+    grads = [Gradient(ring, made=n != 2) for n in range(10)]
+    for bucket, grad in reversed(list(zip(buckets, grads, strict=True))[3:]):
+        bucket.grad = cast(Any, grad)
+        grad.begin(urgent=False)
+    buckets[2].grad = cast(Any, grads[2])
+    assert [grad.has_room for grad in grads] == [False] * 5 + [True] * 5
+    begin_copies(buckets[2:])
+    assert [grad.has_room for grad in grads] == [False] * 3 + [True] * (NEAR + 1) + [False] * 2
+
+
+def test_what_is_offered_early_takes_room_although_no_layer_is_computed_yet() -> None:
+    """Two early ones, then layers of which the last two are computed; then room for one, which the first one needs."""
+    buckets = make_buckets(6)
+    for room, expected in ((4, [0, 1, 4, 5]), (1, [0])):
+        ring = [0] * room
+        grads = [Gradient(ring, made=n not in (2, 3)) for n in range(6)]
+        for bucket, grad in zip(buckets, grads, strict=True):
+            bucket.grad = cast(Any, grad)
+        begin_copies(buckets)
+        assert [n for n, grad in enumerate(grads) if grad.has_room] == expected

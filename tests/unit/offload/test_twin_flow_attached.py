@@ -1,0 +1,305 @@
+"""TwinFlowAdamW attached to a module: the same bits as unattached, in every order of events."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from gptpar import TwinFlowAdamW
+from gptpar.offload import host_optimizer, machine
+from gptpar.offload.events import What
+from gptpar.offload.transfers import SameMemory
+from gptpar.optim.cpu_adam import CpuAdam, Done
+from tests.offload_log import logged, starts_of
+from tests.unit.offload.two_groups import WIDTH, Model, equal, inputs, scheduler, train, two_groups
+
+
+class LateNorm:
+    """A norm that is not known yet when it is asked for first, so that there is time to speculate on any machine."""
+
+    def __init__(self, number: torch.Tensor):
+        self._number, self._asked = number, False
+
+    def known(self) -> bool:
+        asked, self._asked = self._asked, True
+        return asked
+
+    def value(self) -> float:
+        return self._number.item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("speculation", ["off", "on"])
+def test_attached_is_bit_for_bit_the_same(
+    ratio: float, speculation: str, dtype: torch.dtype, closing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipping in some steps makes speculation wrong: it is done again."""
+    monkeypatch.setattr(SameMemory, "later", lambda self, number: LateNorm(number))
+    models = [Model(dtype), Model(dtype)]
+    optimizers = [
+        closing(TwinFlowAdamW(two_groups(m), offload_ratio=ratio, max_norm=0.45, speculation=speculation))
+        for m in models
+    ]
+    optimizers[1].attach(models[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(30), scheduler(optimizer))
+    optimizers[1].finish()
+    equal(models[1], models[0], rtol=0, atol=0)
+    redone = [optimizer.num_redone for optimizer in optimizers]
+    assert redone[0] == 0 and (0 < redone[1] < 30) == (speculation == "on")
+
+
+class Watched(CpuAdam):
+    """Waits for leave before the end of each update."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.leave = threading.Semaphore(0)
+
+    def order(self, *args: Any, **kwargs: Any) -> Callable[[], Done]:
+        done = super().order(*args, **kwargs)
+
+        def wait() -> Done:
+            assert self.leave.acquire(timeout=10)
+            return done()
+
+        return wait
+
+
+def test_each_layer_waits_for_its_own_parameters_only(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adam = Watched()
+    monkeypatch.setattr(machine, "CpuAdam", lambda threads: adam)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
+    optimizer.attach(model)
+    before = copy.deepcopy(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()  # returns although nothing is updated yet
+    seen: list[int] = []
+    for place, layer in enumerate(model):
+        layer.register_forward_hook(lambda *_, place=place: seen.append(place))
+    forward = threading.Thread(target=model, args=(torch.ones(2, WIDTH),))
+    forward.start()
+    for place in range(3):
+        forward.join(0.2)
+        assert seen == list(range(place))
+        adam.leave.release()
+    forward.join(10)
+    assert seen == [0, 1, 2]
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_what_is_read_right_after_a_step_is_finished(closing: Any) -> None:
+    """Unattached: the parameters. Attached: what state_dict and hooks of the step see."""
+    for attached in (False, True):
+        plain, ours = Model(), Model()
+        reference, optimizer = torch.optim.AdamW(plain.parameters()), closing(TwinFlowAdamW(ours.parameters()))
+        seen: list[torch.Tensor] = []
+        if attached:
+            optimizer.attach(ours)
+        train(plain, reference, [1])
+        train(ours, optimizer, [1])
+        values = ours.state_dict() if attached else dict(ours.named_parameters())
+        torch.testing.assert_close(dict(values), dict(plain.state_dict()), rtol=1e-12, atol=1e-12, check_device=True)
+        optimizer.register_step_post_hook(lambda *_, ours=ours, seen=seen: seen.append(ours.third.weight.clone()))
+        train(plain, reference, [2])
+        train(ours, optimizer, [2])
+        torch.testing.assert_close(seen[0], plain.third.weight, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_that_is_not_taken_leaves_no_trace(closing: Any) -> None:
+    """Speculation has written coming values; an evaluation, or zeroing the gradients, brings the old ones back."""
+    ours, plain = Model(), Model()
+    optimizer = closing(TwinFlowAdamW(ours.parameters(), speculation="on"))
+    optimizer.attach(ours)
+    for forget in (lambda: ours(inputs(9)), optimizer.zero_grad, optimizer.state_dict, ours.state_dict):
+        with optimizer.last_backward():
+            ours(inputs(1)).backward()
+        forget()
+        equal(ours, plain, rtol=0, atol=0)
+    reference = torch.optim.AdamW(plain.parameters())
+    train(plain, reference, range(1, 4))
+    train(ours, optimizer, range(1, 4))
+    optimizer.finish()
+    equal(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_more_than_the_last_backward_is_noticed(closing: Any) -> None:
+    """A second micro-batch inside begins anew; a second backward of one forward would read coming values."""
+    ours, plain = Model(), Model()
+    with logged() as log:
+        optimizer = closing(TwinFlowAdamW(ours.parameters(), speculation="on"))
+    optimizer.attach(ours)
+    reference = torch.optim.AdamW(plain.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        with optimizer.last_backward():
+            ours(inputs(step)[0]).backward()
+            assert starts_of(log, What.SUBMITTED)
+            ours(inputs(step)[1]).backward()
+        optimizer.step()
+    for step in range(3):
+        reference.zero_grad()
+        plain(inputs(step)[0]).backward()
+        plain(inputs(step)[1]).backward()
+        reference.step()
+    optimizer.finish()
+    equal(ours, plain, rtol=1e-12, atol=1e-12)
+    one, other = ours(inputs(0)), ours(inputs(1))
+    with pytest.raises(RuntimeError, match="got a second gradient"), optimizer.last_backward():
+        one.backward()
+        other.backward()
+
+
+def test_the_forward_inside_last_backward_overlaps_too(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    adam = Watched()
+    monkeypatch.setattr(machine, "CpuAdam", lambda threads: adam)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
+    optimizer.attach(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    with optimizer.last_backward():  # comes here although nothing is updated yet
+        adam.leave.release(2)
+        model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def test_gradients_changed_after_they_were_sent_are_sent_again(closing: Any) -> None:
+    ours, plain = Model(), Model()
+    optimizer = closing(TwinFlowAdamW(ours.parameters(), lr=1e-2, speculation="on"))
+    optimizer.attach(ours)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        for model, one in ((ours, optimizer), (plain, reference)):
+            one.zero_grad()
+            loss = model(inputs(step))
+            if model is ours:
+                with optimizer.last_backward():
+                    loss.backward()
+            else:
+                loss.backward()
+            assert model.third.weight.grad is not None
+            model.third.weight.grad.mul_(-3.0)
+            model.first.weight.grad = None
+            one.step()
+    optimizer.finish()
+    equal(ours, plain, rtol=1e-12, atol=1e-12)
+
+
+class Recomputed(nn.Module):
+    """Attention, which reads parameters of a module inside it, and a block that is computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.block = nn.MultiheadAttention(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
+        self.to(torch.float64)
+
+    def forward(self, x: torch.Tensor, use: bool = True) -> torch.Tensor:
+        x = x + self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False).square().mean()
+
+
+def test_attention_and_recomputation_overlap_without_changing_a_bit(closing: Any) -> None:
+    torch.manual_seed(0)
+    models = [Recomputed()]
+    models.append(copy.deepcopy(models[0]))
+    with logged() as log:
+        optimizers = [closing(TwinFlowAdamW(model.parameters(), lr=1e-2, speculation="on")) for model in models]
+    optimizers[1].attach(models[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(10))
+    optimizers[1].finish()
+    equal(models[1], models[0], rtol=0, atol=0)
+    assert optimizers[1].num_redone == 0
+    log.events.clear()
+    optimizers[1].step()
+    assert not log.of(What.WAITED)  # every parameter is read by a module that will wait for it
+    models[1](inputs(0)[0])
+    assert {event.unit for event in log.of(What.WAITED)} == {str(place) for place in range(len(optimizers[1].homes))}
+
+
+def test_an_optimizer_that_is_dropped_ends_its_thread() -> None:
+    before = threading.active_count()
+    optimizer = TwinFlowAdamW(Model().parameters())
+    assert threading.active_count() == before + 1
+    del optimizer
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_a_copy_of_an_attached_module_is_a_module_of_its_own(closing: Any) -> None:
+    """Copied or pickled, it is neither waited for nor updated."""
+    model = Model()
+    optimizer = closing(TwinFlowAdamW(model.parameters(), lr=1e-2))
+    optimizer.attach(model)
+    train(model, optimizer, range(2))
+    optimizer.finish()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        equal(other, model, rtol=0, atol=0)
+        assert torch.equal(other(inputs(0)), model(inputs(0))) and len(other.state_dict()) == len(model.state_dict())
+        with optimizer.last_backward():
+            other(inputs(0)).backward()
+        optimizer.finish()
+        equal(other, model, rtol=0, atol=0)
+
+
+def test_an_optimizer_that_is_dropped_amid_a_step_leaves_the_old_parameters() -> None:
+    """Speculation has written coming values; the module goes on without waiting for anybody."""
+    before, model, untouched = threading.active_count(), Model(), Model()
+    optimizer = TwinFlowAdamW(model.parameters(), speculation="on")
+    optimizer.attach(model)
+    with optimizer.last_backward():
+        model(inputs(1)).backward()
+    del optimizer
+    gc.collect()
+    assert threading.active_count() == before
+    equal(model, untouched, rtol=0, atol=0)
+    model(inputs(2)).backward()
+
+
+def test_an_optimizer_whose_device_does_not_answer_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of a process that was interrupted inside last_backward(), behind a collective that hangs."""
+    answers = threading.Event()
+
+    class Stuck:
+        def __init__(self, number: torch.Tensor):
+            self._number = number
+
+        def known(self) -> bool:
+            return answers.is_set()
+
+        def value(self) -> float:
+            assert answers.wait(30)
+            return self._number.item()
+
+    monkeypatch.setattr(host_optimizer, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(SameMemory, "later", lambda self, number: Stuck(number))
+    before, model = threading.active_count(), Model()
+    optimizer = TwinFlowAdamW(model.parameters(), speculation="on")
+    optimizer.attach(model)
+    with optimizer.last_backward():
+        model(inputs(1)).backward()
+    started = time.monotonic()
+    del optimizer
+    gc.collect()
+    assert time.monotonic() - started < 10 and threading.active_count() == before + 1
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "gptpar-cpu-adam":
+            thread.join(10)
+    assert threading.active_count() == before

@@ -1,0 +1,104 @@
+"""One update, the same bits from every implementation: all bit patterns, edges, and the numbers of a step."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from gptpar.optim.adam_arguments import AdamStep
+from gptpar.optim.adam_update import (
+    UpdateNumbers,
+    clipped_divisor,
+    power,
+    step_numbers,
+    step_numbers_on_device,
+    update,
+)
+from gptpar.optim.cpu_adam import CpuAdam, _library
+from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, same
+
+
+def by_operators(case: list[torch.Tensor], numbers: UpdateNumbers, low: torch.dtype) -> list[torch.Tensor]:
+    """The new p, m, v and 16-bit parameters, as the definition has them."""
+    *state, grad = (vector.clone() for vector in case)
+    narrow = torch.empty(len(grad), dtype=low, device=grad.device)
+    update(state, grad, numbers, low=narrow)
+    return [*state, narrow]
+
+
+def steps_to_take() -> list[AdamStep]:
+    """Every step's number, without clipping and with it, and with a large loss scale."""
+    divisors = [1.0, clipped_divisor(2.7, 1.0, 0.3), clipped_divisor(0.1, 3000.0, 0.3), 1e39]
+    return [AdamStep(*HOW, step, divisors[i % len(divisors)]) for i, step in enumerate(STEPS)]
+
+
+@pytest.mark.parametrize("isa", [0, 1, 2])
+@pytest.mark.parametrize("grad", FORMATS, ids=str)
+@pytest.mark.parametrize("low", FORMATS, ids=str)
+def test_every_instruction_set_computes_the_definition(isa: int, grad: torch.dtype, low: torch.dtype) -> None:
+    library = _library()
+    if library is None or not library.lasting.cpu_adam_isa(isa):
+        pytest.skip("no C++ compiler, or not this processor's")
+    adam = CpuAdam(2)
+    adam._isa = isa
+    for p, m, v, values in cases():
+        case = [p, m, v, values.to(grad)]
+        for how in steps_to_take():
+            *state, given = (vector.clone() for vector in case)
+            narrow = torch.empty(len(given), dtype=low)
+            adam.step(*state, given, how, low=narrow)
+            expected = by_operators(case, how.numbers(), low)
+            for name, ours, true in zip(("p", "m", "v", "low"), [*state, narrow], expected, strict=True):
+                assert same(ours, true), (name, how)
+
+
+def test_each_operation_is_rounded_by_itself() -> None:
+    """In fp64 with values whose products round: hand-computed with exact fractions, rounded after every operation."""
+    p, m, v, g = 1.1, 0.7, 0.3, 1.9
+    n = step_numbers(HOW, 3, 3.7)
+
+    def rounded(value: Fraction) -> Fraction:
+        return Fraction(float(value))
+
+    x = rounded(Fraction(g) * Fraction(n.scale))
+    new_m = rounded(Fraction(m) + rounded(Fraction(n.rest1) * rounded(x - Fraction(m))))
+    new_v = rounded(rounded(Fraction(n.beta2) * Fraction(v)) + rounded(rounded(Fraction(n.rest2) * x) * x))
+    quotient = rounded(new_m / rounded(Fraction(math.sqrt(new_v)) + Fraction(n.floor)))
+    new_p = rounded(rounded(Fraction(n.decay) * Fraction(p)) - rounded(Fraction(n.size) * quotient))
+    state = [torch.tensor([value], dtype=torch.float64) for value in (p, m, v)]
+    update(state, torch.tensor([g], dtype=torch.float64), n)
+    assert [t.item() for t in state] == [float(new_p), float(new_m), float(new_v)]
+
+
+@pytest.mark.parametrize("step", STEPS)
+# x / 0.3 and x * (1 / 0.3) are the same bits for nearly every x; x / 0.7 and x * (1 / 0.7) for every second one.
+@pytest.mark.parametrize(
+    ("norm", "loss_scale", "max_norm"),
+    [(2.7, 1.0, 0.3), (0.1, 3000.0, 0.3), (5.0, 3000.0, 0.0), (0.77, 1.0, 0.7), (0.7, 3000.0, 0.7)],
+)
+def test_numbers_on_the_device_are_those_of_the_host(
+    step: int, norm: float, loss_scale: float, max_norm: float
+) -> None:
+    steps, on_device = (torch.tensor(number, dtype=torch.float64) for number in (float(step), norm))
+    found = step_numbers_on_device(HOW, steps, on_device, loss_scale, max_norm, torch.float64)
+    expected = step_numbers(HOW, step, clipped_divisor(norm, loss_scale, max_norm))
+    assert [torch.as_tensor(number).item() for number in found] == list(expected)
+
+
+def test_a_power_is_within_its_roundings() -> None:
+    """Of 1.5 log2 t products each rounds by half a unit in the last place, which squaring doubles."""
+    for base in (0.9, 0.95, 0.999, 0.9999):
+        for step in STEPS:
+            assert power(base, step) == pytest.approx(base**step, rel=step * 1e-15, abs=1e-300)
+        assert power(base, 1000) == pytest.approx(float(Fraction(base) ** 1000), rel=1e-12)
+    assert power(0.9, 0) == 1.0 and power(0.9, 1) == 0.9 and power(0.9, 2) == 0.9 * 0.9
+
+
+def test_a_skipped_step_changes_nothing_although_the_gradient_is_not_finite() -> None:
+    state, grad = [torch.ones(5), torch.zeros(5), torch.zeros(5)], torch.full((5,), math.nan)
+    low = torch.full((5,), 7.0, dtype=torch.bfloat16)
+    update(state, grad, step_numbers(HOW, 1, 1.0), low=low, skipped=torch.tensor(1.0))
+    assert [t.tolist() for t in state] == [[1.0] * 5, [0.0] * 5, [0.0] * 5] and low.tolist() == [1.0] * 5

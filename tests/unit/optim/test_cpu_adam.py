@@ -1,0 +1,275 @@
+"""AdamW on the CPU: right against fp64 and torch, the same bits on every path, and no argument is taken silently."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from gptpar.offload.index_ranges import ranges_of_rows
+from gptpar.optim import cpu_adam
+from gptpar.optim.cpu_adam import CpuAdam
+from tests.unit.optim.cpu_adam_runs import GRADS, HOW, LONG, make, run, same, with_isa
+
+LOWS = (None, torch.bfloat16, torch.float16, torch.float32)
+LENGTHS = (0, 1, 7, 63, 64, 65)
+
+
+def plain_adamw(p, m, v, g, how):
+    """The paper's rule in fp64, out of place."""
+    g = g.double() / how.divisor
+    m = how.beta1 * m + (1 - how.beta1) * g
+    v = how.beta2 * v + (1 - how.beta2) * g * g
+    m_hat, v_hat = m / (1 - how.beta1**how.step), v / (1 - how.beta2**how.step)
+    return p - how.lr * (m_hat / (v_hat.sqrt() + how.eps) + how.weight_decay * p), m, v
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("decay, divisor", [(0.0, 1.0), (0.1, 1.0), (0.1, 3.7), (0.0, 1024.0)])
+def test_follows_adamw_in_double_precision(kernel, decay, divisor, request):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        request.getfixturevalue("library" if kernel == "native" else "no_compiler")
+        adam = CpuAdam(2)
+    n = 70001
+    p = torch.randn(n)
+    m, v = torch.zeros(n), torch.zeros(n)
+    exact = tuple(t.double() for t in (p, m, v))
+    for step in range(1, 9):
+        grad = divisor * torch.randn(n)
+        how = replace(HOW, step=step, weight_decay=decay, divisor=divisor)
+        exact = plain_adamw(*exact, grad, how)
+        assert adam.step(p, m, v, grad, how)
+    for ours, true in zip((p, m, v), exact, strict=True):
+        assert (ours - true).abs().max() < 1e-6 * true.abs().max()
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.float64])
+def test_agrees_with_torchs_fused_kernel(state):
+    p, m, v, _ = make(50021, state=state)
+    m.zero_()
+    v.zero_()
+    leaf = p.clone().requires_grad_()
+    peer = torch.optim.AdamW([leaf], lr=HOW.lr, betas=(0.9, 0.95), eps=HOW.eps, weight_decay=0.1, fused=True)
+    adam = CpuAdam(2)
+    for step in range(1, 6):
+        leaf.grad = torch.randn(50021, dtype=state)
+        adam.step(p, m, v, leaf.grad, replace(HOW, step=step))
+        peer.step()
+    theirs = peer.state[leaf]
+    tolerance = 1e-15 if state == torch.float64 else 3e-7
+    for ours, other in ((p, leaf), (m, theirs["exp_avg"]), (v, theirs["exp_avg_sq"])):
+        assert (ours - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("grad", GRADS)
+def test_every_instruction_set_gives_the_same_bits(isas, grad):
+    for n, low, apart, divisor in itertools.product(LENGTHS, LOWS, (False, True), (1.0, 3.7)):
+        tensors, how = make(n, grad), replace(HOW, step=5, divisor=divisor)
+        finite, scalar = run(with_isa(0), tensors, how, apart=apart, low=low)
+        for isa in isas:
+            assert run(with_isa(isa), tensors, how, apart=apart, low=low)[0] is finite is True
+            assert same(run(with_isa(isa), tensors, how, apart=apart, low=low)[1], scalar), (n, low, apart, isa)
+
+
+@pytest.mark.parametrize("grad", GRADS)
+def test_threads_places_and_instruction_sets_do_not_change_a_long_vector(isas, grad):
+    tensors = make(LONG, grad)
+    _, scalar = run(with_isa(0), tensors, low=torch.bfloat16)
+    squares = {with_isa(isa, threads).square(tensors[3]) for isa in isas for threads in (1, 2, 5)}
+    assert len(squares) == 1
+    assert squares.pop() == pytest.approx(float(tensors[3].double().square().sum()), rel=1e-13)
+    for isa, threads, apart in itertools.product(isas, (1, 2, 5), (False, True)):
+        _, ours = run(with_isa(isa, threads), tensors, apart=apart, low=torch.bfloat16)
+        assert same(ours, scalar), (isa, threads, apart)
+
+
+@pytest.mark.parametrize("shifts", [(0, 0, 0, 0), (1, 1, 1, 1), (3, 5, 8, 1), (16, 16, 16, 7)])
+def test_any_cutting_and_any_alignment_gives_the_same_bits(isas, shifts):
+    cuts = [0, 1, 38, 64, 70, 65601, 65602, 131139, 200003]
+    tensors = make(cuts[-1], torch.bfloat16)
+    _, whole = run(CpuAdam(1), tensors, low=torch.float16)
+    for isa, apart in itertools.product(isas, (False, True)):
+        state = [torch.empty(cuts[-1] + 16)[s : s + cuts[-1]] for s in shifts[:3]]
+        into = [torch.empty(cuts[-1] + 16)[s : s + cuts[-1]] for s in shifts[:3]]
+        low = torch.empty(cuts[-1] + 16, dtype=torch.float16)[shifts[3] :][: cuts[-1]]
+        for piece, source in zip(state, tensors, strict=False):
+            piece.copy_(source)
+        for first, last in itertools.pairwise(cuts):
+            p, m, v, grad, *new = (t[first:last] for t in (*state, tensors[3], *into))
+            with_isa(isa, 2).step(p, m, v, grad, HOW, into=tuple(new) if apart else None, low=low[first:last])
+        assert same([*(into if apart else state), low], whole), (isa, apart)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_are_rounded_as_torch_does(isas, kind):
+    """Every upper half with ties, their neighbours and all kinds of NaN, infinity, denormal and overflow."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    patterns = torch.cat([upper + rest for rest in (0, 1, 0x7FFF, 0x8000, 0x8001, 0x1000, 0x3000, 0x2FFF, 0xF000)])
+    p = patterns.to(torch.int32).view(torch.float32)
+    zeros = torch.zeros_like(p)
+    for isa in isas:
+        how = replace(HOW, lr=0.0, weight_decay=0.0)
+        finite, (new, _, _, low) = run(with_isa(isa), [p, zeros, zeros, zeros], how, low=kind)
+        assert finite and same([new, low], [p, p.to(kind)])
+    assert p.isnan().any() and low[p == 65520.0].isinf().all() == (kind == torch.float16)
+
+
+@pytest.mark.parametrize("grad", GRADS)
+def test_widens_every_16_bit_gradient_exactly(isas, grad):
+    patterns = torch.arange(1 << 16, dtype=torch.int64).to(torch.int16)
+    values = patterns.float() if grad == torch.float32 else patterns.view(grad)
+    zeros = torch.zeros(len(values))
+    for isa in isas:
+        finite, (_, m, _) = run(with_isa(isa), [zeros, zeros, zeros, values], replace(HOW, beta1=0.0))
+        assert same([m], [values.float() + 0.0]) and finite is (grad == torch.float32)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_found_wherever_it_is(isas, bad):
+    n = 65536 + 45
+    for grad, isa in itertools.product(GRADS, isas):
+        tensors = make(n, grad)
+        _, clean = run(with_isa(isa), tensors)
+        for place in (0, 20, 65535, 65536, n - 1):
+            spoilt = tensors[3].clone()
+            spoilt[place] = bad
+            finite, ours = run(with_isa(isa, 2), [*tensors[:3], spoilt], apart=True)
+            assert finite is False and not ours[0][place].isfinite()
+            others = torch.arange(n) != place
+            assert same([t[others] for t in ours], [t[others] for t in clean])
+
+
+def test_flushing_of_denormals_in_the_caller_changes_nothing(isas):
+    tensors, how = [1e-39 * t for t in make(200003)], replace(HOW, eps=1e-30, lr=1e-20)
+    adam, buffers = CpuAdam(2), [torch.empty(200003) for _ in range(3)]
+    expected, square = run(adam, tensors, how)[1], adam.square(tensors[0])
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        adam.step(*tensors, how, into=tuple(buffers))
+        flushed = adam.square(tensors[0])
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed == square > 0 and same(buffers, expected)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit():
+    grads = [make(3001 + step)[3][:3001] for step in range(6)]
+
+    def advance(state, steps):
+        adam = CpuAdam(1)
+        for step in steps:
+            adam.step(*state, grads[step], replace(HOW, step=step + 1))
+        return state
+
+    straight = advance(make(3001)[:3], range(6))
+    halfway = [torch.tensor(t.tolist()) for t in advance(make(3001)[:3], range(3))]
+    assert same(advance(halfway, range(3, 6)), straight)
+
+
+def test_the_kernel_can_sum_squares_on_its_way(library):
+    p, m, v, grad = make(200003, torch.bfloat16)
+    how, total = replace(HOW, divisor=2.0), ctypes.c_double()
+    call = cpu_adam._call((p, m, v, p, m, v, grad), None, [(0, len(p), how)])
+    assert library.lasting.cpu_adam_step(*call, 2, -1, ctypes.byref(total)) == 1
+    assert total.value == CpuAdam(1).square(grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stretches_are_what_they_would_be_alone(dtype):
+    tensors = make(200003, dtype, dtype)
+    alone = [t.clone() for t in tensors]
+    hows = [replace(HOW, weight_decay=0.0), replace(HOW, lr=1e-2), replace(HOW, step=7)]
+    stretches = list(zip((0, 100, 140000), (100, 139990, 200003), hows, strict=True))  # some lie in none
+    assert CpuAdam(2).steps(*tensors, stretches)
+    for start, stop, how in stretches:
+        CpuAdam(1).step(*(t[start:stop] for t in alone), how)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, alone, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_second_call_that_keeps_to_some_ranges_completes_the_first(dtype):
+    """With another gradient there, from the old state: thousands of rows, one of them longer than a thread's share."""
+    p, m, v, grad = make(200003, dtype, dtype)
+    hows = [replace(HOW, weight_decay=0.0), replace(HOW, lr=1e-2)]
+    stretches = list(zip((0, 100001), (100001, 200003), hows, strict=True))
+    rows = torch.randint(0, 28000, (3000,), generator=torch.Generator().manual_seed(0))
+    only = ranges_of_rows(torch.cat([rows, torch.arange(5000, 16000)]).numpy(), 28571, 7)
+    guess = grad.clone()
+    for start, stop in only.tolist():
+        guess[start:stop] = float("nan")
+    (*into, low), (*whole, wide) = ([torch.empty_like(p) for _ in range(4)] for _ in range(2))
+    assert CpuAdam(2).steps(p, m, v, grad, stretches, into=tuple(whole), low=wide)
+    assert not CpuAdam(2).steps(p, m, v, guess, stretches, into=tuple(into), low=low)
+    assert CpuAdam(13).order(p, m, v, grad, stretches, into=tuple(into), low=low, only=only)()[0]
+    assert all(torch.equal(one, other) for one, other in zip((*into, low), (*whole, wide), strict=True))
+
+
+def test_what_lies_outside_the_ranges_is_left_alone(library):
+    p, m, v, grad = make(5000)
+    old, only = [t.clone() for t in (p, m, v)], np.array([[0, 3], [64, 1000], [4999, 5000]])
+    _, new = run(CpuAdam(1), (p, m, v, grad))
+    CpuAdam(2).steps(p, m, v, grad, [(0, 5000, HOW)], only=only)
+    inside = torch.zeros(5000, dtype=torch.bool)
+    for start, stop in only.tolist():
+        inside[start:stop] = True
+    for found, before, after in zip((p, m, v), old, new, strict=True):
+        assert torch.equal(found, torch.where(inside, after, before))
+
+
+def test_low_may_take_the_gradients_place():
+    p, m, v, grad = tensors = make(1001, torch.bfloat16)
+    _, expected = run(CpuAdam(1), tensors, low=torch.bfloat16)
+    CpuAdam(1).step(p, m, v, grad, HOW, low=grad)
+    assert same([p, m, v, grad], expected)
+
+
+@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("apart", [False, True])
+def test_without_a_compiler_torch_does_the_same_after_one_warning(library, low, apart, request):
+    tensors, how = make(5003, torch.bfloat16), replace(HOW, step=3, divisor=3.7)
+    _, expected = run(CpuAdam(1), tensors, how, apart=apart, low=low)
+    square = CpuAdam(1).square(tensors[3])
+    request.getfixturevalue("no_compiler")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adam = CpuAdam(1)
+        assert not CpuAdam(1).native and adam.isa == "torch"
+    assert [str(w.message).endswith("no room for the dragon") for w in caught] == [True]
+    ours = run(adam, tensors, how, apart=apart, low=low)[1]
+    assert same(ours, expected)
+    assert adam.square(tensors[3]) == pytest.approx(square, rel=1e-13)
+    tensors[3][5002] = float("inf")
+    assert run(adam, tensors, how)[0] is False
+
+
+def test_fp64_state_is_updated_in_fp64():
+    tensors, how = make(4001, torch.float64, torch.float64), replace(HOW, step=3, divisor=3.7)
+    new, low = tuple(torch.empty(4001, dtype=torch.float64) for _ in range(3)), torch.empty(4001, dtype=torch.bfloat16)
+    assert CpuAdam(1).step(*tensors, how, into=new, low=low)
+    for ours, true in zip(new, plain_adamw(*tensors, how), strict=True):
+        assert (ours - true).abs().max() < 1e-14 * true.abs().max()
+    assert torch.equal(low, new[0].bfloat16())
+    assert CpuAdam(1).square(tensors[3]) == pytest.approx(float(tensors[3].square().sum()), rel=1e-13)
+    for narrow in (torch.float32, torch.bfloat16, torch.float16):  # of a unit in another dtype than the others
+        rounded, low = tensors[3].to(narrow), torch.empty(4001, dtype=torch.float32)
+        states = [[t.clone() for t in tensors[:3]] for _ in range(2)]
+        CpuAdam(1).step(*states[0], rounded, how, low=low)
+        CpuAdam(1).step(*states[1], rounded.double(), how)
+        assert all(torch.equal(ours, true) for ours, true in zip(*states, strict=True))
+        assert torch.equal(low, states[0][0].float())
+
+
+def test_a_divisor_beyond_fp32_leaves_nothing_of_the_gradient(library):
+    """As a division by an fp32 number on a GPU: a norm of 1e39, clipped."""
+    tensors, without = make(1000), make(1000)
+    without[3].zero_()
+    CpuAdam(1).step(*tensors, replace(HOW, divisor=1e39))
+    CpuAdam(1).step(*without, HOW)
+    assert same(tensors[:3], without[:3])

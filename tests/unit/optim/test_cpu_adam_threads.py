@@ -1,0 +1,141 @@
+"""AdamW on the CPU beside what else a process does: threads, orders, forks."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.optim import cpu_adam
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.system import native
+from tests.unit.optim.cpu_adam_runs import HOW, LONG, make, run, same, with_isa
+
+
+@pytest.fixture(scope="module")
+def library():
+    if not CpuAdam(1).native:
+        pytest.skip("no C++ compiler on this machine")
+
+
+@pytest.mark.parametrize("cores, threads", [(1, 1), (2, 1), (3, 1), (8, 6), (14, 12), (16, 13), (52, 42)])
+def test_some_cores_are_left_to_others(monkeypatch, cores, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert cpu_adam.default_threads() == CpuAdam().threads == threads
+
+
+FORK = """
+import os, signal, torch
+from gptpar.optim.cpu_adam import AdamStep, CpuAdam
+from gptpar.offload.index_ranges import ranges_of_rows
+def step():
+    p, m, v = torch.ones(300000), torch.zeros(300000), torch.zeros(300000)
+    how = [(0, 300000, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1))]
+    CpuAdam(3).order(p, m, v, torch.arange(300000.0), how)()
+    return p
+before = step()
+child = os.fork()
+signal.alarm(20 * (child == 0))  # the child of a broken pool waits for ever
+after = step()
+if child == 0:
+    os._exit(0 if bool((before == after).all()) else 3)
+print(os.waitpid(child, 0)[1], bool((before == after).all()))
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_has_threads_of_its_own(library):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout == "0 True\n", done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orders_are_done_one_after_the_other(dtype):
+    """Each step begins with what the one before has left; they are waited for in order and, natively, out of order."""
+    tensors = make(300001, dtype, dtype)
+    expected, stretches = [t.clone() for t in tensors], [[(0, 300001, replace(HOW, step=n + 1))] for n in range(5)]
+    for how in stretches:
+        CpuAdam(2).steps(*expected, how)
+    before = time.monotonic()
+    orders = [CpuAdam(2).order(*tensors, how) for how in stretches]
+    done = [wait() for wait in (orders if dtype == torch.float64 else reversed(orders))]
+    assert all(finite and before <= begin < end <= time.monotonic() for finite, begin, end in done)
+    in_order = done if dtype == torch.float64 else done[::-1]
+    assert all(one.end <= other.begin for one, other in itertools.pairwise(in_order))
+    assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_threads_may_be_woken_at_any_time(library):
+    """Asleep, while they look for work, and while another thread's step runs."""
+    tensors, adam, stop = make(LONG, torch.bfloat16), CpuAdam(3), threading.Event()
+    expected = run(adam, tensors)[1]
+
+    def wake() -> None:
+        while not stop.wait(0.0005):
+            adam.wake()
+
+    waking = threading.Thread(target=wake)
+    waking.start()
+    for pause in (0.0, 0.0003, 0.005) * 5:
+        time.sleep(pause)
+        adam.wake()
+        assert same(run(adam, tensors)[1], expected)
+    stop.set()
+    waking.join()
+
+
+@pytest.mark.slow
+def test_python_goes_on_while_a_step_runs(library):
+    tensors, count, stop = make(4_000_000), [0], threading.Event()
+
+    def work():
+        while not stop.is_set():
+            count[0] += 1
+
+    other = threading.Thread(target=work)
+    other.start()
+    try:
+        adam = with_isa(0)  # the slow one
+        before = count[0]
+        adam.step(*tensors, HOW)
+        during = count[0] - before
+    finally:
+        stop.set()
+        other.join()
+    assert during > 1000
+
+
+@pytest.mark.slow
+def test_calls_from_several_threads_at_once_do_not_mix(library):
+    expected = run(CpuAdam(1), make(300007))[1]
+    results: list[bool] = []
+
+    def work():
+        results.extend(same(run(CpuAdam(3), make(300007))[1], expected) for _ in range(5))
+
+    others = [threading.Thread(target=work) for _ in range(4)]
+    for act in (threading.Thread.start, threading.Thread.join):
+        for other in others:
+            act(other)
+    assert results == [True] * 20
+
+
+def test_the_benchmarks_bound_compiles_and_runs() -> None:
+    """It shares the kernel's headers."""
+    library = native.load("bandwidth", Path(__file__).parents[3] / "benchmarks")
+    state = [torch.full((100_000,), float(n)) for n in (1, 2, 3)]
+    grad, low = torch.zeros(100_000, dtype=torch.bfloat16), torch.zeros(100_000, dtype=torch.bfloat16)
+    addresses = (ctypes.c_void_p * 8)(*(t.data_ptr() for t in (*state, *state, grad, low)))
+    library.bandwidth_pass(addresses, ctypes.c_int64(100_000), 2, 0)
+    assert low.count_nonzero() > 0

@@ -1,0 +1,131 @@
+"""Memory of any module: by hand, DeepSpeed's print, and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gptpar
+from gptpar.cli import main
+from gptpar.errors import ConfigError
+from gptpar.plan.deepspeed_estimates import sizes_of
+
+FILE = Path(__file__).parents[2] / "fixtures/user_modules.py"
+CONFIG = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+
+
+def blocks(count: int = 4) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU()) for _ in range(count)))
+
+
+def test_everything_in_host_memory_by_hand():
+    found = gptpar.estimate_memory(blocks(), CONFIG, 4)
+    shard = 4 * 64 * 64 // 4
+    assert (found.parameters, found.optimizer, found.gradients, found.buffers) == (0, 0, 0, 0)
+    assert (found.host_parameters, found.host_optimizer, found.double_buffers) == (2 * shard, 12 * shard, 12 * shard)
+    assert found.host == found.host_parameters + found.host_optimizer + found.host_transfers
+    assert found.passing > 3 * 2 * 64 * 64
+
+
+def test_speculation_that_is_asked_for_counts():
+    config = {**CONFIG, "gptpar": {"speculation": "on"}}
+    found, auto = gptpar.estimate_memory(blocks(), config, 4), gptpar.estimate_memory(blocks(), CONFIG, 4)
+    assert found.host == auto.host + found.double_buffers
+
+
+def test_state_on_a_disk_takes_no_memory(tmp_path):
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {**CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": offload}}
+    found = gptpar.estimate_memory(blocks(), config, 4)
+    assert (found.host_optimizer, found.double_buffers, found.on_disk) == (0, 0, 12 * 64 * 64)
+    assert f"and {48:.2f} KiB of disk" in str(found)
+
+
+def test_the_table_adds_up():
+    found = gptpar.estimate_memory(blocks(), CONFIG, 4)
+    lines = str(found).splitlines()
+    assert lines[0] == "16.38 K parameters, 4 processes; each process, without activations:"
+    assert [len(line) for line in lines[1:]] == [62] * 6
+    assert lines[4].startswith("double buffers, where memory is free      ")
+
+
+def test_a_wrong_configuration_is_told():
+    with pytest.raises(ConfigError, match="train_batch_size 8 is not a multiple of"):
+        gptpar.estimate_memory(blocks(), CONFIG, 3)
+
+
+def test_zero3_prints_what_deepspeed_prints(capsys):
+    gptpar.estimate_zero3_model_states_mem_needs_all_cold(2_851_000_000, 32_000_000, 8, 1)
+    assert capsys.readouterr().out.splitlines() == [
+        "Estimated memory needed for params, optim states and gradients for a:",
+        "HW: Setup with 1 node, 8 GPUs per node.",
+        "SW: Model with 2851M total params, 32M largest layer params.",
+        "  per CPU  |  per GPU |   Options",
+        "   71.69GB |   0.12GB | offload_param=cpu , offload_optimizer=cpu , zero_init=1",
+        "  127.45GB |   0.12GB | offload_param=cpu , offload_optimizer=cpu , zero_init=0",
+        "   63.72GB |   0.78GB | offload_param=none, offload_optimizer=cpu , zero_init=1",
+        "  127.45GB |   0.78GB | offload_param=none, offload_optimizer=cpu , zero_init=0",
+        "    1.43GB |   6.09GB | offload_param=none, offload_optimizer=none, zero_init=1",
+        "  127.45GB |   6.09GB | offload_param=none, offload_optimizer=none, zero_init=0",
+    ]
+
+
+def test_a_live_model_has_the_sizes_of_a_cold_one(capsys):
+    model = nn.Sequential(nn.Linear(2000, 3000, bias=False), nn.Linear(3000, 1000, bias=False))
+    model.append(model[1])  # shared: counts once
+    assert sizes_of(model) == (9_000_000, 6_000_000)
+    gptpar.estimate_zero2_model_states_mem_needs_all_live(model, 2, 2)
+    gptpar.estimate_zero3_model_states_mem_needs_all_live(model, 2, 2)
+    live = capsys.readouterr().out
+    gptpar.estimate_zero2_model_states_mem_needs_all_cold(9_000_000, 2, 2)
+    gptpar.estimate_zero3_model_states_mem_needs_all_cold(9_000_000, 6_000_000, 2, 2)
+    assert capsys.readouterr().out == live
+    assert live.splitlines()[1:3] == [
+        "HW: Setup with 2 nodes, 2 GPUs per node.",
+        "SW: Model with 9M total params.",
+    ]
+    assert live.splitlines()[4] == "    0.20GB |   0.02GB | offload_optimizer=cpu "
+    assert sizes_of(torch.nn.Linear(3, 3, device="meta")) == (12, 12)
+
+
+def write(tmp_path: Path, config: dict) -> str:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def test_plan_of_a_module(tmp_path, capsys):
+    words = ["plan", "--module", f"{FILE}:model_alone", "--config", write(tmp_path, CONFIG), "--nproc", "4"]
+    assert main(words) == 0
+    assert "master weights and moments" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_parameters"] == 87 and found["parameters"] == 0 and found["host"] > 12 * 87 / 4
+
+
+def test_benchmark_of_a_module(tmp_path, capsys):
+    config = {**CONFIG, "train_batch_size": 4, "bf16": {"enabled": False}}
+    words = ["benchmark", "--module", f"{FILE}:mlp", "--config", write(tmp_path, config)]
+    assert main([*words, "--steps", "3", "--warmup-steps", "1", "--nproc", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["params"], found["steps"], found["global_batch_size"], found["zero_stage"]) == (87, 3, 4, 3)
+    assert found["samples_per_s"] == pytest.approx(4e3 / found["ms_per_step"], rel=0.01)
+    assert found["ms_min"] <= found["ms_per_step"] <= found["ms_max"] and found["cpu_optimizer_ratio"] == 1
+
+
+@pytest.mark.parametrize("verb", ["check-layouts", "plan", "benchmark"])
+def test_help_of_a_module_is_its_own(verb, capsys):
+    with pytest.raises(SystemExit):
+        main([verb, "--module", "x", "--help"])
+    text = capsys.readouterr().out
+    assert "FUNCTION takes no arguments and returns" in text and "--num-layers" not in text

@@ -1,0 +1,328 @@
+"""A full disk, a removed folder, a closed terminal or a dead service takes records at most, never the run."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gptpar.reporting import record_file
+from gptpar.reporting.guards import GuardedSink, guarded_console
+from gptpar.reporting.metrics_file import read_metrics
+from gptpar.reporting.record_file import RecordFile
+from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.reporting.scalars import ScalarOptions
+from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
+from tests.unit.reporting.records import read_tensorboard, record
+
+
+@contextlib.contextmanager
+def files_end_at(num_bytes: int) -> Iterator[None]:
+    """As on a full disk, a write goes as far as there is room and then fails (Python ignores SIGXFSZ)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_cuts_no_record_and_leaves_no_hole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    file = RecordFile(path, header=b"head.")
+    with files_end_at(20):
+        file.append(b"0123456789")
+        with pytest.raises(OSError, match="File too large"):
+            file.append(b"abcdefghij")
+        assert path.read_bytes() == b"head.0123456789"
+        file.append(b"x")  # waits
+        with pytest.raises(OSError, match="File too large"):
+            file.flush()
+    file.append(b"y")
+    assert path.read_bytes() == b"head.0123456789"
+    file.flush()
+    file.append(b"z")
+    file.close()
+    assert path.read_bytes() == b"head.0123456789abcdefghijxyz"
+
+
+def test_a_removed_file_is_told_and_then_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file"
+    file = RecordFile(path, header=b"head.")
+    file.append(b"1")
+    shutil.rmtree(path.parent)
+    with pytest.raises(OSError, match="it was removed, with what it held"):
+        file.append(b"2")
+    path.parent.write_text("no folder")
+    for _ in range(2):
+        with pytest.raises(FileExistsError):
+            file.flush()
+    path.parent.unlink()
+    file.append(b"3")
+    file.close()
+    assert path.read_bytes() == b"head.23"
+
+
+def test_a_file_removed_before_the_end_is_told_and_what_waited_is_in_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    file = RecordFile(path, header=b"head.", queue_size=10)
+    file.flush()
+    file.append(b"1", b"2")
+    path.unlink()
+    with pytest.raises(OSError, match="it was removed, with what it held"):
+        file.close()
+    assert path.read_bytes() == b"head.12"
+
+
+def test_a_header_that_finds_no_room_is_written_with_what_waits(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file"
+    file = RecordFile(path, header=b"head.", queue_size=10)
+    assert not path.parent.exists()
+    with files_end_at(3):
+        for _ in range(2):
+            with pytest.raises(OSError, match="File too large"):
+                file.flush()
+        assert path.read_bytes() == b""
+        file.append(b"1")
+    file.flush()
+    file.append(b"2")
+    file.close()
+    assert path.read_bytes() == b"head.12"
+
+
+def test_memory_for_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_file, "MAX_WAITING_BYTES", 1 << 20)
+    file = RecordFile(tmp_path / "file", queue_size=10)
+    file.append(bytes(1 << 19))
+    with pytest.raises(OSError, match="more than 1 MiB wait"):
+        file.append(bytes((1 << 19) + 1))
+    file.close()
+    assert (tmp_path / "file").stat().st_size == 1 << 19
+
+
+def test_metrics_are_told_of_once_and_complete_after_the_next_checkpoint(tmp_path: Path) -> None:
+    said: list[str] = []
+    sink = GuardedSink(JsonlSink(tmp_path), said.append)
+    path = tmp_path / "metrics.jsonl"
+    with files_end_at(800):
+        for iteration in range(1, 6):
+            sink.iteration(record(iteration))
+        assert [o["iteration"] for o in read_metrics(path)] == [1, 2] and path.read_text().endswith("}\n")
+        sink.flush()
+    sink.validation(ValidationRecord(5, 40, 5120, 4.5))
+    sink.flush()
+    sink.iteration(record(6))
+    sink.close()
+    assert [o["iteration"] for o in read_metrics(path)] == [1, 2, 3, 4, 5, 5, 6]
+    assert said == [
+        "metrics.jsonl cannot be written at iteration 3 (File too large); the run goes on without it, and tries "
+        "again at each checkpoint",
+        "metrics.jsonl is written again; nothing is missing since then",
+    ]
+
+
+def test_tensorboard_goes_on_after_a_full_disk_and_the_end_tells_what_is_missing(tmp_path: Path) -> None:
+    said: list[str] = []
+    sink = GuardedSink(TensorBoardSink(tmp_path, ScalarOptions(), queue_size=1), said.append)
+    with files_end_at(2000):
+        for iteration in range(1, 21):
+            sink.iteration(record(iteration))
+    kept = [step for step, _ in read_tensorboard(tmp_path)["lm loss vs samples"]]
+    assert kept == list(range(8, 8 * len(kept) + 8, 8)) and 2 < len(kept) < 20
+    sink.flush()
+    scalars = read_tensorboard(tmp_path)
+    assert [step for step, _ in scalars["lm loss"]] == list(range(1, 21))
+    assert [step for step, _ in scalars["lm loss vs samples"]] == list(range(8, 161, 8))
+    with files_end_at(2000):
+        sink.iteration(record(21))
+        sink.close()
+    assert [text.split(" (")[0] for text in said] == [
+        f"TensorBoard cannot be written at iteration {len(kept) + 1}",
+        "TensorBoard is written again; nothing is missing since then",
+        "TensorBoard cannot be written at iteration 21",
+        "TensorBoard lacks records, at first of iteration 21",
+    ]
+
+
+def test_a_full_disk_at_the_start_ends_no_run(tmp_path: Path) -> None:
+    """Neither TensorBoard's header can be written nor the history cut where the run goes on."""
+    history, said = tmp_path / "metrics.jsonl", list[str]()
+    history.write_text(text := '{"iteration": 1}\noops\n{"iteration": 2}\n{"iteration": 3}\n')
+    with files_end_at(10):
+        sinks = make_sinks(run_folder=tmp_path, tensorboard_folder=tmp_path / "events", resume_iteration=2)
+        guarded = [GuardedSink(sink, said.append) for sink in sinks]
+        for sink in guarded:
+            sink.iteration(record(3))
+        assert history.read_text() == text and {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "events"}
+    for sink in guarded:
+        sink.flush()
+        sink.close()
+    assert [o["iteration"] for o in read_metrics(history)] == [1, 2, 3]
+    assert (tmp_path / "metrics.damaged-1.jsonl").read_text() == text
+    scalars = read_tensorboard(tmp_path / "events")
+    assert [scalars[name][0][0] for name in ("lm loss", "lm loss vs samples")] == [3, 24]
+    names = ("TensorBoard", "metrics.jsonl")
+    assert said == [
+        *(
+            f"{name} cannot be written at the start (File too large); the run goes on without it, and tries again at "
+            "each checkpoint"
+            for name in names
+        ),
+        *(f"{name} is written again; nothing is missing since then" for name in names),
+    ]
+
+
+def test_a_folder_that_cannot_be_made_is_told_at_the_start_and_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    sink = GuardedSink(TensorBoardSink(tmp_path / "file" / "events", ScalarOptions()), said.append)
+    for iteration in range(7, 10):
+        sink.iteration(record(iteration))
+        sink.flush()
+    sink.close()
+    assert [text.split(" (")[0] for text in said] == [
+        "TensorBoard cannot be written at the start",
+        "TensorBoard lacks records, at first of iteration 7",
+    ]
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_records_that_were_not_kept_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_the_end: bool
+) -> None:
+    """Memory takes 6 of the 8 records that find no room on the disk."""
+    monkeypatch.setattr(record_file, "MAX_WAITING_BYTES", 2000)
+    said: list[str] = []
+    sink = GuardedSink(JsonlSink(tmp_path), said.append)
+    with files_end_at(800):
+        for iteration in range(1, 11):
+            sink.iteration(record(iteration))
+    if not at_the_end:
+        sink.flush()
+    sink.close()
+    assert [o["iteration"] for o in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+    assert len(said) == 2 and said[1] == (
+        "metrics.jsonl lacks 2 records, at first of iteration 9 (more than 0 MiB wait to be written)"
+        if at_the_end
+        else "metrics.jsonl is written again; 2 records are missing since then"
+    )
+
+
+class Service:
+    """A sink that is as good as its network."""
+
+    name, keeps_records = "the service", False
+
+    def __init__(self) -> None:
+        self.dead, self.got = False, 0
+
+    def iteration(self, record: IterationRecord) -> None:
+        if self.dead:
+            raise ConnectionError("the service is down\nwith details")
+        self.got += 1
+
+    def validation(self, record: ValidationRecord) -> None:
+        self.iteration(record)  # type: ignore[arg-type]
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        if self.dead:
+            raise ConnectionError("the service is down")
+
+
+def test_a_dead_service_does_not_end_the_run() -> None:
+    said: list[str] = []
+    service = Service()
+    sink = GuardedSink(service, said.append)
+    for iteration in range(1, 4):
+        service.dead = iteration == 2
+        sink.iteration(record(iteration))
+    sink.flush()
+    service.dead = True
+    sink.validation(ValidationRecord(9, 72, 9216, 4.5))
+    sink.close()
+    assert service.got == 2
+    assert [text.split(";")[0] for text in said] == [
+        "the service cannot be written at iteration 2 (the service is down)",
+        "the service is written again",
+        "the service cannot be written at iteration 9 (the service is down)",
+        "the service lacks records, at first of iteration 9 (the service is down)",
+    ]
+    assert said[1].endswith("; 1 records are missing since then")
+
+
+def test_a_dead_wandb_is_told_of_once_until_it_takes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second record is logged; a checkpoint, or a record that is not logged, tells nothing of the service."""
+    said: list[str] = []
+    logged: list[int] = []
+    is_dead = True
+
+    def log(values: dict[str, float], step: int) -> None:
+        if is_dead:
+            raise ConnectionError("the service is down")
+        logged.append(step)
+
+    wandb = SimpleNamespace(init=lambda **settings: SimpleNamespace(log=log, finish=lambda: None))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    sink = GuardedSink(WandbSink(tmp_path, ScalarOptions(interval=2), 1, "gpt", None, {}), said.append)
+    for iteration in range(1, 8):
+        sink.iteration(record(iteration))
+        sink.flush()
+    assert len(said) == 1 and said[0].startswith("Weights & Biases cannot be written at iteration 2 (the service is")
+    is_dead = False
+    for iteration in range(8, 11):
+        sink.iteration(record(iteration))
+        sink.flush()
+    sink.close()
+    assert logged == [8, 10] and said[1:] == ["Weights & Biases is written again; 3 records are missing since then"]
+
+
+def test_a_full_disk_under_stdout_is_told_on_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with guarded_console():
+            for _ in range(3):
+                print("iteration 1", flush=True)
+        print("at exit", flush=True)  # its end is /dev/null by now
+        assert sys.stdout is full
+    message = os.strerror(errno.ENOSPC)
+    assert capsys.readouterr().err == (
+        f"warning: stdout cannot be written ({message}); the run goes on without it\n"
+        "warning: stdout lacks lines of this run: it could not always be written\n"
+    )
+
+
+def test_a_reader_that_leaves_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        with guarded_console():
+            print("one", file=sys.stderr, flush=True)
+            print("two", file=sys.stderr, flush=True)
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "warning: stderr cannot be written (Broken pipe); the run goes on without it"
+    )
+
+
+def test_an_ordinary_console_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout, sys.stderr
+    with guarded_console():
+        print("out")
+        print("err", file=sys.stderr)
+        assert sys.stdout.encoding == before[0].encoding and sys.stdout.write("four") == 4
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr() == ("out\nfour", "err\n")

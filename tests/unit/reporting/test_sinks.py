@@ -1,0 +1,252 @@
+"""None"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tracemalloc
+import types
+from dataclasses import replace
+
+import pytest
+
+from gptpar.errors import ConfigError, GptparError
+from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
+from gptpar.reporting.records import CpuOptimizerTimes, MemoryStats, ValidationRecord
+from gptpar.reporting.scalars import ScalarOptions, iteration_scalars
+from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
+from tests.unit.reporting.records import read_tensorboard, record
+
+
+def write(folder, iterations, resume_iteration=0):
+    sink = JsonlSink(folder, resume_iteration)
+    for iteration in iterations:
+        sink.iteration(record(iteration))
+    sink.close()
+
+
+def test_jsonl_object_of_an_iteration_and_of_an_evaluation(tmp_path):
+    sink = JsonlSink(tmp_path / "new" / "run")
+    sink.iteration(record(3))
+    sink.validation(ValidationRecord(3, 24, 3072, 4.5))
+    sink.validation(ValidationRecord(3, 24, 3072, 4.25, split="test"))
+    lines = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()  # on disk before close
+    assert [json.loads(line) for line in lines] == [
+        {
+            "iteration": 3,
+            "consumed_samples": 24,
+            "consumed_tokens": 3072,
+            "lm_loss": 4.7,
+            "grad_norm": 2.0,
+            "learning_rate": 1e-4,
+            "iteration_time_ms": 250.0,
+            "tokens_per_s": 4096.0,
+            "mfu": 0.5,
+            "mfu_causal": 0.4,
+            "global_batch_size": 8,
+            "loss_scale": 1.0,
+            "skipped_iterations": 0,
+            "nan_iterations": 0,
+        },
+        {"iteration": 3, "consumed_samples": 24, "consumed_tokens": 3072, "validation_loss": 4.5},
+        {"iteration": 3, "consumed_samples": 24, "consumed_tokens": 3072, "test_loss": 4.25},
+    ]
+    sink.close()
+
+
+def test_jsonl_writes_null_for_what_is_not_a_number(tmp_path):
+    sink = JsonlSink(tmp_path)
+    sink.iteration(record(1, lm_loss=float("nan"), grad_norm=float("inf"), mfu=None))
+    sink.close()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not strict JSON")
+
+    values = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (values["lm_loss"], values["grad_norm"], values["mfu"]) == (None, None, None)
+
+
+def test_resume_never_holds_an_iteration_twice(tmp_path):
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(5, 9), resume_iteration=4)
+    assert [o["iteration"] for o in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]  # no temporary file left
+
+
+def test_resume_keeps_the_evaluation_at_the_checkpoint_and_drops_a_torn_line(tmp_path):
+    write(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"iteration": 2, "validation_loss": 4.0}\n{"iteration": 2, "lm_l')
+    write(tmp_path, [3], resume_iteration=2)
+    objects = read_metrics(path)
+    assert [o["iteration"] for o in objects] == [1, 2, 2, 3]
+    assert objects[2]["validation_loss"] == 4.0
+
+
+def test_fresh_start_moves_the_older_file_aside(tmp_path):
+    for length in (2, 3, 4):
+        write(tmp_path, range(length))
+    lengths = {p.name: len(read_metrics(p)) for p in tmp_path.iterdir()}
+    assert lengths == {"metrics.1.jsonl": 2, "metrics.2.jsonl": 3, "metrics.jsonl": 4}
+
+
+@pytest.mark.parametrize("damage", ["oops", "\0" * 4096, '{"lm_loss": 1.0}', "[" * 100_000])
+def test_resume_keeps_the_readable_lines_of_a_damaged_file_and_the_file(tmp_path, damage):
+    path, said = tmp_path / "metrics.jsonl", []
+    path.write_text(text := f'{{"iteration": 1}}\n{damage}\n{damage}\n{{"iteration": 2}}\n{{"iteration": 3}}\n')
+    with pytest.raises(GptparError, match=r"metrics\.jsonl, line 2 is not .*delete the line"):
+        read_metrics(path)
+    for number in (1, 2):
+        path.write_text(text)
+        JsonlSink(tmp_path, resume_iteration=2, report=said.append).close()
+        assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+        aside = tmp_path / f"metrics.damaged-{number}.jsonl"
+        assert aside.read_text() == text
+        assert said[-1].startswith(f"{path}: line 2 is not ") and "and 1 more; the readable lines" in said[-1]
+        assert said[-1].endswith(f"the file as it was is {aside}")
+    assert len(said) == 2 and len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_last_iteration_is_read_from_the_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert last_iteration(path) is None
+    path.write_text("".join(json_line(iteration_object(record(i))) for i in range(1, 2001)) + '{"iter')
+    assert last_iteration(path) == 2000
+    for damage in ("", '{"iteration": 3}', "oops\n", "\0" * 100_000):
+        path.write_text(damage)
+        assert last_iteration(path) is None
+
+
+@pytest.mark.slow
+def test_preparing_a_long_file_takes_no_memory_for_its_length(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json_line(iteration_object(record(i))) for i in range(1, 20_001)))
+    tracemalloc.start()
+    prepare(path, 15_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500_000 < path.stat().st_size
+    assert path.read_bytes().count(b"\n") == 15_000
+
+
+def test_tensorboard_default_names_are_megatrons(tmp_path):
+    sink = TensorBoardSink(tmp_path, ScalarOptions(), world_size=4)
+    sink.iteration(record(1))
+    sink.iteration(record(2, lm_loss=None, memory=MemoryStats(1, 2, 3, 4)))
+    sink.validation(ValidationRecord(2, 16, 2048, 4.5))
+    sink.close()
+    scalars = read_tensorboard(tmp_path)
+    names = ["learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "lm loss validation"]
+    assert set(scalars) == {*names, *(f"{name} vs samples" for name in names)}
+    assert scalars["lm loss"] == [(1, pytest.approx(4.9))]
+    assert scalars["lm loss vs samples"] == [(8, pytest.approx(4.9))]
+    assert scalars["batch-size"] == [(1, 8.0), (2, 8.0)]
+    assert scalars["lm loss validation vs samples"] == [(16, 4.5)]
+
+
+def test_tensorboard_flags_add_and_drop_scalars(tmp_path):
+    options = ScalarOptions(
+        log_timers=True,
+        log_learning_rate=False,
+        log_batch_size=False,
+        log_loss_scale=False,
+        log_world_size=True,
+        log_memory=True,
+        log_validation_ppl=True,
+    )
+    sink = TensorBoardSink(tmp_path, options, world_size=4, queue_size=1)
+    sink.iteration(record(1, memory=MemoryStats(1, 2, 3, 4), num_zeros=7, params_norm=9.0, skipped_samples=8))
+    sink.validation(ValidationRecord(1, 8, 1024, 3.0))
+    sink.close()
+    versus = {"lm loss", "world-size", "grad-norm", "num-zeros", "params-norm"}
+    versus |= {"lm loss validation", "lm loss validation ppl"}
+    kinds = ("reserved-bytes", "allocated-bytes", "max-allocated-bytes", "allocated-count")
+    alone = {f"mem-{kind}" for kind in kinds}
+    alone |= {"iteration-time", "throughput", "tokens-per-second", "mfu", "mfu-causal"}
+    alone |= {"skipped-train-samples"}
+    scalars = read_tensorboard(tmp_path)
+    assert set(scalars) == versus | {f"{name} vs samples" for name in versus} | alone
+    assert scalars["iteration-time"] == [(1, 0.25)]
+    assert scalars["throughput"] == [(1, 3.5)]
+    assert scalars["world-size"] == [(1, 4.0)]
+    assert scalars["mem-max-allocated-bytes"] == [(1, 3.0)]
+    assert scalars["lm loss validation ppl"] == [(1, pytest.approx(20.0855, rel=1e-5))]
+
+
+def test_tensorboard_interval_thins_iterations_but_not_evaluations(tmp_path):
+    sink = TensorBoardSink(tmp_path, ScalarOptions(interval=3))
+    for iteration in range(1, 8):
+        sink.iteration(record(iteration))
+    sink.validation(ValidationRecord(7, 56, 7168, 4.5))
+    sink.close()
+    scalars = read_tensorboard(tmp_path)
+    assert [step for step, _ in scalars["lm loss"]] == [3, 6]
+    assert scalars["lm loss validation"] == [(7, 4.5)]
+
+
+class FakeRun:
+    def __init__(self):
+        self.logged, self.finished = [], False
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_wandb_gets_the_same_names_once(tmp_path, monkeypatch):
+    run, started = FakeRun(), {}
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **settings: started.update(settings) or run
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = WandbSink(tmp_path, ScalarOptions(), 1, "gpt", "350m", {"lr": 3e-4})
+    sink.iteration(record(1))
+    sink.validation(ValidationRecord(1, 8, 1024, 4.5))
+    sink.close()
+    assert started == {"project": "gpt", "name": "350m", "dir": str(tmp_path), "config": {"lr": 3e-4}}
+    step, values = run.logged[0]
+    assert step == 1
+    assert set(values) == {
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "loss-scale",
+        "grad-norm",
+        "samples vs steps",
+    }
+    assert run.logged[1] == (1, {"lm loss validation": 4.5})
+    assert run.finished
+
+
+def test_missing_wandb_names_the_extra_and_touches_no_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises ImportError
+    write(tmp_path, [1, 2])
+    with pytest.raises(ConfigError, match=r"--wandb-project needs .*pip install 'gptpar\[wandb\]'"):
+        make_sinks(run_folder=tmp_path, wandb_project="gpt")
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_make_sinks_makes_what_is_asked_for(tmp_path):
+    assert make_sinks(run_folder=None) == []
+    sinks = make_sinks(run_folder=tmp_path, tensorboard_folder=tmp_path / "tensorboard")
+    assert [type(sink) for sink in sinks] == [TensorBoardSink, JsonlSink]
+    for sink in sinks:
+        sink.iteration(record(1))
+        sink.validation(replace(ValidationRecord(1, 8, 1024, 4.5), split="test"))
+        sink.close()
+    assert "lm loss test" in read_tensorboard(tmp_path / "tensorboard")
+
+
+def test_the_cpu_optimizers_times_are_charted_and_kept(tmp_path):
+    times = CpuOptimizerTimes(waited=12.5, busy=80.0)
+    found = iteration_scalars(
+        record(3, cpu_optimizer=times, host_bytes=1 << 30), ScalarOptions(log_timers=True, log_memory=True), 1
+    )
+    assert (found["cpu-optimizer-wait-time"], found["cpu-optimizer-busy-time"]) == (0.0125, 0.08)
+    assert found["mem-host-bytes"] == 1 << 30
+    plain = iteration_scalars(record(3), ScalarOptions(log_timers=True, log_memory=True), 1)
+    assert not {"cpu-optimizer-wait-time", "cpu-optimizer-busy-time", "mem-host-bytes"} & set(plain)
+    kept = iteration_object(record(3, cpu_optimizer=times))
+    assert (kept["cpu_optimizer_wait_ms"], kept["cpu_optimizer_busy_ms"]) == (12.5, 80.0)

@@ -1,0 +1,155 @@
+"""The shape of the house: imports point one way, pure rooms stay pure, files and functions stay readable."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "gptpar"
+
+# A room may import itself and the rooms of the rows above its own.
+ROWS = [
+    ["errors"],
+    ["system"],
+    ["topology", "kernels"],
+    ["config"],
+    ["tensor_parallel"],
+    ["model"],
+    ["pipeline"],
+    ["optim"],
+    ["engine"],
+    ["reporting"],
+    ["offload"],
+    ["any_module"],
+    ["plan"],
+    ["training"],
+    ["cli"],
+    ["__init__", "__main__"],
+]
+ROW_OF = {room: row for row, rooms in enumerate(ROWS) for room in rooms}
+# These import themselves and the three lowest rows, and no model room imports them.
+STANDALONE = {"data", "checkpoint"}
+FIRST_USER_OF_STANDALONE = ROW_OF["reporting"]
+
+PURE = [
+    "any_module/units.py",
+    "any_module/refusals.py",
+    "config",
+    "topology/layout.py",
+    "topology/placement.py",
+    "optim/schedule.py",
+    "engine/ranges.py",
+    "engine/table.py",
+    "engine/units.py",
+    "pipeline/partition.py",
+    "pipeline/schedules.py",
+    "cli/check_layouts/cases.py",
+    "training/batch_plan.py",
+    "plan/hardware.py",
+    "any_module/option_keys.py",
+    "any_module/options.py",
+    "data/order.py",
+    "data/splits.py",
+    "model/flops.py",
+]
+HEAVY = ["tensorboard", "matplotlib", "sentencepiece", "tiktoken", "transformers"]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute module name) of every import of ``file``, those inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            base = ".".join(parts[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if importer == imported:
+        return True
+    if importer in STANDALONE:
+        return imported in ROWS[0] + ROWS[1] + ROWS[2]
+    if imported in STANDALONE:
+        return ROW_OF[importer] >= FIRST_USER_OF_STANDALONE
+    return ROW_OF[imported] < ROW_OF[importer]
+
+
+def test_every_room_has_its_place():
+    rooms = {room_of(p) for p in PACKAGE.rglob("*.py")}
+    unknown = rooms - set(ROW_OF) - STANDALONE
+    assert not unknown, f"add {sorted(unknown)} to ROWS above, below everything that it imports"
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for line, module in imported_modules(file):
+            package, _, inner = module.partition(".")
+            imported = inner.split(".")[0]
+            known = {imported, room_of(file)} <= set(ROW_OF) | STANDALONE
+            if package == "gptpar" and known and not may_import(room_of(file), imported):
+                wrong.append(f"{file.relative_to(ROOT)}:{line} {room_of(file)} imports {imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_itself():
+    assert may_import("model", "tensor_parallel") and not may_import("tensor_parallel", "model")
+    assert may_import("data", "system") and not may_import("data", "config")
+    assert may_import("training", "data") and not may_import("model", "data")
+
+
+@pytest.mark.parametrize("room", PURE)
+def test_pure_rooms_do_not_import_torch_distributed(room):
+    path = PACKAGE / room
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.exists() else []
+    if not files:
+        pytest.skip(f"there is no {room} yet")
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} {module}"
+        for file in files
+        for line, module in imported_modules(file)
+        if f"{module}.".startswith("torch.distributed.")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_gptpar_is_light():
+    program = "import sys, gptpar; print(*[m for m in sys.argv[1:] if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program, *HEAVY], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_files_and_functions_are_short():
+    long = []
+    files = [
+        ROOT / "setup.py",
+        *(f for d in ("gptpar", "tools", "benchmarks", "tests") for f in (ROOT / d).rglob("*.py")),
+    ]
+    for file in sorted(files):
+        text = file.read_text()
+        lines = len(text.splitlines())
+        if lines > MAX_FILE_LINES:
+            long.append(f"{file.relative_to(ROOT)} has {lines} lines, more than {MAX_FILE_LINES}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = node.end_lineno - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    place = f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+                    long.append(f"{place} has {lines} lines, more than {MAX_FUNCTION_LINES}")
+    assert not long, "\n".join(long)

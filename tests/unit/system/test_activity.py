@@ -1,0 +1,90 @@
+"""What a dead worker was doing, and what a worker says that lost another."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gptpar.cli.launch import _ending
+from gptpar.system import activity
+from gptpar.system.activity import SLOT_BYTES, START, Activity, LostRankError, last_activity
+
+GLOO = "[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:29092: Connection reset by peer. This is typically"
+NCCL = "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL version 2.28\nncclRemoteError"
+
+
+def test_the_last_note_is_read_and_older_ones_are_gone(tmp_path: Path) -> None:
+    assert last_activity(tmp_path, 3) == START
+    worker = Activity(3, tmp_path)
+    assert last_activity(tmp_path, 3) == START
+    for note in ("iteration 9, micro-batch 12, backward", "saving", "iteration 10, update", "x" * 300, ""):
+        worker.note(note)
+        assert last_activity(tmp_path, 3) == note[:SLOT_BYTES] and worker.doing == note
+    assert (tmp_path / "rank3").stat().st_size == 1 + 2 * SLOT_BYTES
+
+
+def test_a_character_cut_in_two_is_left_out(tmp_path: Path) -> None:
+    worker = Activity(0, tmp_path)
+    worker.note("é" * 200)
+    assert last_activity(tmp_path, 0) == "é" * (SLOT_BYTES // 2)
+
+
+def test_a_killed_process_leaves_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(activity.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    program = "import os; from gptpar.system.activity import Activity; a = Activity.of_worker()\n"
+    program += "for i in range(1000): a.note(f'iteration {i}')\nos.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3])
+    assert done.returncode == -signal.SIGKILL and last_activity(tmp_path, 1) == "iteration 999"
+
+
+def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(activity.FOLDER_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    worker = Activity.of_worker()
+    worker.note("iteration 1")
+    assert worker.doing == "iteration 1" and list(tmp_path.iterdir()) == []
+
+
+def test_a_note_is_cheap(tmp_path: Path) -> None:
+    """A step makes a few notes for each micro-batch: 20 microseconds would still be far below one kernel's work."""
+    worker = Activity(0, tmp_path)
+    start = time.perf_counter()
+    for i in range(10_000):
+        worker.note(f"iteration {i}, micro-batch 3, backward")
+    assert (time.perf_counter() - start) / 10_000 < 20e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (GLOO, "Read error [127.0.0.1]:29092: Connection reset by peer"),
+        (NCCL, "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL version 2.28"),
+    ],
+)
+def test_a_lost_rank_is_one_sentence(monkeypatch: pytest.MonkeyPatch, text: str, reason: str) -> None:
+    monkeypatch.setattr(activity, "CULPRIT_FIRST_SECONDS", 0.0)
+    worker = Activity(2)
+    worker.note("iteration 5, summing gradients")
+    with pytest.raises(LostRankError) as caught, worker.lost_ranks_explained():
+        raise RuntimeError(text)
+    expected = f"rank 2 lost another rank while it was at iteration 5, summing gradients; torch says: {reason}"
+    assert str(caught.value) == expected
+
+
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(RuntimeError, match="^shapes differ$"), Activity().lost_ranks_explained():
+        raise RuntimeError("shapes differ")
+
+
+def test_the_launchers_last_sentence() -> None:
+    place = "while it was at iteration 12, backward"
+    expected = f"was killed by SIGKILL, as Linux does to the largest process when memory is full, {place}"
+    assert _ending(-signal.SIGKILL, "iteration 12, backward") == expected
+    assert _ending(-signal.SIGSEGV, "iteration 12, backward") == f"was killed by SIGSEGV {place}"
+    assert _ending(1, "iteration 12, backward") == f"ended with exit code 1 {place}; its message is above"

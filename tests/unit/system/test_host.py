@@ -1,0 +1,204 @@
+"""The machine's memory and cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.config.checks.offload import check_offload
+from gptpar.config.graph import graph_obstacles, wants_graph
+from gptpar.offload.buckets import cut_piece
+from gptpar.optim.schedule import make_schedule
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.system import host
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
+from gptpar.training.auto_ratio import any_batches, bytes_saved_without_host, smallest_ratio, with_ratio
+from gptpar.training.trainer import Trainer
+from tests.helpers import make_trainer, tiny_config
+
+GIB = 1 << 30
+NO_LIMIT = 9223372036854771712  # of version 1
+
+
+def machine(root: Path, cgroup: str) -> None:
+    """A machine with 8 GiB free, whose kernel says that this process is in these control groups."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal:       9999999 kB\nMemAvailable:   8388608 kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+
+
+def group(folder: Path, limit: object, used: int, inactive: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+
+
+def old_group(folder: Path, limit: int, used: int, inactive: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {inactive}\n")
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert host.available_memory() > 1 << 28  # of this machine
+    assert host.available_memory(tmp_path / "nothing") == 0
+    machine(tmp_path, "0::/\n")
+    group(tmp_path / "sys/fs/cgroup", 3000000, 2500000, 400000)
+    assert host.available_memory(tmp_path) == 3000000 - 2500000 + 400000
+    (tmp_path / "sys/fs/cgroup/memory.stat").unlink()
+    assert host.available_memory(tmp_path) == 3000000 - 2500000
+    group(tmp_path / "sys/fs/cgroup", "max", 2500000, 400000)
+    assert host.available_memory(tmp_path) == 8 * GIB
+
+
+def test_the_smallest_of_nested_limits_counts(tmp_path: Path) -> None:
+    """Slurm limits the job, not the step in which the process is; without a namespace the path is the whole one."""
+    machine(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n")
+    job = tmp_path / "sys/fs/cgroup/system.slice/slurmstepd.scope/job_7"
+    group(job / "step_0/user/task_0", "max", GIB, 0)
+    group(job / "step_0", 6 * GIB, GIB, 0)
+    group(job, 4 * GIB, 2 * GIB, GIB)
+    assert host.available_memory(tmp_path) == 3 * GIB
+    (job / "step_0/memory.high").write_text(f"{2 * GIB}\n")
+    assert host.available_memory(tmp_path) == GIB
+    (job / "step_0/memory.current").write_text(f"{5 * GIB}\n")
+    assert host.available_memory(tmp_path) == 0
+
+
+@pytest.mark.parametrize("path", ["/docker/abc", "/../../outside"])
+def test_groups_of_version_1_and_a_container_that_sees_its_own_at_the_top(tmp_path: Path, path: str) -> None:
+    machine(tmp_path, f"9:name=systemd:/x\n5:cpu,cpuacct:/y\n4:memory:{path}\n0::/\n")
+    memory = tmp_path / "sys/fs/cgroup/memory"
+    old_group(memory, NO_LIMIT, 20 * GIB, 0)
+    assert host.available_memory(tmp_path) == 8 * GIB
+    old_group(memory, 5 * GIB, 2 * GIB, GIB)
+    assert host.available_memory(tmp_path) == 4 * GIB
+    old_group(memory / "docker/abc", 3 * GIB, 2 * GIB, 0)
+    assert host.available_memory(tmp_path) == (GIB if path == "/docker/abc" else 4 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"LOCAL_RANK": "3", "SLURM_LOCALID": "1"}, 3),
+        ({"RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "5"}, 1),
+        ({"RANK": "5", "MPI_LOCALRANKID": "2"}, 2),
+        ({"RANK": "5", "SLURM_LOCALID": "1", "SLURM_PROCID": "5"}, 1),
+        ({"RANK": "5", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}, None),  # a batch script started it, not srun
+        ({"RANK": "5"}, None),
+    ],
+)
+def test_the_place_on_the_machine(environment: dict[str, str], found: int | None) -> None:
+    assert host.local_rank(environment) == found
+
+
+def test_the_number_of_processes_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")  # of the job; this process is on its own
+    assert host.place_on_machine() == (0, 1)
+    monkeypatch.setenv("RANK", "6")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    assert host.place_on_machine() == (2, 4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert host.place_on_machine() == (1, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert host.place_on_machine() == (1, 2)
+
+
+def test_cores_are_shared_out_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "cores", lambda: [0, 1, 2, 3, 8, 9, 10])
+    shares = [host.share_of_cores(place, 3) for place in range(3)]
+    assert shares == [[0, 1], [2, 3], [8, 9, 10]]
+    assert host.share_of_cores(0, 1) == [0, 1, 2, 3, 8, 9, 10]
+    assert all(host.share_of_cores(place, 20) for place in range(20))  # more processes than cores
+
+
+def test_the_smallest_ratio_that_fits() -> None:
+    assert smallest_ratio(16 * 1000, 1000, 16) == 0.0
+    assert smallest_ratio(14 * 400, 1000, 14) == 0.6
+    assert smallest_ratio(14 * 400 - 1, 1000, 14) == 0.601
+    assert smallest_ratio(-5, 1000, 16) == 1.0
+
+
+def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
+    """In fp32 the parameters are the masters then; from 0.001 on they lie beside them."""
+    assert smallest_ratio(16 * 750, 1000, 16, saved=4 * 1000) == 0.0
+    assert smallest_ratio(16 * 750 - 1, 1000, 16, saved=4 * 1000) == 0.251
+    for flags, saved in (("", True), ("--bf16", False), ("--cpu-parameters", False)):
+        trainer = make_trainer(tiny_config(f"--cpu-optimizer --cpu-optimizer-ratio 1 {flags}"))
+        parameters = 4 * trainer.engine.table.length()
+        assert bytes_saved_without_host(trainer) == (parameters if saved else 0)
+        trainer.close()
+
+
+def test_without_a_gpu_auto_is_nothing() -> None:
+    config = tiny_config("--cpu-optimizer --cpu-optimizer-ratio auto")
+    assert config.offload.ratio is None
+    found = with_ratio(config, Topology(Layout(), 0, torch.device("cpu")))
+    assert found.offload.ratio == 0.0
+
+
+def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    partition = OffloadedPartition("unit", 1000, (GroupSpan(0, 1000, 1),), ((0, 1000),))
+    (bucket,) = cut_piece(partition, torch.zeros(1000), torch.float32, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    for buffer in bucket.buffers.all():
+        assert buffer.shape == (1000,) and not buffer.any()
+        buffer.fill_(2.5)
+    assert bucket.buffers.weights.sum() == 2500
+
+
+def test_what_needs_the_host_during_a_step_speaks_against_a_graph() -> None:
+    plain = tiny_config()
+    assert wants_graph(plain, 1) and not list(graph_obstacles(plain, 4))
+    for words, data_parallel, reason in (
+        ("--hidden-dropout 0.1", 1, "dropout"),
+        ("--zero-stage 3", 2, "--zero-stage 3"),
+        ("--cpu-optimizer", 2, "--cpu-optimizer"),
+        ("--cpu-parameters", 1, "--cpu-parameters"),
+        ("--recompute-granularity full --checkpoint-in-cpu", 1, "--checkpoint-in-cpu"),
+    ):
+        config = tiny_config(words)
+        (found,) = graph_obstacles(config, data_parallel)
+        assert found.startswith(reason) and not wants_graph(config, data_parallel), words
+    assert wants_graph(tiny_config("--cpu-optimizer"), 1)
+    assert wants_graph(tiny_config("--zero-stage 3"), 1)  # nothing is shared out by one process
+    assert not wants_graph(tiny_config("--zero-stage 1"), 2) and not wants_graph(tiny_config("--cuda-graph off"), 1)
+
+
+def test_a_folder_for_files_must_be_one() -> None:
+    config = tiny_config().update(
+        "offload", cpu_optimizer=True, optimizer_nvme_path="/nowhere", offload_speculation="on"
+    )
+    assert [problem.split(" ", 2)[0] for problem in check_offload(config, 1)] == [
+        "--offload-speculation",
+        "--optimizer-nvme-path",
+    ]
+
+
+def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
+    config = tiny_config("--cpu-optimizer --bf16 --global-batch-size 8 --lr-warmup-iters 2 --lr-decay-style cosine")
+    topology = Topology(Layout(), 0, torch.device("cpu"))
+    trainer = Trainer(config, topology, make_schedule(config, 0), tries_memory=True)
+    trainer.initialise()
+    loss = trainer.forward_backward(any_batches(config, topology), 0)
+    assert loss.isfinite() and trainer.host is None
+    optimizer = trainer.engine.optimizer
+    assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.engine.table.ratio == 1
+    trainer.close()
+
+
+def test_a_trial_has_as_many_micro_batches_as_are_ever_alive() -> None:
+    layout = Layout(pipeline=2)
+    topology = Topology(layout, 0, torch.device("cpu"))
+    words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size"
+    assert len(any_batches(tiny_config(f"{words} 200", 2), topology)) == 8
+    assert len(any_batches(tiny_config(f"{words} 8", 2), topology)) == 4
+    assert len(any_batches(tiny_config("--global-batch-size 2"), Topology(Layout(), 0, topology.device))) == 1

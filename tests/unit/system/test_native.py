@@ -1,0 +1,293 @@
+"""The C++ helpers: built once, atomically, for this user alone, and every failure says what to do."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from gptpar.errors import NativeBuildError
+from gptpar.system import native
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCE = 'extern "C" long long add(long long a, long long b) { return a + b; }\n'
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler on this machine"
+)
+
+
+@pytest.fixture
+def csrc(tmp_path, monkeypatch):
+    """A source directory with one helper, ``tiny``, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "tiny.cpp").write_text(SOURCE)
+    yield folder
+    native.load.cache_clear()
+
+
+def libraries(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "gptpar" / "native").glob("*.so"))
+
+
+@needs_compiler
+def test_builds_once_into_a_private_cache(csrc, tmp_path):
+    library = native.load("tiny", csrc)
+    assert library.add(40, 2) == 42
+    assert native.load("tiny", csrc) is library
+    (built,) = libraries(tmp_path)
+    assert built.parent.stat().st_mode & 0o777 == 0o700
+    assert [p.name for p in built.parent.iterdir()] == [built.name]  # no temporary file, no lock file
+
+    stamp = built.stat().st_mtime_ns
+    native.load.cache_clear()
+    assert native.load("tiny", csrc).add(1, 1) == 2
+    assert built.stat().st_mtime_ns == stamp
+
+
+@needs_compiler
+@pytest.mark.parametrize("changed", ["tiny.cpp", "shared.h"])
+def test_a_changed_source_or_header_is_built_anew(csrc, tmp_path, changed):
+    native.load("tiny", csrc)
+    native.load.cache_clear()
+    (csrc / changed).write_text(SOURCE.replace("a + b", "a - b"))
+    expected = {"tiny.cpp": 1, "shared.h": 5}[changed]
+    assert native.load("tiny", csrc).add(3, 2) == expected
+    assert len(libraries(tmp_path)) == 2
+
+
+@needs_compiler
+def test_a_changed_header_of_ours_is_built_anew_elsewhere_too(csrc, tmp_path, monkeypatch):
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    monkeypatch.setattr(native, "INSTALLED_DIR", ours)
+    for text in ("#define OURS 1", "#define OURS 2"):
+        (ours / "ours.h").write_text(text)
+        (csrc / "tiny.cpp").write_text('#include "../ours/ours.h"\nextern "C" int ours() { return OURS; }')
+        native.load.cache_clear()
+        assert native.load("tiny", csrc).ours() == int(text[-1])
+
+
+def built_before(csrc: Path) -> Path:
+    """The cached library of ``tiny``, as an earlier process has left it: nothing of it is mapped here."""
+    compiler = native.find_compiler()
+    key = native.library_key(csrc / "tiny.cpp", native._identity(compiler))
+    return native.compile_library(compiler, csrc / "tiny.cpp", native.cache_dir(), key)
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["14 bytes", "1000 bytes", "a quarter", "a half", "all but one byte", "zeroed half"])
+def test_a_damaged_library_is_never_loaded_but_made_again(csrc, damage):
+    """The loader maps what the file's header promises: such files end a process with SIGBUS or SIGSEGV."""
+    library = built_before(csrc)
+    whole = library.read_bytes()
+    half = len(whole) // 2
+    kept = {"14 bytes": 14, "1000 bytes": 1000, "a quarter": half // 2, "a half": half}.get(damage, len(whole) - 1)
+    library.write_bytes(whole[:half] + bytes(len(whole) - half) if damage == "zeroed half" else whole[:kept])
+    assert native.find_library(library.parent, library.name.split(".")[0]) is None
+    assert native.load("tiny", csrc).add(2, 2) == 4
+    assert library.read_bytes() == whole
+
+
+@needs_compiler
+def test_another_users_library_is_not_loaded(csrc, monkeypatch):
+    library = built_before(csrc)
+    key = library.name.split(".")[0]
+    assert native.find_library(library.parent, key, owner=os.getuid()) == library
+    assert native.find_library(library.parent, key, owner=os.getuid() + 1) is None
+
+
+@needs_compiler
+def test_a_library_is_on_the_disk_before_it_has_its_name(csrc, monkeypatch):
+    done = []
+    monkeypatch.setattr(os, "fsync", lambda handle: done.append(os.readlink(f"/proc/self/fd/{handle}")))
+    monkeypatch.setattr(os, "replace", lambda here, there: done.append(there.name))
+    built = built_before(csrc)
+    assert len(done) == 2 and done[0].endswith(".so") and done[1] == built.name
+
+
+@needs_compiler
+def test_the_check_of_a_cached_library_takes_less_than_two_milliseconds(csrc):
+    library = built_before(csrc)
+    key = library.name.split(".")[0]
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        assert native.find_library(library.parent, key, owner=os.getuid()) == library
+        native.cache_dir()
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[10] < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "shared"),
+    [(0o755, 0, False), (0o775, 0, True), (0o757, 0, True), (0o1777, 0, False), (0o755, 12345, True)],
+)
+def test_a_cache_that_others_can_exchange_is_not_used(csrc, tmp_path, monkeypatch, mode, owner, shared):
+    """A parent folder that others can write, or another user's, lets them put another folder in the cache's place."""
+    if owner and os.getuid():
+        pytest.skip("only root can give a folder away")
+    between = tmp_path / "between"
+    between.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(between / "cache"))
+    monkeypatch.setattr(native, "_is_private_group", lambda gid: False)
+    native.cache_dir()
+    if owner:
+        os.chown(between, owner, owner)
+    between.chmod(mode)
+    folder = native.cache_dir()
+    assert (folder == between / "cache" / "gptpar" / "native") is not shared
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_group_of_ones_own_may_write_the_caches_parents(monkeypatch):
+    """Many systems give every user such a group, and let it write what the user creates."""
+    user = pwd.struct_passwd(("ann", "x", os.getuid(), 77, "", "/", ""))
+    monkeypatch.setattr(native.pwd, "getpwuid", lambda uid: user)
+    groups = {77: ("ann", "x", 77, []), 78: ("ann", "x", 78, []), 79: ("users", "x", 79, [])}
+    monkeypatch.setattr(native.grp, "getgrgid", lambda gid: grp.struct_group(groups[gid]))
+    assert [native._is_private_group(gid) for gid in (77, 78, 79, 80)] == [True, False, False, False]
+    groups[77][3].append("bob")
+    assert not native._is_private_group(77)
+
+
+@needs_compiler
+def test_a_hung_holder_of_the_lock_delays_but_does_not_stop(csrc, monkeypatch):
+    monkeypatch.setattr(native, "LOCK_TIMEOUT_S", 0.2)
+    with native._lock(native.cache_dir()):
+        start = time.monotonic()
+        assert native.load("tiny", csrc).add(2, 3) == 5
+        assert time.monotonic() - start > 0.2
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_eight_processes_compile_once(csrc, tmp_path):
+    log = tmp_path / "compiler.log"
+    wrapper = tmp_path / "cxx"
+    wrapper.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo run >> {log} ;; esac\nexec {native.find_compiler()[0]} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    program = (
+        "import sys, types, pathlib\n"
+        "package = sys.modules['gptpar'] = types.ModuleType('gptpar')\n"  # without gptpar/__init__: it imports torch
+        "package.__path__ = [sys.argv[2]]\n"
+        "from gptpar.system import native\n"
+        "print(native.load('tiny', pathlib.Path(sys.argv[1])).add(20, 1))"
+    )
+    environment = {**os.environ, "CXX": str(wrapper), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, csrc, ROOT / "gptpar"]
+    ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    assert [rank.communicate(timeout=60)[0].strip() for rank in ranks] == ["21"] * 8
+    assert log.read_text() == "run\n"
+
+
+@needs_compiler
+def test_an_unwritable_home_falls_back_to_a_private_directory(csrc, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("a file where the cache would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert native.load("tiny", csrc).add(4, 4) == 8
+    folder = native.cache_dir()
+    assert folder.name.startswith("gptpar-native-") and folder.stat().st_mode & 0o777 == 0o700
+
+
+@needs_compiler
+def test_the_compilers_message_and_command_reach_the_user(csrc, tmp_path):
+    (csrc / "tiny.cpp").write_text("int add( { return missing_name; }\n")
+    with pytest.raises(NativeBuildError) as caught:
+        native.load("tiny", csrc)
+    message = str(caught.value)
+    assert "-O3 -std=c++17 -shared -fPIC -pthread" in message
+    assert "error:" in message and "tiny.cpp:1" in message
+    assert list((tmp_path / "cache" / "gptpar" / "native").iterdir()) == []
+
+
+def test_no_compiler_names_the_package_that_provides_it(csrc, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(NativeBuildError, match=r"tried c\+\+, g\+\+ and clang\+\+.*usually g\+\+ on Debian"):
+        native.load("tiny", csrc)
+
+
+def test_cxx_is_respected(csrc, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -v")
+    with pytest.raises(NativeBuildError, match=r"tried CXX=no-such-compiler -v"):
+        native.load("tiny", csrc)
+
+
+def test_another_packages_csrc_beside_an_installed_package_is_not_ours(tmp_path, monkeypatch):
+    """A checkout has our pyproject.toml beside csrc/; in site-packages ``csrc`` belongs to others."""
+    site = tmp_path / "site-packages"
+    for folder in ("csrc", "gptpar/_csrc"):
+        (site / folder).mkdir(parents=True)
+    monkeypatch.setattr(native, "PACKAGE_DIR", site / "gptpar")
+    monkeypatch.setattr(native, "INSTALLED_DIR", site / "gptpar" / "_csrc")
+    assert native.source_dir() == site / "gptpar" / "_csrc"
+    (site / "gptpar" / "_csrc").rmdir()
+    (site / "csrc" / "cpu_adam.cpp").write_text("theirs")
+    with pytest.raises(NativeBuildError, match=r"no helper 'cpu_adam'.*_csrc/cpu_adam.cpp does not exist. Reinstall"):
+        native.load("cpu_adam")
+    (site / "pyproject.toml").touch()
+    assert native.source_dir() == site / "csrc"
+
+
+def test_an_unknown_helper_says_where_it_was_looked_for(csrc):
+    with pytest.raises(NativeBuildError, match=r"no helper 'huge'.*huge\.cpp"):
+        native.load("huge", csrc)
+
+
+@needs_compiler
+def test_a_prebuilt_library_needs_no_compiler(csrc, tmp_path, monkeypatch):
+    source = csrc / "tiny.cpp"
+    native.compile_library(native.find_compiler(), source, tmp_path, native.library_key(source))
+    monkeypatch.setattr(native, "PREBUILT_DIR", tmp_path)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert native.load("tiny", csrc).add(5, 5) == 10
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiler", ["", "/nonexistent/c++"], ids=["compiler", "no compiler"])
+def test_a_wheel_carries_the_helpers(tmp_path, csrc, monkeypatch, compiler):
+    """Built in a copy, unpacked elsewhere and loaded from another directory; sources alone if no compiler."""
+    pytest.importorskip("setuptools", minversion="77")
+    copy = tmp_path / "copy"
+    (copy / "gptpar" / "system").mkdir(parents=True)
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("errors.py", "system/__init__.py", "system/native.py"):
+        shutil.copy(ROOT / "gptpar" / name, copy / "gptpar" / name)
+    (copy / "gptpar" / "__init__.py").write_text("")
+    (copy / "README.md").write_text("")
+    shutil.copytree(csrc, copy / "csrc")
+    environment = {**os.environ, **({"CXX": compiler} if compiler else {})}
+    build = "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, tmp_path], cwd=copy, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("gptpar-") and "-py3-none-" in wheel.name and "-any" not in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    prebuilt = list((tmp_path / "site" / "gptpar" / "_lib").glob("tiny-*.so"))
+    assert len(prebuilt) == (0 if compiler else 1)
+    if compiler:
+        assert "is left to be built on first use: no C++ compiler found" in done.stderr + done.stdout
+    program = "from gptpar.system import native; print(native.load('tiny').add(6, 7))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert printed.stdout.strip() == "13", printed.stderr
+    assert len(libraries(tmp_path)) == (1 if compiler else 0)

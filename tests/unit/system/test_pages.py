@@ -1,0 +1,66 @@
+"""Host memory in huge pages."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gptpar.system import pages
+from gptpar.system.host import peak_process_memory, process_memory
+from gptpar.system.pinned import PinnedMemory
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, pages.HUGE_BYTES, 3 * pages.HUGE_BYTES + 12345])
+def test_zeros_of_exactly_the_size(num_bytes: int) -> None:
+    data = pages.zeros(num_bytes)
+    assert data.shape == (num_bytes,) and data.dtype == torch.uint8 and not data.any()
+    assert num_bytes == 0 or data.data_ptr() % pages.HUGE_BYTES == 0
+
+
+def test_what_is_not_filled_takes_no_huge_page_and_all_is_given_back() -> None:
+    """20 MiB and a page: 5 KiB more than asked would be a page too many, a whole huge page is 2 MiB too many."""
+    before, size = process_memory(), 10 * pages.HUGE_BYTES + mmap.PAGESIZE
+    if before is None:
+        pytest.skip("the system does not tell a process' memory")
+    data = pages.zeros(size)
+    taken = process_memory() - before
+    assert size <= taken + (1 << 20) and taken <= size + (1 << 20)
+    del data
+    gc.collect()
+    assert process_memory() - before <= 1 << 20
+    assert (peak_process_memory() or 0) >= before + taken - (1 << 20)
+
+
+@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="no transparent huge pages here")
+def test_large_stretches_are_marked_for_huge_pages() -> None:
+    data = pages.zeros(8 * pages.HUGE_BYTES)
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    start = f"{data.data_ptr():x}-"
+    number = next(n for n, line in enumerate(lines) if line.startswith(start))
+    flags = next(line for line in lines[number:] if line.startswith("VmFlags"))
+    assert " hg" in flags
+
+
+def test_locked_memory_is_unlocked_when_nobody_refers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addresses may be somebody else's afterwards, who could not lock them."""
+    locked: list[int] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: locked.append(address) or 0,
+        cudaHostUnregister=locked.remove,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    kept, dropped, closed = (PinnedMemory(4096) for _ in range(3))
+    assert len(locked) == 3
+    del dropped
+    closed.close()
+    closed.close()
+    assert locked == [kept.data.data_ptr()]
+    kept.close()
+    assert PinnedMemory(0).close() is None and not locked

@@ -1,0 +1,110 @@
+"""Signals that ask to stop: before there is something to save, and after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gptpar.system import command_line as command
+from gptpar.system import stop
+from gptpar.system.stop import STOP_SIGNALS, Stopped, StopRequest, handling, stop_at_once
+
+ROOT = Path(__file__).parents[3]
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_ends_start_up_and_is_noted_afterwards(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    expected = KeyboardInterrupt if number == signal.SIGINT else Stopped
+    with pytest.raises(expected), StopRequest().listening():
+        send(number)
+    request = StopRequest()
+    with request.listening():
+        request.hold()
+        send(number)
+        send(signal.SIGTERM)
+    assert request.signal == number and signal.getsignal(number) == before
+
+
+def test_the_same_ctrl_c_may_come_twice_and_another_one_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    request = StopRequest()
+    with pytest.raises(KeyboardInterrupt), request.listening():
+        request.hold()
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        now[0] += stop.SAME_REQUEST_SECONDS + 0.1
+        assert request.signal == signal.SIGTERM
+        send(signal.SIGINT)
+        raise AssertionError("the second Ctrl-C was not heard")
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        request = StopRequest()
+        with request.listening():
+            request.hold()
+            send(signal.SIGHUP)
+            assert request.signal is None
+        with handling(stop_at_once):
+            send(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_other_threads_leave_the_signals_alone() -> None:
+    found = []
+
+    def listen() -> None:
+        with StopRequest().listening():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_a_stuck_write_does_not_outlive_a_second_ctrl_c() -> None:
+    program = """
+import concurrent.futures, os, signal, time
+from gptpar.system import stop
+stop.AT_ONCE_SECONDS, stop.SAME_REQUEST_SECONDS = 0.3, -1.0
+request = stop.StopRequest()
+with request.listening(), concurrent.futures.ThreadPoolExecutor() as pool:
+    request.hold()
+    pool.submit(time.sleep, 60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 130 and done.stderr == "error: interrupted; a write did not end within 0.3 s\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_verb_that_is_stopped_says_so(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+
+    def work(argv: list[str]) -> int:
+        try:
+            send(number)
+        finally:
+            cleaned.append(True)
+        return 0
+
+    assert command.run(work, []) == 128 + number and cleaned == [True]
+    assert capsys.readouterr().err == f"error: stopped by {number.name}\n"

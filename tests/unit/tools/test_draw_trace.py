@@ -1,0 +1,124 @@
+"""tools/draw_trace.py: what it reads out of a trace."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gptpar.errors import GptparError
+
+ROOT = Path(__file__).parents[3]
+START = 5_000_000.0  # microseconds: a trace's clock does not begin at 0
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw_trace", ROOT / "tools/draw_trace.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["draw_trace"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def event(name: str, start: float, stop: float, category: str, ph: str = "X") -> dict[str, Any]:
+    """From and to in ms after the first kernel."""
+    return {"ph": ph, "cat": category, "name": name, "ts": START + 1e3 * start, "dur": 1e3 * (stop - start)}
+
+
+def hand_made() -> list[dict[str, Any]]:
+    """Two steps, 0-10 and 10-20 ms; the GPU computes in 0-8, 10-16 and 18-20, twice at the same time in 12-14."""
+    return [
+        event("nvjet_a", 0, 8, "kernel"),
+        event("triton_b", 10, 16, "kernel"),
+        event("flash_c", 12, 14, "kernel"),
+        event("Memset (Device)", 18, 20, "gpu_memset"),
+        event("Memcpy DtoH (Device -> Pinned)", 11, 12, "gpu_memcpy"),
+        event("Memcpy DtoH (Device -> Pinned)", 13, 14.5, "gpu_memcpy"),
+        event("Memcpy HtoD (Pinned -> Device)", 17, 18, "gpu_memcpy"),
+        event("CPU Adam: layers.1", 9, 13, "cpu_optimizer"),
+        event("CPU Adam: layers.0", 13, 15, "cpu_optimizer"),
+        event("CPU Adam: embedding", 15, 18, "cpu_optimizer"),
+        event("wait for the CPU optimizer", 14, 18, "user_annotation"),
+        event("ProfilerStep#4", -1, 6, "user_annotation"),
+        event("ProfilerStep#4", 0, 10, "gpu_user_annotation"),
+        event("ProfilerStep#5", 11, 14.5, "gpu_user_annotation"),  # on the stream of transfers
+        event("ProfilerStep#5", 10, 20, "gpu_user_annotation"),
+        event("aten::mm", 3, 4, "cpu_op"),
+        {"ph": "M", "name": "process_name", "pid": 1},
+    ]
+
+
+def write(path: Path, events: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    return path
+
+
+def test_a_step_is_divided_into_lanes(tool: ModuleType, tmp_path: Path) -> None:
+    timeline = tool.load(write(tmp_path / "trace.json", hand_made()))
+    assert timeline.steps == [(0, 10), (10, 20)]
+    assert tool.NCCL not in timeline.lanes
+    span = tool.window(timeline, None, None)
+    assert span == (10, 20)
+    part = timeline.cut(*span)
+    assert [(e.name, e.start, e.stop) for e in part.lanes[tool.ADAM]] == [
+        ("layers.1", 10, 13),
+        ("layers.0", 13, 15),
+        ("embedding", 15, 18),
+    ]
+    busy = {lane: part.busy(lane) for lane in part.lanes}
+    assert busy == {tool.GPU: 8, tool.TO_HOST: 2.5, tool.TO_DEVICE: 1, tool.ADAM: 8, tool.WAITS: 4}
+    assert part.both(tool.ADAM, tool.GPU) == 6
+    lines = tool.table(part, span).splitlines()
+    assert lines[0] == "from 10.0 to 20.0 ms: 10.0 ms"
+    assert lines[1].split() == ["GPU", "computing", "8.0", "ms", "80.0", "%", "3", "events"]
+    assert lines[-2].split() == ["GPU", "not", "computing", "2.0", "ms", "20.0", "%"]
+    assert lines[-1].split() == ["CPU", "Adam", "under", "GPU", "work", "6.0", "ms"]
+
+
+def test_communication_has_a_lane_where_there_is_any(tool: ModuleType, tmp_path: Path) -> None:
+    """While the GPUs talk, the GPU is neither computing nor idle."""
+    events = [*hand_made(), event("ncclDevKernel_AllReduce", 16, 17, "kernel")]
+    timeline = tool.load(write(tmp_path / "trace.json", events))
+    part = timeline.cut(10, 20)
+    assert part.busy(tool.NCCL) == 1 and part.busy(tool.GPU) == 8
+    assert "GPU not computing              1.0 ms" in tool.table(part, (10, 20))
+
+
+@pytest.mark.slow
+def test_a_picture_of_a_chosen_window(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, picture = write(tmp_path / "trace.json", hand_made()), tmp_path / "step.png"
+    words = f"{trace} {picture} --from-ms 8 --to-ms 99 --title two --phase 8 10 idle --phase 10 20 busy"
+    assert tool.main(words.split()) == 0
+    assert "from 8.0 to 20.0 ms: 12.0 ms" in capsys.readouterr().out  # the trace ends there
+    assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("not JSON", "is not a trace .JSONDecodeError.*: give a file that gptpar benchmark --trace wrote"),
+        ('{"loss": 1}', "is not a trace .KeyError"),
+        ("[1, 2]", "is not a trace .TypeError"),
+        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}', "is not a trace .KeyError: 'ts'"),
+        ('{"traceEvents": []}', "holds 0 events but no GPU's kernels: give the trace of a run on a GPU"),
+    ],
+)
+def test_a_wrong_file_is_told(tool: ModuleType, tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(content)
+    with pytest.raises(GptparError, match=sentence):
+        tool.load(path)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(5.0, 5.0), (30.0, 40.0), (-1.0, 4.0), (12.0, 3.0)])
+def test_a_window_without_anything_is_told(tool: ModuleType, tmp_path: Path, start: float, stop: float) -> None:
+    timeline = tool.load(write(tmp_path / "trace.json", hand_made()))
+    with pytest.raises(GptparError, match=f"from {start:g} to {stop:g} ms holds nothing of a trace of 20.0 ms"):
+        tool.window(timeline, start, stop)

@@ -1,0 +1,97 @@
+"""What layers declare of their parameters: complete, consistent, and right for every axis."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gptpar.model.gpt import gpt_layers
+from gptpar.model.layer_spec import LayerSpec
+from gptpar.pipeline.stage import Stage
+from gptpar.tensor_parallel import TensorAxis
+from gptpar.topology.initial_values import Constant, Normal
+from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec, Split, Sum, declared_by
+from tests.helpers import tiny_config
+
+OVER_TENSOR = frozenset({"tensor"})
+COMPLETE = ParameterSpec(Constant(1.0), REPLICATED, SAME)
+
+
+class Scale(nn.Module):
+    """A layer with a weight inside a module of its own."""
+
+    def __init__(self, declared: dict[str, ParameterSpec] | None) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.weight = nn.Parameter(torch.ones(3))
+        self.inner.declared = {"unused": COMPLETE} if declared is None else declared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.inner.weight
+
+
+@pytest.mark.parametrize(
+    ("declared", "missing"),
+    [
+        (None, 'write self.declared = {"weight": ParameterSpec(init, value, gradient), ...} in its constructor'),
+        (ParameterSpec(value=REPLICATED, gradient=SAME), "write init=Normal(std) or init=Constant(value)"),
+        (ParameterSpec(Constant(1.0), gradient=SAME), "write value=axis.split(dim, length) or value=REPLICATED"),
+        (ParameterSpec(Constant(1.0), REPLICATED), 'write gradient=Sum(frozenset({"tensor"})) where each'),
+        (ParameterSpec(Constant(1.0), Split(0, 6, 0, 3), Sum(OVER_TENSOR)), "split over the tensor axis"),
+    ],
+)
+def test_a_layer_that_declares_too_little_is_refused_with_what_to_write(
+    declared: ParameterSpec | None, missing: str
+) -> None:
+    stage = Stage([LayerSpec(Scale, None if declared is None else {"weight": declared}, name="layers.3")])
+    with pytest.raises(TypeError) as caught:
+        stage.infos()
+    assert "layer 'layers.3': Module does not declare its parameter 'inner.weight'" in str(caught.value)
+    assert missing in str(caught.value)
+
+
+def test_all_that_is_missing_is_told_at_once() -> None:
+    with pytest.raises(TypeError) as caught:
+        declared_by(nn.Linear(2, 3), "head")
+    assert [line.split(":")[1] for line in str(caught.value).splitlines()] == [
+        " Linear does not declare its parameter 'weight'",
+        " Linear does not declare its parameter 'bias'",
+    ]
+
+
+def test_a_complete_declaration_is_taken() -> None:
+    stage = Stage([LayerSpec(Scale, {"weight": ParameterSpec(Normal(0.1), REPLICATED, Sum(OVER_TENSOR))}, name="a")])
+    info = stage.infos()["a.inner.weight"]
+    assert (info.shape, info.split, info.init, info.grad_sums) == ((3,), None, Normal(0.1), OVER_TENSOR)
+
+
+def test_an_unknown_axis_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"over the axes \['tensor'\], not over \['tensr'\]"):
+        Sum(frozenset({"tensr"}))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_gpt_parameters_are_summed_where_ranks_hold_their_own_tokens(size: int, sequence_parallel: bool) -> None:
+    """Replicated ones between layers, and no split one."""
+    stage = Stage(gpt_layers(tiny_config().model, TensorAxis(size=size, sequence_parallel=sequence_parallel)))
+    infos = stage.infos()
+    split = {name for name, info in infos.items() if info.split is not None}
+    inside = {f"layers.{i}.{name}" for i in (0, 1) for name in ("attention.qkv", "mlp.up")}
+    outputs = {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("attention.out", "mlp.down")}
+    assert split == {"embedding.weight", *(f"{n}.{k}" for n in inside for k in ("weight", "bias")), *outputs}
+    summed = {name for name, info in infos.items() if info.grad_sums}
+    assert summed == (infos.keys() - split if size == 2 and sequence_parallel else set())
+    assert {info.grad_sums for info in infos.values()} <= {frozenset(), OVER_TENSOR}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norms_of_heads_are_summed_with_and_without_split_tokens(sequence_parallel: bool) -> None:
+    """Each rank sees its own heads; what it normalises between layers is its own only where tokens are split."""
+    axis = TensorAxis(size=2, sequence_parallel=sequence_parallel)
+    infos = Stage(gpt_layers(tiny_config("--qk-layernorm --num-layers 1").model, axis)).infos()
+    heads = {f"layers.0.attention.{n}_norm.{k}" for n in ("query", "key") for k in ("weight", "bias")}
+    assert all(infos[name].split is None and infos[name].shape == (8,) for name in heads)
+    summed = {name for name, info in infos.items() if info.grad_sums}
+    assert summed == {name for name in infos if infos[name].split is None} if sequence_parallel else summed == heads

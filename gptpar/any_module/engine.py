@@ -174,6 +174,7 @@ class ModuleEngine(TrainingEngine):
         """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
         if self._recorded is not None:
             self._recorded.release()
+        self._stage.run_compiled()
         super().close()
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:

@@ -183,7 +183,7 @@ GRADIENTS = [
     Fault(
         "blocks-called-first-under-a-dispatch-mode",
         "gptpar/any_module/module_stage.py",
-        'self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))',
+        "EAGER_STANCE.force()\n            self._uncompiled.callback(EAGER_STANCE.restore)",
         "pass",
         ("tests/any_module/test_compiled.py",),
     ),

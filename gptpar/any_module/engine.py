@@ -9,18 +9,13 @@ from typing import Any
 import torch
 
 from gptpar.any_module.batches import Batches, LossFunction, require_loss
+from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.step_work import StepResult, StepWork
 from gptpar.any_module.training_engine import TrainingEngine
-from gptpar.any_module.weights import Weights
-from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
-from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.system.activity import Activity
-from gptpar.topology.groups import Topology
 
 
 class ModuleEngine(TrainingEngine):
@@ -42,22 +37,17 @@ class ModuleEngine(TrainingEngine):
     def __init__(
         self,
         stage: ModuleStage,
-        engine: Engine,
-        host: HostOptimizer | None,
-        weights: Weights,
+        parts: EngineParts,
         groups: list[dict[str, Any]],
         options: EngineOptions,
-        topology: Topology,
-        activity: Activity,
         loss_fn: LossFunction | None = None,
-        watch: OrderWatch | None = None,
     ):
-        work = StepWork(stage, engine, self.forward, loss_fn, activity)
-        super().__init__(stage.module, work, engine, host, weights, groups, options, topology, activity, watch)
+        work = StepWork(stage, parts.engine, self.forward, loss_fn, parts.activity)
+        super().__init__(stage.module, work, parts, groups, options)
         self._stage = stage
         self._recorded: RecordedWork | None = None
-        if wants_graph(options, topology.layout.world_size, self.device):
-            self._recorded = RecordedWork(self.module, work, engine)
+        if wants_graph(options, self.world_size, self.device):
+            self._recorded = RecordedWork(self.module, work, self.engine)
         self._no_sync = False
         self._boundary: bool | None = None
 
@@ -100,14 +90,6 @@ class ModuleEngine(TrainingEngine):
             yield
         finally:
             self._no_sync = before
-
-    def _require_sums(self, verb: str) -> None:
-        settings = self.engine.settings
-        if not settings.adds_gradients and settings.dtype != settings.wide:
-            raise GptparError(
-                f"{verb} adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
-                "that the sums get memory."
-            )
 
     def backward(
         self,
@@ -154,11 +136,10 @@ class ModuleEngine(TrainingEngine):
 
     def _begin(self) -> None:
         self._take_note_of_last_step()
-        self.engine.finish()  # nobody else waits for units that this step does not call
         self._prepare()
         passes = self.options.batch.accumulation_steps
         counted = not self._no_sync and self._boundary is None
-        self.engine.begin_gradients(passes if counted else max(passes, 2))
+        self._work.begin(passes if counted else max(passes, 2))
 
     def step(self) -> None:
         """End a micro-batch; after the step's last one, update the parameters.
@@ -175,14 +156,15 @@ class ModuleEngine(TrainingEngine):
             )
         self._count += 1
         self.micro_steps += 1
+        self._ended_step = False
         if ends_step:
             self.optimizer.step()
 
     def _require_no_step(self) -> None:
         if self._has_begun or self._count or self._no_sync:
             raise GptparError(
-                f"train_batch() amid a step, {self._count} of whose micro-batches are done, or in no_sync(): end the "
-                "step with engine.step(), or forget it with engine.zero_grad()."
+                f"train_batch() or set_train_batch_size() amid a step, {self._count} of whose micro-batches are done, "
+                "or in no_sync(): end the step with engine.step(), or forget it with engine.zero_grad()."
             )
 
     def _passes(self, batches: Batches) -> StepResult:

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_watch import ReadWatch
 from gptpar.any_module.units import Scope, UnitPlan
+from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
 from gptpar.errors import GptparError
@@ -46,14 +47,12 @@ class ModuleStage(PlacedParameters):
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
-        in_backward: whether the engine is in a backward pass: what is called there is computed again.
     """
 
     def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
         super().__init__(plan, dict(module.named_parameters()))
         self.module, self.stages, self._note = module, (self,), note
         self.passes: list[list[str]] = []
-        self.in_backward = False
         self._gatherer: ParameterGatherer | None = None
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
@@ -63,6 +62,11 @@ class ModuleStage(PlacedParameters):
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self._uncompiled = contextlib.ExitStack()
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is at work, this engine's or another's: what is called there is computed again."""
+        return BACKWARD_PASSES.is_running
 
     # What the engine asks.
 
@@ -120,11 +124,10 @@ class ModuleStage(PlacedParameters):
     def backward(self) -> Iterator[None]:
         """Around a backward pass. The first one recomputes what was watched, uncompiled as it was."""
         self._note("began a backward pass")
-        self.in_backward = True
         try:
-            yield
+            with BACKWARD_PASSES.one():
+                yield
         finally:
-            self.in_backward = False
             self._uncompiled.close()
 
     # Around a scope's forward.

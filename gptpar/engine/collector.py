@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.units import Unit
@@ -75,7 +76,10 @@ class GradientCollector:
         return sum(map(len, self._chunks)) > len(self._last_chunk)
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take these parameters' gradients, by global name; their ``.grad`` is always empty afterwards."""
+        """Take these parameters' gradients, by global name; their ``.grad`` is always empty afterwards.
+
+        Gradients of another engine's backward pass, whose loss led through this module, are dropped.
+        """
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
 
@@ -120,6 +124,8 @@ class GradientCollector:
         unit, grad = self._unit_of[name], parameter.grad.detach()
         parameter.grad = None
         if not self._in_pass:
+            if BACKWARD_PASSES.is_running:
+                return  # another engine's loss led through this module
             raise GptparError(
                 f"{name} got a gradient outside of engine.backward(loss), which has to begin every backward pass: "
                 "processes would not sum it. It was dropped."

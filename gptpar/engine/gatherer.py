@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.step_graph import Cuts
@@ -172,6 +173,8 @@ class ParameterGatherer:
 
     def before_backward(self, name: str) -> None:
         """A layer's backward pass is about to begin, or has begun already."""
+        if self._memory.transient:
+            BACKWARD_PASSES.at_end(self.let_all_go)
         self._in_backward.add(name)
         self._acquire(name)
         self._start_layer(self._previous.get(name))

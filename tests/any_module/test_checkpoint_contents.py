@@ -30,7 +30,7 @@ def test_number_formats(tmp_path: Path, precision: str, layout: str) -> None:
     path, client = loaded.load_checkpoint(tmp_path)
     assert path == str(tmp_path / "iter_0000003") and client == {}
     assert_same(state(loaded), state(saved))
-    assert loaded.loss_scale == saved.loss_scale and (precision != "fp16" or saved.loss_scale.value >= 1)
+    assert loaded.loss_scaler == saved.loss_scaler and (precision != "fp16" or saved.loss_scaler.value >= 1)
     counts = [
         (one.global_steps, one.skipped_steps, one.micro_steps, one.engine.optimizer.steps_taken)
         for one in (loaded, saved)
@@ -66,8 +66,8 @@ def test_the_loss_scale_and_skipped_steps_go_on(tmp_path: Path) -> None:
     loaded.load_checkpoint(tmp_path)
     assert loaded.skipped_steps == saved.skipped_steps >= 2 and loaded.global_steps == 4
     assert (
-        loaded.loss_scale == saved.loss_scale
-        and loaded.loss_scale.value < make(mlp(), precision="fp16").loss_scale.value
+        loaded.loss_scaler == saved.loss_scaler
+        and loaded.loss_scaler.value < make(mlp(), precision="fp16").loss_scaler.value
     )
     assert loaded.engine.optimizer.steps_taken == saved.engine.optimizer.steps_taken == 4 - saved.skipped_steps
     loaded.close()

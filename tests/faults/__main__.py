@@ -31,7 +31,7 @@ from pathlib import Path
 from tests.faults.fault import ROOT, Fault
 from tests.faults.table import FAULTS
 
-COPIED = ("gptpar", "csrc", "tests", "tools", "pyproject.toml", "README.md")
+COPIED = ("gptpar", "csrc", "tests", "tools", "pyproject.toml", "README.md", "docs")
 TIME_LIMIT_S = 600.0
 FAILED = 1
 """Exit status of pytest where tests ran and some failed; all others say that the tests themselves could not run."""

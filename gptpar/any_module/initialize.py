@@ -95,15 +95,7 @@ def initialize(
         ModelError: with every reason why the module cannot be trained.
         GptparError: memory does not suffice.
     """
-    if not isinstance(model, nn.Module | list | tuple):
-        raise TypeError(
-            f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
-        )
-    if isinstance(model, nn.Module) and are_held(model):
-        raise GptparError(
-            "the model, or a part of it, is in another engine of gptpar.initialize, which has its weights: call that "
-            "one's engine.close() first, on all processes; it gives the weights back."
-        )
+    model = _free_model(model)
     before_meeting(distributed_port, dist_init_required)
     rank, device = join_world(TIMEOUT_MINUTES)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -127,6 +119,20 @@ def initialize(
     engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
     engine.data.loader = loader = _loader_of(training_data, engine, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _free_model(model: nn.Module | Sequence[Layer] | None) -> nn.Module | Sequence[Layer]:
+    """The model, if it is one and no other engine has it."""
+    if not isinstance(model, nn.Module | list | tuple):
+        raise TypeError(
+            f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
+        )
+    if isinstance(model, nn.Module) and are_held(model):
+        raise GptparError(
+            "the model, or a part of it, is in another engine of gptpar.initialize, which has its weights: call that "
+            "one's engine.close() first, on all processes; it gives the weights back."
+        )
+    return model
 
 
 def _loader_of(

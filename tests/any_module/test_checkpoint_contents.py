@@ -140,6 +140,7 @@ def test_frozen_on_one_side_only(tmp_path: Path, precision: str, host_parameters
     saved.close()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_schedulers(tmp_path: Path, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,6 +16,8 @@ from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.step_work import StepResult, StepWork
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.errors import GptparError
+
+_SPENT = "gptpar: its graph is gone"
 
 
 class ModuleEngine(TrainingEngine):
@@ -132,6 +134,8 @@ class ModuleEngine(TrainingEngine):
             self.zero_grad()  # some of the step's gradients are incomplete: it begins anew
             raise
         self._is_final = last
+        if not retain_graph:
+            _notes_of(loss)[_SPENT] = True
         return loss
 
     def _begin(self) -> None:
@@ -171,11 +175,12 @@ class ModuleEngine(TrainingEngine):
         return (self._recorded or self._work)(batches)
 
     def close(self) -> None:
-        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
+        """See :meth:`TrainingEngine.close <gptpar.any_module.training_engine.TrainingEngine.close>`."""
         if self._recorded is not None:
             self._recorded.release()
-        self._stage.run_compiled()
+            self._recorded = None
         super().close()
+        self.__dict__.pop("_stage", None)
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         if passes:
@@ -190,3 +195,13 @@ class ModuleEngine(TrainingEngine):
                 "losses and call backward once."
             )
         require_loss(loss)
+        if _SPENT in _notes_of(loss):
+            raise GptparError(
+                "engine.backward(loss) twice for one loss, whose graph is gone since the first time: call the model "
+                "again, or pass retain_graph=True the first time if the loss is to count twice."
+            )
+
+
+def _notes_of(loss: torch.Tensor) -> dict[str, Any]:
+    """What autograd keeps with the graph of a loss."""
+    return {} if loss.grad_fn is None else cast(Any, loss.grad_fn).metadata

@@ -30,8 +30,8 @@ from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.training_engine import TIMEOUT_MINUTES
 from gptpar.any_module.units import find_units
-from gptpar.any_module.weights import Weights
-from gptpar.errors import GptparError
+from gptpar.any_module.weights import Weights, are_held
+from gptpar.errors import GptparError, ModelError
 from gptpar.pipeline.module import PipelineModule
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology, make_topology
@@ -99,6 +99,11 @@ def initialize(
         raise TypeError(
             f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
         )
+    if isinstance(model, nn.Module) and are_held(model):
+        raise GptparError(
+            "the model, or a part of it, is in another engine of gptpar.initialize, which has its weights: call that "
+            "one's engine.close() first, on all processes; it gives the weights back."
+        )
     before_meeting(distributed_port, dist_init_required)
     rank, device = join_world(TIMEOUT_MINUTES)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -144,6 +149,8 @@ def _engine_of(
 ) -> ModuleEngine:
     if recording is not None:
         recording.check(model)
+    else:
+        _require_values(model)
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
@@ -166,3 +173,17 @@ def _engine_of(
         compile_scopes(stage)
     parts = EngineParts(engine, host, Weights(stage, engine, frozen, topology), topology, activity, watch)
     return ModuleEngine(stage, parts, groups, options, loss_fn)
+
+
+def _require_values(model: nn.Module) -> None:
+    """Raise a ModelError if parameters or buffers are on the meta device, and nobody has recorded their values."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise ModelError(
+            [
+                f"{len(empty)} of the model's {len(tensors)} parameters and buffers, {empty[0]} among them, are on the "
+                "meta device and have no values: build the model inside `with gptpar.deferred_init() as recording:` "
+                "and pass recording=recording, or give it values first (to_empty(device=...), then its initialisation)"
+            ]
+        )

@@ -58,7 +58,7 @@ class ModuleStage(PlacedParameters):
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._read_watch: ReadWatch | None = None
-        self._is_watching = self._is_bringing = False
+        self._is_bringing = False
         self._called: list[str] = []
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self._uncompiled = contextlib.ExitStack()
@@ -87,22 +87,19 @@ class ModuleStage(PlacedParameters):
     def call_through(self, gatherer: ParameterGatherer) -> None:
         """Bring parameters by hooks from now on."""
         self._gatherer = gatherer
+        self.undo.callback(self._uncompiled.close)  # the first forward's backward pass may never have come
         if gatherer.brings:
             self._read_watch = ReadWatch(self._read_outside)
         trained = self.global_parameters()
         for name, parameter in self.parameters.items():  # trainable, but in no group of the optimizer
             if parameter.requires_grad and name not in trained:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                self.undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
         for scope in self.plan.scopes:
             module = self.scope_module(scope.path)
             before = torch._dynamo.disable(partial(self._before, scope))
             after = torch._dynamo.disable(partial(self._after, scope))
-            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            module.register_forward_hook(after, always_call=True)
-
-    def run_compiled(self) -> None:
-        """Let compiled code be compiled again, though the backward pass of the first forward may not have come."""
-        self._uncompiled.close()
+            self.undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+            self.undo.callback(module.register_forward_hook(after, always_call=True).remove)
 
     def take_passes(self) -> list[list[str]]:
         """The scopes that were called in each training forward since the last time."""
@@ -167,6 +164,7 @@ class ModuleStage(PlacedParameters):
             self._called.remove(scope.path)
         if scope.path == ROOT and self._depth:
             self._depth -= 1
+            self._require_fresh(output)
             if not self._depth:
                 self._leave(succeeded=output is not None)
 
@@ -186,12 +184,29 @@ class ModuleStage(PlacedParameters):
             EAGER_STANCE.force()
             self._uncompiled.callback(EAGER_STANCE.restore)
             self._read_watch.__enter__()
-            self._is_watching = True
+            self.is_watching = True
+
+    def _require_fresh(self, output: Any) -> None:
+        """Have backward passes of this output refused after the next step, when its graph has the new weights."""
+        assert self._gatherer is not None
+        gatherer, changes = self._gatherer, self._gatherer.changes
+
+        def check(grad: torch.Tensor) -> None:
+            if gatherer.changes != changes:
+                raise GptparError(
+                    "engine.backward(loss) of a forward pass before the last engine.step(): the weights have changed "
+                    "since, so that the gradient would be of neither. The step's gradients were dropped; call the "
+                    "model again."
+                )
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(check)
 
     def _require_same_trained(self) -> None:
-        changed = [
-            name for name, parameter in self.parameters.items() if parameter.requires_grad != self._requires[name]
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # past the guard of parameters that are away: it takes time
+            requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        changed = [name for name, value in requires.items() if value != self._requires[name]]
         if changed:
             raise GptparError(
                 f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory "
@@ -200,9 +215,9 @@ class ModuleStage(PlacedParameters):
 
     def _leave(self, *, succeeded: bool) -> None:
         """The whole module's call is over."""
-        if self._read_watch is not None and self._is_watching:
+        if self._read_watch is not None and self.is_watching:
             self._read_watch.__exit__(None, None, None)
-            self._is_watching = False
+            self.is_watching = False
             if succeeded and torch.is_grad_enabled():
                 self._read_watch = None  # one whole training pass is watched: it costs time
             else:

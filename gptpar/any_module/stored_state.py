@@ -67,23 +67,8 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
     """
     if tag_of(meta) is None:
         raise CheckpointError(f"{path} is no engine's: gptpar pretrain --load goes on with its own runs.")
-    kinds: dict[str, Callable[[Any], bool]] = {
-        "tag": lambda value: isinstance(value, str),
-        "counts": lambda value: (
-            _has(value, dict.fromkeys(COUNTS, int)) and all(_is(one, int) and one >= 0 for one in value.values())
-        ),
-        "loss_scale": lambda value: _has(value, _SCALE) and value["value"] > 0,
-        "groups": lambda value: isinstance(value, list) and all(_has(one, {"params": list}) for one in value),
-        "scheduler": lambda value: value is None or _has(value, {"class": str, "state": dict}),
-        "aliases": lambda value: isinstance(value, dict) and all(isinstance(one, str) for one in value.values()),
-        "extra": lambda value: isinstance(value, dict),
-        "client": lambda value: True,
-    }
-    problems = [
-        f"{name} is {'missing' if name not in meta else f'{meta[name]!r:.60}'}"
-        for name, fits in kinds.items()
-        if name not in meta or not fits(meta[name])
-    ]
+    unfit = [name for name, fits in _FITS.items() if name not in meta or not fits(meta[name])]
+    problems = [f"{name} is {f'{meta[name]!r:.60}' if name in meta else 'missing'}" for name in unfit]
     try:
         from_json([meta.get(name) for name in ("groups", "scheduler", "extra", "client")])
     except ValueError as error:
@@ -106,6 +91,19 @@ def _is(value: Any, kind: type) -> bool:
     if kind is float:
         return type(value) in (int, float) and math.isfinite(value)
     return type(value) is kind
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "tag": lambda value: isinstance(value, str),
+    "counts": _are_counts,
+    "loss_scale": lambda value: _has(value, _SCALE) and value["value"] > 0,
+    "groups": lambda value: isinstance(value, list) and all(_has(one, {"params": list}) for one in value),
+    "scheduler": lambda value: value is None or _has(value, {"class": str, "state": dict}),
+    "aliases": lambda value: isinstance(value, dict) and all(isinstance(one, str) for one in value.values()),
+    "extra": lambda value: isinstance(value, dict),
+    "client": lambda value: True,
+}
+"""Field of :class:`StoredState` -> whether a value is of its kind."""
 
 
 # Groups of the optimizer.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -15,10 +17,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.any_module import checkpoint
-from gptpar.any_module.agreement import Agreement
+from gptpar.any_module.agreement import FINE, Agreement
 from gptpar.any_module.batches import Batches, BatchSource, evaluating
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.getters import Getters
+from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions, StepBatch
 from gptpar.any_module.step_work import StepResult
@@ -28,6 +31,10 @@ from gptpar.errors import CheckpointError, GptparError
 
 TIMEOUT_MINUTES = 30.0
 """How long a process waits for the others, at the start and for a step's numbers."""
+
+
+_UNTIL_CLOSED = ("engine", "host", "weights", "_work")
+"""What a closed engine has no more."""
 
 
 class Work(Protocol):
@@ -49,7 +56,7 @@ class Work(Protocol):
         """Of passes that were not called through this."""
 
 
-class TrainingEngine(Getters, nn.Module):
+class TrainingEngine(NotCopied, Getters, nn.Module):
     """Takes steps, whoever runs their forward and backward passes.
 
     Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
@@ -97,7 +104,7 @@ class TrainingEngine(Getters, nn.Module):
         self._readings: Readings | None = None
         self._result: StepResult | None = None
         self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._norm, self._was_skipped, self._ended_step = 0.0, False, False
+        self._norm, self._verdict, self._was_skipped, self._ended_step = 0.0, FINE, False, False
 
     def _cast(self, inputs: Any) -> Any:
         """Nested inputs, floating-point ones cast where the configuration says ``auto_cast``."""
@@ -233,13 +240,20 @@ class TrainingEngine(Getters, nn.Module):
         Raises:
             GptparError: it was refused, on all processes.
         """
+        self._read_last_step()
+        verdict, self._verdict = self._verdict, FINE
+        if verdict:
+            raise self._agreement.error(verdict, self.global_steps)
+
+    def _read_last_step(self) -> None:
+        """The same without an error, which all processes have to raise together: it is kept until then."""
         readings, self._readings = self._readings, None
         if readings is None:
             return
-        self._norm, skipped, verdict = readings.read()
+        self._norm, skipped, self._verdict = readings.read()
         self._was_skipped = bool(skipped)
-        if verdict:
-            raise self._agreement.error(verdict, self.global_steps)
+        if self._verdict:
+            return
         self.skipped_steps += self._was_skipped
         self.loss_scaler.update(self._was_skipped)
         every = self.options.steps_per_print
@@ -249,8 +263,11 @@ class TrainingEngine(Getters, nn.Module):
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
 
     def get_global_grad_norm(self) -> float:
-        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first."""
-        self._take_note_of_last_step()
+        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first.
+
+        Any process may ask alone. Infinite after a step that was refused; the next one says why.
+        """
+        self._read_last_step()
         return self._norm
 
     def was_step_applied(self) -> bool:
@@ -367,18 +384,39 @@ class TrainingEngine(Getters, nn.Module):
         return checkpoint.load(self, load_dir, tag, checkpoint.Chosen(*what))
 
     def close(self) -> None:
-        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
-        if not self._closed:
+        """Give the module back: with whole weights, without hooks, on all processes; also in the middle of a step.
+
+        The engine's memory is free afterwards, and the module can be given to another ``gptpar.initialize``. While an
+        error is on its way, weights that several processes share are not gathered: others may not come.
+        """
+        if self._closed:
+            return
+        alone = not self.engine.gatherer.gathers_in_call_order
+        try:
+            if alone or (sys.exc_info()[0] is None and self._watch.error is None):
+                self.zero_grad()
+                self.engine.finish()
+                self.engine.gatherer.let_all_go()
+                self.engine.release()
+                self.weights.give_back()
+        finally:
             self._closed = True
             self._watch.close()
             self.engine.close()
+            self.weights.undo()
+            for name in _UNTIL_CLOSED:
+                delattr(self, name)
+            gc.collect()  # hooks and engine refer to each other
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _UNTIL_CLOSED:
+            self._require_open()
+        return super().__getattr__(name)
 
     def destroy(self) -> None:
         """DeepSpeed's name of :meth:`close`."""
         self.close()
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise GptparError(
-                "the engine is closed, and its module keeps the hooks: build the model anew for another initialize."
-            )
+        if self.__dict__.get("_closed"):
+            raise GptparError("the engine is closed: give its module, which has the weights, to another initialize.")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.engine.gradient_memory import GradientMemory
@@ -65,6 +66,7 @@ class GradientCollector:
         self._missing: dict[str, int] = {}
         self._waiting: deque[tuple[Unit, bool]] = deque()
         self._handed_on: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
         self._nested: set[str] = set()
         self._chunks = [list(dict.fromkeys(names)) for names in chunks]
         # Backward passes of a micro-batch go from the last virtual stage to the first.
@@ -81,7 +83,13 @@ class GradientCollector:
         Gradients of another engine's backward pass, whose loss led through this module, are dropped.
         """
         for name, parameter in parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
+            hook = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
+            self._hooks.append(hook)
+
+    def unwatch(self) -> None:
+        """Leave gradients to autograd, as it was before :meth:`watch`."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def begin(self) -> None:
         """A step begins; a backward pass that ended in an error is forgotten."""

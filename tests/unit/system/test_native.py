@@ -171,6 +171,7 @@ def test_a_hung_holder_of_the_lock_delays_but_does_not_stop(csrc, monkeypatch):
         assert time.monotonic() - start > 0.2
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_eight_processes_compile_once(csrc, tmp_path):
     log = tmp_path / "compiler.log"

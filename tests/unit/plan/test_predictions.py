@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptpar.cli import main as cli
 from gptpar.cli.plan import make_planner
@@ -22,7 +19,6 @@ from gptpar.errors import ConfigError
 from gptpar.pipeline.schedules import simulate
 from gptpar.plan.job import Job, alive
 from gptpar.plan.memory import block_bytes_per_token, stage_memory
-from gptpar.plan.planner import Plan
 from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
 from gptpar.reporting.banner import ranges
@@ -30,21 +26,14 @@ from gptpar.topology.groups import make_topology
 from gptpar.topology.layout import Layout
 from gptpar.training.gpt import make_engine, split_of
 from tests.helpers import tiny_config
+from tests.unit.plan.plans import CALM, GIB, SMALL, plan, pretended_world
 
 ROOT = Path(__file__).parents[3]
-GIB = 2**30
-CALM = "--bf16 --attention-dropout 0 --hidden-dropout 0 "
-SMALL = CALM + "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 "
 GPT3 = CALM + "--preset 175B --global-batch-size 1536 --world-size 1024 "
 TRILLION = CALM + (
     "--num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --global-batch-size 16384 "
     "--world-size 16384 "
 )
-
-
-def plan(flags: str) -> Plan:
-    planner, _ = make_planner(flags.split())
-    return planner.plan()
 
 
 # --- measurements ---------------------------------------------------------------------------------------------------
@@ -137,16 +126,6 @@ def test_micro_batches_alive_are_those_of_the_schedule() -> None:
         assert max(map(sum, alive(stage, 4, 2, 1))) == min(4 - stage, 2)
     assert max(map(sum, alive(0, 4, 16, 3))) == 2 * 3 + 2 * 4 + 1
     assert alive(0, 4, 4000, 3) == alive(0, 4, 16, 3)
-
-
-@contextmanager
-def pretended_world(rank: int, size: int) -> Iterator[None]:
-    """A process group of which only this process exists; its collectives do nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def allocated(engine: Engine) -> tuple[int, int, int]:
@@ -282,6 +261,7 @@ def test_search_keeps_what_was_said() -> None:
         assert found.job.micro_batch_size == 2 and (found.job.zero_stage == 1 or found.job.layout.data == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [GPT3, TRILLION])
 def test_internet_scale_is_searched_in_seconds(flags: str) -> None:
     planner, _ = make_planner([*flags.split(), "--search"])

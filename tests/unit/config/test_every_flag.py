@@ -95,6 +95,7 @@ HOSTILE = (
 MORE = "--fp16 --position-embedding-type rope --swiglu --cpu-optimizer --use-distributed-optimizer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("section", "spec"), NUMBERS, ids=[spec.name for _, spec in NUMBERS])
 def test_no_number_ends_in_a_traceback(section: str, spec: dataclasses.Field[object]) -> None:
     """Each is a problem told in sentences, which name the flag, or a configuration that can run."""

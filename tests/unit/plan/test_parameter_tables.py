@@ -16,7 +16,7 @@ from gptpar.topology.groups import make_topology
 from gptpar.topology.layout import Layout
 from gptpar.training.gpt import make_engine
 from tests.helpers import tiny_config
-from tests.unit.plan.test_plan import pretended_world
+from tests.unit.plan.plans import pretended_world
 
 LLAMA = (
     "--untie-embeddings-and-output-weights --swiglu --normalization RMSNorm --position-embedding-type rope "

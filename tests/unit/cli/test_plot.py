@@ -53,6 +53,7 @@ def test_smooth_of_a_long_run_has_a_thousand_points():
     assert len(centres) == 1000 and (smoothed == 1).all()
 
 
+@pytest.mark.slow
 def test_picture_of_one_run_with_reference(tmp_path, capsys):
     folder = write_run(tmp_path / "a", 30)
     assert main([str(folder), "--reference-loss", "3.5", "--reference-label", "unigram entropy"]) == 0
@@ -69,6 +70,7 @@ def test_picture_of_one_run_with_reference(tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_picture_of_several_runs_names_them(tmp_path):
     folders = [write_run(tmp_path / name, n) for name, n in (("a", 1), ("b", 30))]
     output = tmp_path / "both.png"
@@ -79,6 +81,7 @@ def test_picture_of_several_runs_names_them(tmp_path):
     assert labels == ["a", "b", "validation"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"grad_norm": None, "lm_loss": None, "tokens_per_s": None}])
 def test_a_single_iteration_or_nothing_but_nulls_still_draws(tmp_path, changes):
     folder = write_run(tmp_path / "a", 1 if not changes else 12, **changes)

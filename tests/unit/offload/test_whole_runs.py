@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gptpar.checkpoint import load_checkpoint, save_checkpoint
-from gptpar.data.loader import MicroBatch
 from gptpar.engine.master_adamw import MasterAdamW
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
@@ -28,13 +27,12 @@ from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
-from gptpar.training.trainer import Trainer
-from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.helpers import make_trainer, tiny_config
 from tests.offload_log import starts_of
-from tests.unit.offload.test_host_optimizer import make_share, wait_until
+from tests.unit.offload.host_shares import make_share, wait_until
+from tests.unit.offload.tiny_runs import OFFLOAD, batches, config_words, train
 
 STEPS = 12
-OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
 
 
 def units(*shapes: Sequence[tuple[int, ...]], shards: int = 1) -> list[Unit]:
@@ -77,28 +75,7 @@ def parts_equal(found: TensorParts, wanted: TensorParts, **tolerance: float) -> 
     torch.testing.assert_close(whole(found), whole(wanted), **tolerance)
 
 
-def batches(step: int, count: int) -> list[MicroBatch]:
-    return [MicroBatch(t[:, :-1], t[:, 1:]) for t in random_tokens(4, 16, 60, seed=step).split(4 // count)]
-
-
-def train(trainer: Trainer, first: int, last: int, count: int = 2) -> list[list[float]]:
-    """Loss, norm and skipped of each step; the schedule follows the step."""
-    seen = []
-    for step in range(first, last):
-        trainer.expect_step(4.0 * step)
-        loss = trainer.forward_backward(batches(step, count), step)
-        launched = trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False)
-        numbers = launched.readings.read()
-        trainer.loss_scale.update(bool(numbers[2]))
-        seen.append(numbers[:3])
-    return seen
-
-
-def config_words(words: str) -> str:
-    return f"--global-batch-size 4 --lr-warmup-iters 3 --weight-decay 0.1 {words}"
-
-
-@pytest.mark.parametrize("ratio", ["0", "0.3", "0.731", "1"])
+@pytest.mark.parametrize("ratio", ["0.3", *(pytest.param(r, marks=pytest.mark.slow) for r in ("0", "0.731", "1"))])
 @pytest.mark.parametrize("speculation", ["off", "on"])
 def test_every_ratio_takes_the_same_steps(ratio: str, speculation: str) -> None:
     """Warm-up; clipping in some steps; two micro-batches. In fp64, where training does not amplify round-off."""

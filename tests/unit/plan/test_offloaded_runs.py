@@ -23,15 +23,10 @@ from gptpar.plan.search import search
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
 from gptpar.training.banner import refuse_what_cannot_fit
-from tests.unit.plan.test_plan import CALM, GIB, plan
-from tests.unit.plan.test_plan import SMALL as SHAPE
+from tests.unit.plan.plans import CALM, GIB, OFFLOAD, TEN_B, plan
+from tests.unit.plan.plans import SMALL as SHAPE
 
 SMALL = SHAPE + "--micro-batch-size 2 "
-OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio "
-TEN_B = CALM + (
-    "--num-layers 50 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --micro-batch-size 10 "
-    "--recompute-granularity full "
-)
 
 
 # --- measurements ---------------------------------------------------------------------------------------------------

@@ -2,46 +2,60 @@
 
 from __future__ import annotations
 
+import math
 import socket
 
 import pytest
 
 from gptpar.config.training import BatchConfig
 from gptpar.errors import GptparError
-from gptpar.topology.layout import Layout
+from gptpar.topology.layout import DATA, FASTEST_FIRST, PIPELINE, TENSOR, Layout
 from gptpar.topology.world import environment_problems, open_world, world_from_environment
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
 
+LAYOUTS = [Layout(2, 2, 2), Layout(3, 4, 1), Layout(1, 2, 5), Layout()]
 
-@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(3, 4, 1), Layout(1, 2, 5), Layout()])
-def test_coordinates_and_ranks_are_inverse(layout: Layout) -> None:
-    seen = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    assert len(set(seen)) == layout.world_size
-    assert [layout.rank(*place) for place in seen] == list(range(layout.world_size))
+
+def place_of(layout: Layout, rank: int) -> dict[str, int]:
+    return {axis: layout.position(rank, axis) for axis in FASTEST_FIRST}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_and_ranks_are_inverse(layout: Layout) -> None:
+    seen = [place_of(layout, rank) for rank in range(layout.world_size)]
+    assert len({tuple(place.values()) for place in seen}) == layout.world_size
+    assert [layout.rank(**place) for place in seen] == list(range(layout.world_size))
 
 
 def test_tensor_axis_is_fastest_then_data_then_pipeline() -> None:
     layout = Layout(data=2, tensor=2, pipeline=2)
-    assert [layout.coordinates(r) for r in (0, 1, 2, 4)] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
+    neighbours = [place_of(layout, rank) for rank in (0, 1, 2, 4)]
+    assert [(p["data"], p["tensor"], p["pipeline"]) for p in neighbours] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(3, 4, 1), Layout(1, 2, 5), Layout()])
-def test_groups_of_each_axis_partition_the_ranks(layout: Layout) -> None:
-    axes = [(layout.data_groups(), layout.data), (layout.tensor_groups(), layout.tensor)]
-    for number, (groups, size) in enumerate([*axes, (layout.chains(), layout.pipeline)]):
-        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
-        for group in groups:
-            places = [layout.coordinates(rank) for rank in group]
-            assert [place[number] for place in places] == list(range(size))
-            assert len({place[:number] + place[number + 1 :] for place in places}) == 1
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("axes", [*[(axis,) for axis in FASTEST_FIRST], (DATA, TENSOR), (DATA, PIPELINE), ()])
+def test_groups_of_axes_partition_the_ranks(layout: Layout, axes: tuple[str, ...]) -> None:
+    groups = layout.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    for group in groups:
+        assert len(group) == math.prod(map(layout.size, axes))
+        assert group == sorted(group)
+        others = [{axis: layout.position(rank, axis) for axis in FASTEST_FIRST if axis not in axes} for rank in group]
+        assert all(other == others[0] for other in others)
+    if len(axes) == 1:
+        assert [[layout.position(r, axes[0]) for r in g] for g in groups] == [list(range(layout.size(*axes)))] * len(
+            groups
+        )
 
 
 def test_groups_of_eight() -> None:
     layout = Layout(data=2, tensor=2, pipeline=2)
-    assert layout.data_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert layout.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert layout.chains() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.groups(DATA) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups(TENSOR) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.groups(PIPELINE) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.groups(DATA, TENSOR) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_ramp_follows_megatrons_rule() -> None:

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 
 from gptpar import TwinFlowAdamW
-from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.offload.test_offload import OFFLOAD, config_words, train
-
-RATIOS = ["0", "0.3", "0.731", "1"]
-"""None of them cuts between parameters."""
-
-
-def hash_of(trainer: Trainer) -> str:
-    """Of the masters, moments and model parameters that a process holds."""
-    state = hashlib.sha256()
-    for kind, views in sorted(trainer.engine.optimizer.state_tensors().items()):
-        for name, view in sorted(views.items()):
-            elements = [part.flatten().clone() for _, part in sorted(view.parts, key=lambda item: item[0])]
-            state.update(f"{kind}/{name}".encode() + torch.cat(elements).view(torch.uint8).numpy().tobytes())
-    for unit in trainer.engine.table.units:
-        state.update(trainer.engine.parameters.shards[unit.name].clone().view(torch.uint8).numpy().tobytes())
-    return state.hexdigest()
+from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, config_words, hash_of, train
 
 
 def state_after(words: str, ratio: str, *, count: int) -> tuple[str, int]:
@@ -37,7 +19,13 @@ def state_after(words: str, ratio: str, *, count: int) -> tuple[str, int]:
     return found, sum(norm > 0.9 for norm in norms)
 
 
-@pytest.mark.parametrize("dtype", ["--fp64", "", "--bf16", "--fp16 --initial-loss-scale 3000"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "--bf16",
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("--fp64", "", "--fp16 --initial-loss-scale 3000")),
+    ],
+)
 @pytest.mark.parametrize(("count", "speculation"), [(1, "on"), (2, "off")])
 def test_no_ratio_changes_a_bit(dtype: str, count: int, speculation: str) -> None:
     """One micro-batch, whose gradient may travel in 16 bits, and two, whose sum may not; some steps are clipped."""

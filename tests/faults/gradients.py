@@ -132,8 +132,10 @@ GRADIENTS = [
         "gathering-not-waited-for",
         GATHERER,
         "            work = self._pending.pop(unit, None)\n"
-        "            if work is not None:\n                self._axis.wait_for(work)\n\n    def _start_layer",
-        "            self._pending.pop(unit, None)\n\n    def _start_layer",
+        "            if work is not None:\n                self._axis.wait_for(work)\n"
+        "            if self.watch is not None:\n                self.watch.arrived",
+        "            self._pending.pop(unit, None)\n"
+        "            if self.watch is not None:\n                self.watch.arrived",
         (TWO_WAYS,),
     ),
     Fault(

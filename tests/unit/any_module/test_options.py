@@ -16,10 +16,9 @@ from gptpar.any_module.options import (
     EngineOptions,
     OffloadOptions,
     SchedulerOptions,
-    StepBatch,
     read_options,
-    step_batch,
 )
+from gptpar.any_module.step_batch import StepBatch, step_batch
 from gptpar.config.deepspeed_keys import KEYS, SCHEDULES, Absent, Elsewhere, NoEffect, Tree
 from gptpar.errors import ConfigError
 from gptpar.optim.adam_update import Hyperparameters

@@ -100,6 +100,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad", "problem"), BAD)
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_bad_long_lines(

@@ -134,6 +134,7 @@ def test_no_bit_is_changed_in_other_precisions(run: Callable[..., Seen], dtype: 
     assert early.completed and early.redone == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.97, 0.985])
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_embedding_that_is_partly_on_the_device(

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from gptpar.any_module.user_module import is_named_in
-from gptpar.cli.benchmark import combinations as choices
 from gptpar.cli.benchmark import measure, measure_module
-from gptpar.cli.benchmark.combinations import Combination, combinations
+from gptpar.cli.benchmark.combinations import Combination, combinations, contradictions
 from gptpar.cli.benchmark.machine import about_machine
 from gptpar.cli.benchmark.predict import most_promising, predict, unknown_to_plan
 from gptpar.cli.benchmark.runner import Outcome, append_line, run_command, terminated_like_ctrl_c
@@ -22,6 +21,7 @@ from gptpar.config.ranges import range_problems
 from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GPUS
 from gptpar.plan.planner import Plan
+from gptpar.plan.space.dimensions import cpu_ratio, layout_sizes
 from gptpar.system.command_line import positive_float, positive_int
 
 Runner = Callable[[Sequence[str], float], Outcome]
@@ -43,7 +43,7 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sweep-layouts",
         nargs="+",
-        type=choices.layout_sizes,
+        type=layout_sizes,
         metavar="LAYOUT",
         help="such as dp4 tp2pp2 tp4 (default: every layout of the processes that the command line allows); "
         "--sequence-parallel goes to those with a tensor axis",
@@ -57,7 +57,7 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sweep-cpu-ratios",
         nargs="+",
-        type=choices.cpu_ratio,
+        type=cpu_ratio,
         metavar="X",
         help="shares of the optimizer on the CPU; 0 is without --cpu-optimizer, unless it is given",
     )
@@ -145,7 +145,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
 
 
 def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
-    problems = [*parsed.problems, *range_problems(parsed.config), *choices.contradictions(parsed)]
+    problems = [*parsed.problems, *range_problems(parsed.config), *contradictions(parsed)]
     if is_worker():
         problems.append("--sweep starts the processes itself: run it without torchrun.")
     if problems:

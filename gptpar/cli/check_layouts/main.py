@@ -13,16 +13,15 @@ import torch.distributed as dist
 
 from gptpar.any_module.user_module import is_named_in
 from gptpar.cli.check_layouts import modules
-from gptpar.cli.check_layouts.cases import Case, all_cases
 from gptpar.cli.check_layouts.compare import Comparison
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config
-from gptpar.config.derive import padded_vocab
 from gptpar.config.flags import parse_flags
-from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
+from gptpar.plan.space.candidate import Candidate, configured
+from gptpar.plan.space.spaces import to_prove
 from gptpar.system.command_line import positive_int
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
@@ -89,39 +88,33 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--fp32", action="store_true", help="32-bit floats instead of 64-bit ones")
 
 
-def _chosen(words: Sequence[str], num_processes: int, only: str | None) -> list[Case]:
-    masks = parse_flags([*words], extra=_extra_flags).config.model.has_dropout
-    cases = (case for case in all_cases(num_processes) if not (case.whole_batch and masks))  # a micro-batch has its own
-    found = [case for case in cases if only is None or only in case.name]
+def _chosen(words: Sequence[str], num_processes: int, only: str | None) -> list[Candidate]:
+    config = parse_flags(words, extra=_extra_flags).config
+    found = [case for case in to_prove(config, num_processes) if only is None or only in case.name]
     if not found:
         raise ConfigError([f"--only {only}: no combination of {num_processes} processes has these words in its name."])
     return found
 
 
-def case_config(words: Sequence[str], case: Case, world_size: int) -> Config:
+def case_config(words: Sequence[str], case: Candidate, world_size: int) -> Config:
     """The case's configuration.
 
     Raises:
         ConfigError: the model cannot be cut like that.
     """
-    words = [*words, *case.flags]
-    if case.whole_batch:
-        batch = parse_flags(words, extra=_extra_flags).config.batch
-        words += ["--micro-batch-size", str(batch.global_batch_size or batch.micro_batch_size)]
-    parsed = parse_flags(words, extra=_extra_flags)
+    typed = parse_flags(words, extra=_extra_flags).config
     try:
-        config, _ = resolve(parsed, world_size)
+        config = configured(case.applied_to(typed), world_size)
     except ConfigError as error:
         raise ConfigError([f"{case.name}: {problem}" for problem in error.problems]) from None
     if config.batch.step_batch_size_schedule is not None:
         raise ConfigError(["check-layouts compares steps of one size: give --global-batch-size, and no schedule."])
-    vocab = padded_vocab(config.tokenizer.vocab_size or 0, config.model.make_vocab_size_divisible_by)
-    return config.update("model", padded_vocab_size=vocab)
+    return config
 
 
 def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | None) -> int:
     """Every worker: run all cases in the same order; the main one compares and prints."""
-    base = case_config(words, Case("one process", Layout(), ()), 1)
+    base = case_config(words, Candidate(name="one process"), 1)
     with open_world(base.parallel.distributed_backend, base.parallel.distributed_timeout_minutes) as (rank, device):
         folder = _shared_folder(rank, world_size)
         torch.set_num_threads(1)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gptpar.cli.check_layouts import MODELS, SMALL, case_config
 from gptpar.cli.check_layouts.compare import difference, step_difference
-from gptpar.cli.check_layouts.main import MODELS, SMALL, case_config
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config.flags import parse_flags

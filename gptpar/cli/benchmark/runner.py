@@ -22,7 +22,7 @@ MOST_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Completed:
     """What came of a command.
 
     Attributes:
@@ -36,7 +36,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_command(command: Sequence[str], timeout: float, *, wants_result: bool = True) -> Outcome:
+def run_command(command: Sequence[str], timeout: float, *, wants_result: bool = True) -> Completed:
     """Run a command; on Ctrl-C, and when its time is over, all its processes end.
 
     Args:
@@ -59,13 +59,13 @@ def run_command(command: Sequence[str], timeout: float, *, wants_result: bool = 
                 _end(process)
         seconds = time.monotonic() - started
         if late:
-            return Outcome(None, f"stopped after {timeout:g} s", seconds)
+            return Completed(None, f"stopped after {timeout:g} s", seconds)
         output.seek(0)
         text = output.read()
     if process.returncode:
-        return Outcome(None, reason(text, process.returncode), seconds)
+        return Completed(None, reason(text, process.returncode), seconds)
     result = last_json(text)
-    return Outcome(result, "" if result or not wants_result else "it printed no JSON line", seconds)
+    return Completed(result, "" if result or not wants_result else "it printed no JSON line", seconds)
 
 
 def last_json(text: str) -> dict[str, Any] | None:

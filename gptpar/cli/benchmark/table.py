@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.cli.benchmark.combinations import Combination
-from gptpar.cli.benchmark.runner import Outcome
+from gptpar.cli.benchmark.runner import Completed
 from gptpar.plan.planner import Plan
 
 ALWAYS_SHOWN = ("layout", "micro-batch")
@@ -18,7 +18,7 @@ _COLORS = ("#1f5fa8", "#e08e1b")
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """A combination that was run.
 
     Attributes:
@@ -26,7 +26,7 @@ class Row:
     """
 
     combination: Combination
-    outcome: Outcome
+    outcome: Completed
     plan: Plan | None = None
 
     @property
@@ -41,12 +41,12 @@ def varying(combinations: Sequence[Combination]) -> list[str]:
     return [name for name in cells[0] if name in ALWAYS_SHOWN or len({cell[name] for cell in cells}) > 1]
 
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
+def ranked(rows: Sequence[Measurement]) -> list[Measurement]:
     """Best first, failed ones last."""
     return sorted(rows, key=lambda row: -row.tokens_per_s)
 
 
-def table(rows: Sequence[Row], refused: Sequence[Combination]) -> str:
+def table(rows: Sequence[Measurement], refused: Sequence[Combination]) -> str:
     """All rows, best first; then what failed, and what was not started and why."""
     everything = [*(row.combination for row in rows), *refused]
     if not everything:
@@ -68,7 +68,7 @@ def _not_started(refused: Sequence[Combination], names: list[str]) -> list[str]:
     return [f"not started: {len(refused)}", *lines]
 
 
-def _measured(rows: Sequence[Row], names: list[str]) -> list[str]:
+def _measured(rows: Sequence[Measurement], names: list[str]) -> list[str]:
     """A line of column names and one for each row; a failed row has its reason in place of figures."""
     planned = any(row.plan for row in rows)
     head = [*FIGURES, *(EXPECTED if planned else ())]
@@ -84,7 +84,7 @@ def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
-def _figures(row: Row, planned: bool) -> list[str]:
+def _figures(row: Measurement, planned: bool) -> list[str]:
     result = row.outcome.result or {}
     mfu, memory = result["mfu"], result["peak_mem_gib"]
     figures = [
@@ -104,7 +104,7 @@ def _gib(plan: Plan) -> float:
     return plan.memory[0].allocated / 2**30
 
 
-def json_line(row: Row, words: Sequence[str], about: Mapping[str, str]) -> dict[str, Any]:
+def json_line(row: Measurement, words: Sequence[str], about: Mapping[str, str]) -> dict[str, Any]:
     """One line in the shape of ``benchmarks/*.jsonl``.
 
     Args:
@@ -120,7 +120,7 @@ def json_line(row: Row, words: Sequence[str], about: Mapping[str, str]) -> dict[
     return line
 
 
-def draw(rows: Sequence[Row], path: Path, about: Mapping[str, str]) -> None:
+def draw(rows: Sequence[Measurement], path: Path, about: Mapping[str, str]) -> None:
     """A PNG: a bar for each measured combination, best first, and plan's expectation as a mark."""
     from matplotlib.figure import Figure
 
@@ -146,7 +146,7 @@ def draw(rows: Sequence[Row], path: Path, about: Mapping[str, str]) -> None:
     figure.savefig(path, format="png")
 
 
-def _note(row: Row) -> str:
+def _note(row: Measurement) -> str:
     result = row.outcome.result or {}
     memory = result.get("peak_mem_gib")
     return f"{result['ms_per_step']:,.1f} ms" + ("" if memory is None else f", {memory:.1f} GiB")

@@ -11,7 +11,7 @@ import torch
 
 from gptpar.checkpoint import load_meta, read_tensors
 from gptpar.cli.benchmark import measure as benchmark
-from gptpar.cli.check_layouts.main import case_config
+from gptpar.cli.check_layouts import case_config
 from gptpar.cli.plan import make_planner
 from gptpar.cli.pretrain import main
 from gptpar.config import BatchConfig, Config

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from gptpar.checkpoint import load_meta, read_manifest, save_checkpoint
-from gptpar.cli.generate import load_model
 from gptpar.config import Config
 from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.errors import CheckpointError
 from gptpar.training import resume, same_run
+from gptpar.training.generation import load_model
 from gptpar.training.progress import Progress
 from gptpar.training.resume import Inputs, checkpoint_to_resume, progress_to_resume
 from gptpar.training.same_run import FREE_SECTIONS, RULES, Rule

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from gptpar.any_module.user_module import is_named_in
-from gptpar.cli import plan_module
+from gptpar.cli.plan import module
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
         0 where it fits, 1 where it does not.
     """
     if is_named_in(argv):
-        return plan_module.main(argv)
+        return module.main(argv)
     planner, options = make_planner(argv)
     found = search(planner) if options.search else None
     if found is not None and not found.accepted:

@@ -12,6 +12,7 @@ from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.foreign import foreign_checkpoint
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError, printable
+from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser
 
 
@@ -47,7 +48,7 @@ def _describe_all(summaries: list[dict[str, Any]]) -> Iterator[str]:
         if "iteration" in summary:
             parts = ", ".join(f"{_name(name)} {group['elements']:,}" for name, group in summary["groups"].items())
             yield (
-                f"{summary['iteration']:>10} {_size(summary['bytes']):>12} {summary['tensors']:>8}  "
+                f"{summary['iteration']:>10} {format_bytes(summary['bytes']):>12} {summary['tensors']:>8}  "
                 f"{summary['elements']:,} ({parts}){_tag(summary['tag'])}"
             )
         yield from _describe_health(summary)
@@ -68,7 +69,7 @@ def _describe_one(summary: dict[str, Any]) -> Iterator[str]:
         for name, row in zip(names, summary["table"], strict=True):
             yield f"{name:<{width}}  {row['dtype']:<10} {row['bytes']:>16,}  {row['shape']}"
         for name, group in (summary["groups"] | {"total": summary}).items():
-            size = _size(group["bytes"])
+            size = format_bytes(group["bytes"])
             yield f"{_name(name)}: {group['tensors']} tensors, {group['elements']:,} elements, {size}"
     yield from _describe_health(summary)
 
@@ -97,10 +98,3 @@ def _describe_health(summary: dict[str, Any]) -> Iterator[str]:
         yield f"DAMAGED {problem}"
     if summary["verified"] and not summary["problems"]:
         yield f"every byte of {summary['path']} is as it was saved"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 1 << scale:
-            return f"{num_bytes / (1 << scale):.2f} {unit}"
-    return f"{num_bytes} B"

@@ -25,7 +25,7 @@ from gptpar.errors import CheckpointError
 from gptpar.system.host import available_memory
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
-MOST_LISTED = 8
+MAX_LISTED = 8
 """Differences told one by one: another width changes every tensor, which says no more than a few do."""
 
 
@@ -204,9 +204,9 @@ def _require_match(
     elif strays:
         ranks.lead(lambda: report_all(report, [f"{stray}; left alone" for stray in strays]))
     if problems:
-        listing = [f"  {number}. {problem}" for number, problem in enumerate(problems[:MOST_LISTED], 1)]
-        if len(problems) > MOST_LISTED:
-            listing.append(f"  and {len(problems) - MOST_LISTED} more")
+        listing = [f"  {number}. {problem}" for number, problem in enumerate(problems[:MAX_LISTED], 1)]
+        if len(problems) > MAX_LISTED:
+            listing.append(f"  and {len(problems) - MAX_LISTED} more")
         listing += [remedy] if remedy else []
         raise CheckpointError(f"{path} does not fit this model ({len(problems)} differences):\n" + "\n".join(listing))
 

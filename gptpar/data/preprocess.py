@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from gptpar.data.indexed import IndexedDatasetWriter, removed_line, token_dtype
-from gptpar.data.progress import Progress
+from gptpar.data.progress import CorpusProgress
 from gptpar.data.readers import Part, TextBlock, find_inputs, parse_block, parse_part, read_parts
 from gptpar.data.tokenizer import Tokenizer, build_tokenizer
 from gptpar.data.workers import ordered_map, terminate_cleanly
@@ -139,7 +139,7 @@ def preprocess(
     tokenizer = _tokenizer(encoder.spec)
     dtype = token_dtype(tokenizer.vocab_size)
     prefixes = [f"{output_prefix}_{key}_document" for key in encoder.keys]
-    progress = Progress(sum(map(os.path.getsize, files)), log_interval)
+    progress = CorpusProgress(sum(map(os.path.getsize, files)), log_interval)
     bad = BadLines()
     with terminate_cleanly(), ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
@@ -177,7 +177,7 @@ def _check_keys(keys: Sequence[str]) -> None:
 class Output:
     """Where the encoded documents go, in order."""
 
-    def __init__(self, writers: list[IndexedDatasetWriter], progress: Progress, bad: BadLines):
+    def __init__(self, writers: list[IndexedDatasetWriter], progress: CorpusProgress, bad: BadLines):
         self._writers, self._progress, self._bad = writers, progress, bad
         self._tokens = self._text_bytes = 0  # counted of the document under way, of which parts have come
         self._forgetting = False  # one of its parts was bad

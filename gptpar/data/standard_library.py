@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptpar.data.files import atomic_output
 from gptpar.errors import DataError
+from gptpar.system.files import atomic_output
 
 SUFFIXES = (".py", ".rst", ".txt")
 # Installed packages differ from machine to machine; distributions strip the tests or not.

@@ -17,9 +17,9 @@ from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_c
 from gptpar.reporting.figures.plan import Schedule, draw_plan
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "outside")
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Stages shown one by one; of longer pipelines the first, the last and the fullest are."""
-MOST_DRAWN_STAGES, MOST_DRAWN_ACTIONS = 16, 4000
+MAX_DRAWN_STAGES, MAX_DRAWN_ACTIONS = 16, 4000
 RUNNERS_UP = 5
 PREDICTION_ERROR = 0.06
 """Share of the memory: the most by which a measurement was above it."""
@@ -107,7 +107,7 @@ def _times(plan: Plan) -> list[Row]:
 def memory_table(plan: Plan) -> str:
     """A row for each stage; of many the first, the last and the fullest."""
     stages = list(range(len(plan.memory)))
-    if len(stages) > MOST_ROWS:
+    if len(stages) > MAX_ROWS:
         stages = sorted({0, 1, plan.worst_stage, len(stages) - 2, len(stages) - 1})
     head = ("stage", *PARTS, "total", "host", "layers")
     rows: list[tuple[str, ...]] = [head]
@@ -127,7 +127,7 @@ def timelines(plan: Plan) -> tuple[list[list[Span]], int]:
     """(spans of every stage in seconds, micro-batches drawn): a long step is drawn with fewer micro-batches."""
     job, time = plan.job, plan.time
     stages, chunks = job.layout.pipeline, job.num_chunks
-    most = max(stages, MOST_DRAWN_ACTIONS // (2 * stages * chunks))
+    most = max(stages, MAX_DRAWN_ACTIONS // (2 * stages * chunks))
     count = min(job.num_micro_batches, most, 4 * stages)
     slowest = max(time.stages, key=lambda stage: stage.both)
     return schedules.simulate(stages, count, chunks, slowest.forward / chunks, slowest.backward / chunks), count
@@ -137,7 +137,7 @@ def _schedule(plan: Plan) -> list[str]:
     stages = plan.job.layout.pipeline
     if stages == 1:
         return []
-    if stages > MOST_DRAWN_STAGES:
+    if stages > MAX_DRAWN_STAGES:
         return [_title("schedule"), f"  {stages} stages: --png FILE draws them"]
     _, count = timelines(plan)
     shown = "" if count == plan.job.num_micro_batches else f", drawn with {count} micro-batches"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable
 from itertools import count
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 
 from gptpar.errors import GptparError
 from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.system.files import atomic_output
 
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 16
@@ -121,19 +121,12 @@ def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print)
     A file with unreadable lines is kept as it was, as ``metrics.damaged-N.jsonl``, and ``report`` is told. A last
     line that a crash left without its end is no such damage.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with path.open("rb") as old, temporary.open("wb") as new:
-            damage = _copy_until(old, new, iteration)
-            new.flush()
-            os.fsync(new.fileno())
+    with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
+        damage = _copy_until(old, new, iteration)
         if damage:
             _copy(path, aside := _first_free(path, "damaged-"))
             more = f" and {len(damage) - 1} more" if len(damage) > 1 else ""
             report(f"{path}: {damage[0]}{more}; the readable lines are kept, the file as it was is {aside}")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def last_iteration(path: Path) -> int | None:

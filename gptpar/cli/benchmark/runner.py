@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptpar.system.processes import descendants
+
 GRACE_S = 15.0
 """Between the end of the workers and that of the process that started them, which cleans up after them."""
-MOST_CHARACTERS = 100
+MAX_CHARACTERS = 100
 """Of a reason in the table."""
 
 
@@ -91,7 +93,7 @@ def reason(output: str, status: int) -> str:
     own = [line for line in output.splitlines() if line.startswith("error: ") and "ended with exit code" not in line]
     raised = re.findall(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", output, re.MULTILINE)
     text = [line.removeprefix("error: ") for line in own] + raised
-    return text[0][:MOST_CHARACTERS].rstrip(" .:") if text else f"exit status {status}"
+    return text[0][:MAX_CHARACTERS].rstrip(" .:") if text else f"exit status {status}"
 
 
 @contextlib.contextmanager
@@ -113,13 +115,13 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 def _end(process: subprocess.Popen[Any]) -> None:
     """End a process and all that it started, whose sessions are their own and who may not listen to anything."""
-    workers = _descendants(process.pid)
+    workers = descendants(process.pid)
     for worker in workers:
         _kill(worker)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S if workers else 0)
     if process.poll() is None:
-        for left in [*_descendants(process.pid), process.pid]:
+        for left in [*descendants(process.pid), process.pid]:
             _kill(left)
         process.wait()
 
@@ -127,22 +129,3 @@ def _end(process: subprocess.Popen[Any]) -> None:
 def _kill(process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
-
-
-def _descendants(process: int) -> list[int]:
-    """Children and theirs; none where the system does not tell."""
-    children: dict[int, list[int]] = {}
-    for child, parent in _parents():
-        children.setdefault(parent, []).append(child)
-    found, waiting = [], [process]
-    while waiting:
-        mine = children.get(waiting.pop(), [])
-        found += mine
-        waiting += mine
-    return found
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])

@@ -11,9 +11,9 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from gptpar.data.files import atomic_output
 from gptpar.data.readers import read_documents
 from gptpar.errors import DataError, TokenizerError
+from gptpar.system.files import atomic_output
 
 CHUNK_CHARS = 4096
 THREADS = 4  # a constant, because the trainer writes it into the model

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from gptpar.errors import GptparError
 from gptpar.reporting.records import IterationRecord, ValidationRecord
@@ -140,7 +140,7 @@ def last_iteration(path: Path) -> int | None:
         return None
 
 
-def _copy_until(old: BinaryIO, new: BinaryIO, iteration: int) -> list[str]:
+def _copy_until(old: IO[bytes], new: IO[bytes], iteration: int) -> list[str]:
     """Copy the readable lines up to ``iteration``; returns what is wrong with the others."""
     damage = []
     for number, line in enumerate(old, 1):

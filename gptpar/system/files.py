@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from gptpar.system.processes import is_running
 
@@ -38,7 +38,7 @@ def remove_abandoned(path: str | os.PathLike[str]) -> list[str]:
 
 
 @contextmanager
-def atomic_output(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[BinaryIO]:
+def atomic_output(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
     """A binary file that takes the name `path` when the block ends, and vanishes if the block raises.
 
     Args:
@@ -70,7 +70,7 @@ def write_synced(path: Path, text: str) -> None:
         sync_file(file)
 
 
-def sync_file(file: BinaryIO) -> None:
+def sync_file(file: IO[bytes]) -> None:
     """Return when everything that was written to an open file is on the disk."""
     if file.writable():
         file.flush()

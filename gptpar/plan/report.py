@@ -14,7 +14,7 @@ from gptpar.plan.planner import Plan
 from gptpar.plan.search import Search
 from gptpar.plan.timing import rounds_idle
 from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, in_gib, ranges
-from gptpar.reporting.figures.plan import Schedule, draw_plan
+from gptpar.reporting.figures.plan import ScheduleBars, draw_plan
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "outside")
 MAX_ROWS = 16
@@ -248,7 +248,7 @@ def draw(plan: Plan, path: Path) -> None:
     draw_plan(path, title, memory, in_gib(plan.cluster.memory), _drawn_schedule(plan))
 
 
-def _drawn_schedule(plan: Plan) -> Schedule | None:
+def _drawn_schedule(plan: Plan) -> ScheduleBars | None:
     if plan.job.layout.pipeline == 1:
         return None
     stages, count = timelines(plan)
@@ -256,4 +256,4 @@ def _drawn_schedule(plan: Plan) -> Schedule | None:
         [[(1e3 * s.start, 1e3 * s.end) for s in spans if isinstance(s.action, Forward) is kind] for spans in stages]
         for kind in (True, False)
     )
-    return Schedule(forward, backward, count)
+    return ScheduleBars(forward, backward, count)

@@ -17,7 +17,7 @@ Intervals = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleBars:
     """What each stage of a pipeline does when.
 
     Attributes:
@@ -32,7 +32,7 @@ class Schedule:
 
 
 def draw_plan(
-    path: Path, title: str, memory: Mapping[str, Sequence[float]], capacity: float, schedule: Schedule | None
+    path: Path, title: str, memory: Mapping[str, Sequence[float]], capacity: float, schedule: ScheduleBars | None
 ) -> None:
     """Write the PNG.
 
@@ -61,7 +61,7 @@ def _draw_memory(axes: Axes, memory: Mapping[str, Sequence[float]], capacity: fl
     axes.legend(ncols=len(memory) + 1, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
 
 
-def _draw_schedule(axes: Axes, schedule: Schedule) -> None:
+def _draw_schedule(axes: Axes, schedule: ScheduleBars) -> None:
     for stages, color in ((schedule.forward, style.BLUE), (schedule.backward, style.ORANGE)):
         for stage, intervals in enumerate(stages):
             style.time_bars(axes, stage, intervals, color, edge=0.4)

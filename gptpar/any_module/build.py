@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.agreement import all_or_none
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
+from gptpar.any_module.read_guard import ReadGuard
 from gptpar.any_module.units import FlatUnit, UnitPlan
 from gptpar.engine.data_axis import DataAxis, wait_without_limit
 from gptpar.engine.engine import Engine, EngineSettings
@@ -121,9 +123,10 @@ def build_engine(
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.layout.world_size)
     on_host = options.offload.parameters
-    parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
     values = {name: _value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
-    host = _host_optimizer(table, parameters, settings, options, device)
+    with all_or_none(topology.layout.world_size):  # memory may be short on one machine
+        parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
+        host = _host_optimizer(table, parameters, settings, options, device)
     engine = Engine(
         stage.stages,
         table,
@@ -139,6 +142,8 @@ def build_engine(
         families=[(group,) for group in range(len(groups))],
         learns=True,
     )
+    if engine.gatherer.brings:
+        engine.gatherer.watch = ReadGuard(stage, engine.gatherer)
     take_values(engine, frozen, values, topology)
     return engine, host, frozen
 
@@ -169,6 +174,10 @@ def compile_scopes(stage: PlacedParameters, backend: str = "inductor") -> None:
     """Compile each block by itself, its hooks left out; without blocks, the whole model."""
     for path in [scope.path for scope in stage.plan.scopes if scope.path] or [""]:
         module = stage.scope_module(path)
+        if "forward" in vars(module):
+            stage.undo.callback(setattr, module, "forward", module.forward)
+        else:
+            stage.undo.callback(delattr, module, "forward")
         module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
 
 

@@ -14,7 +14,7 @@ from gptpar.model.gpt import gpt_layers
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import TensorAxis, cross_entropy, symmetric_memory_works
 from gptpar.topology.initial_values import draw
-from gptpar.topology.placement import TENSOR
+from gptpar.topology.layout import TENSOR
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
 from tests.spawn import spawn
 
@@ -254,6 +254,7 @@ def test_what_does_not_divide_is_refused_and_symmetric_memory_needs_gpus() -> No
         assert works is False or torch.cuda.is_available()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("length", "size"), [(64, 3), (7, 4), (5, 5), (50_257, 8)])
 def test_shares_are_balanced_and_cover(length: int, size: int) -> None:
     axes = [TensorAxis(size, rank) for rank in range(size)]

@@ -134,8 +134,8 @@ def test_sixteen_bits_and_a_moving_loss_scale(precision: str, ratio: float) -> N
     scales = []
     for _ in range(12):
         assert str(train(recorded, data)) == str(train(launched, same))
-        assert recorded.loss_scale.value == launched.loss_scale.value
-        scales.append(recorded.loss_scale.value)
+        assert recorded.loss_scaler.value == launched.loss_scaler.value
+        scales.append(recorded.loss_scaler.value)
     assert recorder.recordings == 1
     assert (len(set(scales[LAUNCHED_STEPS + 1 :])) > 1) == (precision == "fp16")
     assert_same(recorded, launched)
@@ -284,8 +284,9 @@ def test_nothing_is_held_after_closing() -> None:
     engine = make(0.6)
     recorder = record(engine)
     train(engine, batches(), 5)
+    recorded = engine._recorded
     engine.close()
-    assert not recorder._new and engine._recorded._graph._parts == []  # type: ignore[union-attr]
+    assert not recorder._new and recorded._graph._parts == []  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from gptpar.cli.plan import make_planner
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import plan_text, search_json, search_text
 from gptpar.plan.search import candidates, search
-from tests.unit.plan.test_offload import OFFLOAD, TEN_B
-from tests.unit.plan.test_plan import CALM, GIB, plan
+from tests.unit.plan.plans import CALM, GIB, OFFLOAD, TEN_B, plan
 
 TEN_B_KEPT = TEN_B.replace("--recompute-granularity full", "")
 

@@ -29,7 +29,7 @@ LOGIT_PASSES = 5
 """Elements of the logits moved: written, read twice, gradient written, and read by the products."""
 KERNELS_FORWARD, KERNELS_BACKWARD = 9, 22
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
-MOST_SIMULATED = 20_000
+MAX_SIMULATED = 20_000
 """Actions of a schedule that is walked through to find its idle time; beyond, the formula serves."""
 
 
@@ -116,7 +116,7 @@ def rounds_idle(num_stages: int, num_micro_batches: int, num_chunks: int) -> flo
         share = schedules.bubble(num_stages, num_micro_batches, num_chunks)
         return num_micro_batches * share / (1 - share)
     few = min(num_micro_batches, num_stages + num_micro_batches % num_stages)
-    if num_stages * few * num_chunks > MOST_SIMULATED:
+    if num_stages * few * num_chunks > MAX_SIMULATED:
         whole = -(-num_micro_batches // num_stages) * num_stages
         return whole - num_micro_batches + (num_stages - 1) / num_chunks
     return _simulated_idle(num_stages, few, num_chunks)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.cli.benchmark.breakdown import TRACED_STEPS, UNTRACED_BEFORE, Tracer, table
+from gptpar.cli.benchmark.machine import peak_memory
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
@@ -26,7 +27,6 @@ from gptpar.config.validate import resolve
 from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 from gptpar.system.command_line import not_negative_int, positive_int
-from gptpar.system.host import peak_process_memory
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
 from gptpar.training.reporter import device_peak
@@ -148,9 +148,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
         "ms_max": round(ms[-1], 3),
         "mfu": _rounded(mfu(per_gpu, flops_per_token(shape, causal=False), peak)),
         "mfu_causal": _rounded(mfu(per_gpu, flops_per_token(shape, causal=True), peak)),
-        "peak_mem_gib": _gib(torch.cuda.max_memory_allocated()) if on_gpu else None,
-        "peak_reserved_gib": _gib(torch.cuda.max_memory_reserved()) if on_gpu else None,
-        "peak_host_gib": _gib(peak_process_memory()),
+        **peak_memory(on_gpu),
         "loss": _rounded(records[-1].lm_loss),
         "layout": topology.layout.describe(),
         "seq_length": shape.seq_length,
@@ -183,10 +181,6 @@ def _cpu_optimizer(config: Config, records: Sequence[IterationRecord]) -> dict[s
         "cpu_optimizer_redone_steps": sum(t.redone for t in times),
         "clipped_steps": sum(clip > 0 and (record.grad_norm or 0) > clip for record in records),
     }
-
-
-def _gib(size: int | None) -> float | None:
-    return None if size is None else round(size / 2**30, 2)
 
 
 def _rounded(value: float | None) -> float | None:

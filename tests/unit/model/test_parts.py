@@ -46,13 +46,13 @@ def build(flags: str, dtype: torch.dtype = torch.float64) -> Stage:
     return stage
 
 
-@pytest.mark.parametrize("least_rows", [cross_entropy.LEAST_ROWS, 10])
+@pytest.mark.parametrize("least_rows", [cross_entropy.MIN_ROWS, 10])
 @pytest.mark.parametrize("chunks", [1, 3, 10])
 def test_linear_cross_entropy_equals_logits_then_loss(
     chunks: int, least_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n, v, d = 20, 50, 8
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", least_rows)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", least_rows)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", v * 8 * (n // chunks))
     assert num_chunks(n, v, 8, "cpu") >= chunks
@@ -74,7 +74,7 @@ def test_rows_of_the_weights_gradient_are_told_when_they_are_formed(
     chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 50 * 4 * (20 // chunks))
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 20)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 20)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     told: list[tuple[slice, torch.Tensor]] = []
 

@@ -102,7 +102,7 @@ def assert_same(one: Seen, other: Seen) -> None:
 
 def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output layer's gradient is formed 16 rows at a time."""
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 10)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 10)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
 
 

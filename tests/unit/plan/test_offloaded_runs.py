@@ -18,6 +18,7 @@ from gptpar.plan.gradients import choose_gradients
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, speed_of, waiting
 from gptpar.plan.planner import Plan
+from gptpar.plan.remedies import remedies
 from gptpar.plan.report import plan_text, search_json
 from gptpar.plan.search import search
 from gptpar.topology.groups import Topology
@@ -291,7 +292,7 @@ def test_a_model_that_is_too_large_is_told_to_use_the_host() -> None:
     planner_plan = plan(f"{TEN_B} --gpu h100")
     assert not planner_plan.fits and planner_plan.need > 150 * GIB
     planner, _ = make_planner(f"{TEN_B} --gpu h100".split())
-    best = planner.remedies(planner_plan)[0]
+    best = remedies(planner, planner_plan)[0]
     assert best.fits and best.flags() == "--cpu-optimizer --cpu-optimizer-ratio auto"
 
 
@@ -360,10 +361,10 @@ def test_the_ratio_that_is_to_be_found_comes_first() -> None:
 def test_remedies_name_gradients_and_parameters_with_their_numbers() -> None:
     flags = f"{TEN_B} {OFFLOAD} 1 --gpu-memory 31 --offload-gradients off"
     planner, _ = make_planner(flags.split())
-    remedies = planner.remedies(planner.plan())
-    assert [remedy.flags() for remedy in remedies if remedy.fits] == ["--offload-gradients on", "--cpu-parameters"]
-    text = plan_text(planner.plan(), remedies)
-    for remedy in remedies[:2]:
+    changed = remedies(planner, planner.plan())
+    assert [remedy.flags() for remedy in changed if remedy.fits] == ["--offload-gradients on", "--cpu-parameters"]
+    text = plan_text(planner.plan(), changed)
+    for remedy in changed[:2]:
         (row,) = [line for line in text.splitlines() if line.startswith(f"  {remedy.flags()} ")]
         assert f"{remedy.need / GIB:.2f} GiB a GPU, {remedy.host_need / GIB:.2f} GiB of a machine's memory" in row
 

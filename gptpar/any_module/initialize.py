@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from gptpar.any_module.agreement import require_same_model
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
-from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
@@ -125,6 +125,7 @@ def _engine_of(
 ) -> ModuleEngine:
     if recording is not None:
         recording.check(model)
+    options = options_beside(optimizer, options)
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
-from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
 from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.pipeline_engine import PipelineEngine
@@ -87,6 +87,7 @@ def engine_of_pipeline(
         GptparError: memory does not suffice, or another process had one of these errors.
     """
     topology, layers = pipeline.topology, layers_of(pipeline)
+    options = options_beside(optimizer, options)
     with _all_or_none(topology):
         if problems := list(sharing_problems(pipeline.specs)):
             raise ModelError(problems)

@@ -96,7 +96,7 @@ class TrainingEngine(nn.Module):
         super().__init__()
         self.module = module
         self.options, self.topology, self.engine, self.host = options, topology, engine, host
-        self.optimizer = EngineOptimizer(groups, self._update, self.zero_grad)
+        self.optimizer = EngineOptimizer(engine.optimizer.optimizer, groups, self._update, self.zero_grad)
         self.lr_scheduler: LRScheduler | None = None
         self.loss_scale = copy(options.loss_scale)
         self.global_steps = self.skipped_steps = self.micro_steps = 0

@@ -15,7 +15,7 @@ from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.gradients import Gradients
-from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.reducer import GradientReducer
@@ -24,7 +24,7 @@ from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.spans import GPT_FAMILIES, Family
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import memory_for
@@ -89,7 +89,7 @@ class EngineSettings:
 
     @property
     def wide(self) -> torch.dtype:
-        """The number format of master weights, moments and sums."""
+        """The number format of master weights, optimizer state and sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
 
@@ -103,13 +103,14 @@ class Engine:
         stages: the layers of this process, without storage.
         table: of their parameters.
         parameters: the memory of the model's parameters.
+        optimizer: which update; the subscriber's is the same.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         device: where layers compute.
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
         tied: units that other stages have, too, with the group that sums their gradients.
         frozen: units without gradients, which are not in the table.
         learns: see :class:`~gptpar.engine.collector.GradientCollector`.
-        families: of the parameter groups (:class:`MasterAdamW`).
+        families: of the parameter groups (:class:`MasterOptimizer`).
 
     Attributes:
         stages, table, parameters, settings, device, subscriber: as given.
@@ -127,6 +128,7 @@ class Engine:
         tensor: TensorAxis,
         data: DataAxis,
         settings: EngineSettings,
+        optimizer: ElementwiseOptimizer,
         clip_grad: float,
         device: torch.device,
         subscriber: Subscriber | None = None,
@@ -153,7 +155,8 @@ class Engine:
         writes_parameters = not masters_are_parameters and not parameters.on_host
         written = {unit: parameters.shards[unit][:length] for unit, length in table.on_device.items()}
         self._copies_at_start, self._copies_each_step = not masters_are_parameters, parameters.on_host
-        self.optimizer = MasterAdamW(
+        self.optimizer = MasterOptimizer(
+            optimizer,
             table,
             memory.shard,
             clip_grad,
@@ -196,7 +199,7 @@ class Engine:
         self.gatherer.changed()
 
     def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
-        """See :meth:`MasterAdamW.step`; the model's parameters follow, each before it is used."""
+        """See :meth:`MasterOptimizer.step`; the model's parameters follow, each before it is used."""
         skipped = self.optimizer.step(norm, hyperparameters, loss_scale)
         if self._copies_each_step:
             self.parameters.copy_from(self.optimizer.masters)

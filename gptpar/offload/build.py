@@ -15,6 +15,7 @@ from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.transfers import RING_BYTES
+from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.spans import OffloadedPartition
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import place_on_machine
@@ -37,7 +38,7 @@ def make_host_optimizer(
         pieces: in forward order.
         parameters: unit -> the model's parameters on the device, as long as the unit's piece.
         dtype: of the model's parameters.
-        wide: of master weights and moments.
+        wide: of master weights and optimizer state.
         partial_unit: the unit whose partial gradient will be submitted.
         sums: whether gradients are sums, which travel in the masters' dtype.
 
@@ -48,9 +49,11 @@ def make_host_optimizer(
     kept = sum(dtype.itemsize * piece.length for piece in pieces if partial_unit and piece.unit == partial_unit.name)
     if not elements:
         return None
-    itemsize = (wide if sums else dtype).itemsize
+    optimizer = OPTIMIZERS[config.optimizer.optimizer]
+    itemsize, element_bytes = (wide if sums else dtype).itemsize, optimizer.state_bytes(wide.itemsize)
     at_once = config.offload.gradients_leave_at_once
     return build_host_optimizer(
+        optimizer,
         pieces,
         parameters,
         device,
@@ -60,7 +63,11 @@ def make_host_optimizer(
         folder=None if config.offload.optimizer_nvme_path is None else Path(config.offload.optimizer_nvme_path),
         threads=config.offload.cpu_optimizer_threads,
         speculated_elements=_speculated_elements(
-            config, elements, wide, kept, copying_bytes(elements, itemsize, len(pieces)) if at_once else RING_BYTES
+            config,
+            elements,
+            element_bytes,
+            kept,
+            copying_bytes(elements, itemsize, len(pieces)) if at_once else RING_BYTES,
         ),
         partial_unit=None if partial_unit is None else partial_unit.name,
         gradients_leave_at_once=at_once,
@@ -68,16 +75,16 @@ def make_host_optimizer(
 
 
 def _speculated_elements(
-    config: Config, elements: int, wide: torch.dtype, kept: int = 0, transfer_bytes: int = RING_BYTES
+    config: Config, elements: int, element_bytes: int, kept: int = 0, transfer_bytes: int = RING_BYTES
 ) -> int:
     """For how many elements there is room for double buffers; see ``--offload-speculation``."""
     if config.offload.optimizer_nvme_path is not None:
-        _require_disk(Path(config.offload.optimizer_nvme_path), 3 * wide.itemsize * elements * place_on_machine()[1])
+        _require_disk(Path(config.offload.optimizer_nvme_path), element_bytes * elements * place_on_machine()[1])
         return 0
     ratio = config.offload.cpu_optimizer_ratio
     return room_for_speculation(
         elements,
-        wide,
+        element_bytes,
         config.offload.offload_speculation,
         kept,
         transfer_bytes=transfer_bytes,

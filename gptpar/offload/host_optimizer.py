@@ -1,4 +1,4 @@
-"""AdamW over elements whose master weights and moments live in host memory.
+"""An elementwise optimizer over elements whose master weights and state live in host memory.
 
 A thread of its own (:mod:`~gptpar.offload.updating_thread`) updates them in buckets while the device works: in the
 order of the forward pass, in which each layer waits for its own buckets only. Two ways to win time, with the same
@@ -29,8 +29,7 @@ from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.switch_interval import SWITCH_INTERVAL
 from gptpar.offload.transfers import Transfers
 from gptpar.offload.updating_thread import UpdatingThread
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import HostKernel, Hyperparameters
 from gptpar.optim.spans import OffloadedPartition
 
 SWITCH_SECONDS = 5e-5
@@ -48,9 +47,9 @@ class HostOptimizer(UpdatingThread):
     Args:
         pieces: each unit's offloaded range, in forward order.
         parameters: unit -> the model's parameters on the device, as long as the unit's offloaded range.
-        dtype: of master weights and moments.
+        dtype: of master weights and optimizer state.
         clip_grad: the largest gradient norm that is not clipped (0: any).
-        adam: the kernel.
+        kernel: updates buckets; its states are the optimizer's.
         transfers: copies between host and device.
         folder: on a disk where the state is to be kept.
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
@@ -72,7 +71,7 @@ class HostOptimizer(UpdatingThread):
         *,
         dtype: torch.dtype,
         clip_grad: float,
-        adam: CpuAdam,
+        kernel: HostKernel,
         transfers: Transfers,
         folder: Path | None = None,
         cores: Sequence[int] | None = None,
@@ -80,8 +79,9 @@ class HostOptimizer(UpdatingThread):
         partial_unit: str | None = None,
         log: EventLog | None = None,
     ):
-        buckets = [b for piece in pieces for b in cut_piece(piece, parameters[piece.unit], dtype, folder)]
-        super().__init__(buckets, adam=adam, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
+        names = ("weights", *kernel.states)
+        buckets = [b for piece in pieces for b in cut_piece(piece, parameters[piece.unit], names, dtype, folder)]
+        super().__init__(buckets, kernel=kernel, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
         self._of_unit: dict[str, list[Bucket]] = {piece.unit: [] for piece in pieces}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
@@ -291,17 +291,17 @@ class HostOptimizer(UpdatingThread):
         """Sum of squares of the master weights that this process counts."""
         self.finish()
         return sum(
-            self._adam.square(bucket.buffers.weights[start:stop])
+            self._kernel.square(bucket.buffers.weights[start:stop])
             for bucket in self._buckets
             for start, stop in bucket.counted
         )
 
     @property
     def state_bytes(self) -> tuple[int, int]:
-        """Memory of masters and moments, and of their double buffers."""
+        """Memory of master weights and optimizer state, and of their double buffers."""
         return bytes_of(self._buckets)
 
     @property
     def kernel(self) -> str:
         """What updates, in a few words."""
-        return f"{self._adam.isa}, {self._adam.threads} thread(s)"
+        return f"{self._kernel.isa}, {self._kernel.threads} thread(s)"

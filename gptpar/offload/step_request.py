@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gptpar.offload.transfers import Later
-from gptpar.optim.adam_update import Hyperparameters, clipped_divisor
+from gptpar.optim.elementwise import Hyperparameters, clipped_divisor
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ _BY_RULE = {
         "model.attention_dropout model.hidden_dropout "
         "batch.global_batch_size batch.rampup_batch_size batch.step_batch_size_schedule batch.train_minutes "
         "optimizer.optimizer optimizer.clip_grad optimizer.adam_beta1 optimizer.adam_beta2 optimizer.adam_eps "
+        "optimizer.lion_beta1 optimizer.lion_beta2 "
         "precision.fp16 precision.bf16 precision.fp64 precision.loss_scale"
     ),
     Rule.ELSEWHERE: (

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
-from gptpar.engine.flat_adam import FlatAdam, State
-from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
+from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.device_adam import DeviceAdam, TorchAdam, make_device_adam
+from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.spans import Family, GroupSpan
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
@@ -31,15 +32,17 @@ GROUP_OF = dict(zip("abcdefghijkl", (3, 1, 0, 2, 0, 1, 2, 3, 0, 0, 1, 2), strict
 MIXED = {"second": torch.bfloat16, "third": torch.float32}
 SEPARATE: tuple[Family, ...] = ((0,), (1,), (2,), (3,))
 JOINED: tuple[Family, ...] = ((2,), (0, 1), (3,))
-Make = Callable[[torch.Tensor], DeviceAdam]
 CLIP, SCALE, STEPS, SKIPPED = 1.0, 3.0, 20, 5
 
 
-def groups_at(step: int) -> tuple[Hyperparameters, ...]:
+def groups_at(step: int) -> tuple[AdamHyperparameters, ...]:
     """Every number differs, and rates change; groups 0 and 1 differ by the decay only."""
     lr = 1e-2 / (1 + step)
-    decays = Hyperparameters(lr, 0.9, 0.95, 1e-8, 0.1)
-    others = Hyperparameters(3e-3, 0.8, 0.999, 1e-6, 0.01 * step), Hyperparameters(2 * lr, 0.95, 0.99, 1e-10, 0.3)
+    decays = AdamHyperparameters(lr, 0.9, 0.95, 1e-8, 0.1)
+    others = (
+        AdamHyperparameters(3e-3, 0.8, 0.999, 1e-6, 0.01 * step),
+        AdamHyperparameters(2 * lr, 0.95, 0.99, 1e-10, 0.3),
+    )
     return decays, decays._replace(weight_decay=0.0), *others
 
 
@@ -91,13 +94,13 @@ class Process:
                 parameters,
                 dtype=wide,
                 clip_grad=CLIP,
-                adam=CpuAdam(1),
+                kernel=CpuAdam(1),
                 transfers=SameMemory(),
                 speculated_elements=table.length(Home.HOST),
             )
         live = {unit: self.live[unit][:length] for unit, length in table.on_device.items()}
         grad = torch.zeros(table.length(Home.DEVICE), dtype=wide)
-        adam = MasterAdamW(table, grad, CLIP, host, families=self.families, live=live)
+        adam = MasterOptimizer(ADAMW, table, grad, CLIP, host, families=self.families, live=live)
         start = values(0)
         for name, parts in adam.parts("weights").items():
             parts.fill(start[name])
@@ -174,7 +177,7 @@ def test_neither_the_ratio_nor_the_families_change_a_bit(dtype: torch.dtype) -> 
             assert torch.equal(view, first.state["weights"][name].to(view.dtype)), name
 
 
-def flat_after(device: str, families: Sequence[Family], make: Make = make_device_adam) -> list[torch.Tensor]:
+def flat_after(device: str, families: Sequence[Family], optimizer: ElementwiseOptimizer = ADAMW) -> list[torch.Tensor]:
     """The vectors after all steps: model parameters of two dtypes, and elements that are their own."""
     generator, every = torch.Generator().manual_seed(0), range(0, 1536, 128)
     spans = [GroupSpan(low, low + 100, (3, 0, 1, 2)[k % 4]) for k, low in enumerate(every)]
@@ -187,34 +190,35 @@ def flat_after(device: str, families: Sequence[Family], make: Make = make_device
         return padded.to(device)
 
     weights, grad, steps = normal(), normal(), torch.zeros((), dtype=torch.float64, device=device)
-    state = State(weights, torch.zeros_like(weights), torch.zeros_like(weights), grad, steps)
+    state = FlatState((weights, torch.zeros_like(weights), torch.zeros_like(weights)), grad, steps)
     live = [torch.zeros(512, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float16)]
-    adam = FlatAdam(state, spans, families, make)
+    adam = FlatOptimizer(optimizer, state, spans, families)
     adam.lay_out([(0, 512, live[0]), (512, 1024, live[1]), (1024, 1536, None)])
     for step in range(STEPS):
         grad.copy_(normal())
         norm = torch.tensor(norm_at(step), dtype=torch.float64, device=device)
         assert adam.step(groups_at(step), norm, SCALE, CLIP).item() == (step == SKIPPED)
     assert steps.item() == STEPS - 1
-    return [vector.cpu() for vector in (weights, state.exp_avg, state.exp_avg_sq, *live)]
+    return [vector.cpu() for vector in (*state.vectors, *live)]
 
 
 def test_torchs_operators_have_the_same_bits() -> None:
     wanted = flat_after("cpu", SEPARATE)
     for families in (SEPARATE, JOINED):
-        found = flat_after("cpu", families, lambda like: TorchAdam(like.dtype))
+        found = flat_after("cpu", families, replace(ADAMW, device_kernel=None))
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def flat(spans: Sequence[GroupSpan], families: Sequence[Family], dtype: torch.dtype = torch.float32) -> FlatAdam:
-    vectors = [torch.ones(spans[-1].stop, dtype=dtype) for _ in range(4)]
-    return FlatAdam(State(*vectors, torch.zeros((), dtype=torch.float64)), spans, families)
+def flat(spans: Sequence[GroupSpan], families: Sequence[Family], dtype: torch.dtype = torch.float32) -> FlatOptimizer:
+    *state, grad = (torch.ones(spans[-1].stop, dtype=dtype) for _ in range(4))
+    steps = torch.zeros((), dtype=torch.float64)
+    return FlatOptimizer(ADAMW, FlatState(tuple(state), grad, steps), spans, families)
 
 
-def launches(adam: FlatAdam) -> list[list[tuple[int, int]]]:
+def launches(adam: FlatOptimizer) -> list[list[tuple[int, int]]]:
     """(start, stop) of each, by family."""
     return [[(p.vectors[0].storage_offset(), p.vectors[0].storage_offset() + len(p.vectors[0])) for p in pieces]
-            for pieces in adam._pieces]  # fmt: skip
+            for pieces in adam._calls]  # fmt: skip
 
 
 def test_what_lies_together_is_one_launch() -> None:
@@ -232,7 +236,7 @@ def test_what_lies_together_is_one_launch() -> None:
     single = flat(same, ((0,),))
     single.lay_out([(0, 256, None), (256, 740, None)])
     assert launches(single) == [[(0, 740)]]
-    assert single._pieces[0][0].decays is None and whole._pieces[0][0].decays is not None
+    assert single._calls[0][0].decays is None and whole._calls[0][0].decays is not None
     single.lay_out([(0, 256, torch.zeros(256)), (256, 740, torch.zeros(484))])
     assert launches(single) == [[(0, 228), (256, 740)]]
     three = flat([GroupSpan(64 * k, 64 * k + 64, group) for k, group in enumerate((2, 0, 1, 2))], ((0, 1), (2,)))
@@ -244,7 +248,7 @@ def test_groups_of_a_family_that_differ_are_refused() -> None:
     spans = [GroupSpan(0, 64, 0), GroupSpan(64, 128, 1)]
     adam = flat(spans, ((0, 1),))
     adam.lay_out([(0, 128, None)])
-    decays = Hyperparameters(0.1, 0.9, 0.95, 1e-8, 0.1)
+    decays = AdamHyperparameters(0.1, 0.9, 0.95, 1e-8, 0.1)
     adam.check((decays, decays._replace(weight_decay=0.0)))
     for other in (decays, decays._replace(lr=0.2, weight_decay=0.0)):
         with pytest.raises(ValueError, match="groups 0 and 1 are updated together"):

@@ -30,8 +30,9 @@ from gptpar.offload.copying_transfers import (
 )
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import OUTGOING, DeviceEvent
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import Done
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.topology.groups import Topology
@@ -41,7 +42,7 @@ from gptpar.training.trainer import Trainer
 from tests.helpers import TINY, make_trainer, random_tokens, tiny_config
 
 ALL = "--cpu-optimizer --cpu-optimizer-ratio 1"
-RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
+RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 UNITS = tuple(
     OffloadedPartition(name, 128, (GroupSpan(0, 128, 0),), ((0, 128),))
     for name in ("first", "second", "third", "fourth")

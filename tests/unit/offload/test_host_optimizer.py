@@ -26,12 +26,13 @@ from gptpar.offload.transfers import (
     Transfers,
     ring_slots,
 )
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import Done
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 
 WHOLE = (GroupSpan(0, 128, 0),), ((0, 128),)
-RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
+RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("second", 128, *WHOLE))
 
 
@@ -146,7 +147,7 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
     share.submit_gradient("second", torch.ones(128))
     share.submit_gradient("first", torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
-    of_the_step_after_it = Hyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
+    of_the_step_after_it = AdamHyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
     share.expect_step((of_the_step_after_it,), 1.0)
     adam.leave.set()
     wait_until(lambda: len(adam.lows) == 2)

@@ -11,7 +11,7 @@ import torch
 
 from gptpar.checkpoint import load_checkpoint, save_checkpoint
 from gptpar.data.loader import MicroBatch
-from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
@@ -21,7 +21,8 @@ from gptpar.offload.events import EventLog, What
 from gptpar.offload.transfers import (
     RING_BYTES,
 )
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.spans import GroupSpan, OffloadedPartition, spans_between
 from gptpar.pipeline.stage import ParameterInfo
@@ -142,7 +143,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
         share = make_share(CpuAdam(2), pieces=pieces, parameters=offloaded, speculated=count, log=log)
     grad = torch.zeros(table.length(Home.DEVICE))
     infos = {name: param.info for name, param in table.params.items()}
-    optimizer = MasterAdamW(table, grad, 1.0, share)
+    optimizer = MasterOptimizer(ADAMW, table, grad, 1.0, share)
     start = {name: torch.randn(info.shape, generator=generator) for name, info in infos.items()}
     for name, parts in optimizer.parts("weights").items():
         parts.fill(start[name])
@@ -156,7 +157,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     )
     for step in range(50):
         lr, scale = 1e-2 * min(1.0, (step + 1) / 10), 4.0
-        decays = Hyperparameters(lr, 0.9, 0.999, 1e-8, 0.1)
+        decays = AdamHyperparameters(lr, 0.9, 0.999, 1e-8, 0.1)
         hyperparameters = decays, decays._replace(weight_decay=0.0)
         whole = {name: torch.randn(p.shape, generator=generator).bfloat16() for name, p in reference.items()}
         norm = torch.stack([g.double().norm() for g in whole.values()]).norm() / scale

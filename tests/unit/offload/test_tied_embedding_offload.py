@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ from gptpar.offload import buckets, build, machine, updating_thread
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import D2HCopy, SameMemory, Slot
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import Done
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.training import gpt
@@ -54,8 +55,11 @@ class Counting(CpuAdam):
     seen = Seen()
     gate: threading.Semaphore | None = None
 
-    def order(self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Callable[[], Done]:
+    def order(
+        self, state: Sequence[torch.Tensor], *args: Any, only: np.ndarray | None = None, **kwargs: Any
+    ) -> Callable[[], Done]:
         assert self.gate is None or self.gate.acquire(timeout=10)
+        p = state[0]
         seen, count = self.seen, p.numel() if only is None else int((only[:, 1] - only[:, 0]).sum())
         completes = only is not None and p.data_ptr() in seen.half_done
         (seen.completed if completes else seen.elements).append(count)
@@ -63,7 +67,7 @@ class Counting(CpuAdam):
             seen.half_done.discard(p.data_ptr())
         else:
             seen.half_done.add(p.data_ptr())
-        return super().order(p, *args, only=only, **kwargs)
+        return super().order(state, *args, only=only, **kwargs)
 
 
 def any_tokens(step: int) -> torch.Tensor:
@@ -98,7 +102,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
     ) -> Seen:
         with monkeypatch.context() as patch, logged():
             seen = Counting.seen = Seen()
-            patch.setattr(machine, "CpuAdam", Counting)
+            patch.setattr(machine, "make_host_kernel", lambda _, threads: Counting(threads))
             patch.setattr(updating_thread, "BACK_OFF_STEPS", 0)  # it tries again in the step after one that is clipped
             if not early:
                 patch.setattr(gpt, "tied_unit", lambda *_: None)
@@ -386,7 +390,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
         log=log,
     )
     for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
-        share.expect_step((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
+        share.expect_step((AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
         if told:
             share.expect_open_ranges("embedding", np.array([[0, 8]]))
         share.submit_gradient("embedding", torch.ones(128), formed=128)

@@ -8,21 +8,17 @@ from fractions import Fraction
 import pytest
 import torch
 
+from gptpar.optim import elementwise
 from gptpar.optim.adam_arguments import AdamStep
-from gptpar.optim.adam_update import (
-    Hyperparameters,
-    UpdateNumbers,
-    clipped_divisor,
-    power,
-    step_numbers,
-    step_numbers_on_device,
-    update,
-)
+from gptpar.optim.adam_update import AdamHyperparameters, UpdateNumbers, change, step_numbers
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam, _library
+from gptpar.optim.elementwise import clipped_divisor, divisor_on_device, power
+from gptpar.optim.torch_kernels import step_numbers as step_numbers_of
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 STEPS = [1, 2, 3, 1000, 65_535, 999_999, 1_000_000]
-HOW = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+HOW = AdamHyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 EDGES = [
     *(0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 2.0**-149, -(2.0**-149), 2.0**-126, 2.0**-127, 3.4028235e38),
     # and what 16 bits cannot hold, ties among it
@@ -56,6 +52,17 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit, any NaN being like any other."""
     as_bits = torch.int32 if a.element_size() == 4 else torch.int16
     return bool(((a.view(as_bits) == b.view(as_bits)) | (a.isnan() & b.isnan())).all())
+
+
+def update(state: list[torch.Tensor], grad: torch.Tensor, numbers: UpdateNumbers, **others: torch.Tensor) -> None:
+    """AdamW's definition, by torch's operators."""
+    elementwise.update(change, state, grad, numbers.scale, numbers.decay, numbers.own, **others)
+
+
+def numbers_on_device(step: torch.Tensor, norm: torch.Tensor, loss_scale: float, max_norm: float) -> list[float]:
+    """The numbers of HOW by torch's operators in fp64, in the order of :class:`UpdateNumbers`."""
+    scale, decay, own = step_numbers_of(ADAMW, HOW, step, divisor_on_device(norm, loss_scale, max_norm))
+    return [number.item() for number in (scale, *own, decay)]
 
 
 def by_operators(case: list[torch.Tensor], numbers: UpdateNumbers, low: torch.dtype) -> list[torch.Tensor]:
@@ -120,9 +127,8 @@ def test_numbers_on_the_device_are_those_of_the_host(
     step: int, norm: float, loss_scale: float, max_norm: float
 ) -> None:
     steps, on_device = (torch.tensor(number, dtype=torch.float64) for number in (float(step), norm))
-    found = step_numbers_on_device(HOW, steps, on_device, loss_scale, max_norm, torch.float64)
-    expected = step_numbers(HOW, step, clipped_divisor(norm, loss_scale, max_norm))
-    assert [torch.as_tensor(number).item() for number in found] == list(expected)
+    found = numbers_on_device(steps, on_device, loss_scale, max_norm)
+    assert found == list(step_numbers(HOW, step, clipped_divisor(norm, loss_scale, max_norm)))
 
 
 def test_a_power_is_within_its_roundings() -> None:

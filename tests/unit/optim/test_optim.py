@@ -18,7 +18,7 @@ from gptpar.engine.collector import GradientCollector
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.gradients import Gradients
-from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.ranges import Place
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.router import GradientRouter
@@ -26,6 +26,7 @@ from gptpar.engine.step_graph import Cuts
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.errors import GptparError
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.grad_norm import GradientNorm, square_of
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import make_schedule
@@ -213,8 +214,8 @@ def test_what_is_summed_lies_together_and_is_the_same_on_all_tensor_ranks(shards
     assert messages[0] == messages[1]
 
 
-def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: int = 0) -> MasterAdamW:
-    return MasterAdamW(table_of(unit, shard, tensor_rank), grad, clip_grad=1.0)
+def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: int = 0) -> MasterOptimizer:
+    return MasterOptimizer(ADAMW, table_of(unit, shard, tensor_rank), grad, clip_grad=1.0)
 
 
 def square_of_grad(table: ParameterTable, grad: torch.Tensor) -> torch.Tensor:
@@ -370,10 +371,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: str) 
     trainer = make_trainer(tiny_config(flags))
     step_once(trainer)
     optimizer = trainer.engine.optimizer
-    before = [b.clone() for b in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq)]
+    before = [b.clone() for b in optimizer.vectors.values()]
     _, norm, skipped, _ = step_once(trainer, float(poison))
     assert skipped == 1 and not math.isfinite(norm) and optimizer.steps_taken == 1
-    for was, now in zip(before, (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq), strict=True):
+    for was, now in zip(before, optimizer.vectors.values(), strict=True):
         assert torch.equal(was, now)
     assert step_once(trainer)[2] == 0 and optimizer.steps_taken == 2
 

@@ -45,7 +45,7 @@ def test_all_that_a_run_needs_to_go_on_comes_back(tmp_path: Path) -> None:
     """Weights, moments, the optimizer's step count, the loss scale with its counters; the model computes with them."""
     config = tiny_config(f"--save {tmp_path} --load {tmp_path} --fp16 --initial-loss-scale 4096")
     before, after = make_trainer(config), make_trainer(config)
-    for tensor in (before.engine.optimizer.master, before.engine.optimizer.exp_avg, before.engine.optimizer.exp_avg_sq):
+    for tensor in before.engine.optimizer.vectors.values():
         tensor.uniform_()
     before.engine.optimizer.steps_taken = 5
     before.loss_scale.update(False)

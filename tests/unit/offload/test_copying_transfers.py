@@ -31,6 +31,7 @@ from gptpar.offload.copying_transfers import (
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import OUTGOING, DeviceEvent
 from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
@@ -99,7 +100,7 @@ def make_share(
         parameters or {piece.unit: torch.zeros(128) for piece in UNITS},
         dtype=torch.float32,
         clip_grad=1.0,
-        adam=adam or CpuAdam(1),
+        kernel=adam or CpuAdam(1),
         transfers=transfers,
         speculated_elements=speculated,
     )
@@ -404,11 +405,11 @@ def test_the_room_for_speculation_counts_the_gradients(monkeypatch: pytest.Monke
     transfers = copying_bytes(elements, 2)
     monkeypatch.setattr(machine, "available_memory", lambda: round((18 * elements + transfers) / 0.9) + 100)
     config = tiny_config(f"--bf16 {ALL} --offload-gradients on")
-    room = build._speculated_elements(config, elements, torch.float32, 0, transfers)
+    room = build._speculated_elements(config, elements, ADAMW.state_bytes(4), 0, transfers)
     assert room == pytest.approx(elements / 2, rel=1e-6)
     monkeypatch.setattr(machine, "available_memory", lambda: 12 * elements + transfers)
     with pytest.raises(GptparError, match="0.23 GiB for transfers"):
-        build._speculated_elements(config, elements, torch.float32, 0, transfers)
+        build._speculated_elements(config, elements, ADAMW.state_bytes(4), 0, transfers)
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def make_share(
         parameters or {piece.unit: torch.zeros(piece.length) for piece in pieces},
         dtype=torch.float32,
         clip_grad=1.0,
-        adam=adam,
+        kernel=adam,
         transfers=transfers or SameMemory(),
         speculated_elements=speculated,
         partial_unit=partial_unit,

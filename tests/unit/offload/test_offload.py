@@ -278,17 +278,16 @@ def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
     monkeypatch.setattr(machine, "available_memory", lambda: RING_BYTES + (1 << 20))
     config = tiny_config(f"{OFFLOAD} 1")
     with pytest.raises(GptparError, match=r"needs .* of host memory in each of 1 process.*lower --cpu-optimizer-ratio"):
-        build._speculated_elements(config, 10**9, torch.float32)
+        build._speculated_elements(config, 10**9, ADAMW.state_bytes(4))
 
 
 def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     elements = 10**8
     free = math.ceil((RING_BYTES + 18 * elements) / 0.9) + 100
     monkeypatch.setattr(machine, "available_memory", lambda: free)
-    automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, torch.float32)
+    automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, ADAMW.state_bytes(4))
     assert automatic == pytest.approx(elements / 2, rel=1e-6)
-    assert (
-        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation off"), elements, torch.float32) == 0
-    )
+    off = tiny_config(f"{OFFLOAD} 1 --offload-speculation off")
+    assert build._speculated_elements(off, elements, ADAMW.state_bytes(4)) == 0
     with pytest.raises(GptparError, match="twice for --offload-speculation on"):
-        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), elements, torch.float32)
+        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), elements, ADAMW.state_bytes(4))

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -92,6 +93,16 @@ class ElementwiseOptimizer:
         """Names of everything that an update reads and writes: ``weights`` (the master weights) and the states."""
         return ("weights", *self.states)
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Names of the configuration's fields that it alone has."""
+        return tuple(self._own.values())
+
+    @cached_property
+    def _own(self) -> dict[str, str]:
+        fields = [field for field in self.hyperparameters._fields if field not in ("lr", "weight_decay")]
+        return {field: f"{self.name}_{field}" for field in fields}
+
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of an element's master weight and state.
 
@@ -104,10 +115,9 @@ class ElementwiseOptimizer:
         """A step's hyperparameters.
 
         Args:
-            flags: has a field ``NAME_FIELD`` for each hyperparameter of the optimizer's own.
+            flags: the configuration's section, with the fields that :attr:`flags` names.
         """
-        own = [field for field in self.hyperparameters._fields if field not in ("lr", "weight_decay")]
-        values = {field: getattr(flags, f"{self.name}_{field}") for field in own}
+        values = {field: getattr(flags, flag) for field, flag in self._own.items()}
         found: Hyperparameters = self.hyperparameters(lr=lr, weight_decay=weight_decay, **values)
         return found
 

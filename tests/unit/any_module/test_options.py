@@ -225,8 +225,8 @@ def test_everything_wrong_is_told_at_once() -> None:
     assert problems(config, world=2) == [
         f"config: {sentence}"
         for sentence in (
-            'optimizer.type is "Lamb", and gptpar\'s optimizer is AdamW: set it to "AdamW", or leave optimizer out '
-            f"and {OTHER_OPTIMIZER}.",
+            'optimizer.type is "Lamb", and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or "Lion", or '
+            f"leave optimizer out and {OTHER_OPTIMIZER}.",
             'scheduler.type is "OneCycle": only WarmupLR, WarmupDecayLR, WarmupCosineLR can be made from a '
             "configuration; pass gptpar.initialize an lr_scheduler, for example a function from the optimizer to one "
             "of torch.optim.lr_scheduler's.",

@@ -24,6 +24,7 @@ from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
 from gptpar.pipeline import Stage
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
+from gptpar.training import resume
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.training.test_resume import DONE, inputs_of
 

@@ -13,8 +13,8 @@ from gptpar.optim.device_adam import TritonAdam
 from gptpar.optim.elementwise import DeviceKernel, UpdateVectors, clipped_divisor
 from gptpar.optim.spans import ALIGNMENT
 from gptpar.optim.torch_kernels import TorchDeviceKernel
-from tests.gpu.test_offload_gpu import OFFLOAD, run
-from tests.unit.optim.test_adam_update import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
+from tests.gpu.offloaded_training import OFFLOAD, run
+from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
 
 pytestmark = pytest.mark.gpu
 CLIPPING = [(2.7, 1.0, 0.3), (0.1, 3000.0, 0.3), (5.0, 3000.0, 0.0)]

@@ -9,8 +9,8 @@ import torch
 
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.spans import Family
-from tests.unit.engine.test_flat_optimizer import GRADS, follows_torch, make
-from tests.unit.engine.test_parameter_groups import JOINED, SEPARATE, flat_after
+from tests.unit.engine.flat_optimizer_case import GRADS, follows_torch, make
+from tests.unit.engine.four_groups import JOINED, SEPARATE, flat_after
 
 pytestmark = pytest.mark.gpu
 

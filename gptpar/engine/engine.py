@@ -163,7 +163,7 @@ class Engine:
             subscriber,
             families=families,
             master=parameters.everything if masters_are_parameters else None,
-            live=written if writes_parameters else None,
+            parameters=written if writes_parameters else None,
         )
 
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}

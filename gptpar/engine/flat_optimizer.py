@@ -12,8 +12,8 @@ from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters, Upda
 from gptpar.optim.spans import ALIGNMENT, GPT_FAMILIES, Family, GroupSpan, spans_between
 from gptpar.optim.torch_kernels import make_device_kernel
 
-Stretch = tuple[int, int, torch.Tensor | None]
-"""First element, the one behind the last, and their live parameters, unless the masters are those."""
+ContiguousRange = tuple[int, int, torch.Tensor | None]
+"""First element, the one behind the last, and the model parameters to write; ``None``: those are the master weights."""
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,26 @@ class FlatOptimizer:
         self._kernels = [make_device_kernel(optimizer, state.vectors[0]) for _ in families]
         self._calls: list[list[UpdateVectors]] = [[] for _ in families]
 
-    def lay_out(self, stretches: Sequence[Stretch]) -> None:
-        """Set the stretches to update. Inside a stretch, spans begin at multiples of ``ALIGNMENT``."""
+    def lay_out(self, ranges: Sequence[ContiguousRange]) -> None:
+        """Set the ranges to update. Inside a range, spans begin at multiples of ``ALIGNMENT``."""
         self._calls = [[] for _ in self._families]
-        for start, stop, live in _joined(stretches):
+        for start, stop, parameters in _joined(ranges):
             for number, low, high in self._parts(start, stop):
-                part = None if live is None else live[low - start : high - start]
+                part = None if parameters is None else parameters[low - start : high - start]
                 self._calls[number].append(self._call(self._families[number], low, high, part))
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(family's number, start, stop) of what one launch can update in a stretch; gaps are padding."""
+        """(family's number, start, stop) of what one launch can update in a range; gaps are padding."""
         spans = spans_between(self._spans, start, stop)
         for number, neighbours in groupby(spans, key=lambda span: self._family_of[span.group]):
             ends = [(span.start, span.stop) for span in neighbours]
             yield number, start + ends[0][0], start + ends[-1][1]
 
-    def _call(self, family: Family, start: int, stop: int, live: torch.Tensor | None) -> UpdateVectors:
+    def _call(self, family: Family, start: int, stop: int, parameters: torch.Tensor | None) -> UpdateVectors:
         s, inside = self._state, spans_between(self._spans, start, stop)
         spans = [(span.start, span.stop, span.group == family[0]) for span in inside]
         vectors = tuple(vector[start:stop] for vector in (*s.vectors, s.grad))
-        return UpdateVectors(vectors, live, spans, _decaying_blocks(spans, stop - start, s.grad.device))
+        return UpdateVectors(vectors, parameters, spans, _decaying_blocks(spans, stop - start, s.grad.device))
 
     def check(self, hyperparameters: Sequence[Hyperparameters]) -> None:
         """Whether a step's hyperparameters, by group, are what the families say.
@@ -98,7 +98,7 @@ class FlatOptimizer:
     def step(
         self, hyperparameters: Sequence[Hyperparameters], norm: torch.Tensor, loss_scale: float, max_norm: float
     ) -> torch.Tensor:
-        """Update weights and live parameters.
+        """Update weights and model parameters.
 
         Args:
             hyperparameters: this step's, by group, as :meth:`check` wants them.
@@ -130,26 +130,28 @@ def _decaying_blocks(spans: Sequence[tuple[int, int, bool]], length: int, device
     return found.to(device)
 
 
-def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """The same elements in as few stretches as possible."""
-    found: list[Stretch] = []
-    for start, stop, live in stretches:
+def _joined(ranges: Sequence[ContiguousRange]) -> list[ContiguousRange]:
+    """The same elements in as few ranges as possible."""
+    found: list[ContiguousRange] = []
+    for start, stop, parameters in ranges:
         if start == stop:
             continue
-        if found and _goes_on(found[-1], start, live):
+        if found and _goes_on(found[-1], start, parameters):
             start, _, before = found.pop()
-            if live is not None and before is not None:
-                live = before.as_strided((len(before) + len(live),), (1,))
-        found.append((start, stop, live))
+            if parameters is not None and before is not None:
+                parameters = before.as_strided((len(before) + len(parameters),), (1,))
+        found.append((start, stop, parameters))
     return found
 
 
-def _goes_on(before: Stretch, start: int, live: torch.Tensor | None) -> bool:
-    """Whether a stretch begins a block behind another one, and so do its live parameters, of one dtype, in memory."""
+def _goes_on(before: ContiguousRange, start: int, parameters: torch.Tensor | None) -> bool:
+    """Whether a range can be joined to the one before: it begins a block there, as its parameters do in memory."""
     first, stop, other = before
     if stop != start or (start - first) % ALIGNMENT:
         return False
-    if other is None or live is None:
-        return other is live
-    same = other.dtype == live.dtype and other.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
-    return same and live.data_ptr() == other.data_ptr() + len(other) * other.element_size()
+    if other is None or parameters is None:
+        return other is parameters
+    same_storage = other.untyped_storage().data_ptr() == parameters.untyped_storage().data_ptr()
+    if other.dtype != parameters.dtype or not same_storage:
+        return False
+    return parameters.data_ptr() == other.data_ptr() + other.nbytes

@@ -32,7 +32,8 @@ class MasterOptimizer:
         host: updates the other elements; ``None`` where there are none.
         families: of the parameter groups; each group is in one. A family takes launches of its own.
         master: memory for the master weights, where the model's parameters are their own masters.
-        live: unit -> the model's parameters that :meth:`step` is to write in the same pass, as long as its masters.
+        parameters: unit -> the model parameters that :meth:`step` writes in the same pass, as long as the unit's master
+            weights.
 
     Attributes:
         optimizer: see above.
@@ -50,7 +51,7 @@ class MasterOptimizer:
         *,
         families: Sequence[Family] = GPT_FAMILIES,
         master: torch.Tensor | None = None,
-        live: Mapping[str, torch.Tensor] | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
     ):
         self.optimizer, self.clip_grad, self.grad, self.host = optimizer, clip_grad, grad, host
         self._table = table
@@ -63,8 +64,8 @@ class MasterOptimizer:
         state = FlatState(tuple(self.vectors.values()), grad, self._steps)
         self._flat = FlatOptimizer(optimizer, state, table.device_spans(), families)
         ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
-        parameters = ((live or {}).get(unit) for unit in table.on_device)
-        self._flat.lay_out([(*pair, one) for pair, one in zip(ends, parameters, strict=True)])
+        written = ((parameters or {}).get(unit) for unit in table.on_device)
+        self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])
 
     @property
     def bytes_an_element(self) -> int:
@@ -108,14 +109,15 @@ class MasterOptimizer:
             self.host.expect_step(hyperparameters, loss_scale)
 
     def state_tensors(self) -> dict[str, dict[str, TensorParts]]:
-        """Live views for a checkpoint: ``weights`` and each of the states, by global parameter name."""
+        """Views, not copies, for a checkpoint: ``weights`` and each of the states, by global parameter name."""
         return {kind: self.parts(kind) for kind in self.vectors}
 
     def parts(self, kind: str) -> dict[str, TensorParts]:
         """The parameters' pieces here, on device and host, of ``weights``, one of the states, or ``grad``.
 
-        State is live. Gradients are in the master weights' format: one that nothing is added to may have another on
-        the device than on the host. The host's are there between the end of the backward pass and the step.
+        Values of the state are no copies. Gradients are in the master weights' format: one that nothing is added to may
+        have another on the device than on the host. The host's are there between the end of the backward pass and the
+        step.
         """
         params, dtype = self._table.params.items(), self.master.dtype
         # An empty parameter has no range anywhere; that it exists is known all the same.

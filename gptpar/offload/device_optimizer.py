@@ -31,27 +31,30 @@ class DeviceOptimizer:
 
     Args:
         optimizer: which update.
-        live: unit -> [n] the parameters' memory, all in one number format or its 16-bit relatives. 16-bit ones get
-            fp32 masters; the others are their own.
+        parameters: unit -> [n] the model parameters' memory, all in one number format, or 16-bit and fp32. 16-bit
+            ones get fp32 master weights; the others are their own.
         groups: unit -> number of its group.
 
     Attributes:
         masters: unit -> [n] master weights.
     """
 
-    def __init__(self, optimizer: ElementwiseOptimizer, live: Mapping[str, torch.Tensor], groups: Mapping[str, int]):
+    def __init__(
+        self, optimizer: ElementwiseOptimizer, parameters: Mapping[str, torch.Tensor], groups: Mapping[str, int]
+    ):
         self._optimizer = optimizer
         self.masters = {
-            unit: values.detach().to(torch.promote_types(values.dtype, torch.float32)) for unit, values in live.items()
+            unit: values.detach().to(torch.promote_types(values.dtype, torch.float32))
+            for unit, values in parameters.items()
         }
-        self._live = {unit: values for unit, values in live.items() if values.dtype.itemsize == 2}
+        self._parameters = {unit: values for unit, values in parameters.items() if values.dtype.itemsize == 2}
         self._vectors = {
             unit: {"weights": p, **{name: torch.zeros_like(p) for name in optimizer.states}}
             for unit, p in self.masters.items()
         }
         self._groups = dict(groups)
         self._step_groups: list[_StepGroup] = []
-        self._take_steps(dict.fromkeys(live, 0))
+        self._take_steps(dict.fromkeys(parameters, 0))
 
     @torch.no_grad()
     def step(
@@ -81,7 +84,7 @@ class DeviceOptimizer:
 
     def _call(self, unit: str, grad: torch.Tensor) -> UpdateVectors:
         vectors = *self._vectors[unit].values(), grad
-        return UpdateVectors(vectors, self._live.get(unit), ((0, len(grad), True),))
+        return UpdateVectors(vectors, self._parameters.get(unit), ((0, len(grad), True),))
 
     def _separate(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Count apart, from now on, what takes a step and what does not."""
@@ -105,7 +108,7 @@ class DeviceOptimizer:
             self._step_groups.append(self._new_step_group(group, counter, units))
 
     def values(self, unit: str, kind: str) -> torch.Tensor:
-        """[n] live ``weights`` or one of the states; of a unit that is not here, none."""
+        """[n] ``weights`` or one of the states; of a unit that is not here, none."""
         return self._vectors[unit][kind] if unit in self._vectors else torch.empty(0)
 
     @property

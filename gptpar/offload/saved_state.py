@@ -11,7 +11,7 @@ from gptpar.offload.local_parameters import LocalParameter, local_of
 from gptpar.optim.adamw import ADAMW
 
 Views = Callable[[str], Iterator[tuple[LocalParameter, int, torch.Tensor]]]
-"""(parameter, first element, live values) of ``weights`` or one of AdamW's moments."""
+"""(parameter, first element, values, no copies) of ``weights`` or one of AdamW's moments."""
 
 NAMES = (*((name, name) for name in ADAMW.states), ("weights", "master"))
 """Names of the state here, and torch's names, which are saved."""

@@ -297,7 +297,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     # State.
 
     def _state(self, kind: str) -> Iterator[tuple[LocalParameter, int, torch.Tensor]]:
-        """(parameter, first element, live values) of ``weights`` or a moment, in order."""
+        """(parameter, first element, values, no copies) of ``weights`` or a moment, in order."""
         for local in self._parameters:
             if local.on_device:
                 yield local, 0, self._device.values(local.unit, kind)

@@ -45,10 +45,10 @@ UPDATE = [
         (GROUPS,),
     ),
     Fault(
-        "live-parameters-of-two-dtypes-updated-as-one",
+        "model-parameters-of-two-dtypes-updated-as-one",
         "gptpar/engine/flat_optimizer.py",
-        "same = other.dtype == live.dtype and other",
-        "same = other",
+        "if other.dtype != parameters.dtype or not same_storage:",
+        "if not same_storage:",
         ("tests/unit/engine/test_flat_optimizer.py::test_neighbours_are_updated_together",),
     ),
     Fault(

@@ -82,7 +82,7 @@ class Process:
             )
         live = {unit: self.live[unit][:length] for unit, length in table.on_device.items()}
         grad = torch.zeros(table.length(Home.DEVICE), dtype=wide)
-        adam = MasterOptimizer(ADAMW, table, grad, CLIP, host, families=self.families, live=live)
+        adam = MasterOptimizer(ADAMW, table, grad, CLIP, host, families=self.families, parameters=live)
         start = values(0)
         for name, parts in adam.parts("weights").items():
             parts.fill(start[name])

@@ -139,26 +139,26 @@ class Bucket:
         self.grad = self.partial = self.speculated_with = None
 
 
-def cut_piece(
-    piece: OffloadedPartition,
+def buckets_of(
+    partition: OffloadedPartition,
     parameters: torch.Tensor,
     names: Sequence[str],
     dtype: torch.dtype,
     folder: Path | None,
 ) -> Iterator[Bucket]:
-    """A piece's buckets, with state that is zero; with a folder, in files there.
+    """A partition's buckets, with state that is zero; with a folder, in files there.
 
     Equal ones: a small one would cost as much time at its begin and end as a large one.
 
     Args:
         names: of the vectors that the optimizer updates.
     """
-    size = -(-piece.length // -(-piece.length // BUCKET_ELEMENTS))
-    for start in range(0, piece.length, size):
-        stop = min(start + size, piece.length)
-        part = piece.between(start, stop)
+    size = -(-partition.length // -(-partition.length // BUCKET_ELEMENTS))
+    for start in range(0, partition.length, size):
+        stop = min(start + size, partition.length)
+        part = partition.between(start, stop)
         state = new_buffers(names, stop - start, dtype, folder)
-        yield Bucket(piece.unit, start, stop, part.spans, part.counted, state, parameters[start:stop])
+        yield Bucket(partition.unit, start, stop, part.spans, part.counted, state, parameters[start:stop])
 
 
 def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:

@@ -23,7 +23,7 @@ from gptpar.system.host import place_on_machine
 
 def make_host_optimizer(
     config: Config,
-    pieces: Sequence[OffloadedPartition],
+    partitions: Sequence[OffloadedPartition],
     parameters: Mapping[str, torch.Tensor],
     device: torch.device,
     dtype: torch.dtype,
@@ -35,8 +35,8 @@ def make_host_optimizer(
     """The CPU optimizer, or ``None`` where it has nothing to do.
 
     Args:
-        pieces: in forward order.
-        parameters: unit -> the model's parameters on the device, as long as the unit's piece.
+        partitions: in forward order.
+        parameters: unit -> the model's parameters on the device, as long as the unit's partition.
         dtype: of the model's parameters.
         wide: of master weights and optimizer state.
         partial_unit: the unit whose partial gradient will be submitted.
@@ -45,8 +45,12 @@ def make_host_optimizer(
     Raises:
         GptparError: the host's memory does not suffice; before the state is allocated.
     """
-    elements = sum(piece.length for piece in pieces)
-    kept = sum(dtype.itemsize * piece.length for piece in pieces if partial_unit and piece.unit == partial_unit.name)
+    elements = sum(partition.length for partition in partitions)
+    kept = sum(
+        dtype.itemsize * partition.length
+        for partition in partitions
+        if partial_unit and partition.unit == partial_unit.name
+    )
     if not elements:
         return None
     optimizer = OPTIMIZERS[config.optimizer.optimizer]
@@ -54,7 +58,7 @@ def make_host_optimizer(
     at_once = config.offload.gradients_leave_at_once
     return build_host_optimizer(
         optimizer,
-        pieces,
+        partitions,
         parameters,
         device,
         itemsize,
@@ -67,7 +71,7 @@ def make_host_optimizer(
             elements,
             element_bytes,
             kept,
-            copying_bytes(elements, itemsize, len(pieces)) if at_once else RING_BYTES,
+            copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES,
         ),
         partial_unit=None if partial_unit is None else partial_unit.name,
         gradients_leave_at_once=at_once,

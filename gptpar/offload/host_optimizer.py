@@ -22,7 +22,7 @@ import torch
 from torch.profiler import record_function
 
 from gptpar.offload.bucket_state import HAS_FINAL, BucketState, ForbiddenEvent
-from gptpar.offload.buckets import Bucket, add_double_buffers, bytes_of, cut_piece, parts_of
+from gptpar.offload.buckets import Bucket, add_double_buffers, buckets_of, bytes_of, parts_of
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.index_ranges import between
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
@@ -45,7 +45,7 @@ class HostOptimizer(UpdatingThread):
     While it lives, Python switches between threads more often.
 
     Args:
-        pieces: each unit's offloaded range, in forward order.
+        partitions: each unit's offloaded range, in forward order.
         parameters: unit -> the model's parameters on the device, as long as the unit's offloaded range.
         dtype: of master weights and optimizer state.
         clip_grad: the largest gradient norm that is not clipped (0: any).
@@ -66,7 +66,7 @@ class HostOptimizer(UpdatingThread):
 
     def __init__(
         self,
-        pieces: Sequence[OffloadedPartition],
+        partitions: Sequence[OffloadedPartition],
         parameters: Mapping[str, torch.Tensor],
         *,
         dtype: torch.dtype,
@@ -80,13 +80,17 @@ class HostOptimizer(UpdatingThread):
         log: EventLog | None = None,
     ):
         names = ("weights", *kernel.states)
-        buckets = [b for piece in pieces for b in cut_piece(piece, parameters[piece.unit], names, dtype, folder)]
+        buckets = [
+            b
+            for partition in partitions
+            for b in buckets_of(partition, parameters[partition.unit], names, dtype, folder)
+        ]
         super().__init__(buckets, kernel=kernel, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
-        self._of_unit: dict[str, list[Bucket]] = {piece.unit: [] for piece in pieces}
+        self._of_unit: dict[str, list[Bucket]] = {partition.unit: [] for partition in partitions}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
             bucket.own_slot = transfers.own_slot(bucket.parameters.nbytes)
-        self.waited_s, self.num_elements = 0.0, sum(piece.length for piece in pieces)
+        self.waited_s, self.num_elements = 0.0, sum(partition.length for partition in partitions)
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
         self.add_double_buffers(speculated_elements)

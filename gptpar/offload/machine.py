@@ -24,7 +24,7 @@ KEPT_FREE = 0.1
 
 def build_host_optimizer(
     optimizer: ElementwiseOptimizer,
-    pieces: Sequence[OffloadedPartition],
+    partitions: Sequence[OffloadedPartition],
     parameters: Mapping[str, torch.Tensor],
     device: torch.device,
     itemsize: int,
@@ -41,7 +41,7 @@ def build_host_optimizer(
 
     Args:
         optimizer: which update.
-        pieces: in forward order, at least one.
+        partitions: in forward order, at least one.
         parameters, partial_unit: see :class:`HostOptimizer`.
         itemsize: bytes of the widest element that travels, in a gradient or in new parameters.
         wide: of master weights and optimizer state.
@@ -52,12 +52,14 @@ def build_host_optimizer(
     place, count = place_on_machine()
     cores = share_of_cores(place, count)
     return HostOptimizer(
-        pieces,
+        partitions,
         parameters,
         dtype=wide,
         clip_grad=clip_grad,
         kernel=make_host_kernel(optimizer, threads or default_threads(cores)),
-        transfers=_make_transfers([piece.length for piece in pieces], device, itemsize, gradients_leave_at_once),
+        transfers=_make_transfers(
+            [partition.length for partition in partitions], device, itemsize, gradients_leave_at_once
+        ),
         folder=folder,
         cores=cores if count > 1 else None,
         speculated_elements=speculated_elements,

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gptpar.offload.buckets import Bucket, cut_piece
+from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.next_action import NEAR, begin_copies
 from gptpar.offload.transfers import (
@@ -22,6 +22,7 @@ from gptpar.offload.transfers import (
     ring_slots,
 )
 from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.spans import OffloadedPartition
@@ -237,7 +238,9 @@ class Gradient:
 
 def make_buckets(count: int) -> list[Bucket]:
     pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(count)]
-    return [bucket for piece in pieces for bucket in cut_piece(piece, torch.zeros(128), torch.float32, None)]
+    return [
+        bucket for piece in pieces for bucket in buckets_of(piece, torch.zeros(128), ADAMW.vectors, torch.float32, None)
+    ]
 
 
 def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -> None:

@@ -55,7 +55,7 @@ def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio
 
     Args:
         pipeline: the layers of this process.
-        ratio: the host's share of the elements, 0 to 1.
+        ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
     """
     stages = pipeline.stages_here
     infos = {name: info for stage in stages for name, info in stage.infos().items()}
@@ -96,8 +96,8 @@ class EngineSettings:
 class Engine:
     """Runs steps over memory that is already there.
 
-    First who updates (the device's optimizer, beside a subscriber for the elements that it leaves), then who moves
-    values during a step (gatherer, router, reducer, collector).
+    The device's optimizer updates the device's elements, and a subscriber the others. Gatherer, collector, reducer and
+    router move values during a step.
 
     Args:
         stages: the layers of this process, without storage.
@@ -138,6 +138,9 @@ class Engine:
         learns: bool = False,
         families: Sequence[Family] = GPT_FAMILIES,
     ):
+        # The order follows who needs whom. The optimizer reads the gradients' memory. The collector calls the reducer,
+        # the reducer the router; the collector also tells the gatherer, which frees a layer's parameters after its
+        # backward pass. Layers get their memory and their hooks last, when everyone whom the hooks call is there.
         self.stages, self.table, self.parameters, self.device = list(stages), table, parameters, device
         self.settings, self.subscriber, self.cuts = settings, subscriber, Cuts()
         memory = GradientMemory(
@@ -148,7 +151,8 @@ class Engine:
             arriving_dtype=settings.dtype,
             ahead=settings.records_steps,
         )
-        # Whether the optimizer works on the parameters themselves, writes them beside its masters, or they are copied.
+        # The model parameters are the master weights themselves, or the optimizer writes them in the same pass, or
+        # they are copied after the step. All three give the same bits; the first two save a pass over memory.
         all_here = not table.elements(Home.HOST) and not parameters.on_host
         as_wide = parameters.everything.dtype == settings.wide and len(parameters.everything) == table.length()
         masters_are_parameters = as_wide and data.shards == 1 and all_here
@@ -227,15 +231,15 @@ class Engine:
         self.gradients.begin(num_micro_batches)
 
     def square_of_grad(self) -> torch.Tensor:
-        """What this process adds to the sum of squares of the whole gradient (fp64)."""
+        """This process's addend of the whole gradient's sum of squares (fp64)."""
         return self.gradients.square() / self._owners
 
     def square_of_weights(self) -> torch.Tensor:
-        """What this process adds to the sum of squares of all master weights (fp64)."""
+        """This process's addend of all master weights' sum of squares (fp64)."""
         return self.optimizer.square_of_weights() / self._owners
 
     def own_zeros(self) -> torch.Tensor:
-        """What this process adds to the number of zeros in the gradient (fp64)."""
+        """This process's addend of the number of zeros in the gradient (fp64)."""
         count = torch.tensor(float(self.optimizer.zeros_in_grad()), dtype=torch.float64, device=self.device)
         return (count + self.gradients.router.zeros) / self._owners
 

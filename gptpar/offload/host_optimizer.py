@@ -33,8 +33,8 @@ from gptpar.optim.elementwise import HostKernel, Hyperparameters
 from gptpar.optim.spans import OffloadedPartition
 
 SWITCH_SECONDS = 5e-5
-"""How long a thread may keep Python to itself. By default that is 5 ms, for which the updating thread, back from a
-bucket, would wait while the training loop launches work."""
+"""How long a thread may keep Python's lock. The default is 5 ms: so long the updating thread would wait after each
+bucket while the training loop launches work."""
 
 CLOSE_SECONDS = 60.0
 
@@ -54,8 +54,7 @@ class HostOptimizer(UpdatingThread):
         folder: on a disk where the state is to be kept.
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
         speculated_elements: see :meth:`add_double_buffers`.
-        partial_unit: the unit for which partial gradients may be submitted. They are of use for its buckets that have
-            a double buffer.
+        partial_unit: the unit whose partial gradients may be submitted; only its buckets with a double buffer use them.
         log: is told what happens to each bucket.
 
     Attributes:
@@ -79,6 +78,8 @@ class HostOptimizer(UpdatingThread):
         partial_unit: str | None = None,
         log: EventLog | None = None,
     ):
+        # Buckets first: the thread's half works on them. Double buffers before what partial gradients need, which only
+        # buckets with a double buffer get. The thread starts last, when nothing is added any more.
         names = ("weights", *kernel.states)
         buckets = [
             b
@@ -130,9 +131,9 @@ class HostOptimizer(UpdatingThread):
         A second one before the step replaces the first.
 
         Args:
-            formed: the gradient is partial: its first elements are formed, so many, and may change in the ranges that
-                were expected. More of it may be submitted, and it will be when it is final; the memory may be the same.
-                Until then the step may be speculated with it.
+            formed: how many of the gradient's elements, the first ones, are formed, where it is partial. They may still
+                change in the ranges that :meth:`expect_open_ranges` named. The step may be speculated with them. More
+                of the gradient may be submitted, and all of it when it is final; the memory may be the same.
 
         Raises:
             ForbiddenEvent: the unit's last step is not done.
@@ -176,7 +177,7 @@ class HostOptimizer(UpdatingThread):
             ForbiddenEvent: one was not.
         """
         unclipped = StepHyperparameters(hyperparameters, loss_scale)
-        self._announce(StepRequest(self._transfers.later(norm), unclipped, without))
+        self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without))
 
     def cancel(self, *, wait: bool = True) -> None:
         """Forget the gradients of the coming step; parameters have the last step's values again.
@@ -184,7 +185,7 @@ class HostOptimizer(UpdatingThread):
         Args:
             wait: whether to return only when they have.
         """
-        not_finite = self._transfers.later(torch.tensor(float("nan")))
+        not_finite = self._transfers.read_scalar(torch.tensor(float("nan")))
         self._announce(StepRequest(not_finite, None, frozenset(self._of_unit)))
         if wait:
             self.finish()
@@ -281,7 +282,7 @@ class HostOptimizer(UpdatingThread):
         return self._of_unit[unit][0].steps
 
     def set_steps(self, unit: str, count: int) -> None:
-        """Go on as if there had been so many."""
+        """Continue as if the unit had been updated ``count`` times."""
         self.finish()
         for bucket in self._of_unit[unit]:
             bucket.steps = count

@@ -67,8 +67,8 @@ CORES_LEFT_FREE = 2
 """For the threads that launch the device's work and order updates: with one, the CPU optimizer held them up."""
 
 SHARE_LEFT_FREE = 5
-"""Of so many cores one is left free, if that is more. Of 16, 14 threads took up to 4 % less time than 13 for the
-updates, but the steps were no shorter, and on a busy host longer; with 15 both took a quarter longer."""
+"""One core in five is left free, where that is more than CORES_LEFT_FREE. On 16 cores, 14 threads needed up to 4 % less
+time for the updates than 13, but the steps were no shorter, and on a busy host longer; 15 needed a quarter more."""
 
 
 def default_threads(mine: Sequence[int] | None = None) -> int:

@@ -27,7 +27,7 @@ from gptpar.optim.elementwise import (
 _SQUARE_BLOCK = 1 << 16
 
 
-class StepNumbers(NamedTuple):
+class GroupNumbers(NamedTuple):
     """What the elements of one group are updated with: scalar tensors.
 
     Attributes:
@@ -39,12 +39,12 @@ class StepNumbers(NamedTuple):
     decay: Tensor
     own: tuple[Tensor, ...]
 
-    def to(self, dtype: torch.dtype) -> StepNumbers:
+    def to(self, dtype: torch.dtype) -> GroupNumbers:
         """Rounded once."""
-        return StepNumbers(self.scale.to(dtype), self.decay.to(dtype), tuple(number.to(dtype) for number in self.own))
+        return GroupNumbers(self.scale.to(dtype), self.decay.to(dtype), tuple(number.to(dtype) for number in self.own))
 
 
-def step_numbers(optimizer: ElementwiseOptimizer, how: Hyperparameters, step: Tensor, divisor: Tensor) -> StepNumbers:
+def step_numbers(optimizer: ElementwiseOptimizer, how: Hyperparameters, step: Tensor, divisor: Tensor) -> GroupNumbers:
     """A step's numbers in fp64, on the device of ``step`` and without waiting for it.
 
     Args:
@@ -55,7 +55,7 @@ def step_numbers(optimizer: ElementwiseOptimizer, how: Hyperparameters, step: Te
     on_device = optimizer.hyperparameters(*(torch.full_like(step, number) for number in how))
     one = torch.ones_like(step)
     decay = one - on_device.lr * on_device.weight_decay
-    return StepNumbers(one / divisor, decay, tuple(optimizer.numbers(on_device, step)))
+    return GroupNumbers(one / divisor, decay, tuple(optimizer.numbers(on_device, step)))
 
 
 class TorchDeviceKernel:
@@ -81,7 +81,7 @@ class TorchDeviceKernel:
 @dataclass(frozen=True)
 class _TorchStep:
     optimizer: ElementwiseOptimizer
-    numbers: StepNumbers
+    numbers: GroupNumbers
     skipped: Tensor
 
     def update(self, this: UpdateVectors) -> None:
@@ -105,7 +105,7 @@ class TorchHostKernel:
     def __init__(self, optimizer: ElementwiseOptimizer, threads: int):
         self._optimizer, self.threads, self.states = optimizer, threads, optimizer.states
 
-    def step_of(self, how: Hyperparameters, step: int, divisor: float) -> StepNumbers:
+    def step_of(self, how: Hyperparameters, step: int, divisor: float) -> GroupNumbers:
         as_tensor = functools.partial(torch.tensor, dtype=torch.float64)
         return step_numbers(self._optimizer, how, as_tensor(float(step)), as_tensor(divisor))
 
@@ -113,7 +113,7 @@ class TorchHostKernel:
         self,
         state: Sequence[Tensor],
         grad: Tensor,
-        ranges: Sequence[tuple[int, int, StepNumbers]],
+        ranges: Sequence[tuple[int, int, GroupNumbers]],
         *,
         into: Sequence[Tensor] | None = None,
         low: Tensor | None = None,
@@ -125,7 +125,7 @@ class TorchHostKernel:
         self,
         state: Sequence[Tensor],
         grad: Tensor,
-        ranges: Sequence[tuple[int, int, StepNumbers]],
+        ranges: Sequence[tuple[int, int, GroupNumbers]],
         into: Sequence[Tensor],
         low: Tensor | None,
     ) -> bool:

@@ -11,7 +11,7 @@ import torch
 from gptpar.offload.events import EventLog
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import (
-    Later,
+    PendingScalar,
     SameMemory,
     Transfers,
 )
@@ -61,7 +61,7 @@ class SlowNorm(SameMemory):
     def __init__(self) -> None:
         self.computed = threading.Event()
 
-    def later(self, number: torch.Tensor) -> Later:
+    def read_scalar(self, number: torch.Tensor) -> PendingScalar:
         transfers = self
 
         class Coming:

@@ -53,7 +53,7 @@ NO_READERS = ("config/derive.py", "config/deepspeed", "config/flags.py", "config
 
 @cache
 def names_read() -> set[str]:
-    """Attributes that the package reads, words in the sections' properties, which ``getattr`` takes, and optimizers'."""
+    """Attributes that the package reads, words in the sections' properties, for ``getattr``, and optimizers'."""
     found = {flag for optimizer in OPTIMIZERS.values() for flag in optimizer.flags}
     for path in PACKAGE.rglob("*.py"):
         place, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())

@@ -70,7 +70,11 @@ class BatchConfig:
 class OptimizerConfig:
     """The optimizer with decoupled weight decay, its schedules and gradient clipping."""
 
-    optimizer: str = flag("adam", "adam is AdamW; both decouple the weight decay", choices=("adam", "lion"))
+    optimizer: str = flag(
+        "adam",
+        "adam is AdamW, lion has one state vector and no fused kernel; both decouple the weight decay",
+        choices=("adam", "lion"),
+    )
     lr: float | None = flag(None, "peak learning rate", least=0)
     min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=DECAY_STYLES)

@@ -6,8 +6,8 @@ With the momentum m::
     m      = beta2 * m + (1 - beta2) * g
 
 Every element moves by the learning rate in each step, whatever the size of its gradient: usual learning rates are 3 to
-10 times smaller than AdamW's, and weight decays larger by as much. An element whose gradient is zero but for rounding (a
-bias of keys) moves as far, in a direction that rounding decides. So such elements, and no others, depend on the layout.
+10 times smaller than AdamW's, and weight decays larger by as much. An element whose gradient is zero but for rounding
+(a bias of keys) moves as far, in a direction that rounding decides: it depends on the layout.
 """
 
 from __future__ import annotations

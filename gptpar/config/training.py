@@ -68,9 +68,13 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with decoupled weight decay, its schedules and gradient clipping."""
+    """The optimizer with decoupled weight decay, its schedules and gradient clipping."""
 
-    optimizer: str = flag("adam", "adam is AdamW with decoupled weight decay", choices=("adam",))
+    optimizer: str = flag(
+        "adam",
+        "adam is AdamW, lion has one state vector and no fused kernel; both decouple the weight decay",
+        choices=("adam", "lion"),
+    )
     lr: float | None = flag(None, "peak learning rate", least=0)
     min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=DECAY_STYLES)
@@ -97,6 +101,8 @@ class OptimizerConfig:
     adam_beta1: float = flag(0.9, "decay of the first moment")
     adam_beta2: float = flag(0.999, "decay of the second moment")
     adam_eps: float = flag(1e-8, "added to the square root of the second moment", above=0)
+    lion_beta1: float = flag(0.9, "weight of the momentum in the sign that is the update")
+    lion_beta2: float = flag(0.99, "decay of the momentum")
     override_opt_param_scheduler: bool = flag(
         False,
         "on resume, let this command line's schedule replace the checkpoint's",

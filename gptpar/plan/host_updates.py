@@ -112,7 +112,7 @@ def speculated_elements(job: Job, cluster: Cluster, elements: float, num_units: 
     if offload.offload_speculation == "on" or cluster.host_memory is None:
         return elements
     free = (1 - KEPT_FREE) * (cluster.host_memory / _processes(job, cluster) - cluster.sustained.host_process)
-    state, transfers = 3 * job.wide_size, RING_BYTES
+    state, transfers = job.optimizer.state_bytes(job.wide_size), RING_BYTES
     if job.gradients_leave_at_once:
         transfers = copying_bytes(elements, job.offloaded_gradient_size, num_units)
     return min(elements, max(0.0, free - state * elements - transfers) / state)

@@ -23,6 +23,8 @@ from gptpar.model.dtypes import DTYPES
 from gptpar.model.flops import Shape, layer_flops
 from gptpar.model.gpt import gpt_layers
 from gptpar.model.layer_spec import LayerSpec
+from gptpar.optim.elementwise import ElementwiseOptimizer
+from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.pipeline import schedules
 from gptpar.pipeline.module import LayerSplit
 from gptpar.pipeline.partition import balance, partition
@@ -144,6 +146,11 @@ class Job:
     def element_size(self) -> int:
         """Bytes of a weight or an activation."""
         return DTYPES[self.config.precision.dtype].itemsize
+
+    @property
+    def optimizer(self) -> ElementwiseOptimizer:
+        """Which update, and so how much state each element has."""
+        return OPTIMIZERS[self.config.optimizer.optimizer]
 
     @property
     def wide_size(self) -> int:

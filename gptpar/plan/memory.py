@@ -18,7 +18,7 @@ from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.transfers import RING_BYTES
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Job, StagePart, alive
-from gptpar.plan.states import gradient_bytes, master_bytes
+from gptpar.plan.states import gradient_bytes
 from gptpar.tensor_parallel.cross_entropy import num_chunks
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
@@ -38,7 +38,7 @@ class RankMemory:
     Attributes:
         parameters: live weights, in the number format of the products.
         gradients: their fp32 sums (those that are no sums, as they come), and those that the host has not used yet.
-        optimizer: fp32 masters and both moments.
+        optimizer: fp32 master weights and the optimizer's state.
         activations: kept for the backward pass, of all micro-batches in flight.
         buffers: what exists for a moment only, at the worst moment: logits, gradients in flight, gathered weights.
         outside: what the device holds beside the tensors: context, communication, the allocator's gaps.
@@ -108,7 +108,8 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     parameters = 0 if job.masters_are_live else size * (shard if job.zero_stage == 3 else whole)
     here, there = (job.table(part).length(home) for home in (Home.DEVICE, Home.HOST))
     gradients = float(gradient_bytes(job.table(part), job.gradient_size, job.zero_stage, job.num_micro_batches))
-    host = float(master_bytes(there, wide)) * (2 if offload.offload_speculation == "on" else 1)
+    element_bytes = job.optimizer.state_bytes(wide)
+    host = float(element_bytes * there) * (2 if offload.offload_speculation == "on" else 1)
     host = 0.0 if offload.optimizer_nvme_path else host
     if job.gradients_leave_at_once:
         host += copying_bytes(there, job.offloaded_gradient_size, job.num_offloaded_units(part))
@@ -117,7 +118,7 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     host += size * job.early_elements  # their weights' values are kept
     if offload.cpu_parameters:
         parameters, host = 0, host + size * shard
-    return parameters, gradients, float(master_bytes(here, wide)), host
+    return parameters, gradients, float(element_bytes * here), host
 
 
 def _moments(

@@ -332,11 +332,12 @@ class _Costs:
     def update(self, part: StagePart) -> float:
         """The device's own part of the optimizer's step.
 
-        It reads the gradient for the norm, and once more beside masters and moments, which it writes, and live weights.
+        It reads the gradient for the norm, and once more beside the optimizer's state, which it writes, as it does the
+        model's parameters.
         """
         job = self._job
         live = 0 if job.masters_are_live else job.element_size
-        size = 2 * job.gradient_size + 6 * job.wide_size + live
+        size = 2 * job.gradient_size + 2 * job.optimizer.state_bytes(job.wide_size) + live
         return size * job.table(part).length(Home.DEVICE) / self.memory_rate
 
     def host_parameters(self, elements: int, stage: StageTime) -> float:

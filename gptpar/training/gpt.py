@@ -21,6 +21,7 @@ from gptpar.model.gpt import gpt_layers
 from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
+from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
 from gptpar.pipeline.recompute import Keep, recompute_groups
 from gptpar.pipeline.stage import Fields, build_on_meta
@@ -74,6 +75,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         tensor,
         data,
         settings,
+        OPTIMIZERS[config.optimizer.optimizer],
         config.optimizer.clip_grad,
         device,
         host,

@@ -14,7 +14,7 @@ from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
 from gptpar.model.block import Block
 from gptpar.model.dropout import layers_with_dropout, seed_fields
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
 from gptpar.optim.spans import DECAYS
@@ -120,8 +120,8 @@ class Trainer:
 
     def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, Hyperparameters]:
         """A step's, by parameter group: of the parameters that decay, and of those that do not."""
-        o, lr = self.config.optimizer, self.schedule.learning_rate(progress)
-        decays = Hyperparameters(lr, o.adam_beta1, o.adam_beta2, o.adam_eps, self.schedule.weight_decay(progress))
+        lr, weight_decay = self.schedule.learning_rate(progress), self.schedule.weight_decay(progress)
+        decays = self.engine.optimizer.optimizer.configured(self.config.optimizer, lr, weight_decay)
         return decays, decays._replace(weight_decay=0.0)
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:

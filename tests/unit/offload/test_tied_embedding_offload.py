@@ -62,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
     ) -> Seen:
         with monkeypatch.context() as patch, logged():
             seen = Counting.seen = Seen()
-            patch.setattr(machine, "CpuAdam", Counting)
+            patch.setattr(machine, "make_host_kernel", lambda _, threads: Counting(threads))
             patch.setattr(updating_thread, "BACK_OFF_STEPS", 0)  # it tries again in the step after one that is clipped
             if not early:
                 patch.setattr(gpt, "tied_unit", lambda *_: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -39,6 +40,10 @@ class LayerSpec:
         """Construct the layer."""
         return self.cls(*self.args, **self.kwargs)
 
+    def builds_the_same(self, other: LayerSpec) -> bool:
+        """Whether both build equal layers, whatever they are called."""
+        return (self.cls, self.args, self.kwargs) == (other.cls, other.args, other.kwargs)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__}, name={self.name!r})"
 
@@ -62,3 +67,9 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(cls, *args, **kwargs)
         self.key = key
         self.forward_fn = forward_fn
+
+
+def build_on_meta(spec: LayerSpec) -> nn.Module:
+    """The layer without storage."""
+    with torch.device("meta"):
+        return spec.build()

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.errors import ConfigError, GptparError
-from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
+from gptpar.model.spec import ModelSpec
 from gptpar.pipeline import schedules
 from gptpar.pipeline.abstract_run import AbstractRun
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.recompute import Keep
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
-from gptpar.pipeline.stage import Fields, Stage, build_on_meta
+from gptpar.pipeline.stage import Fields, Stage
 from gptpar.pipeline.transport import Transport
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import seed_of
@@ -38,6 +39,7 @@ class PipelineModule(nn.Module):
         num_virtual_stages: pieces on each process, for the interleaved schedule (arXiv 2104.04473).
         topology: this process's place, in place of ``num_stages``.
         flops: a cost for each layer, for ``flops``.
+        split: which layers go where, in place of ``partition_method`` and ``flops``.
         build: makes a layer from its specification; by default with the layer's own initial values, drawn from a
             seed of its own, so that they do not depend on the number of stages.
         recompute: the groups of consecutive layers (by name) that are recomputed in the backward pass, for the names
@@ -62,6 +64,7 @@ class PipelineModule(nn.Module):
         num_virtual_stages: int = 1,
         topology: Topology | None = None,
         flops: Sequence[float] = (),
+        split: LayerSplit | None = None,
         build: Callable[[LayerSpec], nn.Module] | None = None,
         recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]] = lambda names: (),
         keep: Keep | None = None,
@@ -78,7 +81,7 @@ class PipelineModule(nn.Module):
         self._loss_fn = loss_fn
         self._abstract = AbstractRun(self.specs)
         self._boundary = boundary or self._abstract_boundary
-        self.split = split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
+        self.split = split or split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
         self.bounds = self.split.bounds
         tied: dict[str, nn.Module] = {}
         self.chunks = nn.ModuleList()
@@ -242,15 +245,32 @@ def split_layers(
         ConfigError: it cannot be cut like that.
     """
     parameters = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in specs]
+    return _split(specs, parameters, flops, num_stages, num_virtual_stages, method)
+
+
+def split_model(model: ModelSpec, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
+    """Cut a model, which knows what its layers cost.
+
+    Args:
+        model: on one tensor rank: whole, so that all processes cut it alike.
+
+    Raises:
+        ConfigError: it cannot be cut like that.
+    """
+    return _split(model.specs, model.parameters, model.flops, num_stages, num_virtual_stages, method)
+
+
+def _split(
+    specs: Sequence[LayerSpec],
+    parameters: Sequence[int],
+    flops: Sequence[float],
+    num_stages: int,
+    num_virtual_stages: int,
+    method: str,
+) -> LayerSplit:
     kinds = [spec.cls.__name__ for spec in specs]
-    bounds = partition(
-        method,
-        num_stages * num_virtual_stages,
-        parameters=parameters,
-        flops=flops,
-        kinds=kinds,
-        num_stages=num_stages,
-    )
+    num_parts = num_stages * num_virtual_stages
+    bounds = partition(method, num_parts, parameters=parameters, flops=flops, kinds=kinds, num_stages=num_stages)
     costs = balance(flops or parameters, bounds, num_stages)
     return LayerSplit(bounds, balance(parameters, bounds, num_stages), costs)
 

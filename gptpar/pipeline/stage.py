@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.pipeline.recompute import Keep, recomputed
 from gptpar.topology.initial_values import Init
 from gptpar.topology.placement import Split, declared_by
@@ -254,10 +254,10 @@ class Stage(nn.Module):
                 if empty:
                     cast(Any, module).reset_buffers()
 
-    def compile_layers(self, kind: type[nn.Module]) -> None:
-        """Compile each layer of a kind by itself: compile time does not grow with depth."""
-        for layer in self.layers:
-            if isinstance(layer, kind):
+    def compile_layers(self, names: Collection[str]) -> None:
+        """Compile each of these layers by itself: compile time does not grow with depth."""
+        for name, layer in self.layers_by_name().items():
+            if name in names:
                 layer.compile()
 
 
@@ -275,9 +275,3 @@ def place_parameter(parameter: nn.Parameter, memory: torch.Tensor) -> None:
 def memory_for(buffers: Mapping[str, BufferInfo], device: torch.device) -> dict[str, torch.Tensor]:
     """Memory for :meth:`Stage.place`, without values."""
     return {name: torch.empty(info.shape, dtype=info.dtype, device=device) for name, info in buffers.items()}
-
-
-def build_on_meta(spec: LayerSpec) -> nn.Module:
-    """The layer without storage."""
-    with torch.device("meta"):
-        return spec.build()

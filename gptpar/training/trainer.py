@@ -9,10 +9,10 @@ import torch
 
 from gptpar.config import Config
 from gptpar.config.graph import wants_graph
+from gptpar.config.roles import Role
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
-from gptpar.model.block import Block
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
@@ -90,7 +90,7 @@ class Trainer:
         self.pipeline = made.pipeline
         if config.precision.compile and topology.device.type == "cuda":
             for stage in self.pipeline.stages_here:
-                stage.compile_layers(Block)
+                stage.compile_layers(made.model.names(Role.BLOCK))
         specs = (spec for stage in self.pipeline.stages_here for spec in stage.specs)
         self._layers_with_dropout = layers_with_dropout(specs)
         self._graph: StepGraph | None = None

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/regenerate.py [--peers FOLDER] [--only WORDS] [--seconds S] [--dry-run]
 
-It looks how many GPUs there are: with four or more it runs the layouts of the README's table, with one to three the
+It looks how many GPUs there are: with four or more it runs the layouts of docs/performance.md, with one to three the
 single-GPU models, also with the optimizer on the CPU, and without any a tiny model and benchmarks/cpu_adam.py.
 FOLDER holds baseline_megatron.py, baseline_fsdp2.py, baseline_nanogpt.py and baseline_deepspeed.py, which print a JSON
 line each. All take turns: a round runs every case once, ours directly before its peer. Each run appends a JSON line;
@@ -129,7 +129,7 @@ def plain(model: str, flags: str) -> Peer:
 
 
 def four_gpus() -> Table:
-    """The README's table of layouts."""
+    """The layouts of docs/performance.md."""
     base = f"--preset 1.3B --seq-length 2048 --global-batch-size 32 {CALM}"
     cut, split = "--pipeline-partition-method flops --pipeline-model-parallel-size", "--tensor-model-parallel-size"
     pieces = "--num-virtual-stages-per-pipeline-rank"

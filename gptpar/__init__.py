@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gptpar.any_module.arguments import add_config_arguments
     from gptpar.any_module.deferred import deferred_init
     from gptpar.any_module.initialize import initialize
     from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
@@ -26,6 +27,7 @@ __all__ = [
     "TiedLayerSpec",
     "TwinFlowAdamW",
     "__version__",
+    "add_config_arguments",
     "deferred_init",
     "estimate_memory",
     "estimate_zero2_model_states_mem_needs_all_cold",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "add_config_arguments": "gptpar.any_module.arguments",
     "initialize": "gptpar.any_module.initialize",
     "LayerSpec": "gptpar.model.layer_spec",
     "PipelineModule": "gptpar.pipeline",

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests, making an environment for them first where there is none: tests/run.sh [pytest arguments]
+# tests/run.sh -m fast: the fast tier alone, within 90 seconds on two cores.
 set -euo pipefail
 CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
@@ -10,7 +11,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 echo "tests: $("$PYTHON" -V) at $PYTHON, OMP_NUM_THREADS=$OMP_NUM_THREADS"
 [[ $# -gt 0 ]] || set -- tests/
-# The whole suite takes two cores, a file at a time each; more would only fight over what the ranks' tests need.
-# (nproc would count OMP_NUM_THREADS.)
-[[ "$1" == tests/ && "$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)" -gt 1 ]] && set -- -n 2 --dist loadfile "$@"
+# The whole suite or a tier of it takes two cores, a file at a time each; more would only fight over what the ranks'
+# tests need. (nproc would count OMP_NUM_THREADS.)
+[[ "$1" =~ ^(tests/|-m)$ && "$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)" -gt 1 ]] && set -- -n 2 --dist loadfile "$@"
 exec "$PYTHON" -m pytest "$@"

@@ -28,11 +28,12 @@ class BatchSource:
         number: of micro-batches in a step.
 
     Attributes:
+        number: as given.
         loader: where they come from if no iterator is given, again and again; ``None``: nowhere.
     """
 
     def __init__(self, number: int, device: torch.device):
-        self._number, self._device = number, device
+        self.number, self._device = number, device
         self.loader: Iterable[Any] | None = None
         self._repeated: RepeatingLoader[Any] | None = None
 
@@ -51,14 +52,14 @@ class BatchSource:
                 "pass that to each step, or every step would begin with the first batch again."
             )
         batches: Batches = []
-        for taken in range(self._number):
+        for taken in range(self.number):
             try:
                 batches.append(mapped(next(data), lambda tensor: tensor.to(self._device, non_blocking=True)))
             except StopIteration:
                 if not taken:
                     raise
                 raise GptparError(
-                    f"the data ended after {taken} of the step's {self._number} micro-batches, which were not used: "
+                    f"the data ended after {taken} of the step's {self.number} micro-batches, which were not used: "
                     "let its length be a multiple of gradient_accumulation_steps, or repeat it."
                 ) from None
         return batches

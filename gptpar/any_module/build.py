@@ -13,6 +13,7 @@ from torch import nn
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
+from gptpar.any_module.read_guard import ReadGuard
 from gptpar.any_module.units import FlatUnit, UnitPlan
 from gptpar.engine.data_axis import DataAxis, wait_without_limit
 from gptpar.engine.engine import Engine, EngineSettings
@@ -139,6 +140,8 @@ def build_engine(
         families=[(group,) for group in range(len(groups))],
         learns=True,
     )
+    if engine.gatherer.brings:
+        engine.gatherer.watch = ReadGuard(stage, engine.gatherer)
     take_values(engine, frozen, values, topology)
     return engine, host, frozen
 
@@ -169,6 +172,10 @@ def compile_scopes(stage: PlacedParameters, backend: str = "inductor") -> None:
     """Compile each block by itself, its hooks left out; without blocks, the whole model."""
     for path in [scope.path for scope in stage.plan.scopes if scope.path] or [""]:
         module = stage.scope_module(path)
+        if "forward" in vars(module):
+            stage.undo.callback(setattr, module, "forward", module.forward)
+        else:
+            stage.undo.callback(delattr, module, "forward")
         module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.any_module.stored_state import (
+    ENGINE_COUNTS,
     StoredState,
     alias_problems,
     group_differences,
@@ -153,11 +154,11 @@ def load(
 def _state_of(engine: TrainingEngine, tag: str, client_state: Any) -> StoredState:
     """The numbers of this moment."""
     problems: list[str] = []
-    counts = {name: getattr(engine, name) for name in ("global_steps", "skipped_steps", "micro_steps")}
+    counts = {name: getattr(engine, name) for name in ENGINE_COUNTS}
     state = StoredState(
         tag=tag,
         counts=counts | {"optimizer_steps": engine.engine.optimizer.steps_taken},
-        loss_scale=engine.loss_scale.state(),
+        loss_scale=engine.loss_scaler.state(),
         groups=groups_to_json(engine.optimizer.param_groups, _names(engine.module), problems),
         scheduler=scheduler_to_json(engine.lr_scheduler, problems),
         aliases=engine.weights.aliases,
@@ -278,6 +279,7 @@ def _take_over(engine: TrainingEngine, state: StoredState, chosen: Chosen) -> No
     if chosen.schedule and engine.lr_scheduler is not None and state.scheduler is not None:
         engine.lr_scheduler.load_state_dict(from_json(state.scheduler["state"]))
     if not chosen.module_only:
-        engine.loss_scale.load(state.loss_scale)
-        for name in ("global_steps", "skipped_steps", "micro_steps"):
-            setattr(engine, name, state.counts[name])
+        engine.loss_scaler.load(state.loss_scale)
+        samples = state.counts["global_steps"] * engine.train_batch_size()
+        for name in ENGINE_COUNTS:
+            setattr(engine, name, state.counts.get(name, samples))

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from gptpar.any_module.batches import Batches, LossFunction, require_loss
+from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.step_work import StepResult, StepWork
 from gptpar.any_module.training_engine import TrainingEngine
-from gptpar.any_module.weights import Weights
-from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
-from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.system.activity import Activity
-from gptpar.topology.groups import Topology
+
+_SPENT = "gptpar: its graph is gone"
 
 
 class ModuleEngine(TrainingEngine):
@@ -42,22 +39,17 @@ class ModuleEngine(TrainingEngine):
     def __init__(
         self,
         stage: ModuleStage,
-        engine: Engine,
-        host: HostOptimizer | None,
-        weights: Weights,
+        parts: EngineParts,
         groups: list[dict[str, Any]],
         options: EngineOptions,
-        topology: Topology,
-        activity: Activity,
         loss_fn: LossFunction | None = None,
-        watch: OrderWatch | None = None,
     ):
-        work = StepWork(stage, engine, self.forward, loss_fn, activity)
-        super().__init__(stage.module, work, engine, host, weights, groups, options, topology, activity, watch)
+        work = StepWork(stage, parts.engine, self.forward, loss_fn, parts.activity)
+        super().__init__(stage.module, work, parts, groups, options)
         self._stage = stage
         self._recorded: RecordedWork | None = None
-        if wants_graph(options, topology.layout.world_size, self.device):
-            self._recorded = RecordedWork(self.module, work, engine)
+        if wants_graph(options, self.world_size, self.device):
+            self._recorded = RecordedWork(self.module, work, self.engine)
         self._no_sync = False
         self._boundary: bool | None = None
 
@@ -101,14 +93,6 @@ class ModuleEngine(TrainingEngine):
         finally:
             self._no_sync = before
 
-    def _require_sums(self, verb: str) -> None:
-        settings = self.engine.settings
-        if not settings.adds_gradients and settings.dtype != settings.wide:
-            raise GptparError(
-                f"{verb} adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
-                "that the sums get memory."
-            )
-
     def backward(
         self,
         loss: torch.Tensor,
@@ -150,15 +134,16 @@ class ModuleEngine(TrainingEngine):
             self.zero_grad()  # some of the step's gradients are incomplete: it begins anew
             raise
         self._is_final = last
+        if not retain_graph:
+            _notes_of(loss)[_SPENT] = True
         return loss
 
     def _begin(self) -> None:
         self._take_note_of_last_step()
-        self.engine.finish()  # nobody else waits for units that this step does not call
         self._prepare()
         passes = self.options.batch.accumulation_steps
         counted = not self._no_sync and self._boundary is None
-        self.engine.begin_gradients(passes if counted else max(passes, 2))
+        self._work.begin(passes if counted else max(passes, 2))
 
     def step(self) -> None:
         """End a micro-batch; after the step's last one, update the parameters.
@@ -175,24 +160,27 @@ class ModuleEngine(TrainingEngine):
             )
         self._count += 1
         self.micro_steps += 1
+        self._ended_step = False
         if ends_step:
             self.optimizer.step()
 
     def _require_no_step(self) -> None:
         if self._has_begun or self._count or self._no_sync:
             raise GptparError(
-                f"train_batch() amid a step, {self._count} of whose micro-batches are done, or in no_sync(): end the "
-                "step with engine.step(), or forget it with engine.zero_grad()."
+                f"train_batch() or set_train_batch_size() amid a step, {self._count} of whose micro-batches are done, "
+                "or in no_sync(): end the step with engine.step(), or forget it with engine.zero_grad()."
             )
 
     def _passes(self, batches: Batches) -> StepResult:
         return (self._recorded or self._work)(batches)
 
     def close(self) -> None:
-        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
+        """See :meth:`TrainingEngine.close <gptpar.any_module.training_engine.TrainingEngine.close>`."""
         if self._recorded is not None:
             self._recorded.release()
+            self._recorded = None
         super().close()
+        self.__dict__.pop("_stage", None)
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         if passes:
@@ -207,3 +195,13 @@ class ModuleEngine(TrainingEngine):
                 "losses and call backward once."
             )
         require_loss(loss)
+        if _SPENT in _notes_of(loss):
+            raise GptparError(
+                "engine.backward(loss) twice for one loss, whose graph is gone since the first time: call the model "
+                "again, or pass retain_graph=True the first time if the loss is to count twice."
+            )
+
+
+def _notes_of(loss: torch.Tensor) -> dict[str, Any]:
+    """What autograd keeps with the graph of a loss."""
+    return {} if loss.grad_fn is None else cast(Any, loss.grad_fn).metadata

@@ -13,12 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from gptpar.any_module.agreement import require_same_model
+from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
+from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.graph import check_graph
 from gptpar.any_module.initialize_layers import Layer, check_pipeline, engine_of_pipeline, make_pipeline
 from gptpar.any_module.module_stage import ROOT, ModuleStage
@@ -28,14 +30,15 @@ from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.schedulers import ClientScheduler, scheduler_of
 from gptpar.any_module.training_engine import TIMEOUT_MINUTES
 from gptpar.any_module.units import find_units
-from gptpar.any_module.weights import Weights
-from gptpar.errors import GptparError
+from gptpar.any_module.weights import Weights, are_held
+from gptpar.errors import GptparError, ModelError
 from gptpar.pipeline.module import PipelineModule
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
 from gptpar.topology.world import join_world
 
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 Initialized = tuple[ModuleEngine | PipelineEngine, torch.optim.Optimizer, DataLoader[Any] | None, LRScheduler | None]
 
 
@@ -46,18 +49,23 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: ClientScheduler = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    config: ConfigSource = None,
+    mesh_param: Sequence[int] | None = None,
+    config_params: ConfigSource = None,
     recording: Recording | None = None,
     loss_fn: LossFunction | None = None,
 ) -> Initialized:
     """Train a module with ZeRO, offload and whatever else a DeepSpeed configuration asks for, without changing it.
 
     Every process calls it, with the same model; the first process's values count. On several processes
-    ``torch.distributed`` is initialised if it is not yet.
+    ``torch.distributed`` is initialised if it is not yet. Arguments have DeepSpeed's names and places.
 
     Args:
-        args: a command line whose ``deepspeed_config`` may name the configuration.
+        args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.
         model: the module; its parameters get other memory, and stay the same objects. Or a
             :class:`~gptpar.pipeline.module.PipelineModule`, or a list of its layers, which the configuration's
             ``pipeline`` divides: the engine is a :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
@@ -67,8 +75,13 @@ def initialize(
         training_data: becomes the returned loader.
         lr_scheduler: over the given optimizer, or a function from the returned one to a scheduler; goes before the
             configuration's.
+        distributed_port: of the first process, where the environment has no ``MASTER_PORT``.
+        mpu: an object that describes which processes share what; refused unless that is data parallelism alone.
+        dist_init_required: ``False``: the caller has initialised ``torch.distributed``.
         collate_fn: of the loader.
         config: DeepSpeed's JSON as a path or a dictionary.
+        mesh_param: sizes (data-parallel, sequence-parallel): there is none of the latter.
+        config_params: the former name of ``config``, which goes before it.
         recording: what :func:`gptpar.deferred_init` returned, if the model was built under it.
         loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:
             the output is the loss, or has it as ``loss`` or as the first element of a tuple. Of a list of layers:
@@ -86,32 +99,43 @@ def initialize(
         raise TypeError(
             f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
         )
+    if isinstance(model, nn.Module) and are_held(model):
+        raise GptparError(
+            "the model, or a part of it, is in another engine of gptpar.initialize, which has its weights: call that "
+            "one's engine.close() first, on all processes; it gives the weights back."
+        )
+    before_meeting(distributed_port, dist_init_required)
     rank, device = join_world(TIMEOUT_MINUTES)
     world = dist.get_world_size() if dist.is_initialized() else 1
+    kind = ModelKind.MODULE if isinstance(model, nn.Module) else ModelKind.LAYERS
+    if isinstance(model, PipelineModule):
+        check_pipeline(model, loss_fn, world)
+        kind, world = ModelKind.PIPELINE, model.topology.layout.data
+    take_arguments(args, mpu, mesh_param, world=world, is_pipeline=kind is not ModelKind.MODULE)
+    options = read_options(chosen_config(config, config_params, args), args, world=world, model=kind)
     engine: ModuleEngine | PipelineEngine
     if isinstance(model, nn.Module) and not isinstance(model, PipelineModule):
-        options = read_options(config, args, world=world)
         check_graph(options, world)
         topology = make_topology(Layout(data=world), rank, device)
         engine = _engine_of(model, optimizer, model_parameters, options, topology, recording, loss_fn)
     else:
         if recording is not None:
             raise GptparError("recording= is for a module; each LayerSpec is built only where its layer runs anyway.")
-        if isinstance(model, PipelineModule):
-            check_pipeline(model, loss_fn, world)
-            options = read_options(config, args, world=model.topology.layout.data, model=ModelKind.PIPELINE)
-            pipeline = model
-        else:
-            options = read_options(config, args, world=world, model=ModelKind.LAYERS)
-            pipeline = make_pipeline(model, loss_fn, options, rank, device)
-        engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options)
+        if not isinstance(model, PipelineModule):
+            model = make_pipeline(model, loss_fn, options, rank, device)
+        engine = engine_of_pipeline(model, optimizer, model_parameters, options)
     engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
-    loader = None
-    if training_data is not None:
-        topology = engine.topology
-        loader = make_loader(training_data, options, topology.data_rank, topology.layout.data, collate_fn)
-        engine.data.loader = loader
+    engine.data.loader = loader = _loader_of(training_data, engine, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _loader_of(
+    dataset: Dataset[Any] | None, engine: ModuleEngine | PipelineEngine, collate_fn: Callable[[list[Any]], Any] | None
+) -> DataLoader[Any] | None:
+    if dataset is None:
+        return None
+    topology = engine.topology
+    return make_loader(dataset, engine.options, topology.data_rank, topology.layout.data, collate_fn)
 
 
 def _engine_of(
@@ -125,6 +149,8 @@ def _engine_of(
 ) -> ModuleEngine:
     if recording is not None:
         recording.check(model)
+    else:
+        _require_values(model)
     groups = groups_of(optimizer, model_parameters, model, options)
     trained = {parameter for group in groups for parameter in group["params"]}
     plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
@@ -145,5 +171,19 @@ def _engine_of(
     engine.gatherer.follow([stage.call_order()], stays=(ROOT,))
     if options.compile:
         compile_scopes(stage)
-    weights = Weights(stage, engine, frozen, topology)
-    return ModuleEngine(stage, engine, host, weights, groups, options, topology, activity, loss_fn, watch)
+    parts = EngineParts(engine, host, Weights(stage, engine, frozen, topology), topology, activity, watch)
+    return ModuleEngine(stage, parts, groups, options, loss_fn)
+
+
+def _require_values(model: nn.Module) -> None:
+    """Raise a ModelError if parameters or buffers are on the meta device, and nobody has recorded their values."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
+        raise ModelError(
+            [
+                f"{len(empty)} of the model's {len(tensors)} parameters and buffers, {empty[0]} among them, are on the "
+                "meta device and have no values: build the model inside `with gptpar.deferred_init() as recording:` "
+                "and pass recording=recording, or give it values first (to_empty(device=...), then its initialisation)"
+            ]
+        )

@@ -12,8 +12,10 @@ from torch import nn
 
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
+from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
 from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.weights import Weights
 from gptpar.errors import GptparError, ModelError
@@ -103,7 +105,8 @@ def engine_of_pipeline(
     if options.compile:
         compile_scopes(stages)
     weights = Weights(stages, engine, frozen, topology)
-    return PipelineEngine(pipeline, stages, engine, host, weights, groups, options, Activity.of_worker())
+    parts = EngineParts(engine, host, weights, topology, Activity.of_worker(), OrderWatch(topology))
+    return PipelineEngine(pipeline, stages, parts, groups, options)
 
 
 @contextmanager

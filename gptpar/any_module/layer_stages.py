@@ -10,13 +10,13 @@ from torch import nn
 
 from gptpar.any_module.placed import PlacedParameters, TiedUnit
 from gptpar.any_module.refusals import problems_of
-from gptpar.any_module.units import Scope, UnitPlan, flat_units
+from gptpar.any_module.units import Scope, TensorNames, UnitPlan, dtypes_of, flat_units, kinds_of
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.module import PipelineModule
-from gptpar.pipeline.stage import Stage
+from gptpar.pipeline.stage import Stage, call_directly
 
 
 class LayerStages(PlacedParameters):
@@ -58,6 +58,7 @@ class _LayerStage:
 
     def call_through(self, gatherer: ParameterGatherer) -> None:
         self._stage.call_through(gatherer)
+        self._owner.undo.callback(self._stage.call_through, call_directly)
 
     def call_order(self) -> list[str]:
         return self._stage.call_order()
@@ -89,38 +90,32 @@ def plan_layers(
 
     Args:
         layers: by name; they do not share parameters.
-        dtype: that all parameters will have; ``None``: they keep theirs.
+        dtype: that parameters will have (see :func:`~gptpar.any_module.units.dtypes_of`); ``None``: they keep theirs.
         trained: the parameters that an optimizer has.
 
     Raises:
         ModelError: with every reason why they cannot be divided.
     """
     problems = [f"layer {name}: {problem}" for name, layer in layers.items() for problem in problems_of(layer)]
-    parameters, among = _parameters_of(layers), set(trained)
     problems += [
         f"{name} has no values: let the layers be built with them, without build=build_on_meta"
-        for name, parameter in parameters.items()
+        for name, parameter in _parameters_of(layers).items()
         if parameter.is_meta
     ]
     if problems:
         raise ModelError(problems)
-    names: dict[torch.Tensor, list[str]] = {}
-    buffers: dict[torch.Tensor, list[str]] = {}
-    scope_of = {f"{name}.{local}": name for name, layer in layers.items() for local, _ in layer.named_parameters()}
+    names = TensorNames()
+    scope_of: dict[str, str] = {}
+    dtypes: dict[torch.Tensor, torch.dtype] = {}
     for name, layer in layers.items():
-        for local, parameter in layer.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(f"{name}.{local}")
-        for local, buffer in layer.named_buffers(remove_duplicate=False):
-            buffers.setdefault(buffer, []).append(f"{name}.{local}")
-    kinds = {name: (dtype or p.dtype, p.requires_grad and p in among) for name, p in parameters.items()}
-    units = flat_units(parameters, scope_of, kinds)
+        for path, module in layer.named_modules(prefix=name, remove_duplicate=False):
+            names.add(path, module)
+        scope_of |= dict.fromkeys(_parameters_of({name: layer}), name)
+        dtypes |= dtypes_of(layer, dtype)
+    parameters = names.parameters()
+    units = flat_units(parameters, scope_of, kinds_of(parameters, dtypes, trained))
     scopes = (Scope(name, tuple(unit.name for unit in units if unit.scope == name)) for name in layers)
-    return UnitPlan(
-        tuple(scope for scope in scopes if scope.units),
-        units,
-        tuple(one[0] for one in buffers.values()),
-        {name: one[0] for one in (*names.values(), *buffers.values()) if len(one) > 1 for name in one},
-    )
+    return UnitPlan(tuple(scope for scope in scopes if scope.units), units, tuple(names.buffers()), names.aliases())
 
 
 def sharing_problems(specs: Sequence[LayerSpec]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_watch import ReadWatch
 from gptpar.any_module.units import Scope, UnitPlan
+from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
 from gptpar.errors import GptparError
@@ -46,23 +47,26 @@ class ModuleStage(PlacedParameters):
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
-        in_backward: whether the engine is in a backward pass: what is called there is computed again.
     """
 
     def __init__(self, module: nn.Module, plan: UnitPlan, note: Callable[[str], None] = lambda what: None):
         super().__init__(plan, dict(module.named_parameters()))
         self.module, self.stages, self._note = module, (self,), note
         self.passes: list[list[str]] = []
-        self.in_backward = False
         self._gatherer: ParameterGatherer | None = None
         self._depth = 0
         self._kept: saved_tensors_hooks | None = None
         self._read_watch: ReadWatch | None = None
-        self._is_watching = self._is_bringing = False
+        self._is_bringing = False
         self._called: list[str] = []
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self._uncompiled = contextlib.ExitStack()
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is at work, this engine's or another's: what is called there is computed again."""
+        return BACKWARD_PASSES.is_running
 
     # What the engine asks.
 
@@ -87,13 +91,13 @@ class ModuleStage(PlacedParameters):
         trained = self.global_parameters()
         for name, parameter in self.parameters.items():  # trainable, but in no group of the optimizer
             if parameter.requires_grad and name not in trained:
-                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                self.undo.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
         for scope in self.plan.scopes:
             module = self.scope_module(scope.path)
             before = torch._dynamo.disable(partial(self._before, scope))
             after = torch._dynamo.disable(partial(self._after, scope))
-            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            module.register_forward_hook(after, always_call=True)
+            self.undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+            self.undo.callback(module.register_forward_hook(after, always_call=True).remove)
 
     def take_passes(self) -> list[list[str]]:
         """The scopes that were called in each training forward since the last time."""
@@ -120,11 +124,10 @@ class ModuleStage(PlacedParameters):
     def backward(self) -> Iterator[None]:
         """Around a backward pass. The first one recomputes what was watched, uncompiled as it was."""
         self._note("began a backward pass")
-        self.in_backward = True
         try:
-            yield
+            with BACKWARD_PASSES.one():
+                yield
         finally:
-            self.in_backward = False
             self._uncompiled.close()
 
     # Around a scope's forward.
@@ -159,6 +162,7 @@ class ModuleStage(PlacedParameters):
             self._called.remove(scope.path)
         if scope.path == ROOT and self._depth:
             self._depth -= 1
+            self._require_fresh(output)
             if not self._depth:
                 self._leave(succeeded=output is not None)
 
@@ -177,12 +181,29 @@ class ModuleStage(PlacedParameters):
         if self._read_watch is not None:
             self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
             self._read_watch.__enter__()
-            self._is_watching = True
+            self.is_watching = True
+
+    def _require_fresh(self, output: Any) -> None:
+        """Have backward passes of this output refused after the next step, when its graph has the new weights."""
+        assert self._gatherer is not None
+        gatherer, changes = self._gatherer, self._gatherer.changes
+
+        def check(grad: torch.Tensor) -> None:
+            if gatherer.changes != changes:
+                raise GptparError(
+                    "engine.backward(loss) of a forward pass before the last engine.step(): the weights have changed "
+                    "since, so that the gradient would be of neither. The step's gradients were dropped; call the "
+                    "model again."
+                )
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(check)
 
     def _require_same_trained(self) -> None:
-        changed = [
-            name for name, parameter in self.parameters.items() if parameter.requires_grad != self._requires[name]
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # past the guard of parameters that are away: it takes time
+            requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
+        changed = [name for name, value in requires.items() if value != self._requires[name]]
         if changed:
             raise GptparError(
                 f"requires_grad of {', '.join(changed)} was changed after gptpar.initialize, which has laid out memory "
@@ -191,9 +212,9 @@ class ModuleStage(PlacedParameters):
 
     def _leave(self, *, succeeded: bool) -> None:
         """The whole module's call is over."""
-        if self._read_watch is not None and self._is_watching:
+        if self._read_watch is not None and self.is_watching:
             self._read_watch.__exit__(None, None, None)
-            self._is_watching = False
+            self.is_watching = False
             if succeeded and torch.is_grad_enabled():
                 self._read_watch = None  # one whole training pass is watched: it costs time
             else:

@@ -9,6 +9,7 @@ import torch
 
 from gptpar.errors import GptparError
 from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.loss_scale import LossScale
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -22,15 +23,28 @@ class EngineOptimizer(torch.optim.Optimizer):
             ``param_groups`` themselves, so that who has changed a rate in them before changes it here.
         update: updates all parameters with :meth:`hyperparameters`.
         drop_gradients: forgets the gradients.
+        scaler: the loss scale.
     """
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], update: Callable[[], None], drop_gradients: Callable[[], None]
+        self,
+        groups: Sequence[dict[str, Any]],
+        update: Callable[[], None],
+        drop_gradients: Callable[[], None],
+        scaler: LossScale,
     ):
         self._complete = False
         # Schedulers that move a beta, too, look for it among the defaults.
         super().__init__(list(groups), {name: groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")})
         self._update, self._drop_gradients, self._complete = update, drop_gradients, True
+        self._scaler = scaler
+
+    @property
+    def cur_scale(self) -> float:
+        """What losses are multiplied by now; 1 without fp16."""
+        return self._scaler.value
+
+    loss_scale = cur_scale
 
     def hyperparameters(self) -> tuple[Hyperparameters, ...]:
         """Of each group, as they are now."""

@@ -9,14 +9,13 @@ from typing import Any, NoReturn
 import torch
 
 from gptpar.any_module.batches import described, mean_of
+from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.layer_stages import LayerStages
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.step_work import StepResult
 from gptpar.any_module.training_engine import TrainingEngine
-from gptpar.any_module.weights import Weights
 from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
-from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.runtime import MicroBatch
 from gptpar.system.activity import Activity
@@ -42,15 +41,12 @@ class PipelineEngine(TrainingEngine):
         self,
         pipeline: PipelineModule,
         stages: LayerStages,
-        engine: Engine,
-        host: HostOptimizer | None,
-        weights: Weights,
+        parts: EngineParts,
         groups: list[dict[str, Any]],
         options: EngineOptions,
-        activity: Activity,
     ):
-        work = PipelineWork(pipeline, stages, engine, self._cast, activity)
-        super().__init__(pipeline, work, engine, host, weights, groups, options, pipeline.topology, activity)
+        work = PipelineWork(pipeline, stages, parts.engine, self._cast, parts.activity)
+        super().__init__(pipeline, work, parts, groups, options)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """A pipeline's stages work on several micro-batches at once: :meth:`train_batch` calls them."""

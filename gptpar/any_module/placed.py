@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.units import FlatUnit, UnitPlan
 from gptpar.engine.engine import EngineStage
 from gptpar.pipeline.stage import place_parameter
@@ -28,7 +30,7 @@ class TiedUnit:
     group: dist.ProcessGroup
 
 
-class PlacedParameters:
+class PlacedParameters(NotCopied):
     """A module, or the layers of a pipeline that this process has, as the engine sees them.
 
     Args:
@@ -39,12 +41,17 @@ class PlacedParameters:
         plan, parameters: as given, frozen ones too.
         stages: what the engine calls; all are of these parameters.
         tied: units that other stages have, too, the same on all of these and in the same order.
+        undo: takes the engine's hooks from the modules, when it is closed.
+        is_watching: whether every operator is looked at already, which brings what it reads.
     """
+
+    is_watching = False
 
     def __init__(self, plan: UnitPlan, parameters: Mapping[str, nn.Parameter]):
         self.plan, self.parameters = plan, dict(parameters)
         self.stages: Sequence[EngineStage] = ()
         self.tied: dict[str, TiedUnit] = {}
+        self.undo = contextlib.ExitStack()
         self._unit_named = {name: unit for unit in plan.units for name in unit.parameters}
         self._unit_of: dict[int, FlatUnit] = {}
 

@@ -23,18 +23,23 @@ def to_json(value: Any, name: str, problems: list[str]) -> Any:
         return value
     if isinstance(value, torch.Tensor) and not value.dim() and not value.is_complex():
         return value.item()
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+    if type(value) in (list, tuple):
         items = [to_json(one, f"{name}[{place}]", problems) for place, one in enumerate(value)]
         return items if isinstance(value, list) else {_MARK: "tuple", "values": items}
     if isinstance(value, dict):
-        texts = all(isinstance(key, str) for key in value) and _MARK not in value and not isinstance(value, Counter)
-        if texts:
-            return {key: to_json(one, f"{name}[{key!r}]", problems) for key, one in value.items()}
-        pairs = [[to_json(key, f"a key of {name}", problems), to_json(one, f"{name}[{key!r}]", problems)]
-                 for key, one in value.items()]  # fmt: skip
-        return {_MARK: "counter" if isinstance(value, Counter) else "dict", "values": pairs}
+        return _dict_to_json(value, name, problems)
     problems.append(f"{name} is {_described(value)}")
     return None
+
+
+def _dict_to_json(value: dict[Any, Any], name: str, problems: list[str]) -> dict[str, Any]:
+    values = [to_json(one, f"{name}[{key!r}]", problems) for key, one in value.items()]
+    counts = isinstance(value, Counter)
+    if not counts and _MARK not in value and all(isinstance(key, str) for key in value):
+        return dict(zip(value, values, strict=True))
+    keys = [to_json(key, f"a key of {name}", problems) for key in value]
+    pairs = [list(pair) for pair in zip(keys, values, strict=True)]
+    return {_MARK: "counter" if counts else "dict", "values": pairs}
 
 
 def from_json(value: Any) -> Any:

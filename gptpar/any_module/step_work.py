@@ -52,6 +52,17 @@ class StepWork:
         self._stage, self._engine, self._call, self._loss_fn, self._activity = stage, engine, call, loss_fn, activity
         self.scale = torch.ones((), dtype=engine.settings.wide, device=engine.device)
         self._no_loss = torch.zeros_like(self.scale)
+        self._is_first = False  # whether the next backward pass is its step's first
+
+    def begin(self, num_passes: int) -> None:
+        """Begin the gradients of a step.
+
+        Args:
+            num_passes: backward passes that will add to them; 2 or more where they are not counted.
+        """
+        self._engine.gradients.memory.ahead = self._engine.cuts.recorder is not None
+        self._engine.begin_gradients(num_passes)
+        self._is_first = True
 
     def backward(self, loss: torch.Tensor, *, last: bool, factor: float = 1.0, retain_graph: bool = False) -> None:
         """Add the gradient of a micro-batch's loss to the step's.
@@ -61,6 +72,9 @@ class StepWork:
             factor: how often the loss counts.
         """
         gradients, collector = self._engine.gradients, self._engine.gradients.collector
+        if self._is_first and self._engine.subscriber is not None:
+            self._engine.cuts.at(self._engine.finish)  # nobody else waits for units that this step does not call
+        self._is_first = False
         gradients.begin_backward(0, last=last)
         hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
         try:
@@ -81,8 +95,7 @@ class StepWork:
             GptparError: the module returned no loss, or one without a gradient.
         """
         self._stage.take_passes()
-        self._engine.gradients.memory.ahead = self._engine.cuts.recorder is not None
-        self._engine.begin_gradients(len(batches))
+        self.begin(len(batches))
         losses = []
         for number, batch in enumerate(batches):
             loss = loss_of(call_with(self._call, batch), batch, self._loss_fn)
@@ -91,8 +104,6 @@ class StepWork:
                     "the loss requires no gradient: train_batch was called under torch.no_grad(), or nothing that is "
                     "trained leads to it."
                 )
-            if number == 0 and self._engine.subscriber is not None:
-                self._engine.cuts.at(self._engine.finish)  # nobody else waits for units that this step does not call
             self.backward(loss, last=number == len(batches) - 1)
             losses.append(loss.detach())
         return self.result(mean_of(losses))

@@ -24,8 +24,8 @@ class StoredState:
 
     Attributes:
         tag: the user's name of the checkpoint.
-        counts: ``global_steps``, ``skipped_steps``, ``micro_steps``, and ``optimizer_steps``, those of the bias
-            corrections.
+        counts: the engine's, by :data:`ENGINE_COUNTS`, and ``optimizer_steps``, those of the bias corrections;
+            ``global_samples`` may be missing, in checkpoints from before it was counted.
         loss_scale: as :meth:`LossScale.state <gptpar.optim.loss_scale.LossScale.state>` gives it.
         groups: of the optimizer; under ``params`` the parameters' names.
         scheduler: ``class`` and ``state``; ``None``: there is none.
@@ -48,6 +48,7 @@ class StoredState:
         return {"writer": WRITER, **asdict(self), "torch": torch.__version__}
 
 
+ENGINE_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 COUNTS = ("global_steps", "skipped_steps", "micro_steps", "optimizer_steps")
 _SCALE = {"value": float, "dynamic": bool, "good_steps": int, "tolerance": int}
 
@@ -66,21 +67,8 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
     """
     if tag_of(meta) is None:
         raise CheckpointError(f"{path} is no engine's: gptpar pretrain --load goes on with its own runs.")
-    kinds: dict[str, Callable[[Any], bool]] = {
-        "tag": lambda value: isinstance(value, str),
-        "counts": lambda value: _has(value, dict.fromkeys(COUNTS, int)) and all(value[n] >= 0 for n in COUNTS),
-        "loss_scale": lambda value: _has(value, _SCALE) and value["value"] > 0,
-        "groups": lambda value: isinstance(value, list) and all(_has(one, {"params": list}) for one in value),
-        "scheduler": lambda value: value is None or _has(value, {"class": str, "state": dict}),
-        "aliases": lambda value: isinstance(value, dict) and all(isinstance(one, str) for one in value.values()),
-        "extra": lambda value: isinstance(value, dict),
-        "client": lambda value: True,
-    }
-    problems = [
-        f"{name} is {'missing' if name not in meta else f'{meta[name]!r:.60}'}"
-        for name, fits in kinds.items()
-        if name not in meta or not fits(meta[name])
-    ]
+    unfit = [name for name, fits in _FITS.items() if name not in meta or not fits(meta[name])]
+    problems = [f"{name} is {f'{meta[name]!r:.60}' if name in meta else 'missing'}" for name in unfit]
     try:
         from_json([meta.get(name) for name in ("groups", "scheduler", "extra", "client")])
     except ValueError as error:
@@ -88,6 +76,11 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
     if problems:
         raise CheckpointError(f"the meta of {path} is not that of an engine of this version: {'; '.join(problems)}.")
     return StoredState(**{one.name: meta[one.name] for one in fields(StoredState)})
+
+
+def _are_counts(value: Any) -> bool:
+    whole = _has(value, dict.fromkeys(COUNTS, int)) and all(type(one) is int for one in value.values())
+    return whole and min(value.values()) >= 0
 
 
 def _has(value: Any, kinds: Mapping[str, type]) -> bool:
@@ -98,6 +91,19 @@ def _is(value: Any, kind: type) -> bool:
     if kind is float:
         return type(value) in (int, float) and math.isfinite(value)
     return type(value) is kind
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "tag": lambda value: isinstance(value, str),
+    "counts": _are_counts,
+    "loss_scale": lambda value: _has(value, _SCALE) and value["value"] > 0,
+    "groups": lambda value: isinstance(value, list) and all(_has(one, {"params": list}) for one in value),
+    "scheduler": lambda value: value is None or _has(value, {"class": str, "state": dict}),
+    "aliases": lambda value: isinstance(value, dict) and all(isinstance(one, str) for one in value.values()),
+    "extra": lambda value: isinstance(value, dict),
+    "client": lambda value: True,
+}
+"""Field of :class:`StoredState` -> whether a value is of its kind."""
 
 
 # Groups of the optimizer.

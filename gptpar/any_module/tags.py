@@ -77,9 +77,7 @@ def candidates(folder: Path, tag: str | None) -> list[tuple[int, Path]]:
     _require_own(folder, "the engine reads its own checkpoints only.")
     found = _tagged(folder)
     if tag is None:
-        wanted = _latest_tag(folder)
-        first = next((number for number, _, one in found if one == wanted), None) if wanted is not None else None
-        return [(number, path) for number, path, _ in found if first is None or number <= first]
+        return _from_latest(found, _latest_tag(folder))
     chosen = [(number, path) for number, path, one in found if one == str(tag).strip()]
     if not chosen:
         names = ", ".join(repr(one) for *_, one in found if one is not None) or "none"
@@ -87,6 +85,12 @@ def candidates(folder: Path, tag: str | None) -> list[tuple[int, Path]]:
         unknown = f"; of {', '.join(damaged)} it cannot be read" if damaged else ""
         raise CheckpointError(f"{folder} has no checkpoint of the tag {str(tag)!r}; it has {names}{unknown}.")
     return chosen
+
+
+def _from_latest(found: list[Tagged], latest: str | None) -> list[tuple[int, Path]]:
+    """The checkpoint of the latest tag and those before it; all where no checkpoint has that tag."""
+    numbers = [number for number, _, tag in found if tag is not None and tag == latest]
+    return [(number, path) for number, path, _ in found if not numbers or number <= numbers[0]]
 
 
 def _latest_tag(folder: Path) -> str | None:

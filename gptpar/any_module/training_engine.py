@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,23 +17,24 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.any_module import checkpoint
-from gptpar.any_module.agreement import Agreement
+from gptpar.any_module.agreement import FINE, Agreement
 from gptpar.any_module.batches import Batches, BatchSource, evaluating
+from gptpar.any_module.engine_parts import EngineParts
+from gptpar.any_module.getters import Getters
+from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
-from gptpar.any_module.options import EngineOptions
-from gptpar.any_module.order_watch import OrderWatch
+from gptpar.any_module.options import EngineOptions, StepBatch
 from gptpar.any_module.step_work import StepResult
-from gptpar.any_module.weights import Weights
-from gptpar.engine.engine import Engine
 from gptpar.engine.readings import Readings
 from gptpar.engine.tensors import mapped
 from gptpar.errors import CheckpointError, GptparError
-from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.system.activity import Activity
-from gptpar.topology.groups import Topology
 
 TIMEOUT_MINUTES = 30.0
 """How long a process waits for the others, at the start and for a step's numbers."""
+
+
+_UNTIL_CLOSED = ("engine", "host", "weights", "_work")
+"""What a closed engine has no more."""
 
 
 class Work(Protocol):
@@ -52,7 +56,7 @@ class Work(Protocol):
         """Of passes that were not called through this."""
 
 
-class TrainingEngine(nn.Module):
+class TrainingEngine(NotCopied, Getters, nn.Module):
     """Takes steps, whoever runs their forward and backward passes.
 
     Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
@@ -60,60 +64,47 @@ class TrainingEngine(nn.Module):
     Args:
         module: what is trained.
         work: runs its passes.
-        engine: where it is trained.
-        host: the CPU optimizer; ``None``: nothing is offloaded.
-        weights: the module's.
+        parts: what it is trained on.
         groups: the parameter groups, whose numbers hold at each step.
         options: everything that was configured.
-        topology: this process's place.
-        activity: is told what this process is doing.
-        watch: over the order of calls; it is closed with the engine.
 
     Attributes:
         module: the user's.
         data: where :meth:`train_batch` takes micro-batches from.
         optimizer: the parameter groups.
         lr_scheduler: is stepped after each step; ``None``: nobody is.
-        options: as given.
+        options: as given, but for a batch size that :meth:`set_train_batch_size` has changed.
+        loss_scaler: the loss scale, as it moves.
         global_steps: steps taken, skipped ones included.
         skipped_steps: steps that changed nothing because the gradient was not finite, as far as they are known.
         micro_steps: micro-batches so far.
+        global_samples: samples of all steps taken, on all processes.
     """
 
     def __init__(
         self,
         module: nn.Module,
         work: Work,
-        engine: Engine,
-        host: HostOptimizer | None,
-        weights: Weights,
+        parts: EngineParts,
         groups: list[dict[str, Any]],
         options: EngineOptions,
-        topology: Topology,
-        activity: Activity,
-        watch: OrderWatch | None = None,
     ):
         super().__init__()
-        self.module = module
-        self.options, self.topology, self.engine, self.host = options, topology, engine, host
-        self.optimizer = EngineOptimizer(groups, self._update, self.zero_grad)
+        self.module, self.options = module, options
+        self.engine, self.host, self.weights, self.topology = parts.engine, parts.host, parts.weights, parts.topology
+        self._work, self._activity, self._watch = work, parts.activity, parts.watch
+        self.loss_scaler = copy(options.loss_scale)
+        self.optimizer = EngineOptimizer(groups, self._update, self.zero_grad, self.loss_scaler)
         self.lr_scheduler: LRScheduler | None = None
-        self.loss_scale = copy(options.loss_scale)
-        self.global_steps = self.skipped_steps = self.micro_steps = 0
+        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.data = BatchSource(options.batch.accumulation_steps, self.device)
-        self.weights, self._work, self._activity, self._watch = weights, work, activity, watch or OrderWatch(topology)
-        self._agreement = Agreement(topology, ordered=engine.gatherer.gathers_in_call_order)
+        self._agreement = Agreement(self.topology, ordered=self.engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the step at work
         self._has_begun = self._is_final = self._closed = False
         self._readings: Readings | None = None
         self._result: StepResult | None = None
         self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._norm, self._was_skipped = 0.0, False
-
-    @property
-    def device(self) -> torch.device:
-        """Where the module computes."""
-        return self.topology.device
+        self._norm, self._verdict, self._was_skipped, self._ended_step = 0.0, FINE, False, False
 
     def _cast(self, inputs: Any) -> Any:
         """Nested inputs, floating-point ones cast where the configuration says ``auto_cast``."""
@@ -129,13 +120,13 @@ class TrainingEngine(nn.Module):
         self._activity.note(f"step {self.global_steps + 1}")
         self.weights.catch_up()
         self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
-        self._work.scale.fill_(self.loss_scale.value)
+        self._work.scale.fill_(self.loss_scaler.value)
         self._has_begun = True
 
     @property
     def _divisor(self) -> float:
         """What the sum of all gradients is divided by: the loss scale, and the number of addends of the mean."""
-        return self.loss_scale.value * self.options.batch.accumulation_steps * self.topology.layout.data
+        return self.loss_scaler.value * self.options.batch.accumulation_steps * self.topology.layout.data
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
         """Expect the next step to be like this one."""
@@ -160,11 +151,13 @@ class TrainingEngine(nn.Module):
         self._mean_loss = sums[-1]
         self._follow(result.passes)
         self.global_steps += 1
+        self.global_samples += self.options.batch.train_batch_size
+        self._ended_step = True
         self._watch.begin_step(self.global_steps + 1)
         self._forget_step()
-        if self.loss_scale.dynamic or self.device.type == "cpu":
+        if self.loss_scaler.dynamic or self.device.type == "cpu":
             self._take_note_of_last_step()
-        if self.lr_scheduler is not None and not (self.loss_scale.dynamic and self._was_skipped):
+        if self.lr_scheduler is not None and not (self.loss_scaler.dynamic and self._was_skipped):
             self.lr_scheduler.step()
 
     def _sum_over_all(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -247,15 +240,22 @@ class TrainingEngine(nn.Module):
         Raises:
             GptparError: it was refused, on all processes.
         """
+        self._read_last_step()
+        verdict, self._verdict = self._verdict, FINE
+        if verdict:
+            raise self._agreement.error(verdict, self.global_steps)
+
+    def _read_last_step(self) -> None:
+        """The same without an error, which all processes have to raise together: it is kept until then."""
         readings, self._readings = self._readings, None
         if readings is None:
             return
-        self._norm, skipped, verdict = readings.read()
+        self._norm, skipped, self._verdict = readings.read()
         self._was_skipped = bool(skipped)
-        if verdict:
-            raise self._agreement.error(verdict, self.global_steps)
+        if self._verdict:
+            return
         self.skipped_steps += self._was_skipped
-        self.loss_scale.update(self._was_skipped)
+        self.loss_scaler.update(self._was_skipped)
         every = self.options.steps_per_print
         if every and self.global_steps % every == 0 and self.topology.is_main:
             told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
@@ -263,13 +263,49 @@ class TrainingEngine(nn.Module):
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
 
     def get_global_grad_norm(self) -> float:
-        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first."""
-        self._take_note_of_last_step()
+        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first.
+
+        Any process may ask alone. Infinite after a step that was refused; the next one says why.
+        """
+        self._read_last_step()
         return self._norm
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the parameters; waits for it. Amid a step it did not."""
+        self._take_note_of_last_step()
+        return self._ended_step and not self._was_skipped
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Let the coming steps have more or fewer micro-batches, each as large as it was.
+
+        Args:
+            train_batch_size: samples of a step, on all processes.
+
+        Raises:
+            GptparError: it is no multiple of a micro-batch on each process, a step is at work, or sums of gradients
+                have no memory.
+        """
+        self._require_open()
+        self._require_no_step()
+        batch, data = self.options.batch, self.topology.layout.data
+        steps, rest = divmod(train_batch_size, batch.micro_batch_size * data)
+        if rest or steps < 1:
+            raise GptparError(
+                f"set_train_batch_size({train_batch_size}): {train_batch_size} is no positive multiple of "
+                f"{batch.micro_batch_size} x {data}, a micro-batch on each data-parallel process."
+            )
+        if steps > 1:
+            self._require_sums("set_train_batch_size()")
+        changed = StepBatch(train_batch_size, batch.micro_batch_size, steps)
+        self.options, self.data.number = replace(self.options, batch=changed), steps
+
+    def _require_sums(self, verb: str) -> None:
+        settings = self.engine.settings
+        if not settings.adds_gradients and settings.dtype != settings.wide:
+            raise GptparError(
+                f"{verb} adds gradients of several micro-batches, and gradient_accumulation_steps is 1: set it, so "
+                "that the sums get memory."
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the step at work."""
@@ -348,14 +384,39 @@ class TrainingEngine(nn.Module):
         return checkpoint.load(self, load_dir, tag, checkpoint.Chosen(*what))
 
     def close(self) -> None:
-        """End the engine's background work, also in the middle of a step; afterwards there are no steps."""
-        if not self._closed:
+        """Give the module back: with whole weights, without hooks, on all processes; also in the middle of a step.
+
+        The engine's memory is free afterwards, and the module can be given to another ``gptpar.initialize``. While an
+        error is on its way, weights that several processes share are not gathered: others may not come.
+        """
+        if self._closed:
+            return
+        alone = not self.engine.gatherer.gathers_in_call_order
+        try:
+            if alone or (sys.exc_info()[0] is None and self._watch.error is None):
+                self.zero_grad()
+                self.engine.finish()
+                self.engine.gatherer.let_all_go()
+                self.engine.release()
+                self.weights.give_back()
+        finally:
             self._closed = True
             self._watch.close()
             self.engine.close()
+            self.weights.undo()
+            for name in _UNTIL_CLOSED:
+                delattr(self, name)
+            gc.collect()  # hooks and engine refer to each other
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _UNTIL_CLOSED:
+            self._require_open()
+        return super().__getattr__(name)
+
+    def destroy(self) -> None:
+        """DeepSpeed's name of :meth:`close`."""
+        self.close()
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise GptparError(
-                "the engine is closed, and its module keeps the hooks: build the model anew for another initialize."
-            )
+        if self.__dict__.get("_closed"):
+            raise GptparError("the engine is closed: give its module, which has the weights, to another initialize.")

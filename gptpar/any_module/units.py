@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gptpar.any_module.refusals import problems_of
 from gptpar.errors import ModelError
@@ -83,7 +84,7 @@ def find_units(
 
     Args:
         classes: names of the blocks' classes; the outermost modules of these are blocks, and nothing else is.
-        dtype: that all parameters will have; ``None``: they keep theirs.
+        dtype: that parameters will have (see :func:`dtypes_of`); ``None``: they keep theirs.
         trained: the parameters that an optimizer has; default: all that require a gradient.
 
     Raises:
@@ -92,31 +93,75 @@ def find_units(
     problems = [*_unknown_classes(module, classes), *problems_of(module)]
     if problems:
         raise ModelError(problems)
-    blocks = set(_named_blocks(module, set(classes)) if classes else _repeated_blocks(module))
-    first_path: dict[nn.Module, str] = {module: ""}
+    blocks = set(_named_blocks(module, set(classes)) if classes else _repeated_blocks(module)) - {module}
+    paths: dict[nn.Module, str] = {}
+    names = TensorNames()
     scopes_of: dict[torch.Tensor, set[str]] = {}
-    names_of: dict[torch.Tensor, list[str]] = {}
-    buffer_names: dict[torch.Tensor, list[str]] = {}
     for path, owner, above in walk(module):
-        first_path.setdefault(owner, path)
-        block = next((m for m in (*above[1:], owner) if m in blocks and m is not module), module)
-        for name, parameter in own(path, owner._parameters):
-            names_of.setdefault(parameter, []).append(name)
-            scopes_of.setdefault(parameter, set()).add(first_path[block])
-        for name, buffer in own(path, owner._buffers):
-            buffer_names.setdefault(buffer, []).append(name)
-    parameters = {names[0]: parameter for parameter, names in names_of.items()}
-    scope_of = {names[0]: _common(scopes_of[parameter]) for parameter, names in names_of.items()}
-    kept_out = set() if trained is None else set(parameters.values()) - set(trained)
-    kinds = {n: (dtype or p.dtype, p.requires_grad and p not in kept_out) for n, p in parameters.items()}
-    units = flat_units(parameters, scope_of, kinds)
+        paths.setdefault(owner, path)
+        block = next((one for one in (*above, owner) if one in blocks), module)
+        names.add(path, owner)
+        for _, parameter in own(path, owner._parameters):
+            scopes_of.setdefault(parameter, set()).add(paths[block])
+    parameters = names.parameters()
+    scope_of = {name: _common(scopes_of[parameter]) for name, parameter in parameters.items()}
+    units = flat_units(parameters, scope_of, kinds_of(parameters, dtypes_of(module, dtype), trained))
     with_units = {unit.scope for unit in units} | {""}
-    return UnitPlan(
-        tuple(_scope(path, units) for path in first_path.values() if path in with_units),
-        units,
-        tuple(names[0] for names in buffer_names.values()),
-        {n: names[0] for names in (*names_of.values(), *buffer_names.values()) if len(names) > 1 for n in names},
-    )
+    scopes = tuple(_scope(path, units) for path in paths.values() if path in with_units)
+    return UnitPlan(scopes, units, tuple(names.buffers()), names.aliases())
+
+
+class TensorNames:
+    """All names of each parameter and buffer, in order of definition."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[torch.Tensor, list[str]] = {}
+        self._buffers: dict[torch.Tensor, list[str]] = {}
+
+    def add(self, path: str, module: nn.Module) -> None:
+        """Note a module's own tensors under the path at which it was found."""
+        for found, tensors in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
+            for name, tensor in own(path, tensors):
+                found.setdefault(tensor, []).append(name)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """First name -> parameter."""
+        return {names[0]: parameter for parameter, names in self._parameters.items()}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """First name -> buffer."""
+        return {names[0]: buffer for buffer, names in self._buffers.items()}
+
+    def aliases(self) -> dict[str, str]:
+        """Of tensors with several names: each name, the first included -> the first."""
+        several = [names for names in (*self._parameters.values(), *self._buffers.values()) if len(names) > 1]
+        return {name: names[0] for names in several for name in names}
+
+
+def kinds_of(
+    parameters: Mapping[str, torch.Tensor],
+    dtypes: Mapping[torch.Tensor, torch.dtype],
+    trained: Collection[torch.Tensor] | None,
+) -> dict[str, tuple[torch.dtype, bool]]:
+    """The number format that each parameter will have, and whether it is trained; see :func:`find_units`."""
+    known = set(parameters.values() if trained is None else trained)
+    return {name: (dtypes[p], p.requires_grad and p in known) for name, p in parameters.items()}
+
+
+def dtypes_of(module: nn.Module, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.dtype]:
+    """The number format that each parameter will have.
+
+    BatchNorm's stay fp32 where its running statistics, as buffers, do: torch wants both in one format, and takes 16-bit
+    activations with either. Statistics that the user has made 16-bit keep that, and so does what is beside them.
+
+    Args:
+        dtype: of all others; ``None``: everything keeps its own.
+    """
+    found: dict[torch.Tensor, torch.dtype] = {p: dtype or p.dtype for p in module.parameters()}
+    for one in module.modules() if dtype is not None else ():
+        if isinstance(one, _BatchNorm) and one.running_mean is not None and one.running_mean.dtype == torch.float32:
+            found |= dict.fromkeys(one.parameters(recurse=False), torch.float32)
+    return found
 
 
 def walk(module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:

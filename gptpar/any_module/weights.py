@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.memory_watch import MemoryWatch
 from gptpar.any_module.module_stage import ROOT
+from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.units import Scope
 from gptpar.engine.engine import Engine
@@ -22,7 +24,13 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 
-class Weights:
+def are_held(module: nn.Module) -> bool:
+    """Whether an engine that is not closed has weights of this module."""
+    hooks = (hook for one in module.modules() for hook in one._state_dict_pre_hooks.values())
+    return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), Weights) for hook in hooks)
+
+
+class Weights(NotCopied):
     """Notices what was changed from outside, and makes ``state_dict`` and ``load_state_dict`` of the module work.
 
     Where parameters come and go, ``state_dict`` brings one scope after the other and has copies in host memory;
@@ -37,18 +45,28 @@ class Weights:
         self._frozen = {name: unit for unit in frozen for name in unit.params}
         self._loading = 0
         self._versions = self._read_versions()
+        self._memory_watch = MemoryWatch(stage, transient=engine.parameters.transient)
         for scope in stage.plan.scopes:
             module = stage.scope_module(scope.path)
-            module.register_state_dict_pre_hook(partial(self._before_saving, scope))
-            module.register_state_dict_post_hook(partial(self._after_saving, scope))
-            module.register_load_state_dict_pre_hook(partial(self._before_loading, scope))
-            module.register_load_state_dict_post_hook(partial(self._after_loading, scope))
+            for hook in (
+                module.register_state_dict_pre_hook(partial(self._before_saving, scope)),
+                module.register_state_dict_post_hook(partial(self._after_saving, scope)),
+                module.register_load_state_dict_pre_hook(partial(self._before_loading, scope)),
+                module.register_load_state_dict_post_hook(partial(self._after_loading, scope)),
+            ):
+                stage.undo.callback(hook.remove)
 
     def _read_versions(self) -> dict[str, int]:
-        return {name: parameter._version for name, parameter in self._stage.parameters.items()}
+        with torch._C.DisableTorchFunctionSubclass():  # past the guard of parameters that are away: it takes time
+            return {name: parameter._version for name, parameter in self._stage.parameters.items()}
 
     def catch_up(self) -> None:
-        """Let master weights follow parameters that were changed in place, on all processes alike."""
+        """Let master weights follow parameters that were changed in place, on all processes alike.
+
+        Raises:
+            GptparError: parameters are no longer in the engine's memory.
+        """
+        self._memory_watch.check()
         changed = self._changed()
         if not changed:
             return
@@ -63,6 +81,25 @@ class Weights:
         gatherer.let_all_go()
         for scope in self._stage.plan.scopes if not gatherer.transient else ():
             gatherer.bring(scope.path)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Give each parameter memory of its own with the whole value; all processes call it, and the engine ends."""
+        gatherer, parameters = self._engine.gatherer, self._stage.parameters
+        members = {unit.name: unit.parameters for unit in self._stage.plan.units}
+        for scope in self._stage.plan.scopes:  # one after the other: together they may not fit twice
+            gatherer.bring(scope.path)
+            for name in (name for unit in gatherer.units_of(scope.path) for name in members[unit]):
+                parameters[name].data = parameters[name].data.clone()
+            gatherer.let_go(scope.path)
+        watch, gatherer.watch = gatherer.watch, None
+        if watch is not None:
+            for unit in members:
+                watch.arrived(unit)
+
+    def undo(self) -> None:
+        """Take all hooks from the modules."""
+        self._stage.undo.close()
 
     def parts(self) -> dict[str, TensorParts]:
         """What this process has of all parameters, live: of trained ones the master weights, frozen ones themselves."""
@@ -103,17 +140,13 @@ class Weights:
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
-        gatherer, paths = self._engine.gatherer, [scope.path for scope in self._stage.plan.scopes]
         self._engine.finish()
-        for path in paths:
-            gatherer.bring(path)
-        try:
+        with self._engine.gatherer.held():
             yield
             self._finish_changes(modifier_rank)
-        finally:
-            gatherer.let_all_go()
 
     def _finish_changes(self, modifier_rank: int | None) -> None:
+        self._memory_watch.check_present()
         changed = self._changed()
         if modifier_rank is not None:
             changed = list(self._stage.parameters)
@@ -187,3 +220,4 @@ class Weights:
         self._loading -= 1
         if not self._loading:
             self._engine.publish()
+            self._memory_watch.check()

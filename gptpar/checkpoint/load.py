@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -204,11 +204,16 @@ def _require_match(
     elif strays:
         ranks.lead(lambda: report_all(report, [f"{stray}; left alone" for stray in strays]))
     if problems:
-        listing = [f"  {number}. {problem}" for number, problem in enumerate(problems[:MOST_LISTED], 1)]
-        if len(problems) > MOST_LISTED:
-            listing.append(f"  and {len(problems) - MOST_LISTED} more")
-        listing += [remedy] if remedy else []
-        raise CheckpointError(f"{path} does not fit this model ({len(problems)} differences):\n" + "\n".join(listing))
+        raise CheckpointError("\n".join(_does_not_fit(path, problems, remedy)))
+
+
+def _does_not_fit(path: Path, problems: list[str], remedy: str) -> Iterator[str]:
+    yield f"{path} does not fit this model ({len(problems)} differences):"
+    yield from (f"  {number}. {problem}" for number, problem in enumerate(problems[:MOST_LISTED], 1))
+    if len(problems) > MOST_LISTED:
+        yield f"  and {len(problems) - MOST_LISTED} more"
+    if remedy:
+        yield remedy
 
 
 def _mismatches(manifest: Manifest, targets: Mapping[str, torch.Tensor | TensorParts]) -> list[str]:

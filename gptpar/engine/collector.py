@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.units import Unit
@@ -64,6 +66,7 @@ class GradientCollector:
         self._missing: dict[str, int] = {}
         self._waiting: deque[tuple[Unit, bool]] = deque()
         self._handed_on: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
         self._nested: set[str] = set()
         self._chunks = [list(dict.fromkeys(names)) for names in chunks]
         # Backward passes of a micro-batch go from the last virtual stage to the first.
@@ -75,9 +78,18 @@ class GradientCollector:
         return sum(map(len, self._chunks)) > len(self._last_chunk)
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take these parameters' gradients, by global name; their ``.grad`` is always empty afterwards."""
+        """Take these parameters' gradients, by global name; their ``.grad`` is always empty afterwards.
+
+        Gradients of another engine's backward pass, whose loss led through this module, are dropped.
+        """
         for name, parameter in parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
+            hook = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
+            self._hooks.append(hook)
+
+    def unwatch(self) -> None:
+        """Leave gradients to autograd, as it was before :meth:`watch`."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def begin(self) -> None:
         """A step begins; a backward pass that ended in an error is forgotten."""
@@ -120,6 +132,8 @@ class GradientCollector:
         unit, grad = self._unit_of[name], parameter.grad.detach()
         parameter.grad = None
         if not self._in_pass:
+            if BACKWARD_PASSES.is_running:
+                return  # another engine's loss led through this module
             raise GptparError(
                 f"{name} got a gradient outside of engine.backward(loss), which has to begin every backward pass: "
                 "processes would not sum it. It was dropped."

@@ -213,6 +213,11 @@ class Engine:
         if self.subscriber is not None:
             self.subscriber.close()
 
+    def release(self) -> None:
+        """After the end: leave gradients to autograd, and give up the optimizer's state and the gradients' memory."""
+        self.gradients.collector.unwatch()
+        del self.optimizer, self.gradients
+
     def begin_gradients(self, num_micro_batches: int) -> None:
         """A step begins."""
         assert num_micro_batches == 1 or self.gradients.shard.dtype == self.optimizer.master.dtype  # sums are wide

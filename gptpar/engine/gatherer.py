@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.step_graph import Cuts
@@ -26,6 +28,16 @@ class _Copied:
         torch.cuda.current_stream().wait_event(self.event)
 
 
+class PresenceWatch(Protocol):
+    """Is told when units can be read, and when not."""
+
+    def arrived(self, unit: str) -> None:
+        """What is launched from now on finds the unit's parameters; it may be told again."""
+
+    def left(self, unit: str) -> None:
+        """The unit's parameters are old, or nowhere, until they arrive; it may be told again."""
+
+
 class ParameterGatherer:
     """Brings each layer's parameters before it is called; a :class:`~gptpar.pipeline.stage.LayerCaller`.
 
@@ -40,6 +52,10 @@ class ParameterGatherer:
         subscriber: updates some of the parameters; a layer waits for its own before they are used.
         cuts: where the subscriber is waited for.
         frozen: units that no step changes.
+
+    Attributes:
+        watch: is told which units are there; ``None``: nobody is.
+        changes: how often shards got new values.
     """
 
     def __init__(
@@ -63,6 +79,8 @@ class ParameterGatherer:
         self._last: set[str] = set()
         self._next: dict[str, str] = {}
         self._previous: dict[str, str] = {}
+        self.watch: PresenceWatch | None = None
+        self.changes = self._holds = 0
 
     @property
     def transient(self) -> bool:
@@ -78,6 +96,11 @@ class ParameterGatherer:
     def gathers_in_call_order(self) -> bool:
         """Whether processes have to call the same layers in the same order."""
         return self._axis.shards > 1 and (self._memory.transient or self._subscriber is not None)
+
+    @property
+    def arrives_alone(self) -> bool:
+        """Whether a unit can be brought without a collective, and stays until the next step."""
+        return not self._memory.transient and (self._axis.shards == 1 or self._subscriber is None)
 
     def is_present(self, unit: str) -> bool:
         """Whether a unit's parameters are there, or on their way."""
@@ -114,14 +137,21 @@ class ParameterGatherer:
 
     def changed(self) -> None:
         """The shards have new values; they are in place when a layer is called."""
+        self.changes += 1
         if self._memory.transient:
-            self._release_all()
+            holds, self._holds = self._holds, 0
+            self._release_all()  # what is held is old, too
+            self._holds = holds
         elif self._axis.shards > 1:
             self._present = set(self._frozen)
             for unit in self._full if self._subscriber is None else ():
                 self._start(unit)
         elif self._subscriber is not None:
             self._present = set(self._frozen)
+        if self.watch is not None and not self._memory.transient:
+            for unit in self._full:
+                if unit not in self._frozen:
+                    self.watch.left(unit)
 
     def _bring(self, unit: str) -> Any:
         """Begin to fill a unit's memory on the device; the result has a ``wait()``, or is ``None``."""
@@ -172,6 +202,8 @@ class ParameterGatherer:
 
     def before_backward(self, name: str) -> None:
         """A layer's backward pass is about to begin, or has begun already."""
+        if self._memory.transient:
+            BACKWARD_PASSES.at_end(self.let_all_go)
         self._in_backward.add(name)
         self._acquire(name)
         self._start_layer(self._previous.get(name))
@@ -196,6 +228,18 @@ class ParameterGatherer:
         if self._memory.transient:
             self._release_all()
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, all parameters are there, whatever is called; the shards keep their values."""
+        self._holds += 1
+        try:
+            for name in self._units:
+                self._acquire(name)
+            yield
+        finally:
+            self._holds -= 1
+            self.let_all_go()
+
     def wait_for_all(self) -> None:
         """Before a step that is launched as one: let everything that is on its way arrive before it.
 
@@ -213,6 +257,8 @@ class ParameterGatherer:
             work = self._pending.pop(unit, None)
             if work is not None:
                 self._axis.wait_for(work)
+            if self.watch is not None:
+                self.watch.arrived(unit)
 
     def _start_layer(self, name: str | None) -> None:
         for unit in self._units.get(name, ()) if name is not None else ():
@@ -235,10 +281,12 @@ class ParameterGatherer:
             self._release(unit)
 
     def _release(self, unit: str) -> None:
-        if unit in self._present:
+        if unit in self._present and not self._holds:
             work = self._pending.pop(unit, None)
             if work is not None:
                 self._axis.wait_for(work)
+            if self.watch is not None:
+                self.watch.left(unit)
             self._memory.free(unit)
             self._present.discard(unit)
 

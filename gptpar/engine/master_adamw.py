@@ -109,14 +109,15 @@ class MasterAdamW:
     def parts(self, kind: str) -> dict[str, TensorParts]:
         """The parameters' pieces here, on device and host, of one kind of state or of the gradient (``grad``).
 
-        The host's gradients are there between the end of the backward pass and the step.
+        State is live. Gradients are in the master weights' format: one that nothing is added to may have another on
+        the device than on the host. The host's are there between the end of the backward pass and the step.
         """
-        params, dtype = self._table.params.items(), self.grad.dtype if kind == "grad" else self.master.dtype
+        params, dtype = self._table.params.items(), self.master.dtype
         # An empty parameter has no range anywhere; that it exists is known all the same.
         shapes = {name: param.info.full_shape for name, param in params if not param.info.full_shape.numel()}
         found = {name: TensorParts(shape, (), dtype) for name, shape in shapes.items()}
         for one, values in self._held(kind):
-            more = self._table.parts(one, values)
+            more = self._table.parts(one, values.to(dtype))
             if one.param in found:
                 more = TensorParts(more.shape, found[one.param].parts + more.parts, more.dtype)
             found[one.param] = more

@@ -94,12 +94,15 @@ class ParameterMemory:
 
     def allocate(self, unit: str) -> None:
         """Give a transient unit its memory on the device, without values."""
-        full = self.full[unit]
-        full.untyped_storage().resize_(full.numel() * full.element_size())
+        storage, num_bytes = self.full[unit].untyped_storage(), self.full[unit].nbytes
+        if storage.nbytes() != num_bytes:
+            storage.resize_(num_bytes)
 
     def free(self, unit: str) -> None:
         """Give up a transient unit's memory on the device."""
-        self.full[unit].untyped_storage().resize_(0)
+        storage = self.full[unit].untyped_storage()
+        if storage.resizable():  # not where an array of numpy shows it
+            storage.resize_(0)
 
     @torch.no_grad()
     def fill(self, unit: Unit, shard: int, values: Mapping[str, torch.Tensor]) -> None:

@@ -23,8 +23,7 @@ from gptpar.pipeline.stage import Fields, Stage
 from gptpar.pipeline.transport import Transport
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import seed_of
-from gptpar.topology.layout import Layout
-from gptpar.topology.placement import TENSOR
+from gptpar.topology.layout import TENSOR, Layout
 
 
 class PipelineModule(nn.Module):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from gptpar.topology.placement import SAME, TENSOR, Gradient, Split, Sum
+from gptpar.topology.layout import TENSOR
+from gptpar.topology.placement import SAME, Gradient, Split, Sum
 
 ADDEND = Sum(frozenset({TENSOR}))
 

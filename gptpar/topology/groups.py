@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gptpar.topology.layout import Layout
+from gptpar.topology.layout import DATA, PIPELINE, TENSOR, Layout
 from gptpar.topology.world import open_world
 
 # torch 2.13 renamed these two and warns at the old names, which torch 2.11 needs.
@@ -65,17 +65,17 @@ class Topology:
     @property
     def data_rank(self) -> int:
         """Position on the data axis."""
-        return self.layout.coordinates(self.rank)[0]
+        return self.layout.position(self.rank, DATA)
 
     @property
     def tensor_rank(self) -> int:
         """Position on the tensor axis."""
-        return self.layout.coordinates(self.rank)[1]
+        return self.layout.position(self.rank, TENSOR)
 
     @property
     def stage(self) -> int:
         """Position on the pipeline axis."""
-        return self.layout.coordinates(self.rank)[2]
+        return self.layout.position(self.rank, PIPELINE)
 
     @property
     def is_main(self) -> bool:
@@ -90,7 +90,7 @@ class Topology:
         """
         key = tuple(stages)
         if key not in self._stage_groups:
-            chains = self.layout.chains()
+            chains = self.layout.groups(PIPELINE)
             self._stage_groups[key] = _my_group([[chain[s] for s in key] for chain in chains], self.rank)
         return self._stage_groups[key]
 
@@ -115,8 +115,8 @@ def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
         layout,
         rank,
         device,
-        data_group=_my_group(layout.data_groups(), rank),
-        tensor_group=_my_group(layout.tensor_groups(), rank),
+        data_group=_my_group(layout.groups(DATA), rank),
+        tensor_group=_my_group(layout.groups(TENSOR), rank),
         links=_make_links(layout, rank, device) if layout.pipeline > 1 else None,
     )
 
@@ -142,7 +142,7 @@ def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
     hello = torch.zeros(1, device=device)
     stages = layout.pipeline
     found: dict[str, Link] = {}
-    for chain in layout.chains():
+    for chain in layout.groups(PIPELINE):
         for stage in range(stages):
             here, there = chain[stage], chain[(stage + 1) % stages]
             for out, into, sender, receiver in (

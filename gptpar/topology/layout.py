@@ -1,53 +1,58 @@
-"""Which process sits where: the grid of ranks, as pure arithmetic.
-
-Ranks are numbered with the tensor axis fastest, then data, then pipeline: neighbours in a tensor group, which talk
-most, are neighbours in the machine.
-"""
+"""Which process sits where: the grid of ranks, as pure arithmetic on named axes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+TENSOR = "tensor"
+"""The axis of ranks that share each layer."""
+DATA = "data"
+"""The axis of ranks that hold the same weights and different samples."""
+PIPELINE = "pipeline"
+"""The axis of ranks that hold different layers and pass activations to each other."""
+
+FASTEST_FIRST = (TENSOR, DATA, PIPELINE)
+"""How ranks are numbered: neighbours in a tensor group, which talk most, are neighbours in the machine."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the three axes; their product is the number of processes."""
+    """Sizes of the axes; their product is the number of processes."""
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
 
+    def size(self, axis: str) -> int:
+        """Number of ranks on an axis."""
+        return {TENSOR: self.tensor, DATA: self.data, PIPELINE: self.pipeline}[axis]
+
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.data * self.tensor * self.pipeline
+        return math.prod(map(self.size, FASTEST_FIRST))
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(data, tensor, pipeline) position of a rank."""
-        return rank // self.tensor % self.data, rank % self.tensor, rank // (self.tensor * self.data)
+    def position(self, rank: int, axis: str) -> int:
+        """A rank's position on an axis."""
+        return rank // self._stride(axis) % self.size(axis)
 
-    def rank(self, data: int, tensor: int, pipeline: int) -> int:
-        """The rank at a position; the inverse of :meth:`coordinates`."""
-        return tensor + self.tensor * (data + self.data * pipeline)
+    def rank(self, **positions: int) -> int:
+        """The rank at a position on each axis (0 where none is given); the inverse of :meth:`position`."""
+        return sum(self._stride(axis) * position for axis, position in positions.items())
 
-    def data_groups(self) -> list[list[int]]:
-        """Ranks that hold the same weights and different samples."""
-        return [
-            [self.rank(d, t, p) for d in range(self.data)] for p in range(self.pipeline) for t in range(self.tensor)
-        ]
-
-    def tensor_groups(self) -> list[list[int]]:
-        """Ranks that share each layer."""
-        return [
-            [self.rank(d, t, p) for t in range(self.tensor)] for p in range(self.pipeline) for d in range(self.data)
-        ]
-
-    def chains(self) -> list[list[int]]:
-        """Ranks that pass activations to each other, by stage."""
-        return [
-            [self.rank(d, t, p) for p in range(self.pipeline)] for d in range(self.data) for t in range(self.tensor)
-        ]
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Ranks that differ by their positions on these axes alone, in the order of their positions."""
+        others = [axis for axis in FASTEST_FIRST if axis not in axes]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            found.setdefault(tuple(self.position(rank, axis) for axis in others), []).append(rank)
+        return list(found.values())
 
     def describe(self) -> str:
         """For example ``dp2 x tp2 x pp1``."""
         return f"dp{self.data} x tp{self.tensor} x pp{self.pipeline}"
+
+    def _stride(self, axis: str) -> int:
+        """How far apart the numbers of neighbours on an axis are."""
+        return math.prod(map(self.size, FASTEST_FIRST[: FASTEST_FIRST.index(axis)]))

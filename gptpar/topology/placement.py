@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from gptpar.topology.initial_values import Init
+from gptpar.topology.layout import TENSOR
 
-TENSOR = "tensor"
-"""The axis of ranks that share each layer."""
 AXES = frozenset({TENSOR})
 """Axes that a layer declares; over the data axis every gradient is summed, which no layer has to say."""
 

@@ -40,22 +40,25 @@ def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[
     """
     names = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in environment]
     problems = [f"{n}={environment[n]} is not a whole number" for n in names if not environment[n].isdecimal()]
-    if ("RANK" in names) != ("WORLD_SIZE" in names):
+    both = {"RANK", "WORLD_SIZE"} & environment.keys()
+    if len(both) == 1:
         problems.append("of RANK and WORLD_SIZE only one is set")
-    if "RANK" not in names or "WORLD_SIZE" not in names:
+    if len(both) < 2:
         return problems
     rank, size = environment["RANK"], environment["WORLD_SIZE"]
     if not problems and int(rank) >= int(size):
         problems.append(f"RANK={rank} is not below WORLD_SIZE={size}")
-    if size == "1":
-        return problems
+    return problems if size == "1" else [*problems, *_problems_of_several(environment, num_gpus)]
+
+
+def _problems_of_several(environment: Mapping[str, str], num_gpus: int) -> Iterator[str]:
+    """What one of several processes lacks to meet the others."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
-        problems.append(f"{' and '.join(missing)} not set, where the processes meet")
+        yield f"{' and '.join(missing)} not set, where the processes meet"
     elif not environment["MASTER_PORT"].isdecimal():
-        problems.append(f"MASTER_PORT={environment['MASTER_PORT']} is not a whole number")
+        yield f"MASTER_PORT={environment['MASTER_PORT']} is not a whole number"
     if num_gpus > 1 and local_rank(environment) is None:
-        problems.append(f"LOCAL_RANK is not set, which says which of {num_gpus} GPUs is this process's own")
-    return problems
+        yield f"LOCAL_RANK is not set, which says which of {num_gpus} GPUs is this process's own"
 
 
 @contextlib.contextmanager

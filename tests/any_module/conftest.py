@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.any_module.matrix import Bench
+from tests.any_module.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")
@@ -23,3 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if any(family in item.name for family in ("gpt2", "llama")):
                 item.add_marker(pytest.mark.skip(reason="needs transformers"))
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
+        yield {1: one, 2: two, 4: four}

@@ -4,89 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycleLR, SequentialLR
 
-import gptpar
-from gptpar.any_module.engine import ModuleEngine
 from gptpar.any_module.plain_values import from_json, to_json
-from gptpar.checkpoint import find_checkpoints, load_meta, read_tensors
-from gptpar.cli.inspect import main as inspect
-from gptpar.cli.runs import main as runs
+from gptpar.checkpoint import read_tensors
 from gptpar.errors import CheckpointError
+from tests.any_module.checkpointed import LAYOUTS, PRECISIONS, SCHEDULERS, assert_same, make, mlp, state, train
 from tests.any_module.matrix import Bench
 from tests.any_module.zoo import Mlp
-
-ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": 0}}}
-LAYOUTS = {"ZeRO-0": (0, 0.0), "ZeRO-3, CPU 0.6": (3, 0.6), "ZeRO-2, CPU 1": (2, 1.0)}
-
-
-def make(
-    model: nn.Module,
-    layout: str = "ZeRO-0",
-    *,
-    precision: str = "fp32",
-    accumulation: int = 1,
-    groups: Any = None,
-    scheduler: Any = None,
-    **more: Any,
-) -> ModuleEngine:
-    stage, ratio = LAYOUTS[layout]
-    zero: dict[str, Any] = {"stage": stage}
-    if ratio:
-        zero["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
-    if more.pop("host_parameters", False):
-        zero["offload_param"] = {"device": "cpu"}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": ADAM,
-        "zero_optimization": zero,
-        "steps_per_print": 10**9,
-        **PRECISIONS[precision],
-        **more,
-    }
-    return gptpar.initialize(model=model, config=config, model_parameters=groups, lr_scheduler=scheduler)[0]
-
-
-def mlp(seed: int = 0, width: int = 16) -> Mlp:
-    torch.manual_seed(seed)
-    return Mlp(width)
-
-
-def train(engine: ModuleEngine, start: int, stop: int) -> list[float]:
-    """Steps with data of their own; the losses."""
-    losses = []
-    for step in range(start, stop):
-        generator = torch.Generator().manual_seed(step)
-        for _ in range(engine.options.batch.accumulation_steps):
-            x = torch.randn(2, 16, generator=generator).to(engine.options.dtype or torch.float32)
-            loss = engine(x).float().square().mean()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    return losses
-
-
-def state(engine: ModuleEngine) -> dict[str, torch.Tensor]:
-    """Copies of master weights and moments, buffers and parameters."""
-    names = [name for name, p in engine.module.named_parameters() if p.requires_grad]
-    kinds = ("weights", "exp_avg", "exp_avg_sq")
-    found = {f"{kind}/{name}": engine.weights.whole(name, kind) for kind in kinds for name in names}
-    return found | {name: value.clone() for name, value in engine.module.state_dict().items()}
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -101,7 +30,7 @@ def test_number_formats(tmp_path: Path, precision: str, layout: str) -> None:
     path, client = loaded.load_checkpoint(tmp_path)
     assert path == str(tmp_path / "iter_0000003") and client == {}
     assert_same(state(loaded), state(saved))
-    assert loaded.loss_scale == saved.loss_scale and (precision != "fp16" or saved.loss_scale.value >= 1)
+    assert loaded.loss_scaler == saved.loss_scaler and (precision != "fp16" or saved.loss_scaler.value >= 1)
     counts = [
         (one.global_steps, one.skipped_steps, one.micro_steps, one.engine.optimizer.steps_taken)
         for one in (loaded, saved)
@@ -137,8 +66,8 @@ def test_the_loss_scale_and_skipped_steps_go_on(tmp_path: Path) -> None:
     loaded.load_checkpoint(tmp_path)
     assert loaded.skipped_steps == saved.skipped_steps >= 2 and loaded.global_steps == 4
     assert (
-        loaded.loss_scale == saved.loss_scale
-        and loaded.loss_scale.value < make(mlp(), precision="fp16").loss_scale.value
+        loaded.loss_scaler == saved.loss_scaler
+        and loaded.loss_scaler.value < make(mlp(), precision="fp16").loss_scaler.value
     )
     assert loaded.engine.optimizer.steps_taken == saved.engine.optimizer.steps_taken == 4 - saved.skipped_steps
     loaded.close()
@@ -208,18 +137,6 @@ def test_frozen_on_one_side_only(tmp_path: Path, precision: str, host_parameters
     assert all(torch.equal(value, wanted[name]) for name, value in saved.module.state_dict().items())
     assert saved.global_steps == 2 and saved.engine.optimizer.steps_taken == 2
     saved.close()
-
-
-def warmed(optimizer: torch.optim.Optimizer) -> LRScheduler:
-    steps = [LambdaLR(optimizer, lambda step: 0.5), MultiStepLR(optimizer, [1, 2, 2], gamma=0.3)]
-    return SequentialLR(optimizer, steps, milestones=[2])
-
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
-    "MultiStepLR": lambda optimizer: MultiStepLR(optimizer, [1, 4, 4, 5], gamma=0.3),
-    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.02, total_steps=12),
-    "SequentialLR": warmed,
-}
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -293,194 +210,6 @@ def test_what_cannot_be_stored_is_named_and_nothing_is_saved(tmp_path: Path) -> 
     ):
         engine.save_checkpoint(tmp_path, client_state={"x": torch.zeros(2)})
     assert not list(tmp_path.iterdir())
-
-
-# Names, tags and folders.
-
-
-def test_tags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tag is replaced by a later save of that name; without one, what was saved last counts."""
-    engine = make(mlp())
-    engine.save_checkpoint(tmp_path, tag="best", client_state=0)
-    train(engine, 0, 2)
-    engine.save_checkpoint(tmp_path)
-    engine.save_checkpoint(tmp_path, tag="best", client_state=1)  # of the same step
-    assert [number for number, _ in find_checkpoints(tmp_path)] == [3, 2]
-    assert (tmp_path / "latest").read_text() == "best"
-    train(engine, 2, 3)
-    engine.save_checkpoint(tmp_path, tag="aside", client_state=2, save_latest=False)
-    assert engine.load_checkpoint(tmp_path)[1] == 1 and engine.global_steps == 2
-    assert engine.load_checkpoint(tmp_path, "aside")[1] == 2 and engine.global_steps == 3
-    assert engine.load_checkpoint(tmp_path, "global_step2")[1] == {}
-    (tmp_path / "latest").unlink()
-    assert engine.load_checkpoint(tmp_path)[1] == 2
-    with pytest.raises(
-        CheckpointError, match="no checkpoint of the tag 'worst'; it has 'aside', 'best', 'global_step2'"
-    ):
-        engine.load_checkpoint(tmp_path, "worst")
-    with pytest.raises(CheckpointError, match="'a\\\\nb' is no name"):
-        engine.save_checkpoint(tmp_path, "a\nb")
-    with pytest.raises(CheckpointError, match=f"is itself a checkpoint: give {tmp_path}"):
-        engine.load_checkpoint(tmp_path / "iter_0000003")
-    assert inspect([str(tmp_path)]) == 0 and inspect([str(tmp_path / "iter_0000003"), "--verify"]) == 0
-    told = capsys.readouterr().out
-    assert "tag best" in told and "weights/blocks.0.up.weight" in told and "every byte of" in told
-    assert runs([str(tmp_path), "--verify"]) == 0
-
-
-def test_another_seed_is_not_taken_for_the_same_checkpoint(tmp_path: Path) -> None:
-    make(mlp(0)).save_checkpoint(tmp_path)
-    other = make(mlp(1))
-    other.save_checkpoint(tmp_path)
-    loaded = make(mlp(2))
-    loaded.load_checkpoint(tmp_path)
-    assert_same(state(loaded), state(other))
-    assert len(find_checkpoints(tmp_path)) == 1
-
-
-def test_strangers_folders_are_left_alone(tmp_path: Path) -> None:
-    engine = make(mlp())
-    theirs = tmp_path / "theirs"
-    (theirs / "global_step10").mkdir(parents=True)
-    (theirs / "global_step10" / "mp_rank_00_model_states.pt").touch()
-    (theirs / "latest").write_text("global_step10")
-    before = sorted(theirs.rglob("*"))
-    for act in (engine.save_checkpoint, engine.load_checkpoint):
-        with pytest.raises(CheckpointError, match="holds a (DeepSpeed|Megatron-LM) checkpoint"):
-            act(theirs)
-    assert sorted(theirs.rglob("*")) == before
-    run = tmp_path / "run"
-    gptpar.checkpoint.save_checkpoint(run, 10, {"weights/x": torch.zeros(1)}, {"config": {}})
-    with pytest.raises(CheckpointError, match="of a run of gptpar pretrain"):
-        engine.save_checkpoint(run)
-    with pytest.raises(CheckpointError, match="is no engine's"):
-        engine.load_checkpoint(run)
-
-
-def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    """Saving is refused; loading forgets the gradients at work."""
-    engine = make(mlp(), "ZeRO-3, CPU 0.6", accumulation=2)
-    train(engine, 0, 1)
-    engine.save_checkpoint(tmp_path)
-    wanted, uninterrupted = state(engine), train(engine, 1, 2)
-    engine.load_checkpoint(tmp_path)
-    engine.backward(engine(torch.ones(2, 16)).square().mean())
-    engine.step()
-    with pytest.raises(CheckpointError, match="in the middle of a step, 1 of its 2 micro-batches"):
-        engine.save_checkpoint(tmp_path)
-    engine.backward(engine(torch.ones(2, 16)).square().mean())
-    with pytest.raises(CheckpointError, match="in the middle of a step"):
-        engine.save_checkpoint(tmp_path)
-    engine.load_checkpoint(tmp_path)
-    assert_same(state(engine), wanted)
-    assert train(engine, 1, 2) == uninterrupted
-    engine.close()
-
-
-# What does not fit, or is damaged.
-
-
-class Tied(nn.Module):
-    def __init__(self, tied: bool):
-        super().__init__()
-        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
-        if tied:
-            self.two.weight = self.one.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(self.one(x))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_other_ties_are_told(tmp_path: Path, tied: bool) -> None:
-    saved = make(Tied(tied))
-    saved.save_checkpoint(tmp_path)
-    names = read_tensors(tmp_path / "iter_0000000")
-    assert ("weights/two.weight" in names) is not tied
-    where = "in the checkpoint, and two or named otherwise here" if tied else "here, and two .* in the checkpoint"
-    engine = make(Tied(not tied))
-    with pytest.raises(CheckpointError, match=f"two.weight and one.weight are one tensor {where}"):
-        engine.load_checkpoint(tmp_path)
-
-
-def test_other_parameters_are_named_and_nothing_is_loaded(tmp_path: Path) -> None:
-    make(mlp()).save_checkpoint(tmp_path)
-    larger, wider = make(Mlp(blocks=4), "ZeRO-3, CPU 0.6"), make(mlp(width=32))
-    for engine, sentence in (
-        (larger, "'weights/blocks.3.down.bias' is not in the checkpoint"),
-        (wider, r"'weights/blocks.0.up.weight' is \[32, 16\] in the checkpoint and \[64, 32\] here"),
-    ):
-        before = state(engine)
-        with pytest.raises(CheckpointError, match=sentence):
-            engine.load_checkpoint(tmp_path, load_optimizer_states=False)
-        assert_same(state(engine), before)
-    with pytest.raises(CheckpointError, match="group 0 has blocks.3.down.bias.* here only"):
-        larger.load_checkpoint(tmp_path)
-    before = state(larger)
-    larger.load_checkpoint(tmp_path, load_module_strict=False)
-    after = state(larger)
-    assert torch.equal(after["blocks.3.up.weight"], before["blocks.3.up.weight"])
-    assert torch.equal(after["blocks.2.up.weight"], mlp().blocks[2].up.weight)
-    larger.save_checkpoint(tmp_path, "larger")
-    with pytest.raises(CheckpointError, match="blocks.3.down.bias' is in the checkpoint and nothing asks for it"):
-        make(mlp()).load_checkpoint(tmp_path, "larger", load_module_only=True)
-    larger.close()
-
-
-def test_another_schedule_is_told(tmp_path: Path) -> None:
-    make(mlp()).save_checkpoint(tmp_path)
-    engine = make(mlp(), scheduler=SCHEDULERS["MultiStepLR"])
-    with pytest.raises(CheckpointError, match="has no lr_scheduler, and the engine has the lr_scheduler MultiStepLR"):
-        engine.load_checkpoint(tmp_path)
-    assert engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)[0]
-
-
-def spoil(path: Path) -> None:
-    """Change one byte in the middle."""
-    file = path / "rank00000.bin"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_damaged_one_gives_way_to_an_older_one_or_changes_nothing(tmp_path: Path, layout: str) -> None:
-    engine = make(mlp(), layout)
-    train(engine, 0, 1)
-    engine.save_checkpoint(tmp_path, client_state="old")
-    old = state(engine)
-    train(engine, 1, 2)
-    spoil(Path(engine.save_checkpoint(tmp_path, client_state="new")))
-    train(engine, 2, 3)
-    before, counts = state(engine), (engine.global_steps, engine.micro_steps)
-    with pytest.raises(CheckpointError, match="nothing was loaded(.|\n)*rank00000.bin: tensor '.*CRC-32"):
-        engine.load_checkpoint(tmp_path, tag="global_step2")
-    assert_same(state(engine), before)
-    assert counts == (engine.global_steps, engine.micro_steps)
-    assert engine.load_checkpoint(tmp_path) == (str(tmp_path / "iter_0000001"), "old")
-    assert_same(state(engine), old)
-    engine.close()
-
-
-def test_meta_of_a_stranger(tmp_path: Path) -> None:
-    engine = make(mlp())
-    engine.save_checkpoint(tmp_path)
-    meta = load_meta(tmp_path)
-    tensors = read_tensors(tmp_path / "iter_0000000")
-    before = state(engine)
-    wrong = {
-        "counts": {"global_steps": -1},
-        "groups": [3],
-        "scheduler": "no",
-        "loss_scale": {"value": "1"},
-        "client": 1,
-    }
-    for number, (name, value) in enumerate(wrong.items(), 1):
-        changed = {**meta, name: value, "client": {"__python__": "code", "values": []} if name == "client" else None}
-        gptpar.checkpoint.save_checkpoint(tmp_path / name, number, tensors, changed)
-        with pytest.raises(CheckpointError, match="code" if name == "client" else f"{name} is"):
-            engine.load_checkpoint(tmp_path / name)
-    assert_same(state(engine), before)
 
 
 # Plain torch's weights, and several processes.

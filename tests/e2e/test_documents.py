@@ -1,4 +1,4 @@
-"""What the README and the examples tell people to run does run."""
+"""What the README, docs/ and the examples tell people to run does run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.documents import ROOT, block
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -27,63 +28,71 @@ def run(script: str, cwd: Path, **more: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_readme_commands_in_order(tmp_path: Path) -> None:
-    """The block under "Pretraining by hand", as it stands, in an empty folder."""
-    section = (ROOT / "README.md").read_text().split("## Pretraining by hand")[1]
-    block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)
-    assert block is not None
-    output = run(f'python() {{ "$PYTHON" "$@"; }}\n{block[1]}', tmp_path)
+def losses_of(output: str) -> list[float]:
+    """The second word of each line that begins with a number."""
+    return [float(line.split()[1]) for line in output.splitlines() if line[:1].isdigit()]
+
+
+def test_quickstart_in_order(tmp_path: Path) -> None:
+    """The block under "Step by step", as it stands, in an empty folder."""
+    steps = block("quickstart.md", "Step by step", "bash")
+    output = run(f'python() {{ "$PYTHON" "$@"; }}\n{steps}', tmp_path)
     assert "every byte of" in output and '"tokens_per_s"' in output
     assert (tmp_path / "runs/tiny/iter_0000040/manifest.json").exists()
     assert (tmp_path / "runs/tiny/run.png").stat().st_size > 10_000
 
 
-def test_readme_deepspeed_json(tmp_path: Path) -> None:
-    """The block under "DeepSpeed's JSON": two processes, a part of the optimizer on the CPU."""
-    section = (ROOT / "README.md").read_text().split("## DeepSpeed's JSON")[1]
-    block = re.search(r"```bash\n(.*?)```", section, re.DOTALL)
-    assert block is not None
-    output = run(f'gptpar() {{ "$PYTHON" -m gptpar "$@"; }}\n{block[1]}', tmp_path)
+def test_deepspeed_json(tmp_path: Path) -> None:
+    """The block under "From DeepSpeed: the JSON": two processes, a part of the optimizer on the CPU."""
+    script = block("moving-over.md", "From DeepSpeed: the JSON", "bash")
+    output = run(f'gptpar() {{ "$PYTHON" -m gptpar "$@"; }}\n{script}', tmp_path)
     assert re.search(r"cpu optimizer ratio +0\.3 +\(?ds\.json: zero_optimization\.offload_optimizer\.ratio", output)
     assert re.search(r"iteration +20/ +20 .*global batch size: +8", output)
 
 
-def test_readme_plans(tmp_path: Path) -> None:
-    """The commands under "Planning a run"."""
-    section = (ROOT / "README.md").read_text().split("## Planning a run")[1].split("\n## ")[0]
-    plans, tool = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+def test_plans(tmp_path: Path) -> None:
+    """The commands under "Plan a run"."""
+    plans, tool = (block("planning.md", "Plan a run", "bash", number) for number in (0, 1))
     output = run(f'python() {{ "$PYTHON" "$@"; }}\n{plans}{tool.replace("tools/", f"{ROOT}/tools/")}', tmp_path)
     assert "fits: stage" in output and "refused" in output and "ZeRO-3, gptpar: states" in output
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_readme_optimizer(tmp_path: Path) -> None:
-    """The program under "The optimizer for your own model" learns and saves."""
-    section = (ROOT / "README.md").read_text().split("## The optimizer for your own model")[1]
-    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert block is not None
-    (tmp_path / "twin.py").write_text(block[1])
-    losses = [float(line.split()[1]) for line in run('"$PYTHON" twin.py', tmp_path).splitlines() if line[:1].isdigit()]
+def test_twin_flow(tmp_path: Path) -> None:
+    """The program under "TwinFlowAdamW" learns and saves."""
+    (tmp_path / "twin.py").write_text(block("own-models.md", "TwinFlowAdamW", "python"))
+    losses = losses_of(run('"$PYTHON" twin.py', tmp_path))
     assert len(losses) == 20 and losses[-1] < losses[0] - 1.0
     assert (tmp_path / "twin.pt").stat().st_size > 100_000
 
 
-def test_readme_any_module(tmp_path: Path) -> None:
-    """The program under "Any module" learns, and its command proves that the example trains as in plain PyTorch."""
+def test_pipeline_module(tmp_path: Path) -> None:
+    """The program under "PipelineModule" learns on two processes."""
+    (tmp_path / "pipe.py").write_text(block("own-models.md", "PipelineModule", "python"))
+    losses = losses_of(run('"$PYTHON" -m torch.distributed.run --nproc-per-node 2 pipe.py', tmp_path))
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1.0
+
+
+def test_readme_own_model(tmp_path: Path) -> None:
+    """The program in the README learns."""
+    (tmp_path / "own.py").write_text(block("README.md", "Train your own model", "python"))
+    losses = losses_of(run('"$PYTHON" own.py', tmp_path))
+    assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
+
+
+def test_any_module(tmp_path: Path) -> None:
+    """The first program of "Any module" learns."""
     pytest.importorskip("transformers")
-    section = (ROOT / "README.md").read_text().split("## Any module")[1]
-    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert block is not None
-    (tmp_path / "any.py").write_text(block[1])
-    losses = [float(line.split()[1]) for line in run('"$PYTHON" any.py', tmp_path).splitlines() if line[:1].isdigit()]
+    (tmp_path / "any.py").write_text(block("any-module.md", "Any module", "python"))
+    losses = losses_of(run('"$PYTHON" any.py', tmp_path))
     assert len(losses) == 4 and losses[-1] < losses[0] - 1.0
 
 
-def test_readme_any_module_is_proved(tmp_path: Path) -> None:
-    """The commands under "Any module": the proof, the plan, the benchmark."""
+def test_any_module_is_proved(tmp_path: Path) -> None:
+    """The commands of "Any module": the proof, the plan, the benchmark."""
     pytest.importorskip("transformers")
-    section = (ROOT / "README.md").read_text().split("## Any module")[1]
-    proof, figures = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)[:2]
+    proof = block("any-module.md", "The proof", "bash")
+    figures = block("any-module.md", "Memory and speed beforehand", "bash")
     commands = (proof + figures).replace("examples/", f"{ROOT}/examples/")
     output = run(f'python() {{ "$PYTHON" "$@"; }}\n{commands}', tmp_path)
     for count in (4, 16):
@@ -98,12 +107,9 @@ def test_example_of_any_module(tmp_path: Path) -> None:
     assert len(losses) == 4 and losses[0] < 4.5 and losses[-1] < losses[0] - 0.3
 
 
-def test_readme_deferred_init(tmp_path: Path) -> None:
+def test_deferred_init(tmp_path: Path) -> None:
     """The program under "A model that fits no single device" makes values of a model of 103 GB."""
-    section = (ROOT / "README.md").read_text().split("## A model that fits no single device")[1]
-    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert block is not None
-    (tmp_path / "deferred.py").write_text(block[1])
+    (tmp_path / "deferred.py").write_text(block("any-module.md", "A model that fits no single device", "python"))
     assert "tensor([1., 1., 1.,  ..., 1., 1., 1.], dtype=torch.bfloat16)" in run('"$PYTHON" deferred.py', tmp_path)
 
 

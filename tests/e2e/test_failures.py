@@ -9,15 +9,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.e2e.test_pretrain import ENVIRONMENT, command
+from tests.e2e.commands import ENVIRONMENT, children, command
 
 END_SECONDS = 60.0
-
-
-def children(pid: int) -> list[int]:
-    """The live child processes of a process, as Linux lists them."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for task in tasks for child in task.read_text().split())
 
 
 def rank_of(pid: int) -> int | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_pretrain import ENVIRONMENT, command, gptpar, losses
+from tests.e2e.commands import ENVIRONMENT, command, gptpar, losses
 
 PORT = 29571
 TRAINING = "--train-iters 4 --global-batch-size 8 --distributed-backend gloo --save"

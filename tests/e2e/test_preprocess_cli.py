@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.data.tokenizer.test_bpe import SAMPLE, small_vocabulary, write_files
+from tests.unit.data.tokenizer.vocabularies import SAMPLE, small_vocabulary, write_files
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 1 << 20

@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 from gptpar.checkpoint import load_meta
-from tests.e2e.test_failures import children
-from tests.e2e.test_pretrain import ENVIRONMENT, ROOT, command, stepping
+from tests.e2e.commands import ENVIRONMENT, ROOT, children, command, stepping
 
 LONG = "--train-iters 100000 --lr-decay-style constant --log-interval 1 --save"
 # The first piece of a checkpoint takes longer than torchrun waits, as on a slow disk.

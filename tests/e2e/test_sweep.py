@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_pretrain import ENVIRONMENT, command, gptpar
+from tests.e2e.commands import ENVIRONMENT, command, gptpar
 from tests.helpers import TINY
 
 SWEEP = (

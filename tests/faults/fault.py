@@ -37,6 +37,12 @@ class Fault:
         missing = [test for test in self.tests if not _exists(root, test)]
         return f"fault {self.name}: there is no test {', '.join(missing)}" if missing else None
 
+    def unit_tests(self, root: Path = ROOT) -> list[str]:
+        """The folder of the unit tests of the fault's package, where there is one."""
+        package, room, *_ = Path(self.file).parts
+        folder = f"tests/unit/{room}"
+        return [folder] if package == "gptpar" and (root / folder).is_dir() else []
+
     def inject(self, root: Path) -> None:
         """Put the fault into a checkout.
 

@@ -8,9 +8,9 @@ COLLECTOR = "gptpar/engine/collector.py"
 REDUCER = "gptpar/engine/reducer.py"
 ROUTER = "gptpar/engine/router.py"
 GATHERER = "gptpar/engine/gatherer.py"
-ONE_ORDER = "tests/unit/optim/test_optim.py::test_units_are_reduced_in_one_order_whatever_autograd_does"
-PLAIN_LOOP = "tests/unit/training/test_reference.py::test_fifty_steps_follow_a_plain_loop"
-RATIOS = "tests/unit/offload/test_bits.py::test_no_ratio_changes_a_bit"
+ONE_ORDER = "tests/unit/engine/test_gradients.py::test_units_are_reduced_in_one_order_whatever_autograd_does"
+PLAIN_LOOP = "tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
+RATIOS = "tests/unit/offload/test_same_bits.py::test_no_ratio_changes_a_bit"
 RATIOS_ON_RANKS = "tests/ranks/test_offload_bits_ranks.py::test_no_ratio_changes_a_bit"
 TWO_PROCESSES = "tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]"
 RECORDED = "tests/unit/any_module/test_graph.py"
@@ -46,7 +46,7 @@ GRADIENTS = [
         REDUCER,
         "else total.to(self._dtype)",
         "else total",
-        ("tests/unit/optim/test_optim.py::test_gradients_travel_in_the_reductions_dtype",),
+        ("tests/unit/engine/test_gradients.py::test_gradients_travel_in_the_reductions_dtype",),
     ),
     Fault(
         "reduction-not-waited-for",
@@ -82,7 +82,7 @@ GRADIENTS = [
         "gptpar/engine/gradient_memory.py",
         "total[start:stop].zero_()",
         "pass",
-        ("tests/unit/optim/test_optim.py::test_padding_of_memory_that_is_taken_ahead_is_zero",),
+        ("tests/unit/engine/test_gradients.py::test_padding_of_memory_that_is_taken_ahead_is_zero",),
     ),
     Fault(
         "tensor-sum-dropped-at-the-end-of-the-step",

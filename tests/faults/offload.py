@@ -7,10 +7,11 @@ from tests.faults.fault import Fault
 STATES = "gptpar/offload/bucket_state.py"
 THREAD = "gptpar/offload/updating_thread.py"
 OPTIMIZER = "gptpar/offload/host_optimizer.py"
-SPECULATION = "tests/unit/offload/test_offload.py::test_speculation_changes_no_bit"
-OVERFLOWS = "tests/unit/offload/test_offload.py::test_fp16_overflows_are_skipped_on_both_sides"
+SPECULATION = "tests/unit/offload/test_whole_runs.py::test_speculation_changes_no_bit"
+OVERFLOWS = "tests/unit/offload/test_whole_runs.py::test_fp16_overflows_are_skipped_on_both_sides"
 ANY_ORDER = "tests/unit/offload/test_events.py::test_any_order_gives_the_same_bits"
 TIED_EMBEDDING = "tests/unit/offload/test_tied_embedding_offload.py"
+EARLY_GRADIENTS = "tests/unit/offload/test_early_gradients.py"
 
 OFFLOAD = [
     Fault(
@@ -96,14 +97,14 @@ OFFLOAD = [
         THREAD,
         "What.COMMITTED, only=bucket.partial.open)",
         "What.COMMITTED, only=bucket.partial.closed)",
-        (TIED_EMBEDDING,),
+        (TIED_EMBEDDING, EARLY_GRADIENTS),
     ),
     Fault(
         "open-ranges-one-row-off",
         "gptpar/offload/index_ranges.py",
         "marked[rows + 1] = 1",
         "marked[rows] = 1",
-        (TIED_EMBEDDING,),
+        (TIED_EMBEDDING, EARLY_GRADIENTS),
     ),
     Fault(
         "open-ranges-counted-from-the-unit",
@@ -124,7 +125,7 @@ OFFLOAD = [
         "gptpar/offload/copying_transfers.py",
         "if self._grad is not None and self._is_there.query():",
         "if self._grad is not None and self.made():",
-        ("tests/unit/offload/test_copying_transfers.py",),
+        ("tests/unit/offload/test_copying_transfers.py", "tests/unit/offload/test_offload_gradients_flag.py"),
     ),
     Fault(
         "backward-pass-never-held-back",

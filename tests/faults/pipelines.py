@@ -7,8 +7,7 @@ from tests.faults.fault import Fault
 COLLECTOR = "gptpar/engine/collector.py"
 LAYER_STAGES = "gptpar/any_module/layer_stages.py"
 INITIALIZE = "gptpar/any_module/initialize_layers.py"
-TESTS = "tests/any_module/test_pipeline_layers.py"
-LOOP = f"{TESTS}::test_layers_train_like_a_plain_loop"
+LOOP = "tests/any_module/test_pipeline_layers.py::test_layers_train_like_a_plain_loop"
 TWO_STAGES = f"{LOOP}[dp1 x pp2, ZeRO-0, CPU 0]"
 TWICE_ON_ONE = f"{LOOP}[dp2 x pp2, ZeRO-0, CPU 1, 2 virtual, partition 0,3,5,6,10]"
 
@@ -32,13 +31,13 @@ PIPELINES = [
         INITIALIZE,
         "        pipeline.expect_dtype(options.dtype)",
         "        pass",
-        (f"{TESTS}::test_number_formats_do_not_depend_on_the_stages",),
+        ("tests/any_module/test_pipeline_formats.py::test_number_formats_do_not_depend_on_the_stages",),
     ),
     Fault(
         "one-stage-refuses-alone",
         INITIALIZE,
         "        mine = mine or next((error for error in everyone if error is not None), None)",
         "        pass",
-        (f"{TESTS}::test_what_one_stage_refuses_all_refuse",),
+        ("tests/any_module/test_pipeline_refused.py::test_what_one_stage_refuses_all_refuse",),
     ),
 ]

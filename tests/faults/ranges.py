@@ -67,7 +67,7 @@ RANGES = [
         UNITS,
         "end = _round_up(start + longest, ALIGNMENT)",
         "end = _round_up(start + info.shape.numel(), ALIGNMENT)",
-        (CUT_ALIKE, "tests/unit/optim/test_optim.py::test_uneven_shares_reserve_the_longest"),
+        (CUT_ALIKE, "tests/unit/engine/test_units.py::test_uneven_shares_reserve_the_longest"),
     ),
     Fault(
         "host-counts-from-the-beginning-of-the-shard",
@@ -102,13 +102,13 @@ RANGES = [
         UNITS,
         'return DECAYS if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS_NOT',
         'return DECAYS_NOT if len(info.full_shape) > 1 and not name.endswith(".bias") else DECAYS',
-        ("tests/unit/training/test_reference.py::test_fifty_steps_follow_a_plain_loop",),
+        ("tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop",),
     ),
     Fault(
         "decay-of-a-bias-with-two-dimensions",
         UNITS,
         'len(info.full_shape) > 1 and not name.endswith(".bias")',
         "len(info.full_shape) > 1",
-        ("tests/unit/optim/test_optim.py::test_a_unit_is_aligned_and_ordered_by_kind",),
+        ("tests/unit/engine/test_units.py::test_a_unit_is_aligned_and_ordered_by_kind",),
     ),
 ]

@@ -11,8 +11,8 @@ ROUNDED = "tests/unit/optim/test_adam_update.py::test_each_operation_is_rounded_
 NUMBERS = "tests/unit/optim/test_adam_update.py::test_numbers_on_the_device_are_those_of_the_host"
 TORCH_ADAMW = "tests/unit/engine/test_flat_adam.py::test_it_is_torchs_adamw"
 GROUPS = "tests/unit/engine/test_parameter_groups.py::test_groups_are_those_of_torchs_adamw_at_every_ratio"
-PLAIN_LOOP = "tests/unit/training/test_reference.py::test_fifty_steps_follow_a_plain_loop"
-DYNAMIC_SCALE = "tests/unit/optim/test_optim.py::test_dynamic_loss_scale_follows_megatron"
+PLAIN_LOOP = "tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
+DYNAMIC_SCALE = "tests/unit/optim/test_loss_scale.py::test_dynamic_loss_scale_follows_megatron"
 
 UPDATE = [
     Fault(
@@ -27,7 +27,7 @@ UPDATE = [
         "gptpar/optim/device_adam.py",
         "steps += 1 - skipped\n        if skipped:",
         "steps += 1\n        if skipped:",
-        ("tests/unit/optim/test_optim.py::test_a_gradient_that_is_not_finite_changes_nothing",),
+        ("tests/unit/engine/test_optimizer_step.py::test_a_gradient_that_is_not_finite_changes_nothing",),
     ),
     Fault(
         "step-counted-once-for-each-family",
@@ -142,14 +142,14 @@ UPDATE = [
         "gptpar/optim/grad_norm.py",
         "return torch.cat([rows, torch.linalg.vector_norm(piece[whole:], dtype=wide)[None]])",
         "return rows",
-        ("tests/unit/optim/test_optim.py::test_a_norm_of_any_length_is_exact",),
+        ("tests/unit/optim/test_gradient_norm.py::test_a_norm_of_any_length_is_exact",),
     ),
     Fault(
         "norm-keeps-the-loss-scale",
         "gptpar/training/trainer.py",
         "norm = square.sqrt() / torch.full_like(square, scale)",
         "norm = square.sqrt()",
-        ("tests/unit/optim/test_optim.py::test_a_loss_scale_beyond_fp16_is_no_overflow",),
+        ("tests/unit/engine/test_optimizer_step.py::test_a_loss_scale_beyond_fp16_is_no_overflow",),
     ),
     Fault(
         "hysteresis-not-restored",
@@ -163,13 +163,13 @@ UPDATE = [
         "gptpar/optim/loss_scale.py",
         "            return\n        self.good_steps = 0\n",
         "            return\n",
-        ("tests/unit/optim/test_optim.py::test_good_steps_are_counted_in_a_row",),
+        ("tests/unit/optim/test_loss_scale.py::test_good_steps_are_counted_in_a_row",),
     ),
     Fault(
         "warm-up-forgets-the-initial-rate",
         "gptpar/optim/schedule.py",
         "return self.init_lr + (self.max_lr - self.init_lr) * progress / self.warmup",
         "return self.max_lr * progress / self.warmup",
-        ("tests/unit/optim/test_optim.py::test_cosine_decay_and_initial_rate",),
+        ("tests/unit/optim/test_schedule.py::test_cosine_decay_and_initial_rate",),
     ),
 ]

@@ -31,7 +31,7 @@ USER_MODULES = [
         "gptpar/plan/states.py",
         "elements += sum(unit.length for unit in whole)",
         "pass",
-        ("tests/ranks/test_module_memory.py", "tests/unit/plan/test_plan.py"),
+        ("tests/ranks/test_module_memory.py", "tests/unit/plan/test_predictions.py"),
     ),
     Fault(
         "estimate-forgets-sums-of-the-cpu's-gradients",

@@ -10,8 +10,8 @@ from gptpar.optim.adam_update import clipped_divisor, step_numbers, step_numbers
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.device_adam import DeviceAdam, Piece, TorchAdam, TritonAdam
 from gptpar.optim.spans import ALIGNMENT
-from tests.gpu.test_offload_gpu import OFFLOAD, run
-from tests.unit.optim.test_adam_update import FORMATS, HOW, STEPS, cases, same
+from tests.gpu.offloaded_training import OFFLOAD, run
+from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, same
 
 pytestmark = pytest.mark.gpu
 CLIPPING = [(2.7, 1.0, 0.3), (0.1, 3000.0, 0.3), (5.0, 3000.0, 0.0)]

@@ -14,7 +14,7 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
 from gptpar.training import auto_gradients
 from gptpar.training.auto_gradients import with_gradients
-from tests.gpu.test_offload_gpu import Slow, run
+from tests.gpu.offloaded_training import Slow, run
 from tests.helpers import tiny_config
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from gptpar.model.attention import document_mask
 from gptpar.model.attention_dropout import attention_with_dropout
 from gptpar.model.dropout import EMBEDDINGS, LayerSeeds, kept, seed_fields, seeds_field
-from tests.gpu.test_training_gpu import run
+from tests.gpu.training import run
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ import torch
 
 from gptpar.optim.device_adam import TorchAdam, make_device_adam
 from gptpar.optim.spans import Family
-from tests.unit.engine.test_flat_adam import GRADS, follows_torch, make
-from tests.unit.engine.test_parameter_groups import JOINED, SEPARATE, flat_after
+from tests.unit.engine.flat_adam_case import GRADS, follows_torch, make
+from tests.unit.engine.four_groups import JOINED, SEPARATE, flat_after
 
 pytestmark = pytest.mark.gpu
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,54 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar.data.loader import MicroBatch
 from gptpar.offload import buckets, machine, transfers
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.schedule import make_schedule
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
 from gptpar.training import gpt
 from gptpar.training.auto_ratio import with_ratio
-from gptpar.training.batch_plan import BatchPlan
-from gptpar.training.trainer import Trainer
-from tests.helpers import random_tokens, tiny_config
+from tests.gpu.offloaded_training import OFFLOAD, STEPS, Slow, run
+from tests.helpers import tiny_config
 
 pytestmark = pytest.mark.gpu
-
-STEPS = 12
-OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
-
-
-def run(
-    flags: str, steps: int = STEPS, micro_batches: int = 2
-) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
-    """(loss, norm, skipped) of each step, and the final weights by name."""
-    config = tiny_config(f"--hidden-size 128 --global-batch-size 4 --lr-warmup-iters 3 {flags}")
-    topology = Topology(Layout(), 0, torch.device("cuda", 0))
-    trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
-    trainer.initialise()
-    seen, launched = [], None
-    for step in range(steps):
-        parts = [MicroBatch(t[:, :-1], t[:, 1:]) for t in random_tokens(4, 16, 60, seed=step).split(4 // micro_batches)]
-        trainer.expect_step(4.0 * step)
-        loss = trainer.forward_backward(parts, step)
-        if launched is not None:  # one step late, as a run does it
-            seen.append(launched.readings.read()[:3])
-        launched = trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False)
-        if trainer.loss_scale.dynamic:
-            trainer.loss_scale.update(bool(launched.readings.read()[2]))
-    assert launched is not None
-    seen.append(launched.readings.read()[:3])
-    whole = {}
-    for name, parts in trainer.engine.optimizer.state_tensors()["weights"].items():
-        full = torch.empty(parts.shape, dtype=parts.dtype)
-        for offsets, part in parts.parts:
-            full[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.cpu()
-        whole[name] = full
-    trainer.close()
-    return seen, whole, trainer
 
 
 @pytest.mark.parametrize(
@@ -80,14 +43,6 @@ def test_speculation_changes_no_bit() -> None:
     second = run(f"--bf16 --clip-grad 1.75 {OFFLOAD} 1 --offload-speculation on")
     assert first[0] == second[0]
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
-
-
-class Slow(CpuAdam):
-    """Leaves the device time to write where it should not."""
-
-    def order(self, *args: Any, **kwargs: Any) -> Callable[[], Done]:
-        time.sleep(0.01)
-        return super().order(*args, **kwargs)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

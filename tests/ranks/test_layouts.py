@@ -16,19 +16,8 @@ from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
 from gptpar.topology.placement import SAME, Gradient, Sum
+from tests.ranks.layout_cases import STEPS, TOLERANCE, WORDS, case
 from tests.spawn import spawn
-
-WORDS = [*SMALL.split(), "--fp64"]
-STEPS = 2
-TOLERANCE = 1e-10
-"""Largest relative difference, in fp64."""
-
-
-def case(layout: Layout, *flags: str) -> Case:
-    """A layout with flags."""
-    sizes = ("--tensor-model-parallel-size", str(layout.tensor), "--pipeline-model-parallel-size", str(layout.pipeline))
-    return Case(f"{layout.describe()} {' '.join(flags)}", layout, (*sizes, *flags))
-
 
 CASES = [
     case(Layout(data=4), "--zero-stage", "3", *VARIANTS["every 2"]),

@@ -8,8 +8,7 @@ from gptpar.data.loader import MicroBatch
 from gptpar.topology.layout import Layout
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.spawn import spawn
-from tests.unit.offload.test_bits import RATIOS, hash_of
-from tests.unit.offload.test_offload import OFFLOAD
+from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, hash_of
 
 CASES = {
     "ZeRO-1": (Layout(data=2), "--zero-stage 1 --bf16"),

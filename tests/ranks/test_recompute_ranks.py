@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gptpar.pipeline.recompute import Keep, _Kept, recomputed
 from tests.spawn import spawn
-from tests.unit.pipeline.test_recompute import FromArray, gradients, layer
+from tests.unit.pipeline.recomputed import FromArray, gradients, layer
 
 
 def partitioned(rank: int, size: int, to_cpu: bool) -> tuple[list[bool], list[int], list[bool]]:

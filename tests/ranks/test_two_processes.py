@@ -12,7 +12,7 @@ from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
-from tests.ranks.test_layouts import STEPS, TOLERANCE, WORDS, case
+from tests.ranks.layout_cases import STEPS, TOLERANCE, WORDS, case
 from tests.spawn import spawn
 
 CASES = [

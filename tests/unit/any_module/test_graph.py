@@ -134,8 +134,8 @@ def test_sixteen_bits_and_a_moving_loss_scale(precision: str, ratio: float) -> N
     scales = []
     for _ in range(12):
         assert str(train(recorded, data)) == str(train(launched, same))
-        assert recorded.loss_scale.value == launched.loss_scale.value
-        scales.append(recorded.loss_scale.value)
+        assert recorded.loss_scaler.value == launched.loss_scaler.value
+        scales.append(recorded.loss_scaler.value)
     assert recorder.recordings == 1
     assert (len(set(scales[LAUNCHED_STEPS + 1 :])) > 1) == (precision == "fp16")
     assert_same(recorded, launched)

@@ -16,6 +16,7 @@ from gptpar.any_module.options import EngineOptions, read_options
 from gptpar.errors import ConfigError, GptparError
 from gptpar.offload.twin_flow import TwinFlowAdamW
 from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.loss_scale import LossScale
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}}
 FROM_FILE = {"lr": 3e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
@@ -171,7 +172,9 @@ def test_parameters_that_cannot_be() -> None:
 
 def facade(calls: list[str], *rates: float) -> EngineOptimizer:
     groups = [{"params": [nn.Parameter(torch.zeros(2))], **FROM_FILE, "lr": lr} for lr in rates]
-    return EngineOptimizer(groups, lambda: calls.append("update"), lambda: calls.append("drop"))
+    return EngineOptimizer(
+        groups, lambda: calls.append("update"), lambda: calls.append("drop"), LossScale(1.0, dynamic=False)
+    )
 
 
 def test_the_groups_are_live_and_the_engine_acts() -> None:

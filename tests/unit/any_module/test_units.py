@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
 from gptpar.any_module.units import ALONE, UnitPlan, find_units
 from gptpar.errors import ModelError
+from tests.unit.any_module.huggingface import tiny_hf
 
 
 class Block(nn.Module):
@@ -67,30 +66,6 @@ def assert_complete(model: nn.Module, plan: UnitPlan) -> None:
     )
     modules = dict(model.named_modules())
     assert all(path in modules for path in paths(plan)) and paths(plan)[0] == ""
-
-
-def tiny_hf(name: str) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    small = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32}
-    vocabulary = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    make: dict[str, Callable[[], nn.Module]] = {
-        "GPT-2": lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, n_positions=8, **vocabulary)
-        ),
-        "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **vocabulary)),
-        "BERT": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small, **vocabulary)),
-        "ALBERT": lambda: transformers.AlbertModel(
-            transformers.AlbertConfig(**small, **vocabulary, embedding_size=8, num_hidden_groups=1)
-        ),
-        "T5": lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2, **vocabulary)
-        ),
-        "ViT": lambda: transformers.ViTModel(transformers.ViTConfig(**small, image_size=8, patch_size=4)),
-        "ResNet": lambda: transformers.ResNetModel(
-            transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[2, 2], layer_type="basic")
-        ),
-    }
-    return make[name]()
 
 
 BLOCKS = {

@@ -54,6 +54,7 @@ def old_tensors(value: float = 10, size: int = 300_000) -> dict[str, torch.Tenso
     return {f"w{i}": torch.full((size,), float(value)) for i in range(4)}
 
 
+@pytest.mark.slow
 def test_kill_9_at_every_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     first = save_checkpoint(tmp_path / "run00", 10, old_tensors(10, 20_000), {})
     for instant in range(1, 30):

@@ -192,6 +192,7 @@ def test_chunks_that_overlap_leave_a_hole_and_are_named(tmp_path: Path) -> None:
         read_manifest(path)
 
 
+@pytest.mark.slow
 def test_a_file_of_holes_is_not_taken_into_memory(tmp_path: Path) -> None:
     """A manifest of 2 MB and a sparse file may name more than any machine has; what is not there is seen sooner."""
     path = save_checkpoint(tmp_path, 3, {"w": torch.zeros(8, dtype=torch.uint8)}, {})

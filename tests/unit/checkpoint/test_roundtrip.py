@@ -75,6 +75,7 @@ def test_parameters_and_strided_targets_are_filled_in_place(tmp_path: Path) -> N
     assert flat.tolist() == [0, 0, 1, 0, 2, 0, 3, 0]
 
 
+@pytest.mark.slow
 def test_views_of_one_flat_buffer_cost_no_memory(tmp_path: Path) -> None:
     flat = torch.arange(64 << 20, dtype=torch.float32)  # 256 MiB
     views = {f"layer{i}": view for i, view in enumerate(flat.split(4 << 20))}

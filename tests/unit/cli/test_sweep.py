@@ -80,8 +80,8 @@ def test_every_layout_and_one_batch_for_all() -> None:
     )
 
 
-def test_the_readmes_command_has_its_combinations() -> None:
-    section = (ROOT / "README.md").read_text().split("## Which configuration is fastest here")[1]
+def test_the_documents_command_has_its_combinations() -> None:
+    section = (ROOT / "docs/planning.md").read_text().split("## Measure configurations")[1]
     words = section.split("```bash\npython -m gptpar benchmark ")[1].split("```")[0].replace("\\\n", " ").split()
     every = combinations(benchmark.parse(words, sweep_flags), 2)
     assert len(every) == 12 and sum(not one.refusal for one in every) == 8

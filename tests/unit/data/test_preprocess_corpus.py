@@ -68,6 +68,7 @@ def test_a_library_that_is_not_there(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_this_python_has_enough(tmp_path: Path):
     assert corpus.main(["--output", str(tmp_path / "c.jsonl"), "--max-megabytes", "1.5"]) == 0
     documents = read(tmp_path / "c.jsonl")

@@ -10,7 +10,7 @@ import pytest
 from gptpar.cli.preprocess import main
 from gptpar.data import long_lines, readers
 from gptpar.errors import DataError
-from tests.unit.data.tokenizer.test_bpe import small_vocabulary, write_files
+from tests.unit.data.tokenizer.vocabularies import small_vocabulary, write_files
 
 TEXT = 'the cat sat, the cat\'s 12 hats.\n  d\u00e9j\u00e0 vu \U0001f600 \u65e5\u672c "q" \\ \x07 ' * 40
 OTHERS = ["short", "", "the cat"]
@@ -46,6 +46,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LONG_LINE_BYTES", 1 << 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ByteLevelTokenizer", "GPT2BPETokenizer"])
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("escaped", [True, False])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,10 +16,11 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.device_adam import DeviceAdam, TorchAdam, make_device_adam
+from gptpar.optim.device_adam import TorchAdam
 from gptpar.optim.spans import Family, GroupSpan
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
+from tests.unit.engine.four_groups import CLIP, JOINED, SCALE, SEPARATE, SKIPPED, STEPS, flat_after, groups_at, norm_at
 
 SHAPES = {
     "first": {"a": (13, 11), "b": (7,), "c": (5, 5), "d": (65,)},
@@ -29,22 +30,6 @@ SHAPES = {
 STRIDES = {"j": (30, 1, 6, 3)}  # channels last
 GROUP_OF = dict(zip("abcdefghijkl", (3, 1, 0, 2, 0, 1, 2, 3, 0, 0, 1, 2), strict=True))
 MIXED = {"second": torch.bfloat16, "third": torch.float32}
-SEPARATE: tuple[Family, ...] = ((0,), (1,), (2,), (3,))
-JOINED: tuple[Family, ...] = ((2,), (0, 1), (3,))
-Make = Callable[[torch.Tensor], DeviceAdam]
-CLIP, SCALE, STEPS, SKIPPED = 1.0, 3.0, 20, 5
-
-
-def groups_at(step: int) -> tuple[Hyperparameters, ...]:
-    """Every number differs, and rates change; groups 0 and 1 differ by the decay only."""
-    lr = 1e-2 / (1 + step)
-    decays = Hyperparameters(lr, 0.9, 0.95, 1e-8, 0.1)
-    others = Hyperparameters(3e-3, 0.8, 0.999, 1e-6, 0.01 * step), Hyperparameters(2 * lr, 0.95, 0.99, 1e-10, 0.3)
-    return decays, decays._replace(weight_decay=0.0), *others
-
-
-def norm_at(step: int) -> float:
-    return float("nan") if step == SKIPPED else (0.5, 3.0)[step % 2]
 
 
 def table_of(ratio: float, place: Place) -> ParameterTable:
@@ -172,31 +157,6 @@ def test_neither_the_ratio_nor_the_families_change_a_bit(dtype: torch.dtype) -> 
         assert first.live[unit.name].dtype == MIXED.get(unit.name, dtype)
         for name, view in unit.views(first.live[unit.name]).items():
             assert torch.equal(view, first.state["weights"][name].to(view.dtype)), name
-
-
-def flat_after(device: str, families: Sequence[Family], make: Make = make_device_adam) -> list[torch.Tensor]:
-    """The vectors after all steps: model parameters of two dtypes, and elements that are their own."""
-    generator, every = torch.Generator().manual_seed(0), range(0, 1536, 128)
-    spans = [GroupSpan(low, low + 100, (3, 0, 1, 2)[k % 4]) for k, low in enumerate(every)]
-
-    def normal() -> torch.Tensor:
-        """Zero between spans, as padding is."""
-        padded = torch.randn(1536, generator=generator)
-        for span in spans:
-            padded[span.stop : span.start + 128] = 0
-        return padded.to(device)
-
-    weights, grad, steps = normal(), normal(), torch.zeros((), dtype=torch.float64, device=device)
-    state = State(weights, torch.zeros_like(weights), torch.zeros_like(weights), grad, steps)
-    live = [torch.zeros(512, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float16)]
-    adam = FlatAdam(state, spans, families, make)
-    adam.lay_out([(0, 512, live[0]), (512, 1024, live[1]), (1024, 1536, None)])
-    for step in range(STEPS):
-        grad.copy_(normal())
-        norm = torch.tensor(norm_at(step), dtype=torch.float64, device=device)
-        assert adam.step(groups_at(step), norm, SCALE, CLIP).item() == (step == SKIPPED)
-    assert steps.item() == STEPS - 1
-    return [vector.cpu() for vector in (weights, state.exp_avg, state.exp_avg_sq, *live)]
 
 
 def test_torchs_operators_have_the_same_bits() -> None:

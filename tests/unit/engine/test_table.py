@@ -18,8 +18,8 @@ from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.plan.job import Job
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.layout import Layout
-from gptpar.topology.placement import TENSOR, Split
+from gptpar.topology.layout import TENSOR, Layout
+from gptpar.topology.placement import Split
 from gptpar.topology.tensor_parts import flat_boxes
 from tests.helpers import make_trainer, tiny_config
 

@@ -239,6 +239,7 @@ def compiled_frames(num_layers: int, **options: bool) -> int:
     return counter.frame_count
 
 
+@pytest.mark.slow
 def test_a_block_is_compiled_once_for_all_layers_and_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one graph on the CPU; a GPU's way leaves it to seed the generator, and is not compiled anew either."""
     assert compiled_frames(2, fullgraph=True) == 1
@@ -251,6 +252,7 @@ def test_a_block_is_compiled_once_for_all_layers_and_seeds(monkeypatch: pytest.M
     assert compiled_frames(9) == compiled_frames(2)
 
 
+@pytest.mark.slow
 def test_compiled_masks_are_the_same() -> None:
     """Products of 32 bits wrap around there, too."""
     rows = torch.arange(40, dtype=torch.int32) * 50_000_000

@@ -18,7 +18,7 @@ from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.next_action import Action, late_partials, next_action, speculable
 from gptpar.optim.cpu_adam import CpuAdam
 from tests.offload_log import starts_of
-from tests.unit.offload.test_host_optimizer import RATES, TWO_PIECES, SlowNorm, make_share, wait_until
+from tests.unit.offload.host_shares import RATES, TWO_PIECES, SlowNorm, make_share, wait_until
 
 S, W = BucketState, What
 ALLOWED = {

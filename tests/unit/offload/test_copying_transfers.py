@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from gptpar.config.flags import parse_flags
-from gptpar.config.graph import graph_obstacles
-from gptpar.config.validate import find_problems, resolve
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.units import Unit
-from gptpar.errors import ConfigError, GptparError
-from gptpar.offload import buckets, build, copying_transfers, machine
+from gptpar.offload import buckets, copying_transfers
 from gptpar.offload.copying_transfers import (
     ALIGNMENT,
     MAX_UNITS_WAITING,
@@ -33,14 +29,12 @@ from gptpar.offload.transfers import OUTGOING, DeviceEvent
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
-from gptpar.plan.hardware import SUSTAINED
-from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
-from gptpar.training.auto_gradients import available_memory, with_gradients
 from gptpar.training.trainer import Trainer
-from tests.helpers import TINY, make_trainer, random_tokens, tiny_config
+from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.unit.offload.tiny_runs import ALL
 
-ALL = "--cpu-optimizer --cpu-optimizer-ratio 1"
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
 RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 UNITS = tuple(
     OffloadedPartition(name, 128, (GroupSpan(0, 128, 0),), ((0, 128),))
@@ -282,7 +276,14 @@ def train(flags: str, steps: int = 10) -> tuple[list[list[float]], dict[str, tor
 
 @pytest.mark.parametrize("speculation", ["on", "off"])
 @pytest.mark.parametrize("ratio", ["1", "0.731"])
-@pytest.mark.parametrize("words", ["--bf16", "--fp64", "--fp16 --initial-loss-scale 1e6 --hysteresis 1"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16",
+        pytest.param("--fp64", marks=pytest.mark.slow),
+        pytest.param("--fp16 --initial-loss-scale 1e6 --hysteresis 1", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_that_leave_change_no_bit(
     words: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,76 +342,3 @@ def test_the_embedding_s_gradient_is_not_sent_early() -> None:
     assert [trainer._partial_gradient is None for trainer in trainers] == [False, True]
     for trainer in trainers:
         trainer.close()
-
-
-# --- flags ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "world_size", "told"),
-    [
-        ("--offload-gradients on", 1, "--offload-gradients needs --cpu-optimizer."),
-        (f"{ALL} --offload-gradients on", 2, "--offload-gradients on: 2 processes add up their gradients on the GPU"),
-        (f"{ALL} --offload-gradients on --zero-stage 2", 2, "2 processes add up their gradients"),
-        (
-            f"{ALL} --offload-gradients on --global-batch-size 4",
-            1,
-            "a step of several micro-batches adds up their gradients",
-        ),
-        (f"{ALL} --offload-gradients on --cuda-graph on", 1, "--cuda-graph on: --offload-gradients on gives back"),
-    ],
-)
-def test_what_cannot_be_is_told(flags: str, world_size: int, told: str) -> None:
-    parsed = parse_flags([*TINY.split(), *flags.split()])
-    with pytest.raises(ConfigError) as caught:
-        resolve(parsed, world_size)
-    assert told in str(caught.value)
-
-
-def test_auto_is_decided_by_the_memory_that_is_free_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = f"--bf16 {ALL} --num-layers 12 --hidden-size 512"
-    gpu, cpu = (Topology(Layout(), 0, torch.device(name)) for name in ("cuda", "cpu"))
-    context = 1 << 29
-    for memory, word in ((8 << 30, "off"), (2 << 30, "off"), (1 << 30, "on")):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, memory=memory: (memory - context, memory))
-        config, (told,) = with_gradients(tiny_config(wide), gpu)
-        assert (told.name, told.value, config.offload.offload_gradients) == ("offload gradients", word, word)
-        needed, there = told.reason.split(" are expected to be needed with all gradients on the GPU, and ")
-        assert 1.5 < float(needed.split()[0]) < 1.8 and there == f"{memory >> 30}.00 GiB are available"
-        for flags in ("--offload-gradients on", "--offload-gradients off", "--global-batch-size 4"):
-            given = tiny_config(f"{wide} {flags}")
-            assert with_gradients(given, gpu) == (given, [])
-    given = tiny_config(wide)
-    assert with_gradients(given, cpu) == (given, []) and not given.offload.gradients_leave_at_once
-
-
-def test_other_processes_memory_is_not_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 80 GiB 70 are in use: 2 are tensors of this process, what is expected of a context is its own, too."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 << 30)
-    assert available_memory(torch.device("cuda")) == (12 << 30) + SUSTAINED.outside
-
-
-def test_auto_keeps_step_graphs_and_on_switches_them_off() -> None:
-    for word, obstacles in (("auto", 0), ("off", 0), ("on", 1)):
-        config = tiny_config(f"{ALL} --offload-gradients {word}")
-        assert len(list(graph_obstacles(config, 1))) == obstacles and not find_problems(config, 1)
-
-
-def test_the_room_for_speculation_counts_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """12 bytes an element of state, 2 of gradients; what is left is for speculation."""
-    elements = 10**8
-    transfers = copying_bytes(elements, 2)
-    monkeypatch.setattr(machine, "available_memory", lambda: round((18 * elements + transfers) / 0.9) + 100)
-    config = tiny_config(f"--bf16 {ALL} --offload-gradients on")
-    room = build._speculated_elements(config, elements, torch.float32, 0, transfers)
-    assert room == pytest.approx(elements / 2, rel=1e-6)
-    monkeypatch.setattr(machine, "available_memory", lambda: 12 * elements + transfers)
-    with pytest.raises(GptparError, match="0.23 GiB for transfers"):
-        build._speculated_elements(config, elements, torch.float32, 0, transfers)
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "gptpar-cpu-adam"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,57 +12,19 @@ import torch
 
 from gptpar.offload.buckets import Bucket, cut_piece
 from gptpar.offload.events import STEP_DONE, EventLog, What
-from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.next_action import NEAR, begin_copies
 from gptpar.offload.transfers import (
     OUTGOING,
     RESERVED,
     RING_BYTES,
     D2HCopy,
-    Later,
-    SameMemory,
     Slot,
-    Transfers,
     ring_slots,
 )
 from gptpar.optim.adam_update import Hyperparameters
 from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
-
-WHOLE = (GroupSpan(0, 128, 0),), ((0, 128),)
-RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
-TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("second", 128, *WHOLE))
-
-
-def make_share(
-    adam: CpuAdam,
-    *,
-    speculated: int = 0,
-    pieces: Sequence[OffloadedPartition] = TWO_PIECES,
-    parameters: Mapping[str, torch.Tensor] | None = None,
-    partial_unit: str | None = None,
-    transfers: Transfers | None = None,
-    log: EventLog | None = None,
-) -> HostOptimizer:
-    return HostOptimizer(
-        pieces,
-        parameters or {piece.unit: torch.zeros(piece.length) for piece in pieces},
-        dtype=torch.float32,
-        clip_grad=1.0,
-        adam=adam,
-        transfers=transfers or SameMemory(),
-        speculated_elements=speculated,
-        partial_unit=partial_unit,
-        log=log,
-    )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """For at most ten seconds."""
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
+from gptpar.optim.spans import OffloadedPartition
+from tests.unit.offload.host_shares import RATES, TWO_PIECES, WHOLE, SlowNorm, make_share, wait_until
 
 
 class Watched(CpuAdam):
@@ -114,26 +75,6 @@ def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
     assert adam.lows[0] == live["second"].data_ptr() and len(set(adam.lows)) == 2
     assert share.num_redone == 0
     share.close()
-
-
-class SlowNorm(SameMemory):
-    """The norm is not known before :attr:`computed`."""
-
-    def __init__(self) -> None:
-        self.computed = threading.Event()
-
-    def later(self, number: torch.Tensor) -> Later:
-        transfers = self
-
-        class Coming:
-            def known(self) -> bool:
-                return transfers.computed.is_set()
-
-            def value(self) -> float:
-                assert transfers.computed.wait(10)
-                return number.item()
-
-        return Coming()
 
 
 def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gptpar.data.loader import MicroBatch
 from gptpar.offload import buckets, build, machine, updating_thread
-from gptpar.offload.events import EventLog, What
+from gptpar.offload.events import What
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import D2HCopy, SameMemory, Slot
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.cpu_adam import CpuAdam, Done
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.training import gpt
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.offload_log import logged, starts_of
-from tests.unit.offload.test_host_optimizer import RATES, SlowNorm, wait_until
+from tests.unit.offload.counting import Counting, Seen
+from tests.unit.offload.host_shares import wait_until
 
 STEPS = 8
 ROWS, WIDTH = 64, 32
@@ -34,36 +28,6 @@ OFFLOAD = (
     "--cpu-optimizer-ratio"
 )
 SOMETIMES, NEVER, ALWAYS = "--clip-grad 0.9", "--clip-grad 1000", "--clip-grad 0.0001"
-
-
-@dataclass
-class Seen:
-    """What a run was, and what its host did: of how many elements, and of those that were open at first."""
-
-    steps: list[list[float]] = field(default_factory=list)
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
-    elements: list[int] = field(default_factory=list)
-    completed: list[int] = field(default_factory=list)
-    half_done: set[int] = field(default_factory=set)
-    redone: int = 0
-
-
-class Counting(CpuAdam):
-    """Notes of how many elements it was told to do what; with a gate, waits for leave each time."""
-
-    seen = Seen()
-    gate: threading.Semaphore | None = None
-
-    def order(self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Callable[[], Done]:
-        assert self.gate is None or self.gate.acquire(timeout=10)
-        seen, count = self.seen, p.numel() if only is None else int((only[:, 1] - only[:, 0]).sum())
-        completes = only is not None and p.data_ptr() in seen.half_done
-        (seen.completed if completes else seen.elements).append(count)
-        if only is None or completes:
-            seen.half_done.discard(p.data_ptr())
-        else:
-            seen.half_done.add(p.data_ptr())
-        return super().order(p, *args, only=only, **kwargs)
 
 
 def any_tokens(step: int) -> torch.Tensor:
@@ -143,8 +107,8 @@ def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bucket_elements, pieces", [(1 << 24, False), (333, False), (333, True)])
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("clip", [NEVER, SOMETIMES, ALWAYS])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clip", [SOMETIMES, *(pytest.param(clip, marks=pytest.mark.slow) for clip in (NEVER, ALWAYS))])
 def test_no_bit_is_changed(
     run: Callable[..., Seen], clip: str, count: int, bucket_elements: int, pieces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +124,7 @@ def test_no_bit_is_changed(
     assert bool(early.completed) == (not all(clipped)) and early.redone == sum(clipped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["--fp16 --initial-loss-scale 1024", "", "--fp64"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_bit_is_changed_in_other_precisions(run: Callable[..., Seen], dtype: str, count: int) -> None:
@@ -244,6 +209,7 @@ def test_steps_that_are_skipped(run: Callable[..., Seen]) -> None:
     assert_same(early, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the complete gradient comes it has done one of the embedding's seven buckets, and perhaps begun another."""
@@ -287,115 +253,3 @@ def test_it_is_as_it_was_where_it_would_not_be_right() -> None:
 def test_parameters_at_home_on_the_host(run: Callable[..., Seen]) -> None:
     words = f"--bf16 {SOMETIMES} {OFFLOAD} 1 --cpu-parameters --offload-speculation"
     assert_same(run(f"{words} on", True), run(f"{words} off", False))
-
-
-# --- the share alone ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Made:
-    """A gradient that the device has computed or not."""
-
-    values: torch.Tensor
-    is_made: threading.Event
-
-    def made(self) -> bool:
-        return self.is_made.is_set()
-
-    def begin(self, *, urgent: bool) -> bool:
-        return True
-
-    def arrived(self) -> bool:
-        return self.made()
-
-    def tensor(self) -> torch.Tensor:
-        assert self.is_made.wait(10)
-        return self.values.clone()
-
-    def release(self) -> None: ...
-
-
-class FarBehind(SlowNorm):
-    """The device computes what it is told to much later: offers are :attr:`made` one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[threading.Event] = []
-
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
-        self.made.append(threading.Event())
-        return Made(grad.clone(), self.made[-1])
-
-
-def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The early gradient is worked with although the complete one was offered: that is far from being computed."""
-    seen, transfers = Seen(), FarBehind()
-    monkeypatch.setattr(Counting, "seen", seen)
-    live = {"embedding": torch.zeros(256), "layer": torch.zeros(128)}
-    share = HostOptimizer(
-        [
-            OffloadedPartition("embedding", 256, (GroupSpan(0, 256, 0),), ((0, 256),)),
-            OffloadedPartition("layer", 128, (GroupSpan(0, 128, 0),), ((0, 128),)),
-        ],
-        live,
-        dtype=torch.float32,
-        clip_grad=1000.0,
-        adam=Counting(1),
-        transfers=transfers,
-        speculated_elements=384,
-        partial_unit="embedding",
-    )
-    assert share.partial_unit == "embedding"
-    final = torch.ones(256)
-    final[32:64] = -1.0
-    share.expect_step(RATES, 1.0)
-    share.expect_open_ranges("embedding", np.array([[32, 64]]))
-    share.submit_gradient("embedding", torch.ones(256), formed=256)
-    share.submit_gradient("layer", torch.ones(128))
-    share.submit_gradient("embedding", final)
-    share.step(torch.tensor(0.5), RATES, 1.0)
-    first, layer, second = transfers.made
-    first.set()
-    wait_until(lambda: len(seen.elements) == 1)
-    assert seen.elements == [224]  # beside, while the layer's is not there
-    layer.set()
-    wait_until(lambda: len(seen.elements) == 2)
-    assert seen.elements == [224, 128] and not seen.completed
-    second.set()
-    transfers.computed.set()
-    share.finish()
-    assert seen.elements == [224, 128] and seen.completed == [32] and share.num_redone == 0
-    torch.testing.assert_close(live["embedding"], -0.1 * final, rtol=1e-5, atol=0)
-    assert share.steps_taken == 1
-    share.close()
-
-
-def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor in the steps after one that was clipped."""
-    seen, log = Seen(), EventLog()
-    monkeypatch.setattr(Counting, "seen", seen)
-    share = HostOptimizer(
-        [OffloadedPartition("embedding", 128, (GroupSpan(0, 128, 0),), ((0, 128),))],
-        {"embedding": torch.zeros(128)},
-        dtype=torch.float32,
-        clip_grad=1.0,
-        adam=Counting(1),
-        transfers=SameMemory(),
-        speculated_elements=128,
-        partial_unit="embedding",
-        log=log,
-    )
-    for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
-        share.expect_step((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
-        if told:
-            share.expect_open_ranges("embedding", np.array([[0, 8]]))
-        share.submit_gradient("embedding", torch.ones(128), formed=128)
-        assert bool(starts_of(log, What.SUBMITTED_PARTIAL)) == (step == 1)
-        if step == 1:
-            wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
-            assert starts_of(log, What.SPECULATION_BEGUN)
-        share.submit_gradient("embedding", torch.ones(128))
-        share.step(torch.tensor(norm), RATES, 1.0)
-        share.finish()
-        assert share.num_redone == (step >= 1) and not seen.completed
-    share.close()

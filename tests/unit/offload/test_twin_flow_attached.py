@@ -21,7 +21,7 @@ from gptpar.offload.events import What
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.cpu_adam import CpuAdam, Done
 from tests.offload_log import logged, starts_of
-from tests.unit.offload.test_twin_flow import WIDTH, Model, equal, inputs, scheduler, train, two_groups
+from tests.unit.offload.two_groups import WIDTH, Model, equal, inputs, scheduler, train, two_groups
 
 
 class LateNorm:
@@ -38,6 +38,7 @@ class LateNorm:
         return self._number.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
 @pytest.mark.parametrize("speculation", ["off", "on"])

@@ -11,77 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar.errors import NativeBuildError
 from gptpar.offload.index_ranges import ranges_of_rows
 from gptpar.optim import cpu_adam
-from gptpar.optim.cpu_adam import AdamStep, CpuAdam
-from gptpar.system import native
+from gptpar.optim.cpu_adam import CpuAdam
+from tests.unit.optim.cpu_adam_runs import GRADS, HOW, LONG, make, run, same, with_isa
 
-HOW = AdamStep(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
-GRADS = (torch.float32, torch.bfloat16, torch.float16)
 LOWS = (None, torch.bfloat16, torch.float16, torch.float32)
 LENGTHS = (0, 1, 7, 63, 64, 65)
-LONG = 1000003
-
-
-@pytest.fixture(scope="module")
-def library():
-    found = cpu_adam._library()
-    if found is None:
-        pytest.skip("no C++ compiler on this machine")
-    return found
-
-
-@pytest.fixture(scope="module")
-def isas(library) -> list[int]:
-    return [isa for isa in (0, 1, 2) if library.lasting.cpu_adam_isa(isa)]
-
-
-@pytest.fixture
-def no_compiler(monkeypatch):
-    """Every CpuAdam made under it finds no compiled kernel."""
-
-    def refuse(name):
-        raise NativeBuildError("compiling cpu_adam.cpp failed: no room for the dragon")
-
-    monkeypatch.setattr(native, "load", refuse)
-    cpu_adam._library.cache_clear()
-    yield
-    cpu_adam._library.cache_clear()
-
-
-def with_isa(isa: int, threads: int = 1) -> CpuAdam:
-    adam = CpuAdam(threads)
-    adam._isa = isa
-    return adam
-
-
-def make(n: int, grad: torch.dtype = torch.float32, state: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """p, m, v and gradient"""
-    random = torch.Generator().manual_seed(n)
-    p, m, v, g = (torch.randn(n, generator=random, dtype=torch.float64) for _ in range(4))
-    return [p.to(state), (0.1 * m).to(state), (0.01 * v * v).to(state), g.to(grad)]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-
-
-def same(ours, theirs) -> bool:
-    """Bit for bit, any NaN being like any other."""
-    return all(bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all()) for a, b in zip(ours, theirs, strict=True))
-
-
-def run(adam, tensors, how=HOW, *, apart=False, low=None):
-    """One step on copies: finite?, then the new p, m, v and low."""
-    p, m, v, grad = (t.clone() for t in tensors)
-    into = (torch.empty_like(p), torch.empty_like(m), torch.empty_like(v)) if apart else None
-    narrow = torch.empty(len(p), dtype=low) if low else None
-    finite = adam.step(p, m, v, grad, how, into=into, low=narrow)
-    if apart:
-        assert same((p, m, v), tensors[:3])
-    assert same([grad], tensors[3:])
-    return finite, [*(into or (p, m, v)), *([narrow] if low else [])]
 
 
 def plain_adamw(p, m, v, g, how):
@@ -257,11 +193,6 @@ def test_stretches_are_what_they_would_be_alone(dtype):
     assert all(torch.equal(one, other) for one, other in zip(tensors, alone, strict=True))
 
 
-def test_stretches_that_overlap_or_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="elements 5 to 11 do not lie between 6 and 10"):
-        CpuAdam(1).steps(*make(10), [(0, 6, HOW), (5, 11, HOW)])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_second_call_that_keeps_to_some_ranges_completes_the_first(dtype):
     """With another gradient there, from the old state: thousands of rows, one of them longer than a thread's share."""
@@ -290,20 +221,6 @@ def test_what_lies_outside_the_ranges_is_left_alone(library):
         inside[start:stop] = True
     for found, before, after in zip((p, m, v), old, new, strict=True):
         assert torch.equal(found, torch.where(inside, after, before))
-
-
-def test_ranges_that_are_none_are_refused(library):
-    for only, words in (
-        (np.array([[0, 4], [3, 5]]), "the ranges of only are not in ascending order"),
-        (np.array([[4, 3]]), "the ranges of only are not in ascending order"),
-        (np.array([[0, 11]]), "the ranges of only, 0 to 11, do not lie within 10 elements"),
-        (np.array([[-1, 3]]), "the ranges of only, -1 to 3, do not lie within 10 elements"),
-        (np.array([0, 5]), "only is int64 .2,., not int64 .number of ranges, 2. in one piece"),
-        (np.array([[0, 1, 0], [2, 3, 0]])[:, :2], "only is int64 .2, 2., not int64 .number of ranges, 2. in one piece"),
-    ):
-        for call in (CpuAdam(1).steps, CpuAdam(1).order):
-            with pytest.raises(ValueError, match=words):
-                call(*make(10), [(0, 10, HOW)], only=only)
 
 
 def test_low_may_take_the_gradients_place():
@@ -347,60 +264,6 @@ def test_fp64_state_is_updated_in_fp64():
         CpuAdam(1).step(*states[1], rounded.double(), how)
         assert all(torch.equal(ours, true) for ours, true in zip(*states, strict=True))
         assert torch.equal(low, states[0][0].float())
-
-
-def test_all_problems_are_told_at_once():
-    p, m, v, grad = make(10)
-    how = replace(HOW, lr=float("nan"), step=0, beta1=1.0, beta2=-0.5, divisor=0.0)
-    with pytest.raises(ValueError) as caught:
-        CpuAdam(1).step(
-            p,
-            m.double(),
-            torch.zeros(20)[::2],
-            torch.zeros(9, dtype=torch.int32),
-            how,
-            into=(p.clone(), m.clone(), torch.zeros(10, device="meta")),
-            low=torch.zeros(2, 5, dtype=torch.float64),
-        )
-    assert str(caught.value).split("; ") == [
-        "m is float64, not float32",
-        "v is not contiguous: its strides are (2,)",
-        "into[2] is on meta, not on the CPU",
-        "grad is int32, not float32 or bfloat16 or float16",
-        "grad has the shape (9,), not (10,)",
-        "low is float64, not bfloat16 or float16 or float32",
-        "low has the shape (2, 5), not (10,)",
-        "beta1 is 1.0, not in [0, 1)",
-        "beta2 is -0.5, not in [0, 1)",
-        "step is 0 and not at least 1",
-        "lr is nan, not finite and at least 0",
-        "divisor is 0.0, not at least 1e-37, as fp32 needs it",
-    ]
-
-
-def test_outputs_must_not_overlap_anything_else():
-    p, m, v, grad = make(10)
-    both = torch.zeros(15)
-    with pytest.raises(ValueError, match=r"into\[0\] overlaps into\[1\] by 20 bytes; into\[1\] overlaps into\[0\]"):
-        CpuAdam(1).step(p, m, v, grad, HOW, into=(both[:10], both[5:], torch.zeros(10)))
-    with pytest.raises(ValueError, match=r"into\[0\] overlaps m by 40 bytes"):
-        CpuAdam(1).step(p, m, v, grad, HOW, into=(m, p, v))
-    with pytest.raises(ValueError, match=r"p overlaps grad by 40 bytes"):
-        CpuAdam(1).step(p, m, v, p, HOW)
-
-
-def test_other_refusals():
-    with pytest.raises(ValueError, match="at least 1 thread, not 0"):
-        CpuAdam(0)
-    with pytest.raises(ValueError, match=r"grad is int64.*; grad has the shape \(2, 2\), not \(4,\)"):
-        CpuAdam(1).square(torch.zeros(2, 2, dtype=torch.int64))
-
-
-def test_an_instruction_set_that_is_not_there_is_refused(library):
-    assert library.lasting.cpu_adam_isa(3) is None
-    assert library.lasting.cpu_adam_isa(0) == b"scalar"
-    with pytest.raises(ValueError, match=r"refused its arguments \(code -1\)"):
-        with_isa(3).step(*make(5), HOW)
 
 
 def test_a_divisor_beyond_fp32_leaves_nothing_of_the_gradient(library):

@@ -18,7 +18,7 @@ import torch
 from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.system import native
-from tests.unit.optim.test_cpu_adam import HOW, LONG, make, run, same, with_isa
+from tests.unit.optim.cpu_adam_runs import HOW, LONG, make, run, same, with_isa
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ print(os.waitpid(child, 0)[1], bool((before == after).all()))
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_threads_of_its_own(library):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60, env=environment)
@@ -74,6 +75,7 @@ def test_orders_are_done_one_after_the_other(dtype):
     assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_threads_may_be_woken_at_any_time(library):
     """Asleep, while they look for work, and while another thread's step runs."""
     tensors, adam, stop = make(LONG, torch.bfloat16), CpuAdam(3), threading.Event()
@@ -93,6 +95,7 @@ def test_threads_may_be_woken_at_any_time(library):
     waking.join()
 
 
+@pytest.mark.slow
 def test_python_goes_on_while_a_step_runs(library):
     tensors, count, stop = make(4_000_000), [0], threading.Event()
 
@@ -113,6 +116,7 @@ def test_python_goes_on_while_a_step_runs(library):
     assert during > 1000
 
 
+@pytest.mark.slow
 def test_calls_from_several_threads_at_once_do_not_mix(library):
     expected = run(CpuAdam(1), make(300007))[1]
     results: list[bool] = []

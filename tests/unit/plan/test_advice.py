@@ -7,8 +7,7 @@ import pytest
 from gptpar.cli.plan import make_planner
 from gptpar.plan.report import plan_text, search_json, search_text
 from gptpar.plan.search import search
-from tests.unit.plan.test_offload import OFFLOAD, TEN_B
-from tests.unit.plan.test_plan import CALM, GIB, plan
+from tests.unit.plan.plans import CALM, GIB, OFFLOAD, TEN_B, plan
 
 TEN_B_KEPT = TEN_B.replace("--recompute-granularity full", "")
 

@@ -6,7 +6,7 @@ from gptpar.reporting.event_files import cut_after, event_files
 from gptpar.reporting.records import ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import TensorBoardSink
-from tests.unit.reporting.test_sinks import read_tensorboard, record
+from tests.unit.reporting.records import read_tensorboard, record
 
 
 def write(folder: Path, iterations: range) -> None:

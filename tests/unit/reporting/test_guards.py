@@ -21,7 +21,7 @@ from gptpar.reporting.record_file import RecordFile
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
-from tests.unit.reporting.test_sinks import read_tensorboard, record
+from tests.unit.reporting.records import read_tensorboard, record
 
 
 @contextlib.contextmanager

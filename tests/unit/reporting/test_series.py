@@ -45,6 +45,7 @@ def test_an_entropy_needs_a_data_set(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.startswith("error: --entropy-only needs --data-path PREFIX")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "drawn"),
     [("3e38", True), ("-1e308", True), ("1e308", False), ("1e-320", False), ("0", False), ("Infinity", False)],

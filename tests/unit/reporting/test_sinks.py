@@ -1,3 +1,7 @@
+"""None"""
+
+from __future__ import annotations
+
 import json
 import sys
 import tracemalloc
@@ -8,34 +12,10 @@ import pytest
 
 from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
-from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, ValidationRecord
+from gptpar.reporting.records import CpuOptimizerTimes, MemoryStats, ValidationRecord
 from gptpar.reporting.scalars import ScalarOptions, iteration_scalars
 from gptpar.reporting.sinks import JsonlSink, TensorBoardSink, WandbSink, make_sinks
-
-
-def record(iteration: int, **changes) -> IterationRecord:
-    values = {
-        "iteration": iteration,
-        "train_iters": 10,
-        "consumed_samples": iteration * 8,
-        "consumed_tokens": iteration * 8 * 128,
-        "elapsed_ms": 250.0,
-        "learning_rate": 1e-4,
-        "global_batch_size": 8,
-        "lm_loss": 5.0 - iteration / 10,
-        "loss_scale": 1.0,
-        "grad_norm": 2.0,
-        "num_skipped": 0,
-        "num_nan": 0,
-        "tokens_per_s": 4096.0,
-        "tokens_per_s_per_gpu": 1024.0,
-        "tflops_per_gpu": 3.5,
-        "mfu": 0.5,
-        "mfu_causal": 0.4,
-        "progress": iteration / 10,
-        "eta_s": 1.0,
-    }
-    return IterationRecord(**(values | changes))
+from tests.unit.reporting.records import read_tensorboard, record
 
 
 def write(folder, iterations, resume_iteration=0):
@@ -138,6 +118,7 @@ def test_the_last_iteration_is_read_from_the_end(tmp_path):
         assert last_iteration(path) is None
 
 
+@pytest.mark.slow
 def test_preparing_a_long_file_takes_no_memory_for_its_length(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json_line(iteration_object(record(i))) for i in range(1, 20_001)))
@@ -147,14 +128,6 @@ def test_preparing_a_long_file_takes_no_memory_for_its_length(tmp_path):
     tracemalloc.stop()
     assert peak < 500_000 < path.stat().st_size
     assert path.read_bytes().count(b"\n") == 15_000
-
-
-def read_tensorboard(folder) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def test_tensorboard_default_names_are_megatrons(tmp_path):

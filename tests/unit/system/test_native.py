@@ -171,6 +171,7 @@ def test_a_hung_holder_of_the_lock_delays_but_does_not_stop(csrc, monkeypatch):
         assert time.monotonic() - start > 0.2
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_eight_processes_compile_once(csrc, tmp_path):
     log = tmp_path / "compiler.log"
@@ -261,11 +262,11 @@ def test_a_wheel_carries_the_helpers(tmp_path, csrc, monkeypatch, compiler):
     """Built in a copy, unpacked elsewhere and loaded from another directory; sources alone if no compiler."""
     pytest.importorskip("setuptools", minversion="77")
     copy = tmp_path / "copy"
-    (copy / "gptpar").mkdir(parents=True)
+    (copy / "gptpar" / "system").mkdir(parents=True)
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("native.py", "errors.py"):
-        shutil.copy(ROOT / "gptpar" / name, copy / "gptpar")
+    for name in ("errors.py", "system/__init__.py", "system/native.py"):
+        shutil.copy(ROOT / "gptpar" / name, copy / "gptpar" / name)
     (copy / "gptpar" / "__init__.py").write_text("")
     (copy / "README.md").write_text("")
     shutil.copytree(csrc, copy / "csrc")

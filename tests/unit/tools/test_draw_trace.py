@@ -91,6 +91,7 @@ def test_communication_has_a_lane_where_there_is_any(tool: ModuleType, tmp_path:
     assert "GPU not computing              1.0 ms" in tool.table(part, (10, 20))
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_chosen_window(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, picture = write(tmp_path / "trace.json", hand_made()), tmp_path / "step.png"
     words = f"{trace} {picture} --from-ms 8 --to-ms 99 --title two --phase 8 10 idle --phase 10 20 busy"

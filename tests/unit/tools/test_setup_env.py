@@ -120,6 +120,7 @@ def test_an_exported_cdpath_changes_nothing(checkout):
     assert done.stdout.splitlines()[1:] == [str(checkout.root)]
 
 
+@pytest.mark.slow
 def test_a_venv_is_made_once_and_remade_when_left_unfinished(checkout):
     failed = checkout.setup()
     assert failed.returncode == 1 and failed.stdout == ""

@@ -41,6 +41,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return read_tensors(found[1] if isinstance(found, tuple) else found)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = train(tmp_path / "whole")
     assert len(whole) == FITS

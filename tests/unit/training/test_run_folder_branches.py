@@ -20,7 +20,7 @@ from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import TensorBoardSink
 from gptpar.training.run_folder.branches import finish_branches, how_to_go_on, leave_branch, read_journal
 from tests.helpers import TINY
-from tests.unit.reporting.test_sinks import record
+from tests.unit.reporting.records import record
 
 Run = Callable[..., str]
 BASE = [word for word in TINY.split() if word not in ("--train-iters", "20")]
@@ -82,6 +82,7 @@ def test_going_back_leaves_a_branch_that_is_a_run_folder(folder: Path, pretrain:
     assert numbers(folder) == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_back_again_and_then_fine_tuned_with_retention(folder: Path, pretrain: Run) -> None:
     same = f"--load {folder} --save {folder}"
     pretrain(f"{BACK} {same} --ckpt-step 2 --save-interval 3 --exit-interval 7")
@@ -108,6 +109,7 @@ def test_damaged_newer_checkpoints_are_left_in_a_branch(folder: Path, pretrain: 
     assert numbers(folder / "branches" / "1-from-0000004") == [6, 8]
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_leaves_no_trace_in_the_plan_of_the_run(folder: Path, pretrain: Run) -> None:
     """Its batches had another size, so that the run would end and decay elsewhere."""
     same = f"--load {folder} --save {folder} --override-opt-param-scheduler --lr-decay-style linear"
@@ -185,6 +187,7 @@ def snapshot(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -258,6 +261,7 @@ def test_nothing_is_deleted_while_steps_are_skipped(tmp_path: Path, pretrain: Ru
 CALLS = ("mkdir", "rename", "replace", "unlink")
 
 
+@pytest.mark.slow
 def test_kill_9_at_every_step_of_the_move_loses_nothing(tmp_path: Path) -> None:
     first = tmp_path / "first"
     for number in (2, 4, 6):

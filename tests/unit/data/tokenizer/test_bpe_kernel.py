@@ -13,7 +13,7 @@ from gptpar.data.tokenizer import bpe_kernel, build_tokenizer
 from gptpar.data.tokenizer.base import Tokenizer
 from gptpar.data.tokenizer.bpe import _CUT, PIECES, GPT2BPETokenizer, byte_alphabet, last_cut
 from gptpar.errors import NativeBuildError, TokenizerError
-from tests.unit.data.tokenizer.test_bpe import GPT2, build, small_vocabulary, write_files
+from tests.unit.data.tokenizer.vocabularies import GPT2, build, small_vocabulary, write_files
 
 ALPHABETS = [
     "abst'rve dlm \n",
@@ -119,6 +119,7 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         bpe_kernel._library.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_text_may_be_divided_at_every_cut(tokenizer: Tokenizer):
     assert isinstance(tokenizer, GPT2BPETokenizer)
     cuts = 0

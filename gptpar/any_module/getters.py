@@ -1,0 +1,116 @@
+"""What an engine tells of itself, by DeepSpeed's names. Nothing here changes anything."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from gptpar.system.host import local_rank
+
+if TYPE_CHECKING:
+    from gptpar.any_module.optimizer import EngineOptimizer
+    from gptpar.any_module.options import EngineOptions
+    from gptpar.optim.loss_scale import LossScale
+    from gptpar.topology.groups import Topology
+
+
+class Getters:
+    """DeepSpeed's getters. Those of the configuration are methods there, those of the process attributes."""
+
+    options: EngineOptions
+    topology: Topology
+    optimizer: EngineOptimizer
+    loss_scaler: LossScale
+
+    # The batch.
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, on all processes."""
+        return self.options.batch.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch on a process."""
+        return self.options.batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step on a process."""
+        return self.options.batch.accumulation_steps
+
+    # The update.
+
+    def zero_optimization(self) -> bool:
+        """Whether ZeRO is at work."""
+        return self.options.zero_stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self.options.zero_stage
+
+    def gradient_clipping(self) -> float:
+        """Largest norm of the gradient; 0: any."""
+        return self.options.max_norm
+
+    def steps_per_print(self) -> int:
+        """Steps between lines on the console; 0: none."""
+        return self.options.steps_per_print
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[tuple[float, float]]:
+        """AdamW's two betas of each parameter group."""
+        return [tuple(group["betas"]) for group in self.optimizer.param_groups]
+
+    # Number formats.
+
+    def fp16_enabled(self) -> bool:
+        """Whether the configuration has turned fp16 on."""
+        return self.options.dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the configuration has turned bf16 on."""
+        return self.options.dtype == torch.bfloat16
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return self.options.loss_scale.dynamic
+
+    def loss_scale(self) -> float:
+        """The loss scale as configured; 0: it is dynamic, and :attr:`cur_scale` has the present one."""
+        return 0.0 if self.dynamic_loss_scale() else self.options.loss_scale.value
+
+    @property
+    def cur_scale(self) -> float:
+        """What losses are multiplied by now; 1 without fp16."""
+        return self.loss_scaler.value
+
+    # The process.
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        return self.topology.device
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number among all."""
+        return self.topology.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine."""
+        place = local_rank(os.environ)
+        return (self.device.index or 0) if place is None else place
+
+    @property
+    def world_size(self) -> int:
+        """Processes, those of all pipeline stages together."""
+        return self.topology.layout.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Processes with micro-batches of their own."""
+        return self.topology.layout.data

@@ -1,0 +1,151 @@
+"""Lets nobody read a parameter whose values are not there: outside of forward they may be old or nowhere.
+
+While a unit is away, its parameters belong to a subclass of their own class, which sees every operator before it reads
+them. A parameter is never copied for that and stays the same object; when its unit arrives it has its own class again,
+so that forward and backward passes see plain parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gptpar.any_module.placed import PlacedParameters
+from gptpar.engine.gatherer import ParameterGatherer
+from gptpar.engine.tensors import tensors_in
+from gptpar.errors import GptparError
+
+VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes of a tensor that give access to its elements; the others tell about the tensor."""
+
+ABOUT = {
+    *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size", "type"),
+    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "is_shared", "is_pinned"),
+    *("_is_view", "get_device", "data_ptr", "untyped_storage", "result_type", "can_cast", "empty_like", "new_empty"),
+    *("zeros_like", "ones_like", "new_zeros", "new_ones", "requires_grad_", "retain_grad", "register_hook"),
+    *("register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type"),
+}
+"""Functions and methods that tell about a tensor, and read none of its elements."""
+
+CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cuda", "cpu"}
+"""Methods that return the tensor itself where it is as asked already."""
+
+
+class ReadGuard:
+    """Watches over the parameters of units that are away (:class:`~gptpar.engine.gatherer.PresenceWatch`).
+
+    What is read then arrives first, if this process can see to that alone; else the reader is told how to read it.
+
+    Args:
+        placed: the parameters.
+        gatherer: brings them.
+    """
+
+    def __init__(self, placed: PlacedParameters, gatherer: ParameterGatherer):
+        self._placed, self._gatherer = placed, gatherer
+        self._classes: dict[type, type] = {}
+        self._members = {
+            unit.name: [(p := placed.parameters[name], type(p), self._watched(type(p))) for name in unit.parameters]
+            for unit in placed.plan.units
+        }
+        self._unit_of = {
+            id(placed.parameters[name]): unit.name for unit in placed.plan.units for name in unit.parameters
+        }
+        self._names = {id(parameter): name for name, parameter in placed.parameters.items()}
+        self._away: set[str] = set()
+        for unit in self._members:
+            if not gatherer.is_present(unit):
+                self.left(unit)
+
+    def left(self, unit: str) -> None:
+        """A unit's parameters are not to be read."""
+        if unit not in self._away:
+            self._away.add(unit)
+            for parameter, _, watched in self._members[unit]:
+                parameter.__class__ = watched
+
+    def arrived(self, unit: str) -> None:
+        """A unit's parameters are there."""
+        if unit in self._away:
+            self._away.discard(unit)
+            for parameter, plain, _ in self._members[unit]:
+                parameter.__class__ = plain
+
+    def read(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function on parameters of which some are away; returns its result.
+
+        Raises:
+            GptparError: these cannot be read here, or get other memory.
+        """
+        name = getattr(function, "__name__", "")
+        attribute = (
+            getattr(getattr(function, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        )
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in CASTS and self._changes_nothing(function, args, kwargs):
+                return args[0]
+            if name == "__set__" and attribute == "data":
+                if args[1] is args[0]:  # a cast of the whole module that changes nothing
+                    return None
+                raise GptparError(self._told("{} was to get other memory by .data = ...", args[:1]) + IN_PLACE)
+            if not (name in ABOUT or attribute and attribute not in VIEWS or self._placed.is_watching):
+                self._bring((args, kwargs))
+            return function(*args, **kwargs)
+
+    def _changes_nothing(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a cast returns the parameter itself."""
+        like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+        return function(like, *args[1:], **kwargs) is like
+
+    def _bring(self, values: Any) -> None:
+        tensors = list(tensors_in(values))
+        units = dict.fromkeys(self._unit_of[id(one)] for one in tensors if id(one) in self._unit_of)
+        away = [unit for unit in units if unit in self._away]
+        if away and not self._gatherer.arrives_alone:
+            read = [one for one in tensors if self._unit_of.get(id(one)) in self._away]
+            raise GptparError(self._told("{} was read outside of the model's forward", read) + GATHERED)
+        for unit in away:
+            self._gatherer.bring(self._gatherer.layer_of(unit))
+
+    def _told(self, sentence: str, parameters: Any) -> str:
+        return sentence.format(", ".join(dict.fromkeys(self._names.get(id(one), "a parameter") for one in parameters)))
+
+    def _watched(self, plain: type) -> type:
+        """The class of parameters that are away: their own, with an eye on it."""
+        if plain not in self._classes:
+            inherited = (_Watched, plain)
+            self._classes[plain] = type(plain)(
+                plain.__name__, inherited, {"_guard": self, "__module__": plain.__module__}
+            )
+        return self._classes[plain]
+
+
+GATHERED = (
+    ", where its values are not on this process: they live on all of them, or on the host. Read and change parameters "
+    "inside `with engine.gathered():`, which all processes enter."
+)
+IN_PLACE = (
+    ", and lives in the engine's. Change parameters in place (copy_(), or load_state_dict() without assign) inside "
+    "`with engine.gathered():`; cast and move the model before gptpar.initialize, or call engine.close() before."
+)
+
+
+class _Watched:
+    """Base of a class of parameters that are away."""
+
+    _guard: ReadGuard
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls._guard.read(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._guard.read(torch.Tensor.detach, (self,), {})
+        return copy.deepcopy(self, memo)  # of its own class again
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._guard.read(torch.Tensor.detach, (self,), {})
+        return self.__reduce_ex__(protocol)

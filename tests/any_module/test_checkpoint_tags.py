@@ -1,0 +1,96 @@
+"""Names of an engine's checkpoints, and what else may lie in their folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import gptpar
+from gptpar.checkpoint import find_checkpoints
+from gptpar.cli.inspect import main as inspect
+from gptpar.cli.runs import main as runs
+from gptpar.errors import CheckpointError
+from tests.any_module.checkpointed import assert_same, make, mlp, state, train
+
+# Names, tags and folders.
+
+
+def test_tags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tag is replaced by a later save of that name; without one, what was saved last counts."""
+    engine = make(mlp())
+    engine.save_checkpoint(tmp_path, tag="best", client_state=0)
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path, tag="best", client_state=1)  # of the same step
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [3, 2]
+    assert (tmp_path / "latest").read_text() == "best"
+    train(engine, 2, 3)
+    engine.save_checkpoint(tmp_path, tag="aside", client_state=2, save_latest=False)
+    assert engine.load_checkpoint(tmp_path)[1] == 1 and engine.global_steps == 2
+    assert engine.load_checkpoint(tmp_path, "aside")[1] == 2 and engine.global_steps == 3
+    assert engine.load_checkpoint(tmp_path, "global_step2")[1] == {}
+    (tmp_path / "latest").unlink()
+    assert engine.load_checkpoint(tmp_path)[1] == 2
+    with pytest.raises(
+        CheckpointError, match="no checkpoint of the tag 'worst'; it has 'aside', 'best', 'global_step2'"
+    ):
+        engine.load_checkpoint(tmp_path, "worst")
+    with pytest.raises(CheckpointError, match="'a\\\\nb' is no name"):
+        engine.save_checkpoint(tmp_path, "a\nb")
+    with pytest.raises(CheckpointError, match=f"is itself a checkpoint: give {tmp_path}"):
+        engine.load_checkpoint(tmp_path / "iter_0000003")
+    assert inspect([str(tmp_path)]) == 0 and inspect([str(tmp_path / "iter_0000003"), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert "tag best" in told and "weights/blocks.0.up.weight" in told and "every byte of" in told
+    assert runs([str(tmp_path), "--verify"]) == 0
+
+
+def test_another_seed_is_not_taken_for_the_same_checkpoint(tmp_path: Path) -> None:
+    make(mlp(0)).save_checkpoint(tmp_path)
+    other = make(mlp(1))
+    other.save_checkpoint(tmp_path)
+    loaded = make(mlp(2))
+    loaded.load_checkpoint(tmp_path)
+    assert_same(state(loaded), state(other))
+    assert len(find_checkpoints(tmp_path)) == 1
+
+
+def test_strangers_folders_are_left_alone(tmp_path: Path) -> None:
+    engine = make(mlp())
+    theirs = tmp_path / "theirs"
+    (theirs / "global_step10").mkdir(parents=True)
+    (theirs / "global_step10" / "mp_rank_00_model_states.pt").touch()
+    (theirs / "latest").write_text("global_step10")
+    before = sorted(theirs.rglob("*"))
+    for act in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(CheckpointError, match="holds a (DeepSpeed|Megatron-LM) checkpoint"):
+            act(theirs)
+    assert sorted(theirs.rglob("*")) == before
+    run = tmp_path / "run"
+    gptpar.checkpoint.save_checkpoint(run, 10, {"weights/x": torch.zeros(1)}, {"config": {}})
+    with pytest.raises(CheckpointError, match="of a run of gptpar pretrain"):
+        engine.save_checkpoint(run)
+    with pytest.raises(CheckpointError, match="is no engine's"):
+        engine.load_checkpoint(run)
+
+
+def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """Saving is refused; loading forgets the gradients at work."""
+    engine = make(mlp(), "ZeRO-3, CPU 0.6", accumulation=2)
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path)
+    wanted, uninterrupted = state(engine), train(engine, 1, 2)
+    engine.load_checkpoint(tmp_path)
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+    with pytest.raises(CheckpointError, match="in the middle of a step, 1 of its 2 micro-batches"):
+        engine.save_checkpoint(tmp_path)
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    with pytest.raises(CheckpointError, match="in the middle of a step"):
+        engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert_same(state(engine), wanted)
+    assert train(engine, 1, 2) == uninterrupted
+    engine.close()

@@ -1,0 +1,171 @@
+"""Verbs used in ways that have no meaning, or on one process alone: the engine goes on, or says what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.errors import GptparError
+from tests.any_module.case import Case, Setup
+from tests.any_module.harness import CASES, GPTPAR, Training
+from tests.any_module.matrix import Bench
+from tests.any_module.zoo import Mlp
+
+SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 1, accumulation=2), Setup(2, 3, 0.6, 2)]
+layouts = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
+
+
+def said(act: Callable[[], Any]) -> str:
+    """The sentence; other errors are none."""
+    try:
+        act()
+    except GptparError as error:
+        return str(error)
+    return ""
+
+
+# Losses.
+
+
+def loss_of(training: Training, step: int) -> torch.Tensor:
+    return training.case.losses_of(training.engine, training.make_batch(step, 0))[0]
+
+
+def step_before(rank: int, setup: Setup) -> tuple[str, bool]:
+    """(what is said of a loss from before a step, whether training goes on with the right numbers)"""
+    training = Training(CASES["mlp"], setup, GPTPAR)
+    old = loss_of(training, 5)
+    training.run(0, 1)
+    told = said(lambda: training.engine.backward(old))
+    training.engine.zero_grad()
+    trace = training.run(1, 3)
+    plain = Training(CASES["mlp"], setup, GPTPAR).run(0, 3)
+    return told, all(torch.equal(trace.weights[-1][name], plain.weights[-1][name]) for name in plain.weights[-1])
+
+
+@layouts
+def test_a_loss_from_before_a_step_is_refused(bench: Bench, setup: Setup) -> None:
+    for told, goes_on in bench.on_ranks(setup.world, step_before, setup):
+        assert "engine.step()" in told and goes_on
+
+
+def same_loss(rank: int, setup: Setup) -> str:
+    training = Training(CASES["mlp"], setup, GPTPAR)
+    loss = loss_of(training, 0)
+    training.engine.backward(loss)
+    if setup.accumulation == 1:
+        training.engine.step()
+    told = said(lambda: training.engine.backward(loss))
+    training.engine.close()
+    return told
+
+
+@layouts
+def test_the_same_loss_twice_is_refused(bench: Bench, setup: Setup) -> None:
+    assert all("twice" in told for told in bench.on_ranks(setup.world, same_loss, setup))
+
+
+# Inside gathered().
+
+
+def inside_gathered(rank: int, setup: Setup) -> list[str]:
+    """What is wrong in a scope with a state of parts, a forward and a backward pass."""
+    training = Training(CASES["mlp"], setup, GPTPAR)
+    wanted, wrong = training.run(0, 2).weights[-1], []
+    model = training.model
+
+    def compare(when: str, state: dict[str, torch.Tensor]) -> None:
+        wrong.extend(f"{name} {when}" for name in state if not torch.equal(state[name], wanted[name]))
+
+    with training.engine.gathered():
+        for path in ("", "blocks", "blocks.1", "blocks.1.up", "last"):
+            part = model.get_submodule(path)
+            compare(f"in {path}", part.state_dict(prefix=f"{path}." if path else ""))
+        compare("after states", dict(model.named_parameters()))
+        loss = loss_of(training, 2)
+        compare("after forward", dict(model.named_parameters()))
+        training.engine.backward(loss)
+        compare("after backward", dict(model.named_parameters()))
+    training.engine.zero_grad()
+    training.engine.close()
+    return wrong
+
+
+@layouts
+def test_parameters_stay_until_the_end_of_gathered(bench: Bench, setup: Setup) -> None:
+    assert bench.on_ranks(setup.world, inside_gathered, setup) == [[]] * setup.world
+
+
+# Copies.
+
+
+def copied(rank: int, setup: Setup) -> list[str]:
+    """What is said of copies of the engine and of its module; what the module's copy has after closing."""
+    training = Training(CASES["mlp"], setup, GPTPAR)
+    training.run(0, 1)
+    with training.engine.gathered():
+        acts = [
+            lambda: copy.deepcopy(training.engine),
+            lambda: copy.copy(training.engine),
+            lambda: torch.save(training.engine, io.BytesIO()),
+            lambda: copy.deepcopy(training.model),
+        ]
+        told = [said(act) for act in acts]
+    training.engine.close()
+    twin = dict(copy.deepcopy(training.model).named_parameters())
+    same = all(torch.equal(value, twin[name]) for name, value in training.trace.weights[-1].items())
+    return [*told, "" if same else "other weights"]
+
+
+@layouts
+def test_copies_are_refused_until_the_engine_is_closed(bench: Bench, setup: Setup) -> None:
+    for told in bench.on_ranks(setup.world, copied, setup):
+        assert all("save_checkpoint" in one for one in told[:-1]) and not told[-1], told
+
+
+# On one process.
+
+
+def norm_alone(rank: int, setup: Setup) -> str:
+    """The processes run different blocks; one of them asks for the norm before all learn that the step was refused."""
+    training = Training(CASES["mlp"], setup, GPTPAR)
+    training.run(0, 1)
+    agreement = training.engine._agreement
+    with suppress(GptparError):
+        judge = agreement.judge
+        agreement.judge = lambda norm, sums: (judge(norm, sums)[0], torch.ones_like(norm))  # type: ignore[method-assign]
+        training.engine._take_note_of_last_step = lambda: None  # type: ignore[method-assign]
+        training.engine.backward(loss_of(training, 1))
+        training.engine.step()
+        agreement.judge = judge  # type: ignore[method-assign]
+    del training.engine._take_note_of_last_step
+    if rank == 0:
+        training.engine.get_global_grad_norm()
+    return said(lambda: training.engine.backward(loss_of(training, 2)))
+
+
+def test_the_norm_can_be_asked_for_on_one_process(bench: Bench) -> None:
+    for told in bench.on_ranks(2, norm_alone, Setup(2, 1)):
+        assert "was not taken" in told
+
+
+# Models without values.
+
+
+def on_meta(rank: int) -> str:
+    def build() -> torch.nn.Module:
+        with torch.device("meta"):
+            return Mlp()
+
+    return said(lambda: Training(Case("empty", build), Setup(), GPTPAR))
+
+
+def test_a_model_without_values_is_refused(bench: Bench) -> None:
+    assert re.search(r"(?=.*first\.weight)(?=.*deferred_init)", bench.on_ranks(1, on_meta)[0])

@@ -1,0 +1,100 @@
+"""Parameters that are given other memory after ``initialize`` are noticed before a step trains what nobody uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gptpar.any_module.memory_watch import MemoryWatch
+from gptpar.any_module.placed import PlacedParameters
+from gptpar.any_module.units import find_units
+from gptpar.errors import GptparError
+from tests.any_module.case import Setup
+from tests.any_module.harness import CASES, GPTPAR, Training
+from tests.any_module.matrix import Bench
+
+SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 2), Setup(2, 3, 0.6)]
+layouts = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
+
+Change = Callable[[Training], object]
+
+
+def cast(training: Training) -> object:
+    return training.model.float()
+
+
+def cast_engine(training: Training) -> object:
+    return training.engine.half()
+
+
+def cast_a_block(training: Training) -> object:
+    return training.model.blocks[1].to(torch.float32)
+
+
+def assigned(training: Training) -> object:
+    state = {name: value.clone() for name, value in training.model.state_dict().items()}
+    return training.model.load_state_dict(state, assign=True)
+
+
+def by_data(training: Training) -> None:
+    training.model.blocks[1].up.weight.data = torch.zeros_like(training.model.blocks[1].up.weight)
+
+
+def another_parameter(training: Training) -> None:
+    like = training.model.blocks[1].up.weight
+    training.model.blocks[1].up.weight = torch.nn.Parameter(torch.zeros_like(like))
+
+
+def changed(rank: int, setup: Setup, change: Change, gathers: bool) -> str:
+    training = Training(CASES["mlp"], setup, GPTPAR)
+    training.run(0, 1)
+    batch = training.make_batch(1, 0)
+    try:
+        if gathers:
+            with training.engine.gathered():
+                change(training)
+        else:
+            change(training)
+        if change in (cast, cast_engine, cast_a_block):  # whoever casts the model has its inputs cast
+            loss = sum(parameter.sum() for parameter in training.model.parameters())
+        else:
+            loss = training.case.losses_of(training.engine, batch)[0]
+        training.engine.backward(loss)
+        training.engine.step()
+    except GptparError as error:
+        return str(error)
+    finally:
+        training.engine.close()
+    return ""
+
+
+@layouts
+@pytest.mark.parametrize("gathers", [False, True], ids=["outside", "gathered"])
+@pytest.mark.parametrize(
+    "change",
+    [cast, cast_engine, cast_a_block, assigned, by_data, another_parameter],
+    ids=lambda change: change.__name__,
+)
+def test_other_memory_is_refused(bench: Bench, setup: Setup, change: Change, gathers: bool) -> None:
+    for said in bench.on_ranks(setup.world, changed, setup, change, gathers):
+        assert re.search(r"(?=.*(blocks\.1\.|first\.weight))(?=.*(close|gathered))", said), said
+
+
+def test_a_moved_parameter_is_named_and_its_neighbours_are_not() -> None:
+    model = CASES["mlp"].make_model()
+
+    class Placed(PlacedParameters):
+        def scope_module(self, path: str) -> torch.nn.Module:
+            return model.get_submodule(path)
+
+    watch = MemoryWatch(Placed(find_units(model), dict(model.named_parameters())), transient=False)
+    watch.check()
+    with torch.no_grad():
+        model.first.weight.zero_()
+    watch.check()
+    model.first.weight.data = model.first.weight.data.clone()
+    with pytest.raises(GptparError, match=r"^first\.weight left"):
+        watch.check()

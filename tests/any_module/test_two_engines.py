@@ -1,0 +1,175 @@
+"""Loops with two engines, whose losses lead through each other's modules, against the same loop in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gptpar.errors import GptparError
+from tests.any_module.case import SAMPLES, Setup, make_optimizer
+from tests.any_module.harness import CASES, GPTPAR, initializer
+from tests.any_module.matrix import Bench
+from tests.any_module.reference import Named
+
+STEPS, NOISE, WIDTH, TOLERANCE = 10, 6, 8, 1e-10
+SETUPS = [Setup(world, stage, ratio) for world in (1, 2) for stage in range(4) for ratio in (0.0, 0.6)]
+
+
+class Net(nn.Module):
+    """Blocks in a list, so that each is a unit; ``recomputes``: their activations are computed again."""
+
+    def __init__(self, first: int, last: int, recomputes: bool = False):
+        super().__init__()
+        self.first, self.last, self.recomputes = nn.Linear(first, WIDTH), nn.Linear(WIDTH, last), recomputes
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x))
+        return self.last(x)
+
+
+def networks(recomputes: bool) -> tuple[Net, Net]:
+    """(generator, discriminator), the same values at every call."""
+    torch.manual_seed(0)
+    return Net(NOISE, WIDTH, recomputes).double(), Net(WIDTH, 1, recomputes).double()
+
+
+def batch_of(step: int, rows: slice) -> tuple[Tensor, Tensor]:
+    """(real samples, noise)"""
+    generator = torch.Generator().manual_seed(step)
+    draw = torch.randn(2 * SAMPLES, WIDTH + NOISE, generator=generator, dtype=torch.float64)[rows]
+    return draw[:, :WIDTH], draw[:, WIDTH:]
+
+
+def score(logits: Tensor, real: bool) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
+
+
+def in_plain_torch(recomputes: bool) -> tuple[list[float], list[Named]]:
+    """(losses of generator and discriminator by turns, last weights of both)"""
+    gen, disc = networks(recomputes)
+    gen_adam, disc_adam = make_optimizer(gen.parameters()), make_optimizer(disc.parameters())
+    losses = []
+    for step in range(STEPS):
+        real, noise = batch_of(step, slice(None))
+        disc_adam.zero_grad()
+        score(disc(real), True).backward()
+        fake = gen(noise)
+        loss = score(disc(fake.detach()), False)
+        loss.backward()
+        nn.utils.clip_grad_norm_(disc.parameters(), 0.5)
+        disc_adam.step()
+        gen_adam.zero_grad()
+        gen_loss = score(disc(fake), True)
+        gen_loss.backward()
+        nn.utils.clip_grad_norm_(gen.parameters(), 0.5)
+        gen_adam.step()
+        losses += [gen_loss.item(), loss.item()]
+    return losses, [{name: p.detach().clone() for name, p in net.named_parameters()} for net in (gen, disc)]
+
+
+def by_engines(rank: int, setup: Setup, recomputes: bool) -> tuple[list[float], list[Named]]:
+    """The same loop; losses are this rank's."""
+    nets, config = networks(recomputes), setup.config(CASES["mlp"])
+    gen, disc = (initializer(GPTPAR)(model=net, config=config)[0] for net in nets)
+    rows = slice(None) if setup.world == 1 else slice(rank * SAMPLES, (rank + 1) * SAMPLES)
+    losses = []
+    for step in range(STEPS):
+        real, noise = batch_of(step, rows)
+        disc.zero_grad()
+        with disc.no_sync():
+            disc.backward(score(disc(real), True))
+        fake = gen(noise)
+        loss = score(disc(fake.detach()), False)
+        disc.backward(loss)
+        disc.step()
+        gen.zero_grad()
+        gen_loss = score(disc(fake), True)
+        gen.backward(gen_loss)
+        if setup.stage == 3 and setup.world > 1:
+            assert not any(disc.engine.gatherer.is_present(unit.name) for unit in disc.engine.table.units)
+        gen.step()
+        losses += [gen_loss.item(), loss.item()]
+    weights = []
+    for engine in (gen, disc):
+        with engine.gathered():
+            weights.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+        engine.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
+def test_gan(bench: Bench, setup: Setup, recomputes: bool) -> None:
+    wanted_losses, wanted = in_plain_torch(recomputes)
+    found = bench.on_ranks(setup.world, by_engines, setup, recomputes)
+    means = [sum(some) / len(found) for some in zip(*(losses for losses, _ in found), strict=True)]
+    assert means == pytest.approx(wanted_losses, rel=TOLERANCE)
+    for _, nets in found:
+        for got, want in zip(nets, wanted, strict=True):
+            for name, value in want.items():
+                assert (got[name] - value).abs().max() <= TOLERANCE * value.abs().max(), name
+
+
+# A joint loss: each engine's backward gives its own gradients.
+
+
+def joint(rank: int, setup: Setup) -> list[Named]:
+    encoder, decoder = networks(recomputes=False)
+    engines = [initializer(GPTPAR)(model=net, config=setup.config(CASES["mlp"]))[0] for net in (encoder, decoder)]
+    rows = slice(None) if setup.world == 1 else slice(rank * SAMPLES, (rank + 1) * SAMPLES)
+    for step in range(3):
+        loss = engines[1](engines[0](batch_of(step, rows)[1])).square().mean()
+        engines[0].backward(loss, retain_graph=True)
+        engines[1].backward(loss)
+        for engine in engines:
+            engine.step()
+    weights = []
+    for engine in engines:
+        with engine.gathered():
+            weights.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+        engine.close()
+    return weights
+
+
+@pytest.mark.parametrize("setup", [Setup(1, 0), Setup(2, 3, 0.6)], ids=lambda setup: str(setup).replace(", ", "-"))
+def test_joint_loss(bench: Bench, setup: Setup) -> None:
+    nets = networks(recomputes=False)
+    optimizers = [make_optimizer(net.parameters()) for net in nets]
+    for step in range(3):
+        loss = nets[1](nets[0](batch_of(step, slice(None))[1])).square().mean()
+        loss.backward()
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in bench.on_ranks(setup.world, joint, setup):
+        for got, net in zip(found, nets, strict=True):
+            for name, value in net.named_parameters():
+                assert (got[name] - value).abs().max() <= TOLERANCE * value.abs().max(), name
+
+
+def step_without_backward(rank: int) -> str:
+    """What an engine says that takes a step after another engine's backward pass alone."""
+    engines: list[Any] = [
+        initializer(GPTPAR)(model=net, config=Setup().config(CASES["mlp"]))[0] for net in networks(recomputes=False)
+    ]
+    engines[1].backward(engines[1](engines[0](batch_of(0, slice(None))[1])).square().mean())
+    engines[1].step()
+    try:
+        engines[0].step()
+    except GptparError as error:
+        return str(error)
+    return ""
+
+
+def test_each_engine_needs_its_own_backward(bench: Bench) -> None:
+    (said,) = bench.on_ranks(1, step_without_backward)
+    assert "no engine.backward(loss)" in said

@@ -1,0 +1,132 @@
+"""What a user reads of the weights outside of the model's call: the right numbers, or a sentence, never old ones."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gptpar.errors import GptparError
+from tests.any_module.case import Setup
+from tests.any_module.harness import CASES, Training
+from tests.any_module.matrix import Bench
+
+ALONE = [Setup(1, 0), Setup(1, 3, 1.0), Setup(2, 0, 0.6), Setup(2, 1), Setup(2, 2)]
+"""Each process can see to it alone that the values are there."""
+TOGETHER = [Setup(2, 1, 0.6), Setup(2, 2, 1.0), Setup(2, 3), Setup(2, 3, 0.6)]
+"""Values are gathered from all processes."""
+LAYOUTS = [*ALONE, *TOGETHER]
+layouts = pytest.mark.parametrize("setup", LAYOUTS, ids=lambda setup: str(setup).replace(", ", "-"))
+
+Reader = Callable[[nn.Module], list[Any]]
+
+
+def norms(model: nn.Module) -> list[Any]:
+    return [float(parameter.detach().norm()) for parameter in model.parameters()]
+
+
+def first_element(model: Any) -> list[Any]:
+    return [model.last.weight[0, 0].item(), model.blocks[1].up.weight[0, 0].item()]
+
+
+def by_numpy(model: Any) -> list[Any]:
+    return [model.last.weight.detach().numpy().sum(), model.blocks[2].up.weight.tolist()[0][0]]
+
+
+def by_data(model: Any) -> list[Any]:
+    return [model.blocks[0].up.weight.data.clone().sum().item()]
+
+
+def leaf_of_the_root(model: Any) -> list[Any]:
+    return model.last(torch.ones(1, model.last.in_features, dtype=torch.float64)).tolist()
+
+
+def block_by_itself(model: Any) -> list[Any]:
+    with torch.no_grad():
+        return model.blocks[1](torch.ones(1, 16, dtype=torch.float64)).tolist()
+
+
+def copies(model: Any) -> list[Any]:
+    return [copy.deepcopy(model.blocks[1].up.weight).sum().item()]
+
+
+READERS: list[Reader] = [norms, first_element, by_numpy, by_data, leaf_of_the_root, block_by_itself, copies]
+
+
+def read(rank: int, setup: Setup, engine: str, reader: Reader) -> list[list[Any] | str]:
+    """After each of three steps: (what is read, what is there)."""
+    training, found = Training(CASES["mlp"], setup, engine), []
+    for step in range(3):
+        losses = training.case.losses_of(training.engine, training.make_batch(step, 0))
+        training.engine.backward(losses[0])
+        training.engine.step()
+        try:
+            got: Any = reader(training.model)
+        except GptparError as error:
+            got = str(error)
+        with training.engine.gathered():
+            wanted = reader(training.model)
+        found.append([got, wanted])
+    training.engine.close()
+    return found
+
+
+@layouts
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_reading_after_a_step_gives_its_values_or_says_gathered(bench: Bench, setup: Setup, reader: Reader) -> None:
+    for found in bench.on_ranks(setup.world, read, setup, bench.engine, reader):
+        assert found[0][1] != found[2][1]
+        for got, wanted in found:
+            if setup in ALONE or reader is block_by_itself:
+                assert got == wanted
+            else:
+                assert isinstance(got, str) and re.search(r"(blocks|first|last).*gathered", got), got
+
+
+def written(rank: int, setup: Setup, engine: str) -> bool:
+    """A weight is doubled after a step, outside of ``gathered``; whether it is in what the next one starts from."""
+    training = Training(CASES["mlp"], setup, engine)
+    training.run(0, 2)
+    with torch.no_grad():
+        training.model.last.bias.mul_(2).add_(1)
+    with training.engine.gathered():
+        wanted = training.trace.weights[-1]["last.bias"] * 2 + 1
+        same = torch.equal(training.model.last.bias, wanted)
+    for group in training.optimizer.param_groups:
+        group["lr"] = 0.0
+    training.run(2, 3)
+    same = same and torch.equal(training.trace.weights[-1]["last.bias"], wanted)
+    training.engine.close()
+    return same
+
+
+@pytest.mark.parametrize("setup", ALONE, ids=lambda setup: str(setup).replace(", ", "-"))
+def test_writing_after_a_step_changes_its_values(bench: Bench, setup: Setup) -> None:
+    assert all(bench.on_ranks(setup.world, written, setup, bench.engine))
+
+
+def about(rank: int, setup: Setup, engine: str) -> bool:
+    """What tells about parameters is always there; and whatever was read, forward sees plain parameters."""
+    training = Training(CASES["mlp"], setup, engine)
+    seen: list[type] = []
+    training.model.last.register_forward_pre_hook(lambda module, args: seen.append(type(module.weight)))
+    for step in range(2):
+        for parameter in training.model.parameters():
+            assert parameter.numel() == parameter.shape.numel() and parameter.requires_grad and parameter.grad is None
+            assert parameter.dtype == torch.float64 and parameter.device.type == "cpu" and parameter.is_leaf
+            assert isinstance(parameter, nn.Parameter) and parameter in {parameter: 1} and len(parameter)
+            assert parameter.to("cpu") is parameter and parameter.double() is parameter
+        training.model.to(training.engine.device).double()
+        training.run(step, step + 1)
+    training.engine.close()
+    return seen == [nn.Parameter] * 2
+
+
+@layouts
+def test_what_tells_about_parameters_is_always_there(bench: Bench, setup: Setup) -> None:
+    assert all(bench.on_ranks(setup.world, about, setup, bench.engine))

@@ -1,0 +1,118 @@
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gptpar.cli.plot import draw, load_run, main, run_names, smooth
+from gptpar.errors import GptparError
+from gptpar.system.command_line import run
+
+
+def write_run(folder: Path, iterations: int, **changes) -> Path:
+    folder.mkdir(parents=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for i in range(1, iterations + 1):
+            values = {
+                "iteration": i,
+                "consumed_tokens": 1024 * i,
+                "lm_loss": 3 + math.exp(-i / 20),
+                "learning_rate": 1e-4,
+                "grad_norm": 1.0,
+                "tokens_per_s": 5000.0,
+            }
+            file.write(json.dumps(values | changes) + "\n")
+            if i % 10 == 0:
+                file.write(json.dumps({"iteration": i, "validation_loss": 3.1}) + "\n")
+    return folder
+
+
+def test_load_run_separates_training_from_validation(tmp_path):
+    run = load_run(write_run(tmp_path / "a", 25, grad_norm=None), "a")
+    assert run.iteration.tolist() == list(range(1, 26))
+    assert run.tokens[-1] == 25 * 1024
+    assert run.validation_iteration.tolist() == [10, 20]
+    assert run.validation_loss.tolist() == [3.1, 3.1]
+    assert np.isnan(run.series["grad_norm"]).all()
+
+
+def test_smooth_follows_a_slope_and_ignores_spikes_and_nan():
+    x = np.arange(1000.0)
+    values = 2 * x
+    values[500], values[600] = 1e9, np.nan
+    centres, smoothed = smooth(x, values)
+    inside = centres < 900
+    assert len(centres) == 1000
+    assert np.abs(smoothed - 2 * centres)[inside].max() <= 2.0
+
+
+def test_smooth_of_a_long_run_has_a_thousand_points():
+    x = np.arange(20000.0)
+    centres, smoothed = smooth(x, np.ones(20000))
+    assert len(centres) == 1000 and (smoothed == 1).all()
+
+
+@pytest.mark.slow
+def test_picture_of_one_run_with_reference(tmp_path, capsys):
+    folder = write_run(tmp_path / "a", 30)
+    assert main([str(folder), "--reference-loss", "3.5", "--reference-label", "unigram entropy"]) == 0
+    assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"wrote {folder / 'run.png'}\n"
+    figure = draw([load_run(folder, "a")], 3.5, "unigram entropy")
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["unigram entropy 3.500", "training, smoothed", "validation"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Throughput",
+    ]
+
+
+@pytest.mark.slow
+def test_picture_of_several_runs_names_them(tmp_path):
+    folders = [write_run(tmp_path / name, n) for name, n in (("a", 1), ("b", 30))]
+    output = tmp_path / "both.png"
+    assert main([*map(str, folders), "--output", str(output)]) == 0
+    assert output.stat().st_size > 10_000
+    figure = draw([load_run(folder, folder.name) for folder in folders])
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels == ["a", "b", "validation"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"grad_norm": None, "lm_loss": None, "tokens_per_s": None}])
+def test_a_single_iteration_or_nothing_but_nulls_still_draws(tmp_path, changes):
+    folder = write_run(tmp_path / "a", 1 if not changes else 12, **changes)
+    assert main([str(folder / "metrics.jsonl")]) == 0
+    assert (folder / "run.png").exists()
+
+
+def test_runs_of_one_name_are_told_apart_by_path():
+    assert run_names([Path("x/a"), Path("x/b/metrics.jsonl")]) == ["a", "b"]
+    assert run_names([Path("x/a"), Path("y/a")]) == ["x/a", "y/a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist: name the folder of a run"),
+        ("", "holds no training iteration (0 lines): nothing to draw yet"),
+        ('{"iteration": 1, "validation_loss": 3}\n', "holds no training iteration (1 lines)"),
+        ('{"iteration": 1, "lm_loss": 3}\nnot json\n', "metrics.jsonl, line 2 is not JSON"),
+        ('{"iteration": 1, "lm_loss": 3}\n[1]\n', "line 2 is not an object with an integer 'iteration'"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_clearly(tmp_path, capsys, content, message):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert run(main, [str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert message in error and str(tmp_path) in error
+    assert not (tmp_path / "run.png").exists()
+
+
+def test_a_picture_of_another_kind_is_refused_before_the_run_is_read(tmp_path):
+    with pytest.raises(GptparError, match="run.foo: the picture is a PNG"):
+        main([str(tmp_path / "nowhere"), "--output", str(tmp_path / "run.foo")])

@@ -1,0 +1,140 @@
+"""Optimizer and schedule of DeepSpeed's JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptpar.config.flags import parse_flags
+from gptpar.optim.schedule import make_schedule
+from tests.unit.config.deepspeed_files import BATCH, MODEL, RATE, parsed_with, problems, resolved
+
+
+def test_an_optimizer_without_weight_decay_has_none_as_in_deepspeed(folder: Path) -> None:
+    config, derived = resolved({**BATCH, **RATE})
+    assert config.optimizer.weight_decay == 0.0
+    assert derived["weight decay"].reason == (
+        "ds.json: optimizer.params.weight_decay; of matrices, not of biases and norms; absent, so DeepSpeed's default"
+    )
+    assert (derived["clip grad"].value, derived["clip grad"].reason) == (
+        1.0,
+        "ds.json: gradient_clipping; absent, so DeepSpeed's default since its 0.19.3 (change of June 2026); before "
+        "that it did not clip: write 0.0 to do as it did then",
+    )
+    config, derived = resolved({**BATCH, **RATE}, "--weight-decay 0.2 --clip-grad 0.5")
+    assert (config.optimizer.weight_decay, config.optimizer.clip_grad) == (0.2, 0.5)
+    assert "weight decay" not in derived
+
+
+def linear(kind: str, **params: object) -> dict[str, Any]:
+    params = {"warmup_type": "linear", "warmup_num_steps": 100, **params}
+    return {**BATCH, **RATE, "scheduler": {"type": kind, "params": params}}
+
+
+def rates(file: dict[str, Any], *steps: int) -> list[float]:
+    config, _ = resolved(file)
+    schedule = make_schedule(config, 5000 * 32)
+    return [schedule.learning_rate(step * 32) for step in steps]
+
+
+def test_warmup_then_constant(folder: Path) -> None:
+    assert rates(linear("WarmupLR"), 0, 50, 100, 4999) == pytest.approx([0, 3e-4, 6e-4, 6e-4])
+    file = linear("WarmupLR", warmup_min_lr=1e-4, warmup_max_lr=5e-4)
+    assert rates(file, 0, 50, 4999) == pytest.approx([1e-4, 3e-4, 5e-4])
+    assert "optimizer.params.lr: scheduler.params.warmup_max_lr is the peak" in parsed_with(file).without_effect
+
+
+def test_warmup_then_linear_decay_to_where_it_began(folder: Path) -> None:
+    file = linear("WarmupDecayLR", warmup_min_lr=1e-4, warmup_max_lr=5e-4, total_num_steps=1100)
+    assert rates(file, 0, 100, 600, 1100, 2000) == pytest.approx([1e-4, 5e-4, 3e-4, 1e-4, 1e-4])
+
+
+def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
+    file = linear("WarmupCosineLR", warmup_min_ratio=0.5, cos_min_ratio=0.1, total_num_steps=1100)
+    quarter = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))
+    assert rates(file, 0, 100, 350, 600, 1100) == pytest.approx([3e-4, 6e-4, quarter * 6e-4, 0.55 * 6e-4, 6e-5])
+    _, derived = resolved(file)
+    assert derived["min lr"].reason == "ds.json: scheduler.params.cos_min_ratio; 0.1 x the peak 0.0006"
+    assert rates(linear("WarmupCosineLR", total_num_steps=1100), 1100) == pytest.approx([6e-8])
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "expected"),
+    [
+        (
+            {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}}},
+            "--lr 1e-3",
+            'ds.json: optimizer.type is "Lamb", and gptpar\'s optimizer is AdamW: set it to "AdamW", or leave '
+            "optimizer out and give --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps.",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 0.1}}},
+            "",
+            "ds.json: optimizer.params.adam_w_mode is false: Adam would add the weight decay 0.1 to the gradient, and "
+            "gptpar takes it off the weights (AdamW); drop adam_w_mode, or set weight_decay to 0.",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9]}}},
+            "",
+            "ds.json: optimizer.params.betas is [0.9]: two numbers in brackets are needed.",
+        ),
+        (
+            linear("WarmupLR", warmup_type="log"),
+            "",
+            'ds.json: scheduler.params.warmup_type is "log": the warm-up is linear here; set it to "linear", or leave '
+            "scheduler out and give --lr-warmup-iters and --lr-decay-style.",
+        ),
+        (
+            {**RATE, "scheduler": {"type": "WarmupLR"}},
+            "",
+            'ds.json: scheduler.params.warmup_type is "log", DeepSpeed\'s default: the warm-up is linear here; set it '
+            'to "linear", or leave scheduler out and give --lr-warmup-iters and --lr-decay-style.',
+        ),
+        (
+            {**RATE, "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4}}},
+            "",
+            'ds.json: scheduler.type is "OneCycle": only WarmupLR, WarmupDecayLR, WarmupCosineLR have an equal here; '
+            "leave scheduler out and give --lr-decay-style, --lr-warmup-iters, --lr-decay-iters and --min-lr.",
+        ),
+        (
+            linear("WarmupDecayLR", total_num_steps=1000),
+            "",
+            "ds.json: scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "
+            "optimizer.params.lr 0.0006: give it.",
+        ),
+        (
+            linear("WarmupCosineLR"),
+            "",
+            "ds.json: scheduler.params.total_num_steps is missing: the number of steps until the lowest rate.",
+        ),
+        (
+            linear("WarmupLR", total_num_steps=1000),
+            "",
+            "ds.json: scheduler.params.total_num_steps is unknown; did you mean scheduler.params.warmup_num_steps?",
+        ),
+        (
+            linear("WarmupLR"),
+            "--lr-decay-style cosine",
+            'ds.json: scheduler.type is "WarmupLR", but --lr-decay-style cosine is given, too: drop one of them, or '
+            "make them agree.",
+        ),
+    ],
+)
+def test_what_gptpars_optimizer_and_schedule_cannot_be(
+    folder: Path, file: dict[str, Any], flags: str, expected: str
+) -> None:
+    assert problems({**BATCH, **file}, flags) == [expected]
+
+
+def test_a_schedule_in_steps_needs_a_run_in_steps(folder: Path) -> None:
+    Path("ds.json").write_text(json.dumps(linear("WarmupLR")))
+    flags = MODEL.replace("--train-iters", "--train-samples")
+    parsed = parse_flags(f"{flags} --deepspeed --deepspeed_config ds.json".split())
+    assert parsed.problems == [
+        "ds.json: scheduler counts steps, and this run is measured in samples: leave scheduler out and give "
+        "--lr-decay-style and --lr-warmup-samples, or give --train-iters."
+    ]

@@ -1,0 +1,111 @@
+"""Every flag: it is read by something, and no value of it ends in a traceback."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import gptpar
+from gptpar.config import Config
+from gptpar.config.fields import flag_name
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.errors import GptparError
+from tests.helpers import TINY
+
+PACKAGE = Path(gptpar.__file__).parent
+FIELDS = [
+    (section.name, spec)
+    for section in dataclasses.fields(Config)
+    for spec in dataclasses.fields(type(getattr(Config(), section.name)))
+    if spec.metadata
+]
+
+PIPELINE = "--pipeline-model-parallel-size 2"
+# Flags that only say other fields, or how the command line is read: each with words under which that shows.
+SAID_BY_OTHERS = {
+    "train_tokens": "--train-iters 20 --train-tokens 640",
+    "gradient_accumulation_steps": "--gradient-accumulation-steps 3",
+    "step_batch_size_schedule": "--step-batch-size-schedule 0:8",
+    "use_rotary_position_embeddings": "--use-rotary-position-embeddings",
+    "add_position_embedding": "--no-position-embedding",
+    "group_query_attention": "--num-query-groups 2",
+    "num_layers_per_virtual_pipeline_stage": f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1",
+    "no_pipeline_parallel": "--no-pipeline-parallel",
+    "use_distributed_optimizer": "--use-distributed-optimizer",
+    "recompute_activations": "--recompute-activations",
+    "checkpoint_activations": "--checkpoint-activations",
+    "checkpoint_num_layers": "--checkpoint-activations --checkpoint-num-layers 2",
+}
+# Nothing more can be said with these: one choice, the shape's name, and a file whose contents are the flags.
+NOTHING_ELSE = {"optimizer", "deepspeed", "deepspeed_config"}
+
+
+# What fills, checks or translates flags, or foresees a run: being read here alone is being ignored by the run.
+NO_READERS = ("config/derive.py", "config/deepspeed", "config/flags.py", "config/checks/", "plan/", "sweep/", "fit.py")
+
+
+@cache
+def names_read() -> set[str]:
+    """Attributes that the package reads, and words in the properties of the sections, which ``getattr`` takes."""
+    found: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        place, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+        if place.startswith(NO_READERS):
+            continue
+        found |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+        if place.startswith("config/"):
+            functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+            words = (n for function in functions for n in ast.walk(function) if isinstance(n, ast.Constant))
+            found |= {word.value for word in words if isinstance(word.value, str)}
+    return found
+
+
+def resolved(words: str, world_size: int = 4) -> dict[str, object]:
+    config = resolve(parse_flags([*TINY.split(), *words.split()]), world_size)[0]
+    return {
+        f"{s.name}.{f.name}": getattr(getattr(config, s.name), f.name)
+        for s in dataclasses.fields(Config)
+        for f in dataclasses.fields(getattr(config, s.name))
+    }
+
+
+@pytest.mark.parametrize(("section", "spec"), FIELDS, ids=[spec.name for _, spec in FIELDS])
+def test_every_flag_has_a_reader(section: str, spec: dataclasses.Field[object]) -> None:
+    """In what the run is made of; or it says another field, which has one."""
+    if spec.name not in SAID_BY_OTHERS and spec.name in {*names_read(), *NOTHING_ELSE}:
+        return
+    assert spec.name in SAID_BY_OTHERS, f"{flag_name(spec.name)} is read by nobody"
+    words = SAID_BY_OTHERS[spec.name]
+    before, after = resolved(words.rsplit("--", 1)[0]), resolved(words)
+    changed = {name for name in after if after[name] != before[name]} - {f"{section}.{spec.name}"}
+    assert changed, f"{words} changes nothing"
+
+
+NUMBERS = [(section, spec) for section, spec in FIELDS if "int" in str(spec.type) or "float" in str(spec.type)]
+HOSTILE = (
+    *("-1", "0", "1.5", "nan", "inf", "-inf", "x", "", " ", "\u00b2", "1e400", "1e-320", "0x10", "None", "-1e18"),
+    *("2147483648", "4294967296", "1e11", "1e15", "1e18", "9223372036854775807", "9223372036854775808", "9" * 400),
+)
+MORE = "--fp16 --position-embedding-type rope --swiglu --cpu-optimizer --use-distributed-optimizer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("section", "spec"), NUMBERS, ids=[spec.name for _, spec in NUMBERS])
+def test_no_number_ends_in_a_traceback(section: str, spec: dataclasses.Field[object]) -> None:
+    """Each is a problem told in sentences, which name the flag, or a configuration that can run."""
+    name = flag_name(spec.name)
+    for start, values in ((TINY, HOSTILE), (f"{TINY} {MORE}", ("0", "1e-320", "1e15", "1e18"))):
+        for value in values:
+            begun = time.perf_counter()
+            words = [*start.split(), name, *[value] * (3 if spec.name == "rampup_batch_size" else 1)]
+            try:
+                resolve(parse_flags(words), 1)
+            except GptparError as error:
+                assert all(len(line) < 600 for line in str(error).splitlines())
+            assert time.perf_counter() - begun < 5

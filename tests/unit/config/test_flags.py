@@ -1,0 +1,163 @@
+"""Flags, derived values and validation."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptpar.config import Config
+from gptpar.config.derive import ffn_width, padded_vocab
+from gptpar.config.flags import parse_flags
+from gptpar.config.presets import PRESETS
+from gptpar.config.validate import resolve
+from gptpar.errors import ConfigError
+from tests.unit.config.flag_problems import GOOD, problems
+
+
+def test_a_good_command_line_is_complete() -> None:
+    config, derived = resolve(parse_flags(GOOD.split()), 4)
+    m = config.model
+    assert (m.num_layers, m.hidden_size, m.num_attention_heads, m.seq_length) == (12, 768, 12, 1024)
+    assert (m.ffn_hidden_size, m.kv_channels, m.num_query_groups, m.max_position_embeddings) == (3072, 64, 12, 1024)
+    assert config.batch.global_batch_size == 8
+    reasons = {d.name: d.reason for d in derived}
+    assert reasons["global batch size"] == "micro-batch 2 x 4 data-parallel process(es)"
+    assert reasons["num layers"] == "--preset 124M"
+
+
+def test_what_is_typed_wins_over_the_preset() -> None:
+    config, _ = resolve(parse_flags(f"{GOOD} --num-layers 3 --seq-length 64".split()), 1)
+    assert (config.model.num_layers, config.model.seq_length, config.model.hidden_size) == (3, 64, 768)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_resolves(preset: str) -> None:
+    config, _ = resolve(parse_flags(f"{GOOD} --preset {preset}".split()), 1)
+    assert config.model.hidden_size == PRESETS[preset]["hidden_size"]
+
+
+def test_flags_keep_megatrons_spellings() -> None:
+    words = (
+        "--override-opt_param-scheduler --layernorm-epsilon 1e-6 --no-log-learnig-rate-to-tensorboard --normalization "
+        "rmsnorm --disable-bias-linear --rampup-batch-size 32 32 1953125 --train-samples 439453125 --lr 3.0e-4 "
+        "--exit-duration-in-mins 30000000 --use-flash-attn --attention-backend flash --data-impl mmap --num-experts 1"
+    )
+    parsed = parse_flags(words.split())
+    c = parsed.config
+    assert parsed.problems == []
+    assert c.optimizer.override_opt_param_scheduler and c.model.norm_epsilon == 1e-6
+    assert not c.logging.log_learning_rate_to_tensorboard and c.model.normalization == "RMSNorm"
+    assert not c.model.add_bias_linear and c.batch.rampup_batch_size == (32, 32, 1953125)
+    assert c.batch.train_samples == 439453125 and c.optimizer.lr == 3e-4
+    assert {note.split(":")[0] for note in parsed.without_effect} == {
+        "--use-flash-attn",
+        "--attention-backend",
+        "--data-impl",
+        "--num-experts",
+    }
+
+
+def test_whole_numbers_may_be_written_with_an_exponent() -> None:
+    config = parse_flags(["--train-tokens", "300e9", "--loss-scale-window", "5e2"]).config
+    assert (config.batch.train_tokens, config.precision.loss_scale_window) == (300 * 10**9, 500)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--num-layer 3", "unknown flag --num-layer; did you mean --num-layers?"),
+        ("--zzz", "unknown flag --zzz; see --help"),
+        ("--num-layers six", "--num-layers six: a whole number is needed"),
+        ("--num-layers 2.5", "--num-layers 2.5: a whole number is needed"),
+        ("--split-rule new", "--split-rule new: unknown; it takes one of mcore, legacy"),
+        ("--seed", "--seed: expected one argument"),
+        ("--cpu-optimizer-ratio 0.3", "--cpu-optimizer-ratio needs --cpu-optimizer"),
+        ("--cpu-optimizer --cpu-optimizer-ratio half", "--cpu-optimizer-ratio half: a number from 0 to 1, or auto"),
+        ("--cpu-optimizer --cpu-optimizer-ratio 1.5", "--cpu-optimizer-ratio 1.5: a number from 0 to 1, or auto"),
+        ("--attention-backend", "--attention-backend takes 1 value(s), 0 given"),
+        ("--hidden-size 770", "--hidden-size 770 is not divisible by --num-attention-heads 12: use 768 or 780"),
+        ("--num-query-groups 5", "--num-attention-heads 12 is not divisible by --num-query-groups 5"),
+        ("--group-query-attention", "--group-query-attention needs --num-query-groups"),
+        ("--max-position-embeddings 512", "--max-position-embeddings 512 is less than --seq-length 1024"),
+        ("--position-embedding-type rope --rotary-percent 0.02", "of a head of 64 is 1: choose an even number"),
+        ("--hidden-dropout 1", "--hidden-dropout is 1; it must be at least 0 and less than 1"),
+        ("--micro-batch-size 0", "--micro-batch-size is 0"),
+        ("--global-batch-size 7", "not a multiple of --micro-batch-size 2 x 1 data-parallel process(es) = 2: the"),
+        ("--train-samples 5", "how long to train is said twice"),
+        ("--rampup-batch-size 2 2 100", "--rampup-batch-size needs --train-samples or --train-tokens"),
+        ("--min-lr 1", "--min-lr 1 must lie between 0 and --lr 0.0003"),
+        ("--lr-warmup-samples 5", "--lr-warmup-samples 5: this run is measured in iterations"),
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "the warm-up is given more than once"),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+        ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
+        ("--bf16 --fp16", "--fp16 and --bf16 exclude each other"),
+        ("--loss-scale 8", "--loss-scale 8 has a meaning with --fp16 only"),
+        ("--cuda-graph on", "--cuda-graph on: dropout is seeded by the host"),
+        ("--data-path a b", "data is given twice"),
+        ("--save-interval 3", "--save-interval is given but --save is not"),
+        ("--finetune", "need --load"),
+        (
+            "--tensor-model-parallel-size 2",
+            "1 processes cannot be cut into groups of 2 x 1 = 2 (tensor x pipeline): start a multiple of 2",
+        ),
+        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "contradicts"),
+        ("--skip-train", "--skip-train evaluates a checkpoint: give --load"),
+        ("--eod-mask-loss", "need to know the end-of-document id"),
+        ("--clip-grad -1", "--clip-grad is -1; it must be at least 0"),
+        ("--recompute-num-layers 2", "--recompute-num-layers needs --recompute-granularity full"),
+        ("--log-interval 0", "--log-interval is 0; it must be at least 1"),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be less than the decay's 10"),
+        ("--lr-warmup-tokens 9 --lr-decay-tokens 8", "--lr-warmup-tokens 9 must be less than the decay's 8"),
+        ("--hysteresis 0", "--hysteresis is 0; it must be at least 1"),
+        ("--seed -5", "--seed is -5; it must be at least 0"),
+        ("--num-workers -1", "--num-workers is -1; it must be at least 0"),
+        ("--nproc-per-node -2", "--nproc-per-node is -2; it must be at least 1"),
+        ("--kv-channels 0", "--kv-channels is 0; it must be at least 1"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size is 0; it must be at least 1"),
+        ("--norm-epsilon 0", "--norm-epsilon is 0; it must be more than 0"),
+        ("--lr inf", "--lr inf: a number is needed"),
+        ("--lr", "--lr: expected one argument"),
+        ("--eval-iters -1", "--eval-iters is -1; it must be at least 0"),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.1",
+            "the weight decay is to grow from 0.3 to 0.1",
+        ),
+    ],
+)
+def test_each_problem_is_a_sentence_with_numbers_and_a_remedy(flags: str, expected: str) -> None:
+    found = problems(flags)
+    assert any(expected in problem for problem in found), found
+
+
+def test_nothing_given_reports_everything_missing() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(parse_flags([]), 1)
+    assert len(caught.value.problems) == 9
+
+
+def test_configuration_survives_json() -> None:
+    config, _ = resolve(parse_flags(f"{GOOD} --bf16".split()), 1)
+    assert Config.from_dict(config.to_dict()) == config
+    assert Config.from_dict({"model": {"num_layers": 3, "gone": 1}}).model.num_layers == 3
+
+
+def test_derived_sizes() -> None:
+    assert ffn_width(1024, swiglu=False) == 4096 and ffn_width(4096, swiglu=True) == 10880
+    assert [padded_vocab(v, 128) for v in (50257, 128, 129)] == [50304, 128, 256]
+
+
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_flags(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert all(flag in text for flag in ("--num-layers", "--no-compile", "--disable-bias-linear", "--lr-decay-style"))
+
+
+def test_a_flag_without_its_value_is_the_only_problem_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_flags(["--num-layers", "2", "--lr"])
+    assert caught.value.problems == ["--lr: expected one argument."]
+
+
+def test_a_number_out_of_range_is_told_once_whatever_follows_from_it() -> None:
+    assert problems("--hidden-size -8 --num-attention-heads 1") == ["--hidden-size is -8; it must be at least 1."]

@@ -1,0 +1,121 @@
+"""Units' gradients on their way: in one order, in the reduction's dtype, in padded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.engine import gradient_memory, reducer
+from gptpar.engine.collector import GradientCollector
+from gptpar.engine.data_axis import DataAxis
+from gptpar.engine.gradient_memory import GradientMemory
+from gptpar.engine.gradients import Gradients
+from gptpar.engine.ranges import Place
+from gptpar.engine.reducer import GradientReducer
+from gptpar.engine.router import GradientRouter
+from gptpar.engine.step_graph import Cuts
+from gptpar.engine.table import ParameterTable
+from gptpar.engine.units import Unit
+from tests.unit.engine.small_units import infos
+
+
+def make_gradients(
+    units: list[Unit],
+    axis: DataAxis,
+    *,
+    done: Callable[[str], None] = lambda name: None,
+    ratio: float = 0.0,
+    ahead: bool = False,
+    subscriber: Any = None,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> Gradients:
+    table = ParameterTable(units, Place(axis.shards, axis.shard), ratio=ratio)
+    memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
+    router = GradientRouter(table, memory, None, {}, subscriber, Cuts(), counts_zeros=False)
+    sums = GradientReducer(memory, axis, reduce_dtype, router)
+    return Gradients(
+        memory, GradientCollector(units, [[unit.name for unit in units]], memory, sums, done), sums, router
+    )
+
+
+def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives match by their order alone: it must not depend on which gradient came first, or came at all."""
+    started: list[int] = []
+    done: list[str] = []
+
+    def all_reduce(piece: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
+        started.append(int(piece.storage_offset()))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
+    axis = DataAxis(2, 0, object())  # type: ignore[arg-type]
+    for arrivals in ("cba", "abc", "bca", "b"):
+        parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
+        units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
+        total = make_gradients(units, axis, done=done.append)
+        total.shard.fill_(7.0)  # of an earlier step
+        total.collector.watch(parameters)
+        total.begin(2)
+        total.begin_backward(0, last=False)
+        (2 * parameters["b"] + parameters["b"]).sum().backward()  # used twice, in an earlier micro-batch
+        total.end_backward()
+        assert started == []
+        total.begin_backward(0, last=True)
+        for name in arrivals:
+            parameters[name].sum().backward()
+        total.end_backward()
+        total.finish()
+        assert started == [128, 64, 0] and done == ["unit c", "unit b", "unit a"]
+        assert all(parameter.grad is None for parameter in parameters.values())
+        started.clear()
+        done.clear()
+        expected = {f"unit {n}": [(3.0 if n == "b" else 0.0) + (n in arrivals)] for n in "abc"}
+        assert {name: view.unique().tolist() for name, view in total.shards.items()} == expected
+
+
+def test_gradients_travel_in_the_reductions_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are rounded once, after this process's sum, and the result is as wide as sums are."""
+    sent: list[torch.dtype] = []
+
+    def all_reduce(piece: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
+        sent.append(piece.dtype)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
+    axis = DataAxis(2, 0, object())  # type: ignore[arg-type]
+    unit = Unit.of("unit", infos({"a": (8, 8)}), 1)
+    total = make_gradients([unit], axis, reduce_dtype=torch.bfloat16)
+    parameter = torch.nn.Parameter(torch.ones(8, 8))
+    total.collector.watch({"a": parameter})
+    total.begin(2)
+    for micro_batch, factor in enumerate((1.0, 2.0**-9)):
+        total.begin_backward(0, last=micro_batch == 1)
+        (factor * parameter).sum().backward()
+        total.end_backward()
+    total.finish()
+    assert sent == [torch.bfloat16]
+    assert total.shard.dtype == torch.float32
+    assert total.shard.unique().tolist() == [1.0]  # 1 + 2^-9 is a quarter of the distance to the next bf16
+
+
+def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it cannot be zeroed, since the host may not have fetched the last step's gradient; gaps count, too."""
+    unit = Unit.of("unit", infos({"a": (3, 5), "b": (10, 10), "c": (64, 2)}), 1)
+    assert list(unit.padding()) == [(15, 64), (164, 192)] and unit.length == 320
+    submitted: list[torch.Tensor] = []
+    subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad))
+    total = make_gradients([unit], DataAxis(1, 0, None), ratio=1.0, ahead=True, subscriber=subscriber)
+    parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in unit.params.items()}
+    total.collector.watch(parameters)
+    monkeypatch.setattr(gradient_memory.torch, "empty", lambda n, **k: torch.full((n,), math.nan, **k))
+    total.begin(1)
+    total.begin_backward(0, last=True)
+    sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
+    total.end_backward()
+    total.finish()
+    assert submitted[0].sum().item() == 15 + 100 + 128

@@ -1,0 +1,43 @@
+"""An update on the CPU that counts what it is asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from gptpar.optim.cpu_adam import CpuAdam, Done
+
+
+@dataclass
+class Seen:
+    """What a run was, and what its host did: of how many elements, and of those that were open at first."""
+
+    steps: list[list[float]] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    elements: list[int] = field(default_factory=list)
+    completed: list[int] = field(default_factory=list)
+    half_done: set[int] = field(default_factory=set)
+    redone: int = 0
+
+
+class Counting(CpuAdam):
+    """Notes of how many elements it was told to do what; with a gate, waits for leave each time."""
+
+    seen = Seen()
+    gate: threading.Semaphore | None = None
+
+    def order(self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Callable[[], Done]:
+        assert self.gate is None or self.gate.acquire(timeout=10)
+        seen, count = self.seen, p.numel() if only is None else int((only[:, 1] - only[:, 0]).sum())
+        completes = only is not None and p.data_ptr() in seen.half_done
+        (seen.completed if completes else seen.elements).append(count)
+        if only is None or completes:
+            seen.half_done.discard(p.data_ptr())
+        else:
+            seen.half_done.add(p.data_ptr())
+        return super().order(p, *args, only=only, **kwargs)

@@ -1,0 +1,75 @@
+"""A share of the host alone, and hosts and transfers that are slow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from gptpar.offload.events import EventLog
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.transfers import (
+    Later,
+    SameMemory,
+    Transfers,
+)
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
+
+WHOLE = (GroupSpan(0, 128, 0),), ((0, 128),)
+RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
+TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("second", 128, *WHOLE))
+
+
+def make_share(
+    adam: CpuAdam,
+    *,
+    speculated: int = 0,
+    pieces: Sequence[OffloadedPartition] = TWO_PIECES,
+    parameters: Mapping[str, torch.Tensor] | None = None,
+    partial_unit: str | None = None,
+    transfers: Transfers | None = None,
+    log: EventLog | None = None,
+) -> HostOptimizer:
+    return HostOptimizer(
+        pieces,
+        parameters or {piece.unit: torch.zeros(piece.length) for piece in pieces},
+        dtype=torch.float32,
+        clip_grad=1.0,
+        adam=adam,
+        transfers=transfers or SameMemory(),
+        speculated_elements=speculated,
+        partial_unit=partial_unit,
+        log=log,
+    )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """For at most ten seconds."""
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+
+
+class SlowNorm(SameMemory):
+    """The norm is not known before :attr:`computed`."""
+
+    def __init__(self) -> None:
+        self.computed = threading.Event()
+
+    def later(self, number: torch.Tensor) -> Later:
+        transfers = self
+
+        class Coming:
+            def known(self) -> bool:
+                return transfers.computed.is_set()
+
+            def value(self) -> float:
+                assert transfers.computed.wait(10)
+                return number.item()
+
+        return Coming()

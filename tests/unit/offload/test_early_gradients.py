@@ -1,0 +1,128 @@
+"""A share that is offered a gradient early: long before the device, and without knowing its changes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from gptpar.offload.events import EventLog, What
+from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.transfers import D2HCopy, SameMemory, Slot
+from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from tests.offload_log import starts_of
+from tests.unit.offload.counting import Counting, Seen
+from tests.unit.offload.host_shares import RATES, SlowNorm, wait_until
+
+
+@dataclass
+class Made:
+    """A gradient that the device has computed or not."""
+
+    values: torch.Tensor
+    is_made: threading.Event
+
+    def made(self) -> bool:
+        return self.is_made.is_set()
+
+    def begin(self, *, urgent: bool) -> bool:
+        return True
+
+    def arrived(self) -> bool:
+        return self.made()
+
+    def tensor(self) -> torch.Tensor:
+        assert self.is_made.wait(10)
+        return self.values.clone()
+
+    def release(self) -> None: ...
+
+
+class FarBehind(SlowNorm):
+    """The device computes what it is told to much later: offers are :attr:`made` one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[threading.Event] = []
+
+    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+        self.made.append(threading.Event())
+        return Made(grad.clone(), self.made[-1])
+
+
+def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The early gradient is worked with although the complete one was offered: that is far from being computed."""
+    seen, transfers = Seen(), FarBehind()
+    monkeypatch.setattr(Counting, "seen", seen)
+    live = {"embedding": torch.zeros(256), "layer": torch.zeros(128)}
+    share = HostOptimizer(
+        [
+            OffloadedPartition("embedding", 256, (GroupSpan(0, 256, 0),), ((0, 256),)),
+            OffloadedPartition("layer", 128, (GroupSpan(0, 128, 0),), ((0, 128),)),
+        ],
+        live,
+        dtype=torch.float32,
+        clip_grad=1000.0,
+        adam=Counting(1),
+        transfers=transfers,
+        speculated_elements=384,
+        partial_unit="embedding",
+    )
+    assert share.partial_unit == "embedding"
+    final = torch.ones(256)
+    final[32:64] = -1.0
+    share.expect_step(RATES, 1.0)
+    share.expect_open_ranges("embedding", np.array([[32, 64]]))
+    share.submit_gradient("embedding", torch.ones(256), formed=256)
+    share.submit_gradient("layer", torch.ones(128))
+    share.submit_gradient("embedding", final)
+    share.step(torch.tensor(0.5), RATES, 1.0)
+    first, layer, second = transfers.made
+    first.set()
+    wait_until(lambda: len(seen.elements) == 1)
+    assert seen.elements == [224]  # beside, while the layer's is not there
+    layer.set()
+    wait_until(lambda: len(seen.elements) == 2)
+    assert seen.elements == [224, 128] and not seen.completed
+    second.set()
+    transfers.computed.set()
+    share.finish()
+    assert seen.elements == [224, 128] and seen.completed == [32] and share.num_redone == 0
+    torch.testing.assert_close(live["embedding"], -0.1 * final, rtol=1e-5, atol=0)
+    assert share.steps_taken == 1
+    share.close()
+
+
+def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in the steps after one that was clipped."""
+    seen, log = Seen(), EventLog()
+    monkeypatch.setattr(Counting, "seen", seen)
+    share = HostOptimizer(
+        [OffloadedPartition("embedding", 128, (GroupSpan(0, 128, 0),), ((0, 128),))],
+        {"embedding": torch.zeros(128)},
+        dtype=torch.float32,
+        clip_grad=1.0,
+        adam=Counting(1),
+        transfers=SameMemory(),
+        speculated_elements=128,
+        partial_unit="embedding",
+        log=log,
+    )
+    for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
+        share.expect_step((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
+        if told:
+            share.expect_open_ranges("embedding", np.array([[0, 8]]))
+        share.submit_gradient("embedding", torch.ones(128), formed=128)
+        assert bool(starts_of(log, What.SUBMITTED_PARTIAL)) == (step == 1)
+        if step == 1:
+            wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
+            assert starts_of(log, What.SPECULATION_BEGUN)
+        share.submit_gradient("embedding", torch.ones(128))
+        share.step(torch.tensor(norm), RATES, 1.0)
+        share.finish()
+        assert share.num_redone == (step >= 1) and not seen.completed
+    share.close()

@@ -1,0 +1,344 @@
+"""``gptpar plan``: memory and time against hand counts, against what the run allocates, and against measurements."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gptpar.cli import main as cli
+from gptpar.cli.plan import make_planner
+from gptpar.engine.engine import Engine
+from gptpar.errors import ConfigError
+from gptpar.pipeline.schedules import simulate
+from gptpar.plan.job import Job, alive
+from gptpar.plan.memory import block_bytes_per_token, stage_memory
+from gptpar.plan.search import search
+from gptpar.plan.timing import rounds_idle, rounds_transferring, step_time
+from gptpar.reporting.banner import ranges
+from gptpar.topology.groups import make_topology
+from gptpar.topology.layout import Layout
+from gptpar.training.gpt import make_engine, split_of
+from tests.helpers import tiny_config
+from tests.unit.plan.plans import CALM, GIB, SMALL, plan, pretended_world
+
+ROOT = Path(__file__).parents[3]
+GPT3 = CALM + "--preset 175B --global-batch-size 1536 --world-size 1024 "
+TRILLION = CALM + (
+    "--num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --global-batch-size 16384 "
+    "--world-size 16384 "
+)
+
+
+# --- measurements ---------------------------------------------------------------------------------------------------
+
+ONE_B3 = "--preset 1.3B --seq-length 2048 --global-batch-size 32 --world-size 4 "
+M350 = "--preset 350M --seq-length 1024 --global-batch-size 64 --world-size 4 "
+L22 = "--num-layers 22 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --world-size 4 "
+PP4 = "--pipeline-partition-method flops --pipeline-model-parallel-size 4 --micro-batch-size 2 "
+TP4 = "--tensor-model-parallel-size 4 --sequence-parallel "
+TP2PP2 = (
+    "--pipeline-partition-method flops --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+    "--sequence-parallel "
+)
+PIECES = "--num-virtual-stages-per-pipeline-rank "
+EAGER = " --cuda-graph off"
+# flags, milliseconds a step, GiB allocated on rank 0 at most; H200, benchmarks/*.jsonl
+MEASURED = [
+    (ONE_B3 + "--micro-batch-size 8 --zero-stage 1", 269.9, 39.41),
+    (ONE_B3 + "--micro-batch-size 8 --zero-stage 3", 273.2, 32.87),
+    (ONE_B3 + PP4 + PIECES + "3", 332.1, 15.75),
+    (ONE_B3 + PP4 + PIECES + "3" + EAGER, 359.7, 14.88),
+    (ONE_B3 + TP4 + "--micro-batch-size 32", 361.5, 32.83),
+    (ONE_B3 + TP4 + "--micro-batch-size 16", 380.8, 19.63),
+    (ONE_B3 + TP2PP2 + "--micro-batch-size 8 " + PIECES + "2", 358.5, 23.21),
+    (ONE_B3 + TP2PP2 + "--micro-batch-size 8 " + PIECES + "2" + EAGER, 368.7, 22.90),
+    (ONE_B3 + TP2PP2 + "--micro-batch-size 4", 395.2, 13.39),
+    (ONE_B3 + TP2PP2 + "--micro-batch-size 4 --no-tp-comm-overlap " + PIECES + "3", 389.8, 14.76),
+    (M350 + TP2PP2 + "--micro-batch-size 8", 189.2, 5.69),
+    (M350 + TP2PP2 + "--micro-batch-size 8" + EAGER, 343.1, 5.62),
+    (L22 + PP4 + "--global-batch-size 32", 360.3, 13.38),
+    (L22 + PP4 + "--global-batch-size 64", 675.0, 13.63),
+    (L22 + PP4 + "--global-batch-size 32 " + PIECES + "3", 298.3, 15.75),
+]
+
+
+@pytest.mark.parametrize(("flags", "milliseconds", "gib"), MEASURED)
+def test_prediction_is_near_the_measurement(flags: str, milliseconds: float, gib: float) -> None:
+    predicted = plan(f"{CALM} --gpu h200 {flags}")
+    assert predicted.memory[0].allocated / GIB == pytest.approx(gib, rel=0.07)
+    assert 1e3 * predicted.time.total == pytest.approx(milliseconds, rel=0.15)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_states_of_a_small_model_by_hand() -> None:
+    """Per layer: a block has 12 h^2 + 13 h parameters, each parameter aligned to 64 elements (as h is here)."""
+    h, padded = 64, 128
+    elements = 4 * (12 * h * h + 13 * h) + (padded + 32) * h + 2 * h
+    memory = plan(SMALL + "--micro-batch-size 2").memory[0]
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (2 * elements, 2 * elements, 12 * elements)
+    summed = plan(SMALL + "--micro-batch-size 2 --global-batch-size 4").memory[0]
+    assert (summed.parameters, summed.gradients, summed.optimizer) == (2 * elements, 4 * elements, 12 * elements)
+    per_token = 4 * (32 * h + 16 + 4 * 4)  # 34 h without dropout's masks, norms' statistics, attention's log-sums
+    assert memory.activations == 2 * 32 * per_token
+    wide = plan(SMALL.replace("--bf16", "") + "--micro-batch-size 2 --gpu a100").memory[0]
+    assert (wide.parameters, wide.gradients, wide.optimizer) == (0, 4 * elements, 12 * elements)  # live as masters
+
+
+@pytest.mark.parametrize(("stage", "parts"), [(0, (2, 4, 12)), (1, (2, 5, 3)), (2, (2, 1, 3)), (3, (0.5, 1, 3))])
+def test_zero_shards_stage_by_stage(stage: int, parts: tuple[float, float, float]) -> None:
+    """Bytes of each parameter on four ranks; ZeRO-1 keeps its shard of the sum beside the whole sum."""
+    planned = plan(f"{SMALL} --hidden-size 256 --micro-batch-size 2 --world-size 4 --zero-stage {stage}")
+    memory, (elements,) = planned.memory[0], planned.job.split.parameters
+    elements -= 256 * 128  # tied: both ends list the one matrix
+    found = (memory.parameters / elements, memory.gradients / elements, memory.optimizer / elements)
+    assert found == pytest.approx(parts, rel=0.01)  # padding
+
+
+def test_recomputation_and_offload_of_inputs() -> None:
+    flags = SMALL + "--micro-batch-size 2 --recompute-granularity full"
+    tokens, h = 2 * 32, 64
+    assert plan(flags).memory[0].activations == 4 * tokens * h * 2
+    assert plan(flags + " --recompute-method uniform --recompute-num-layers 2").memory[0].activations == (
+        2 * tokens * h * 2
+    )
+    kept = plan(SMALL + "--micro-batch-size 2").memory[0].activations
+    some = plan(flags + " --recompute-method block --recompute-num-layers 1").memory[0].activations
+    assert some == kept * 3 / 4 + tokens * h * 2
+    offloaded = plan(flags + " --checkpoint-in-cpu").memory[0]
+    assert offloaded.activations == 0
+    assert offloaded.host - plan(flags).memory[0].host == 4 * tokens * h * 2
+    selective = plan(SMALL + "--micro-batch-size 2 --recompute-granularity selective --recompute-modules mlp layernorm")
+    assert block_bytes_per_token(selective.job) == 32 * h + 32 - 16 * h - 4 * h
+
+
+def test_micro_batches_alive_are_those_of_the_schedule() -> None:
+    for stage in range(4):
+        assert max(map(sum, alive(stage, 4, 16, 1))) == 4 - stage
+        assert max(map(sum, alive(stage, 4, 2, 1))) == min(4 - stage, 2)
+    assert max(map(sum, alive(0, 4, 16, 3))) == 2 * 3 + 2 * 4 + 1
+    assert alive(0, 4, 4000, 3) == alive(0, 4, 16, 3)
+
+
+def allocated(engine: Engine) -> tuple[int, int, int]:
+    """Bytes of live parameters, gradient sums, and optimizer state."""
+
+    def bytes_of(*groups: list[torch.Tensor]) -> int:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for g in groups for t in g}
+        return sum(size for address, size in storages.items() if address)
+
+    engine.publish()  # ZeRO-3 releases what it has shown
+    optimizer = [engine.optimizer.master, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq]
+    masters = {optimizer[0].untyped_storage().data_ptr()}
+    live = [*engine.parameters.full.values(), *engine.parameters.shards.values()]
+    live = [t for t in live if t.untyped_storage().data_ptr() not in masters]
+    return bytes_of(live), bytes_of(engine.gradients.memory.tensors), bytes_of(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        (Layout(), ""),
+        (Layout(), "--bf16"),
+        (Layout(), "--fp16"),
+        (Layout(), "--bf16 --global-batch-size 4"),
+        (Layout(), "--fp64"),
+        (Layout(), "--cpu-optimizer --cpu-optimizer-ratio 0"),
+        *((Layout(data=2), f"--bf16 --zero-stage {stage}") for stage in range(4)),
+        (Layout(2, 2, 2), "--bf16 --zero-stage 1 --sequence-parallel"),
+        (Layout(2, 2, 2), "--zero-stage 3 --untie-embeddings-and-output-weights --swiglu"),
+        (Layout(2, 2, 2), "--zero-stage 1 --qk-layernorm"),
+        (Layout(1, 1, 2), "--bf16 --num-virtual-stages-per-pipeline-rank 2 --pipeline-partition-method flops"),
+    ],
+)
+def test_states_are_what_the_run_allocates(layout: Layout, flags: str) -> None:
+    sizes = f"--tensor-model-parallel-size {layout.tensor} --pipeline-model-parallel-size {layout.pipeline}"
+    config = tiny_config(f"{flags} {sizes} --no-compile", layout.world_size)
+    job = Job(config, layout)
+    assert job.split == split_of(config, layout)
+    for rank in range(layout.world_size):
+        with pretended_world(rank, layout.world_size):
+            topology = make_topology(layout, rank, torch.device("cpu"))
+            memory = stage_memory(job, topology.stage)
+            found = allocated(make_engine(config, topology).engine)
+        assert found == (memory.parameters, memory.gradients, memory.optimizer)
+
+
+# --- time -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stages", "count", "chunks"), [(2, 4, 1), (4, 16, 1), (4, 8, 3), (2, 6, 2), (4, 6, 2)])
+def test_idle_rounds_and_transfers_are_those_of_the_simulation(stages: int, count: int, chunks: int) -> None:
+    def length(transfer: float) -> float:
+        spans = simulate(stages, count, chunks, 1 / chunks, 2 / chunks, transfer)
+        return max(span.end for row in spans for span in row)
+
+    assert length(0) / 3 - count == pytest.approx(rounds_idle(stages, count, chunks))
+    if count % stages == 0:
+        small = 1e-3
+        assert (length(small) - length(0)) / small == pytest.approx(rounds_transferring(stages, count, chunks))
+
+
+def test_time_grows_as_it_should() -> None:
+    flags = SMALL + "--hidden-size 2048 --seq-length 1024 --micro-batch-size 4 "
+    base = plan(flags).time
+    assert base.fill == base.transfers == base.data == base.idle == 0
+    again = plan(flags + "--recompute-granularity full").time
+    assert again.total - base.total == pytest.approx(4 * _block_forward(flags))
+    slow = plan(flags + "--global-batch-size 32 --world-size 8 --gpus-per-node 4 --network-bandwidth 1").time
+    fast = plan(flags + "--global-batch-size 32 --world-size 8 --gpus-per-node 8").time
+    assert slow.data > 10 * fast.data and slow.compute == fast.compute
+
+
+def _block_forward(flags: str) -> float:
+    """A block's forward, as what one more block adds."""
+    four, five = plan(flags).time.stages[0], plan(flags.replace("--num-layers 4", "--num-layers 5")).time.stages[0]
+    return five.forward - four.forward
+
+
+# --- verdicts and the search ----------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_names_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = CALM + "--preset 6.7B --micro-batch-size 4 --global-batch-size 64 --world-size 8"
+    assert cli(["plan", *flags.split()]) == 1
+    text = capsys.readouterr().out
+    assert (
+        f"OUT OF MEMORY: a process of stage 0 needs {plan(flags).need / GIB:.2f} GiB and a GPU has 79.10 GiB." in text
+    )
+    (row,) = [line for line in text.splitlines() if line.startswith("  --zero-stage 2 ")]
+    assert plan(flags + " --zero-stage 2").fits and f"{plan(flags + ' --zero-stage 2').need / GIB:.2f} GiB" in row
+    assert cli(["plan", *f"{flags} --gpu-memory 8".split()]) == 1
+    assert "nothing that was tried is enough" in capsys.readouterr().out
+
+
+def test_host_memory_is_looked_at() -> None:
+    flags = SMALL + "--micro-batch-size 2 --world-size 8 --global-batch-size 16 --host-memory "
+    assert plan(flags + "64").fits
+    short = plan(flags + "20")
+    assert not short.fits and short.shortage() == (
+        "the processes of a machine need 24.00 GiB of host memory and it has 20.00 GiB."
+    )
+
+
+def test_all_problems_of_the_flags_are_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(SMALL + "--micro-batch-size 2 --world-size 6 --tensor-model-parallel-size 4")
+    assert "6 processes cannot be cut into groups of 4 x 1" in str(caught.value)
+    with pytest.raises(ConfigError, match="--search needs --global-batch-size"):
+        make_planner([*SMALL.split(), "--search"])
+    with pytest.raises(ConfigError, match="no known speed in fp64"):
+        make_planner([*SMALL.replace("--bf16", "--fp64").split()])
+
+
+def test_search_takes_the_fastest_that_fits() -> None:
+    planner, _ = make_planner(
+        (CALM + "--preset 2.7B --global-batch-size 64 --world-size 8 --gpu-memory 40 --search").split()
+    )
+    found = search(planner)
+    best = found.accepted[0]
+    assert best.fits and all(p.fits and p.time.total >= best.time.total for p in found.accepted)
+    assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
+    count, example = found.refused["does not fit into a GPU's memory"]
+    assert count > 0 and "a GPU has 40.00 GiB" in example
+    again = plan(f"{CALM} --preset 2.7B --global-batch-size 64 --world-size 8 --gpu-memory 40 {best.flags()}")
+    assert again.time.total == best.time.total and again.need == best.need
+
+
+def test_search_keeps_what_was_said() -> None:
+    planner, _ = make_planner(
+        (SMALL + "--micro-batch-size 2 --global-batch-size 64 --world-size 8 --zero-stage 1 --search").split()
+    )
+    for found in search(planner).accepted:
+        assert found.job.micro_batch_size == 2 and (found.job.zero_stage == 1 or found.job.layout.data == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [GPT3, TRILLION])
+def test_internet_scale_is_searched_in_seconds(flags: str) -> None:
+    planner, _ = make_planner([*flags.split(), "--search"])
+    start = time.process_time()  # a busy machine does not count
+    found = search(planner)
+    assert time.process_time() - start < 10
+    assert found.accepted and found.accepted[0].job.layout.world_size in (1024, 16384)
+
+
+def test_a_long_step_is_planned_at_once() -> None:
+    layout = (
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 64 --sequence-parallel --micro-batch-size 1 "
+    )
+    start = time.perf_counter()
+    planned = plan(TRILLION.replace("16384 --world", "131072 --world") + layout)
+    assert planned.job.num_micro_batches == 4096
+    assert planned.time.idle > 63 / (4096 + 63) and planned.need > 0
+    assert time.perf_counter() - start < 5
+
+
+# --- what is printed ------------------------------------------------------------------------------------------------
+
+PIPED = SMALL + (
+    "--micro-batch-size 2 --global-batch-size 16 --world-size 2 --pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2"
+)
+
+
+def test_text_shows_stages_schedule_and_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    assert cli(["plan", *PIPED.split(), "--png", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "interleaved 1F1B, 2 pieces a stage, idle 5.9 % with even stages" in text
+    assert "stage 0 ABAB" in text and "fits: stage" in text
+    first, second = plan(PIPED).job.split.layers_of(0), plan(PIPED).job.split.layers_of(1)
+    assert ranges(first) in text and ranges(second) in text and sorted(first + second) == list(range(8))
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["plan", *PIPED.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout"] == "dp1 x tp1 x pp2" and found["fits"] is True
+    assert len(found["stages"]) == 2 and sum(len(s["layers"]) for s in found["stages"]) == 4 + 4
+    assert found["ms_per_step"] == pytest.approx(sum(found["ms"].values()), abs=0.01)
+    assert cli(["plan", *(SMALL + "--global-batch-size 8 --world-size 2 --search --json").split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["fits"] and found["tried"] == found["accepted"] + sum(r["count"] for r in found["refused"])
+
+
+# --- DeepSpeed's estimators -----------------------------------------------------------------------------------------
+
+
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("estimate_memory", ROOT / "tools/estimate_memory.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_deepspeeds_estimates() -> None:
+    """Its documented example: 2,851 M parameters, the largest layer 32 M, one machine of 8 GPUs."""
+    rows = [(e.host / GIB, e.gpu / GIB) for e in load_tool().zero3(2_851_000_000, 32_000_000, 1, 8)]
+    expected = [(71.69, 0.12), (127.45, 0.12), (63.72, 0.78), (127.45, 0.78), (1.43, 6.09), (127.45, 6.09)]
+    assert [(round(a, 2), round(b, 2)) for a, b in rows] == [pytest.approx(e, abs=0.011) for e in expected]
+    (offloaded, resident) = load_tool().zero2(1_000_000, 2, 8)
+    assert (offloaded.host, offloaded.gpu) == (96e6, 2e6) and (resident.host, resident.gpu) == (48e6, 3.125e6)
+
+
+def test_the_tool_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_tool().main((SMALL + "--micro-batch-size 1 --world-size 8").split()) == 0
+    text = capsys.readouterr().out
+    assert text.count("offload_param=") == 6 and "ZeRO-2, gptpar: states" in text and "ZeRO-3, gptpar: states" in text
+
+
+def test_step_time_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    planned = plan(PIPED)
+    assert step_time(planned.job, planned.cluster) == planned.time

@@ -1,0 +1,203 @@
+"""What documents say of this checkout is so: commands, paths, links, tables, import order."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import gptpar.cli
+from gptpar.cli.pretrain import start_checks
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from tests.documents import PAGES, ROOT, block, blocks, commands
+from tests.unit.repository.test_architecture import ROWS
+
+MAX_README_LINES = 250
+OTHER_PROGRAMS = {"cd", "git", "mkdocs", "sbatch", "tensorboard", "torchrun"}
+page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+class Parsed(Exception):
+    """The parser took the words; nothing else is to be done."""
+
+
+@pytest.fixture
+def only_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verb ends when its parser has read the command line, with the words that it did not know."""
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        _, unknown = original(self, args, namespace)
+        raise Parsed([*unknown, *getattr(self, "problems", [])])
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+
+
+def gptpar_problems(words: Sequence[str]) -> list[str]:
+    try:
+        gptpar.cli.main(words)
+    except Parsed as parsed:
+        return list(parsed.args[0])
+    except SystemExit as end:
+        return [] if end.code == 0 else ["its parser exits"]
+    return [] if list(words) in (["--help"], []) else ["it ends before its words are read"]
+
+
+def flags_missing_in(sources: Sequence[Path], words: Sequence[str]) -> list[str]:
+    """Flags that none of a program's files names."""
+    text = "".join(path.read_text() for path in sources)
+    return [word for word in words if word.startswith("--") and f'"{word}"' not in text]
+
+
+def python_problems(words: Sequence[str], saved: set[str]) -> list[str]:
+    match list(words):
+        case ["-m", "gptpar", *rest]:
+            return gptpar_problems(rest)
+        case ["-m", module, *rest] if module.startswith("tests."):
+            folder = ROOT / module.replace(".", "/")
+            sources = sorted(folder.glob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+            return flags_missing_in(sources, [word for word in rest if word != "--"])
+        case ["-m", "mkdocs", *_]:
+            return []
+        case [script, *rest] if (ROOT / script).exists():
+            shared = [ROOT / "gptpar/plan/main.py"] if script == "tools/estimate_memory.py" else []
+            return [] if shared else flags_missing_in([ROOT / script], rest)
+        case [script, *_] if script in saved:
+            return []
+    return [f"there is no {' '.join(words[:2])}"]
+
+
+def problems_of(words: Sequence[str], saved: set[str]) -> list[str]:
+    match list(words):
+        case ["gptpar", *rest]:
+            return gptpar_problems(rest)
+        case ["python", *rest]:
+            return python_problems(rest, saved)
+        case ["bash" | "source", script, *_]:
+            return [] if (ROOT / script).exists() else [f"there is no {script}"]
+        case ["pip", "install", what]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            wanted = re.findall(r"\w+", what)
+            return [f"there is no extra {extra}" for extra in wanted if extra not in extras]
+        case [program, *_] if program in OTHER_PROGRAMS:
+            return []
+    return ["nobody knows this program"]
+
+
+@page_by_page
+def test_every_command_is_understood(page: Path, tmp_path: Path, only_parse: None) -> None:
+    """Every command in every bash block: bash reads it, and its parser takes the words."""
+    saved = set(re.findall(r"[Ss]ave as\s+`(\w+\.py)`", page.read_text()))
+    wrong = []
+    for one in blocks(page):
+        for words in commands(one.text, tmp_path) if one.language == "bash" else []:
+            wrong += [f"{one.heading}: {' '.join(words)}: {problem}" for problem in problems_of(words, saved)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_mistakes_in_commands_are_found(tmp_path: Path, only_parse: None) -> None:
+    script = "gptpar pretrain --num-layer 2\ngptpar pretrain --lr fast\ngptpar plan --searching\npython tools/no.py\nno"
+    assert all(problems_of(words, set()) for words in commands(script, tmp_path))
+    with pytest.raises(AssertionError):
+        commands("gptpar 'pretrain", tmp_path)
+
+
+@page_by_page
+def test_complete_pretraining_commands_have_no_problems(page: Path, tmp_path: Path) -> None:
+    """Those that need no file: on synthetic data."""
+    for one in blocks(page):
+        found = commands(one.text, tmp_path) if one.language == "bash" else []
+        for words in found:
+            if "pretrain" in words and "--mock-data" in words and "--deepspeed" not in words:
+                parsed = parse_flags(words[words.index("pretrain") + 1 :])
+                resolve(parsed, parsed.config.parallel.nproc_per_node or 1, more=start_checks)
+
+
+@page_by_page
+def test_python_blocks_can_be_read(page: Path) -> None:
+    for one in blocks(page):
+        if one.language == "python":
+            ast.parse(one.text)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks/README.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_paths_exist(page: Path) -> None:
+    named = set(re.findall(r"\b(?:gptpar|csrc|tests|tools|examples|benchmarks)/[\w./-]*\w", page.read_text()))
+    missing = [path for path in sorted(named) if not (ROOT / path).exists() and "PACKAGE" not in path]
+    assert not missing, f"{page.name} names {missing}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name behind ``#``: headings as sites spell them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = (heading.strip("# ").lower() for heading in re.findall(r"^#+ .*$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+@page_by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.M)):
+        if target.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = set(re.findall(r"^ +- (\w[\w-]*\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_site_builds(tmp_path: Path) -> None:
+    """Without a warning, where mkdocs and its theme are installed."""
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site/architecture/index.html").exists()
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_import_order_is_the_one_that_is_enforced() -> None:
+    told = [line.split() for line in block("architecture.md", "Which package may import which", "imports").splitlines()]
+    assert told == ROWS[:-1]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("measured_tables", ROOT / "tools/measured_tables.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_measured_tables_are_current(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """README.md, docs/*.md and the picture are what ``python tools/measured_tables.py`` writes."""
+    status = tool.main(["--check"])
+    assert status == 0, f"run python tools/measured_tables.py: {capsys.readouterr().out}"
+
+
+def test_measured_tables_replace_what_was_there(tool: ModuleType) -> None:
+    stale = "before\n<!-- measured: summary -->\n| 1 |\n<!-- /measured -->\nafter"
+    fresh = tool.filled(stale)
+    assert fresh == f"before\n<!-- measured: summary -->\n\n{tool.summary()}\n\n<!-- /measured -->\nafter"
+    assert tool.filled(fresh) == fresh
+    with pytest.raises(LookupError, match="no line with"):
+        tool.Figures("h100", visit="never")

@@ -1,0 +1,139 @@
+"""The grid of ranks and batch plans."""
+
+from __future__ import annotations
+
+import math
+import socket
+
+import pytest
+
+from gptpar.config.training import BatchConfig
+from gptpar.errors import GptparError
+from gptpar.topology.layout import DATA, FASTEST_FIRST, PIPELINE, TENSOR, Layout
+from gptpar.topology.world import environment_problems, open_world, world_from_environment
+from gptpar.training.batch_plan import BatchPlan
+from gptpar.training.progress import Progress
+
+LAYOUTS = [Layout(2, 2, 2), Layout(3, 4, 1), Layout(1, 2, 5), Layout()]
+
+
+def place_of(layout: Layout, rank: int) -> dict[str, int]:
+    return {axis: layout.position(rank, axis) for axis in FASTEST_FIRST}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_and_ranks_are_inverse(layout: Layout) -> None:
+    seen = [place_of(layout, rank) for rank in range(layout.world_size)]
+    assert len({tuple(place.values()) for place in seen}) == layout.world_size
+    assert [layout.rank(**place) for place in seen] == list(range(layout.world_size))
+
+
+def test_tensor_axis_is_fastest_then_data_then_pipeline() -> None:
+    layout = Layout(data=2, tensor=2, pipeline=2)
+    neighbours = [place_of(layout, rank) for rank in (0, 1, 2, 4)]
+    assert [(p["data"], p["tensor"], p["pipeline"]) for p in neighbours] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("axes", [*[(axis,) for axis in FASTEST_FIRST], (DATA, TENSOR), (DATA, PIPELINE), ()])
+def test_groups_of_axes_partition_the_ranks(layout: Layout, axes: tuple[str, ...]) -> None:
+    groups = layout.groups(*axes)
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
+    for group in groups:
+        assert len(group) == math.prod(map(layout.size, axes))
+        assert group == sorted(group)
+        others = [{axis: layout.position(rank, axis) for axis in FASTEST_FIRST if axis not in axes} for rank in group]
+        assert all(other == others[0] for other in others)
+    if len(axes) == 1:
+        assert [[layout.position(r, axes[0]) for r in g] for g in groups] == [list(range(layout.size(*axes)))] * len(
+            groups
+        )
+
+
+def test_groups_of_eight() -> None:
+    layout = Layout(data=2, tensor=2, pipeline=2)
+    assert layout.groups(DATA) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups(TENSOR) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.groups(PIPELINE) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.groups(DATA, TENSOR) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_ramp_follows_megatrons_rule() -> None:
+    plan = BatchPlan.of(
+        BatchConfig(global_batch_size=256, rampup_batch_size=(32, 32, 1953125), train_samples=439453125)
+    )
+    span = 1953125 / 7
+    sizes = [plan.global_batch_size(n) for n in (0, int(span), int(span) + 1, 1953125, 1953126)]
+    assert sizes == [32, 32, 64, 256, 256]
+    steps, consumed = 0, 0
+    while consumed <= 1953125:
+        consumed += plan.global_batch_size(consumed)
+        steps += 1
+    assert plan.num_iterations() == steps + (439453125 - consumed) // 256
+
+
+def test_a_plan_without_ramp_counts_whole_batches() -> None:
+    plan = BatchPlan.of(BatchConfig(global_batch_size=8, train_samples=63))
+    assert plan.num_iterations() == 7
+    assert plan.finished(Progress(consumed_samples=56)) and not plan.finished(Progress(consumed_samples=48))
+    assert BatchPlan.of(BatchConfig(global_batch_size=8, train_iters=5)).train_samples == 40
+
+
+def test_a_run_counted_in_steps_ends_by_steps_whatever_its_batches_were() -> None:
+    """Four steps of 2 samples, then a global batch of 4: four more steps, 8 + 16 samples."""
+    plan = BatchPlan.of(BatchConfig(global_batch_size=4, train_iters=8), Progress(iteration=4, consumed_samples=8))
+    assert (plan.train_samples, plan.num_iterations()) == (24, 8)
+    assert not plan.finished(Progress(iteration=7, consumed_samples=20))
+    assert plan.finished(Progress(iteration=8, consumed_samples=24))
+
+
+MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "problems"),
+    [
+        ({}, []),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **MEET}, []),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, []),
+        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_LOCALID": "1", "SLURM_PROCID": "1", **MEET}, []),
+        ({"LOCAL_RANK": "x"}, ["LOCAL_RANK=x is not a whole number"]),
+        ({"WORLD_SIZE": "abc"}, ["WORLD_SIZE=abc is not a whole number", "of RANK and WORLD_SIZE only one is set"]),
+        ({"RANK": "5", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ["RANK=5 is not below WORLD_SIZE=1"]),
+        (
+            {"RANK": "-1", "WORLD_SIZE": "2"},
+            [
+                "RANK=-1 is not a whole number",
+                "MASTER_ADDR and MASTER_PORT not set, where the processes meet",
+                "LOCAL_RANK is not set, which says which of 4 GPUs is this process's own",
+            ],
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "http"},
+            ["MASTER_PORT=http is not a whole number"],
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_environment(environment: dict[str, str], problems: list[str]) -> None:
+    assert environment_problems(environment, 4) == problems
+
+
+def test_processes_without_a_local_rank_may_see_one_gpu_each() -> None:
+    assert environment_problems({"RANK": "1", "WORLD_SIZE": "2", **MEET}, 1) == []
+
+
+def test_a_wrong_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(GptparError, match=r"no process of a run: RANK=5 is not below WORLD_SIZE=1\. Start .* torchrun"):
+        world_from_environment()
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MEET, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        message = f"did not meet at 127.0.0.1:{port} .*choose another MASTER_PORT"
+        with pytest.raises(GptparError, match=message), open_world("gloo", 0.05):
+            pass

@@ -1,0 +1,38 @@
+"""Checkpoints of the tiny run, and whether another run may go on from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gptpar.checkpoint import save_checkpoint
+from gptpar.config import Config
+from gptpar.training import resume
+from gptpar.training.progress import Progress
+from gptpar.training.resume import Inputs
+from tests.helpers import make_trainer, tiny_config
+
+TOKENIZER = {"type": "none", "vocab_size": 60}
+DONE = Progress(iteration=7, consumed_samples=14, scheduled_samples=14)
+
+
+def inputs_of(config: Config, tokenizer: dict[str, Any] = TOKENIZER) -> Inputs:
+    return Inputs.of(config, tokenizer)
+
+
+def saved(folder: Path, flags: str = "", change: Callable[[dict[str, Any]], object] = lambda meta: None) -> Path:
+    """A run's checkpoint of iteration 7, its meta edited."""
+    config = tiny_config(f"--save {folder} {flags}")
+    trainer = make_trainer(config)
+    meta = json.loads(json.dumps(resume.meta_of(trainer, DONE, inputs_of(config))))
+    change(meta)
+    return save_checkpoint(folder, 7, resume.checkpoint_tensors(trainer, with_moments=True), meta)
+
+
+def with_fields(config: Config, values: dict[str, Any]) -> Config:
+    for name, value in values.items():
+        section, field = name.split(".")
+        config = config.update(section, **{field: value})
+    return config

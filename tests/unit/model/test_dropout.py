@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 from gptpar.data.loader import MicroBatch
-from gptpar.model.attention import document_mask
 from gptpar.model.attention_dropout import _one_call_a_group, _plain
 from gptpar.model.block import Block
+from gptpar.model.core_attention import document_mask
 from gptpar.model.dropout import (
     ATTENTION_OUTPUT,
     EMBEDDINGS,
@@ -248,7 +248,7 @@ def test_a_block_is_compiled_once_for_all_layers_and_seeds(monkeypatch: pytest.M
         *tensors, p, seeds, first_group, _ = arguments
         return _one_call_a_group(*tensors, p, seeds.host, first_group)
 
-    monkeypatch.setattr("gptpar.model.attention.attention_with_dropout", as_on_a_gpu)
+    monkeypatch.setattr("gptpar.model.core_attention.attention_with_dropout", as_on_a_gpu)
     assert compiled_frames(9) == compiled_frames(2)
 
 

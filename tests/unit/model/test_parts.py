@@ -11,6 +11,7 @@ from gptpar.kernels import plain_loss
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.model.gpt import gpt_model
+from gptpar.model.linear import Linears
 from gptpar.pipeline import Stage
 from gptpar.pipeline.recompute import Keep
 from gptpar.tensor_parallel import cross_entropy
@@ -168,7 +169,7 @@ def test_attention_with_head_norms_equals_its_definition(normalization: str, pos
     """Head by head: normalise, turn, attend. Output and each gradient, the bias of the projection's among them."""
     flags = f"--qk-layernorm --normalization {normalization} --num-query-groups {groups}"
     model = tiny_config(f"{flags} --position-embedding-type {positions}").model
-    attention = Attention(model, 0.02).double()
+    attention = Attention(Linears(model)).double()
     generator = torch.Generator().manual_seed(5)
     for parameter in attention.parameters():
         parameter.data.normal_(generator=generator)

@@ -19,6 +19,8 @@ class LayerSpec:
             ``name.parameter``.
         batch_fields: fields of the micro-batch that the layer wants beside its input; it is called as
             ``layer(x, *fields)``. They never travel between stages, because every stage can read the data.
+        auxiliary_losses: names of scalars that the layer returns beside its output, as ``(output, {name: scalar})``,
+            and that training adds to the loss (:mod:`gptpar.pipeline.auxiliary_losses`).
         **kwargs: its keyword arguments.
 
     Raises:
@@ -26,7 +28,13 @@ class LayerSpec:
     """
 
     def __init__(
-        self, cls: type[nn.Module], *args: Any, name: str = "", batch_fields: tuple[str, ...] = (), **kwargs: Any
+        self,
+        cls: type[nn.Module],
+        *args: Any,
+        name: str = "",
+        batch_fields: tuple[str, ...] = (),
+        auxiliary_losses: tuple[str, ...] = (),
+        **kwargs: Any,
     ):
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"a LayerSpec takes a subclass of torch.nn.Module, not {cls!r}")
@@ -35,6 +43,7 @@ class LayerSpec:
         self.kwargs = kwargs
         self.name = name
         self.batch_fields = batch_fields
+        self.auxiliary_losses = auxiliary_losses
 
     def build(self) -> nn.Module:
         """Construct the layer."""

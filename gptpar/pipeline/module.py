@@ -15,6 +15,7 @@ from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.model.spec import ModelSpec
 from gptpar.pipeline import schedules
 from gptpar.pipeline.abstract_run import AbstractRun
+from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.recompute import Keep
@@ -44,6 +45,7 @@ class PipelineModule(nn.Module):
         recompute: the groups of consecutive layers (by name) that are recomputed in the backward pass, for the names
             of one piece.
         keep: how the inputs of such groups are kept.
+        token_shares: tensor ranks among which the tokens between layers are shared out (sequence parallelism).
         boundary: shapes and dtypes between stages; by default found once by running all layers on shapes alone.
         base_seed: for the default ``build``.
 
@@ -67,6 +69,7 @@ class PipelineModule(nn.Module):
         build: Callable[[LayerSpec], nn.Module] | None = None,
         recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]] = lambda names: (),
         keep: Keep | None = None,
+        token_shares: int = 1,
         boundary: Boundary | None = None,
         base_seed: int = 1234,
     ):
@@ -82,13 +85,15 @@ class PipelineModule(nn.Module):
         self._boundary = boundary or self._abstract_boundary
         self.split = split or split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
         self.bounds = self.split.bounds
+        self.auxiliary = AuxiliaryLosses([name for spec in self.specs for name in spec.auxiliary_losses], token_shares)
         tied: dict[str, nn.Module] = {}
         self.chunks = nn.ModuleList()
         for part in range(self.stage, len(self.bounds) - 1, self.num_stages):
             mine = self.specs[self.bounds[part] : self.bounds[part + 1]]
             groups = recompute([spec.name for spec in mine])
             make = build or (lambda spec: seeded(spec, base_seed).to(self.topology.device))
-            self.chunks.append(Stage(mine, build=make, recompute=groups, keep=keep, tied=tied))
+            stage = Stage(mine, build=make, recompute=groups, keep=keep, tied=tied, auxiliary=self.auxiliary)
+            self.chunks.append(stage)
         self._transport = None if self.topology.links is None else Transport(self.topology.links)
         self.tied_stages = self.split.tied_stages(self.specs)
         tied_groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
@@ -151,6 +156,7 @@ class PipelineModule(nn.Module):
         observer: Observer | None,
     ) -> list[torch.Tensor]:
         loss_fn = self._loss_fn
+        self.auxiliary.begin(len(micro_batches), grad)
         runtime = Runtime(
             self.stages_here,
             self.stage,
@@ -175,8 +181,8 @@ class PipelineModule(nn.Module):
                 data-parallel rank its own.
 
         Returns:
-            The mean loss over all micro-batches and data-parallel ranks, on every process. Each parameter's ``.grad``
-            has grown by the gradient of that mean.
+            The mean loss over all micro-batches and data-parallel ranks, on every process, without auxiliary losses.
+            Each parameter's ``.grad`` has grown by the gradient of that mean, and of the mean auxiliary losses.
         """
         batches = [(x, {"labels": labels}) for x, labels in micro_batches]
         device, dp = self.topology.device, self.topology.layout.data

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
+from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.recompute import Keep, recomputed
 from gptpar.topology.initial_values import Init
 from gptpar.topology.placement import Split, declared_by
@@ -120,6 +121,7 @@ class Stage(nn.Module):
             the backward pass.
         keep: how the inputs of such groups are kept.
         tied: modules shared with other stages of this process, by key; new ones are added.
+        auxiliary: takes the auxiliary losses of layers that have some.
     """
 
     def __init__(
@@ -130,12 +132,14 @@ class Stage(nn.Module):
         recompute: Sequence[tuple[str, ...]] = (),
         keep: Keep | None = None,
         tied: dict[str, nn.Module] | None = None,
+        auxiliary: AuxiliaryLosses | None = None,
     ):
         super().__init__()
         self.specs = list(specs)
         self.caller: LayerCaller = call_directly
         self.layers = nn.ModuleList()
         self._keep = keep or Keep()
+        auxiliary = auxiliary or AuxiliaryLosses()
         self._names: list[str] = []
         tied = {} if tied is None else tied
         calls: list[_Call] = []
@@ -150,6 +154,8 @@ class Stage(nn.Module):
             run: Callable[..., Any] = layer
             if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
                 run = partial(spec.forward_fn, layer)
+            if spec.auxiliary_losses:
+                run = partial(auxiliary.call, run, spec.auxiliary_losses)
             calls.append(_Call(spec.name, run, spec.batch_fields))
         group_of = {name: number for number, names in enumerate(recompute) for name in names}
         self._segments = [

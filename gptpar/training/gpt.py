@@ -135,6 +135,7 @@ def make_pipeline(
         build=build_on_meta,
         recompute=partial(recomputed_blocks, config, frozenset(model.names(Role.BLOCK))),
         keep=Keep(partition, recompute.checkpoint_in_cpu, random=False),  # masks are functions of their seeds
+        token_shares=tensor.size if tensor.splits_tokens else 1,
         boundary=boundary,
     )
 

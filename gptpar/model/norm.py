@@ -59,7 +59,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, cast(list[int], self.weight.shape), self.weight, self.eps)
 
 
-NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+NORMS: dict[str, type[nn.Module]] = {
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+}
 """By the names of ``--normalization``."""
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.errors import GptparError, ModelError
+from gptpar.errors import ConfigError, GptparError, ModelError
 from gptpar.topology.groups import Topology
 
 MODULUS = 2**20
@@ -80,6 +81,37 @@ class Agreement:
             f"step {step} was not taken: processes ran different units, so that they gathered each other's parameters "
             f"in another order. {_first_difference([passes for passes, _ in everyone])} {REMEDY}"
         )
+
+
+@contextmanager
+def all_or_none(world: int) -> Iterator[None]:
+    """What one process raises inside, all raise, with its rank: others would wait for it. No collectives inside."""
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    everyone = [_plain(mine)]
+    if world > 1:
+        everyone = [None] * world
+        dist.all_gather_object(everyone, _plain(mine))
+    first = next((rank for rank, error in enumerate(everyone) if error is not None), None)
+    if first is None:
+        return
+    if mine is not None and all(error == everyone[first] for error in everyone):
+        raise mine
+    kind, texts = cast(Any, everyone[first])
+    told = [f"rank {first}: {text}" for text in texts]
+    raise kind(told if kind in (ConfigError, ModelError) else told[0]) from mine
+
+
+def _plain(error: Exception | None) -> tuple[type[GptparError], list[str]] | None:
+    """An error as it can be sent: our own class nearest to it, and its sentences."""
+    if isinstance(error, ConfigError | ModelError):
+        return type(error), error.problems
+    if error is None or isinstance(error, GptparError):
+        return None if error is None else (GptparError, [str(error)])
+    return GptparError, [f"{type(error).__name__}: {error}"]
 
 
 def require_same_model(model: nn.Module, topology: Topology) -> None:

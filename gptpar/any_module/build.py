@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.agreement import all_or_none
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
@@ -122,9 +123,10 @@ def build_engine(
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.layout.world_size)
     on_host = options.offload.parameters
-    parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
     values = {name: _value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
-    host = _host_optimizer(table, parameters, settings, options, device)
+    with all_or_none(topology.layout.world_size):  # memory may be short on one machine
+        parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
+        host = _host_optimizer(table, parameters, settings, options, device)
     engine = Engine(
         stage.stages,
         table,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from gptpar.any_module.weights import copy_to_host
 from gptpar.system.host import local_rank
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 class Getters:
     """DeepSpeed's getters. Those of the configuration are methods there, those of the process attributes."""
 
+    module: nn.Module
     options: EngineOptions
     topology: Topology
     optimizer: EngineOptimizer
@@ -86,6 +89,25 @@ class Getters:
     def cur_scale(self) -> float:
         """What losses are multiplied by now; 1 without fp16."""
         return self.loss_scaler.value
+
+    # The module.
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The module's state as it is now, in host memory, to be kept or saved as a whole or in part.
+
+        All processes call it. Its tensors have memory of their own, but for tied ones, which share theirs. Those of
+        ``module.state_dict()`` are the parameters themselves where these are on the device all the time: writing into
+        them changes the module, and ``torch.save`` of one of them writes the memory in which all lie.
+
+        Args:
+            exclude_frozen_parameters: leave out parameters that require no gradient.
+        """
+        state = self.module.state_dict()
+        named = self.module.named_parameters(remove_duplicate=False) if exclude_frozen_parameters else ()
+        for name in [name for name, parameter in named if not parameter.requires_grad and name in state]:
+            del state[name]
+        copy_to_host(state, [name for name, value in state.items() if isinstance(value, torch.Tensor)])
+        return state
 
     # The process.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from gptpar.any_module.agreement import require_same_model
+from gptpar.any_module.agreement import all_or_none, require_same_model
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
@@ -62,7 +62,8 @@ def initialize(
     """Train a module with ZeRO, offload and whatever else a DeepSpeed configuration asks for, without changing it.
 
     Every process calls it, with the same model; the first process's values count. On several processes
-    ``torch.distributed`` is initialised if it is not yet. Arguments have DeepSpeed's names and places.
+    ``torch.distributed`` is initialised if it is not yet. Arguments have DeepSpeed's names and places. What one process
+    alone raises, all raise, with its rank.
 
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.
@@ -95,38 +96,36 @@ def initialize(
         ModelError: with every reason why the module cannot be trained.
         GptparError: memory does not suffice.
     """
-    if not isinstance(model, nn.Module | list | tuple):
-        raise TypeError(
-            f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
-        )
-    if isinstance(model, nn.Module) and are_held(model):
-        raise GptparError(
-            "the model, or a part of it, is in another engine of gptpar.initialize, which has its weights: call that "
-            "one's engine.close() first, on all processes; it gives the weights back."
-        )
     before_meeting(distributed_port, dist_init_required)
     rank, device = join_world(TIMEOUT_MINUTES)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    kind = ModelKind.MODULE if isinstance(model, nn.Module) else ModelKind.LAYERS
-    if isinstance(model, PipelineModule):
-        check_pipeline(model, loss_fn, world)
-        kind, world = ModelKind.PIPELINE, model.topology.layout.data
-    take_arguments(args, mpu, mesh_param, world=world, is_pipeline=kind is not ModelKind.MODULE)
-    options = read_options(chosen_config(config, config_params, args), args, world=world, model=kind)
+    with all_or_none(world):
+        _check_model(model, recording)
+        pipeline = model if isinstance(model, PipelineModule) else None
+        if pipeline is not None:
+            check_pipeline(pipeline, loss_fn, world)
+        kind, data = _kind_of(model), world if pipeline is None else pipeline.topology.layout.data
+        take_arguments(args, mpu, mesh_param, world=data, is_pipeline=kind is not ModelKind.MODULE)
+        options = read_options(chosen_config(config, config_params, args), args, world=data, model=kind)
+        if kind is ModelKind.MODULE:
+            check_graph(options, world)
     engine: ModuleEngine | PipelineEngine
-    if isinstance(model, nn.Module) and not isinstance(model, PipelineModule):
-        check_graph(options, world)
+    if isinstance(model, nn.Module) and pipeline is None:
         topology = make_topology(Layout(data=world), rank, device)
         engine = _engine_of(model, optimizer, model_parameters, options, topology, recording, loss_fn)
     else:
-        if recording is not None:
-            raise GptparError("recording= is for a module; each LayerSpec is built only where its layer runs anyway.")
-        if not isinstance(model, PipelineModule):
-            model = make_pipeline(model, loss_fn, options, rank, device)
-        engine = engine_of_pipeline(model, optimizer, model_parameters, options)
-    engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
-    engine.data.loader = loader = _loader_of(training_data, engine, collate_fn)
+        pipeline = pipeline or make_pipeline(cast(Any, model), loss_fn, options, rank, device)
+        engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options)
+    with all_or_none(world):
+        engine.lr_scheduler = scheduler_of(lr_scheduler, engine.optimizer, options.scheduler)
+        engine.data.loader = loader = _loader_of(training_data, engine, collate_fn)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _kind_of(model: object) -> ModelKind:
+    if isinstance(model, PipelineModule):
+        return ModelKind.PIPELINE
+    return ModelKind.MODULE if isinstance(model, nn.Module) else ModelKind.LAYERS
 
 
 def _loader_of(
@@ -147,13 +146,14 @@ def _engine_of(
     recording: Recording | None,
     loss_fn: LossFunction | None,
 ) -> ModuleEngine:
-    if recording is not None:
-        recording.check(model)
-    else:
-        _require_values(model)
-    groups = groups_of(optimizer, model_parameters, model, options)
-    trained = {parameter for group in groups for parameter in group["params"]}
-    plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
+    with all_or_none(topology.layout.world_size):
+        if recording is not None:
+            recording.check(model)
+        else:
+            _require_values(model)
+        groups = groups_of(optimizer, model_parameters, model, options)
+        trained = {parameter for group in groups for parameter in group["params"]}
+        plan = find_units(model, options.units, dtype=options.dtype, trained=trained)
     require_same_model(model, topology)
     activity, watch = Activity.of_worker(), OrderWatch(topology)
 
@@ -173,6 +173,21 @@ def _engine_of(
         compile_scopes(stage)
     parts = EngineParts(engine, host, Weights(stage, engine, frozen, topology), topology, activity, watch)
     return ModuleEngine(stage, parts, groups, options, loss_fn)
+
+
+def _check_model(model: object, recording: Recording | None) -> None:
+    """Raise if this is nothing to train."""
+    if not isinstance(model, nn.Module | list | tuple):
+        raise TypeError(
+            f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
+        )
+    if isinstance(model, nn.Module) and are_held(model):
+        raise GptparError(
+            "the model, or a part of it, is in another engine of gptpar.initialize, which has its weights: call that "
+            "one's engine.close() first, on all processes; it gives the weights back."
+        )
+    if recording is not None and not (isinstance(model, nn.Module) and not isinstance(model, PipelineModule)):
+        raise GptparError("recording= is for a module; each LayerSpec is built only where its layer runs anyway.")
 
 
 def _require_values(model: nn.Module) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from gptpar.any_module.agreement import all_or_none
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
 from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
 from gptpar.any_module.engine_parts import EngineParts
@@ -18,11 +18,11 @@ from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.order_watch import OrderWatch
 from gptpar.any_module.pipeline_engine import PipelineEngine
 from gptpar.any_module.weights import Weights
-from gptpar.errors import GptparError, ModelError
+from gptpar.errors import ModelError
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.module import PipelineModule, seeded
 from gptpar.system.activity import Activity
-from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.groups import make_topology
 from gptpar.topology.layout import Layout
 
 Layer: TypeAlias = LayerSpec | nn.Module | Callable[[torch.Tensor], torch.Tensor]
@@ -89,7 +89,7 @@ def engine_of_pipeline(
         GptparError: memory does not suffice, or another process had one of these errors.
     """
     topology, layers = pipeline.topology, layers_of(pipeline)
-    with _all_or_none(topology):
+    with all_or_none(topology.layout.world_size):
         if problems := list(sharing_problems(pipeline.specs)):
             raise ModelError(problems)
         groups = groups_of(optimizer, model_parameters, pipeline, options, may_be_empty=topology.layout.pipeline > 1)
@@ -107,22 +107,6 @@ def engine_of_pipeline(
     weights = Weights(stages, engine, frozen, topology)
     parts = EngineParts(engine, host, weights, topology, Activity.of_worker(), OrderWatch(topology))
     return PipelineEngine(pipeline, stages, parts, groups, options)
-
-
-@contextmanager
-def _all_or_none(topology: Topology) -> Iterator[None]:
-    """An error of one process is raised on all: stages have different layers, and others would wait for it."""
-    mine: GptparError | None = None
-    try:
-        yield
-    except GptparError as error:
-        mine = error
-    if topology.layout.world_size > 1:
-        everyone: list[GptparError | None] = [None] * topology.layout.world_size
-        dist.all_gather_object(everyone, mine)
-        mine = mine or next((error for error in everyone if error is not None), None)
-    if mine is not None:
-        raise mine
 
 
 @torch.no_grad()

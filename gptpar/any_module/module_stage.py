@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gptpar.any_module.eager_stance import EAGER_STANCE
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_watch import ReadWatch
 from gptpar.any_module.units import Scope, UnitPlan
@@ -99,6 +100,10 @@ class ModuleStage(PlacedParameters):
             self.undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
             self.undo.callback(module.register_forward_hook(after, always_call=True).remove)
 
+    def run_compiled(self) -> None:
+        """Let compiled code be compiled again, though the backward pass of the first forward may not have come."""
+        self._uncompiled.close()
+
     def take_passes(self) -> list[list[str]]:
         """The scopes that were called in each training forward since the last time."""
         passes, self.passes = self.passes, []
@@ -179,7 +184,8 @@ class ModuleStage(PlacedParameters):
                 self._kept = saved_tensors_hooks(self._pack, self._unpack)
                 self._kept.__enter__()
         if self._read_watch is not None:
-            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+            EAGER_STANCE.force()
+            self._uncompiled.callback(EAGER_STANCE.restore)
             self._read_watch.__enter__()
             self.is_watching = True
 

@@ -69,10 +69,13 @@ def _rates(value: Any) -> float | tuple[float, ...]:
     return tuple(map(number, value)) if isinstance(value, list) else number(value)
 
 
-def _step_graph(value: Any) -> str:
-    if not isinstance(value, bool):
+def _switch(value: Any) -> str:
+    """On, off, or as the engine finds best (``auto``, which is read as if nothing were said)."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value not in ("on", "off"):
         raise ValueError('true, false or "auto" is needed')
-    return "on" if value else "off"
+    return str(value)
 
 
 def _class_names(value: Any) -> tuple[str, ...]:
@@ -100,8 +103,8 @@ _SCHEDULE_PARAMS: Mapping[str, Rule] = {
 _GPTPAR: Tree = {
     "compile": Sets(truth, ("module.compile",)),
     "units": Sets(_class_names, ("module.units",)),
-    "step_graph": Sets(_step_graph, ("precision.cuda_graph",)),
-    "speculation": Sets(word_of({"auto": "auto", "on": "on", "off": "off"}), ("offload.offload_speculation",)),
+    "step_graph": Sets(_switch, ("precision.cuda_graph",)),
+    "speculation": Sets(_switch, ("offload.offload_speculation",)),
     "threads": Sets(whole, ("offload.cpu_optimizer_threads",)),
     "virtual_stages": Sets(whole, ("pipeline.virtual_stages",)),
     "seed": Sets(whole, ("data.seed",)),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gptpar.any_module.option_keys import OTHER_OPTIMIZER, tree_for
+from gptpar.any_module.step_batch import StepBatch, step_batch
 from gptpar.config import Config, PrecisionConfig
 from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
 from gptpar.config.deepspeed_reader import Said
@@ -50,15 +51,6 @@ class ModelKind(enum.Enum):
     MODULE = enum.auto()
     LAYERS = enum.auto()
     PIPELINE = enum.auto()
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """How many samples a step has: train_batch_size = micro_batch_size x accumulation_steps x data-parallel size."""
-
-    train_batch_size: int
-    micro_batch_size: int
-    accumulation_steps: int
 
 
 @dataclass(frozen=True)
@@ -251,39 +243,6 @@ class _Values:
 
 
 _BATCH = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
-
-
-def step_batch(train: int | None, micro: int | None, steps: int | None, *, world: int) -> StepBatch:
-    """DeepSpeed's three numbers from those that are said; ``steps`` is 1 where one of the others is alone.
-
-    Args:
-        train, micro, steps: samples in a step, samples in a micro-batch, micro-batches in a process's step.
-        world: the data-parallel size.
-
-    Raises:
-        ValueError: they contradict each other, or do not suffice.
-    """
-    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    if train is None and micro is None:
-        raise ValueError(f"the batch is not said: give {names[0]} or {names[1]}.")
-    if train is None:
-        assert micro is not None
-        return StepBatch(micro * (steps or 1) * world, micro, steps or 1)
-    known, number = (names[2], steps or 1) if micro is None else (names[1], micro)
-    unit = number * world
-    if train % unit:
-        raise ValueError(
-            f"{names[0]} {train} is not a multiple of {known} {number} x {world} data-parallel process(es) = {unit}: "
-            f"the nearest that fits is {max(unit, round(train / unit) * unit)}."
-        )
-    if micro is None:
-        return StepBatch(train, train // unit, number)
-    if steps is not None and train != unit * steps:
-        raise ValueError(
-            f"{names[0]} {train} is not {names[1]} {micro} x {names[2]} {steps} x {world} data-parallel process(es) = "
-            f"{unit * steps}: drop one of the three, or make them agree."
-        )
-    return StepBatch(train, micro, train // unit)
 
 
 def _precision_problems(precision: PrecisionConfig) -> Iterator[str]:

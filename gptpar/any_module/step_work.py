@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,6 +28,25 @@ class StepResult:
     loss: torch.Tensor
     passes: Sequence[Sequence[str]]
     late: tuple[str, ...]
+
+
+class Work(Protocol):
+    """The passes of a step.
+
+    Attributes:
+        scale: the incoming gradient of each loss, on the device.
+    """
+
+    scale: torch.Tensor
+
+    def __call__(self, batches: Batches) -> StepResult:
+        """All passes over a step's micro-batches; the gradient is final afterwards."""
+
+    def evaluate(self, batches: Batches) -> torch.Tensor:
+        """[] the mean loss over this process's micro-batches, fp32 or wider; zero where another stage has it."""
+
+    def result(self) -> StepResult:
+        """Of passes that were not called through this."""
 
 
 class StepWork:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.getters import Getters
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
-from gptpar.any_module.options import EngineOptions, StepBatch
-from gptpar.any_module.step_work import StepResult
+from gptpar.any_module.options import EngineOptions
+from gptpar.any_module.step_work import StepResult, Work
 from gptpar.engine.readings import Readings
 from gptpar.engine.tensors import mapped
 from gptpar.errors import CheckpointError, GptparError
@@ -32,28 +32,8 @@ from gptpar.errors import CheckpointError, GptparError
 TIMEOUT_MINUTES = 30.0
 """How long a process waits for the others, at the start and for a step's numbers."""
 
-
 _UNTIL_CLOSED = ("engine", "host", "weights", "_work")
 """What a closed engine has no more."""
-
-
-class Work(Protocol):
-    """The passes of a step.
-
-    Attributes:
-        scale: the incoming gradient of each loss, on the device.
-    """
-
-    scale: torch.Tensor
-
-    def __call__(self, batches: Batches) -> StepResult:
-        """All passes over a step's micro-batches; the gradient is final afterwards."""
-
-    def evaluate(self, batches: Batches) -> torch.Tensor:
-        """[] the mean loss over this process's micro-batches, fp32 or wider; zero where another stage has it."""
-
-    def result(self) -> StepResult:
-        """Of passes that were not called through this."""
 
 
 class TrainingEngine(NotCopied, Getters, nn.Module):
@@ -287,17 +267,10 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         """
         self._require_open()
         self._require_no_step()
-        batch, data = self.options.batch, self.topology.layout.data
-        steps, rest = divmod(train_batch_size, batch.micro_batch_size * data)
-        if rest or steps < 1:
-            raise GptparError(
-                f"set_train_batch_size({train_batch_size}): {train_batch_size} is no positive multiple of "
-                f"{batch.micro_batch_size} x {data}, a micro-batch on each data-parallel process."
-            )
-        if steps > 1:
+        batch = self.options.batch.resized(train_batch_size, self.topology.layout.data)
+        if batch.accumulation_steps > 1:
             self._require_sums("set_train_batch_size()")
-        changed = StepBatch(train_batch_size, batch.micro_batch_size, steps)
-        self.options, self.data.number = replace(self.options, batch=changed), steps
+        self.options, self.data.number = replace(self.options, batch=batch), batch.accumulation_steps
 
     def _require_sums(self, verb: str) -> None:
         settings = self.engine.settings

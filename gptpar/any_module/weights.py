@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,16 @@ def are_held(module: nn.Module) -> bool:
     return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), Weights) for hook in hooks)
 
 
+def copy_to_host(state: dict[str, Any], names: Iterable[str]) -> None:
+    """Let tensors of a state have memory of their own, in host memory; those that are the same stay the same."""
+    copies: dict[Any, torch.Tensor] = {}
+    for name in names:
+        value = state[name].detach()
+        place = value.data_ptr(), value.dtype, value.shape, value.stride()
+        key = place if value.numel() else name
+        state[name] = copies[key] = copies[key] if key in copies else value.to("cpu", copy=True)
+
+
 class Weights(NotCopied):
     """Notices what was changed from outside, and makes ``state_dict`` and ``load_state_dict`` of the module work.
 
@@ -44,6 +54,7 @@ class Weights(NotCopied):
         self._stage, self._engine, self._topology = stage, engine, topology
         self._frozen = {name: unit for unit in frozen for name in unit.params}
         self._loading = 0
+        self._is_gathered = False
         self._versions = self._read_versions()
         self._memory_watch = MemoryWatch(stage, transient=engine.parameters.transient)
         for scope in stage.plan.scopes:
@@ -141,8 +152,12 @@ class Weights(NotCopied):
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
         self._engine.finish()
+        outer, self._is_gathered = self._is_gathered, True
         with self._engine.gatherer.held():
-            yield
+            try:
+                yield
+            finally:
+                self._is_gathered = outer
             self._finish_changes(modifier_rank)
 
     def _finish_changes(self, modifier_rank: int | None) -> None:
@@ -157,7 +172,13 @@ class Weights(NotCopied):
                     dist.broadcast(self._stage.parameters[name].data, first, group=group)
         if changed:
             self._take(changed)
-            self._engine.publish()
+            self._publish()
+
+    def _publish(self) -> None:
+        """Master weights have new values; inside :meth:`gathered` parameters are there all the same."""
+        self._engine.publish()
+        for scope in self._stage.plan.scopes if self._is_gathered else ():
+            self._engine.gatherer.bring(scope.path)
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """A parameter's ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``; all processes call it.
@@ -202,10 +223,13 @@ class Weights(NotCopied):
     ) -> None:
         if not self._engine.gatherer.transient:
             return
-        for name, value in state_dict.items():
-            if name.startswith(prefix) and self._stage.scope_of(value) == scope.path:
-                state_dict[name] = value.detach().to("cpu", copy=True)
-        self._engine.gatherer.let_go(scope.path)
+        here = (name for name, value in state_dict.items() if self._stage.scope_of(value) == scope.path)
+        copy_to_host(state_dict, [name for name in here if name.startswith(prefix)])
+        self._let_go(scope)
+
+    def _let_go(self, scope: Scope) -> None:
+        if not self._is_gathered:
+            self._engine.gatherer.let_go(scope.path)
 
     def _before_loading(self, scope: Scope, module: nn.Module, state_dict: Mapping[str, Any], *rest: Any) -> None:
         if scope.path == ROOT:
@@ -216,8 +240,8 @@ class Weights(NotCopied):
 
     def _after_loading(self, scope: Scope, module: nn.Module, incompatible: Any) -> None:
         self._take(self._changed())
-        self._engine.gatherer.let_go(scope.path)
+        self._let_go(scope)
         self._loading -= 1
         if not self._loading:
-            self._engine.publish()
+            self._publish()
             self._memory_watch.check()

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import gptpar
-from gptpar.any_module import initialize as module
+from gptpar.any_module import initialize
 from gptpar.any_module.units import find_units
 from tests.any_module.harness import Training
 from tests.any_module.reference import Trace
@@ -23,7 +23,7 @@ Initialize = Callable[..., Any]
 def by_key(backend: str, **given: Any) -> Any:
     """The configuration says so."""
     config = {**given.pop("config"), "gptpar": {"compile": True}}
-    with patch.object(module, "compile_scopes", partial(module.compile_scopes, backend=backend)):
+    with patch.object(initialize, "compile_scopes", partial(initialize.compile_scopes, backend=backend)):
         return gptpar.initialize(config=config, **given)
 
 

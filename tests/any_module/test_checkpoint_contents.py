@@ -18,6 +18,7 @@ from tests.any_module.matrix import Bench
 from tests.any_module.zoo import Mlp
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_number_formats(tmp_path: Path, precision: str, layout: str) -> None:
@@ -234,6 +235,7 @@ def test_plain_weights_go_in_and_through(tmp_path: Path, layout: str) -> None:
     loaded.close()
 
 
+@pytest.mark.fast
 def test_weights_changed_in_place_are_saved_and_old_changes_are_forgotten(tmp_path: Path) -> None:
     engine = make(mlp(), precision="bf16")
     train(engine, 0, 1)

@@ -80,6 +80,7 @@ def spoil(path: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_damaged_one_gives_way_to_an_older_one_or_changes_nothing(tmp_path: Path, layout: str) -> None:
     engine = make(mlp(), layout)

@@ -47,6 +47,7 @@ def test_tags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs([str(tmp_path), "--verify"]) == 0
 
 
+@pytest.mark.fast
 def test_another_seed_is_not_taken_for_the_same_checkpoint(tmp_path: Path) -> None:
     make(mlp(0)).save_checkpoint(tmp_path)
     other = make(mlp(1))

@@ -7,14 +7,16 @@ import io
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from gptpar.errors import GptparError
 from tests.any_module.case import Case, Setup
-from tests.any_module.harness import CASES, GPTPAR, Training
+from tests.any_module.harness import CASES, GPTPAR, Training, initializer
 from tests.any_module.matrix import Bench
 from tests.any_module.zoo import Mlp
 
@@ -169,3 +171,40 @@ def on_meta(rank: int) -> str:
 
 def test_a_model_without_values_is_refused(bench: Bench) -> None:
     assert re.search(r"(?=.*first\.weight)(?=.*deferred_init)", bench.on_ranks(1, on_meta)[0])
+
+
+# Errors of one process in initialize.
+
+
+def other_config(rank: int, folder: str) -> str:
+    config: Any = f"{folder}/nowhere.json" if rank == 1 else Setup(2).config(CASES["mlp"])
+    return said(lambda: initializer(GPTPAR)(model=Mlp(), config=config))
+
+
+def other_parameters(rank: int, folder: str) -> str:
+    model, other = Mlp(), Mlp()
+    given = other.parameters() if rank == 1 else model.parameters()
+    config = Setup(2, 3).config(CASES["mlp"])
+    return said(lambda: initializer(GPTPAR)(model=model, model_parameters=given, config=config))
+
+
+def other_scheduler(rank: int, folder: str) -> str:
+    def make(optimizer: Any) -> Any:
+        if rank == 1:
+            raise ValueError("no file of rates")
+        return LambdaLR(optimizer, lambda step: 1.0)
+
+    config = Setup(2, 3, 0.6).config(CASES["mlp"])
+    return said(lambda: initializer(GPTPAR)(model=Mlp().double(), lr_scheduler=make, config=config))
+
+
+def no_module(rank: int, folder: str) -> str:
+    return said(lambda: initializer(GPTPAR)(model=Mlp() if rank == 0 else 3, config=Setup(2).config(CASES["mlp"])))
+
+
+@pytest.mark.parametrize(
+    "act", [other_config, other_parameters, other_scheduler, no_module], ids=lambda act: act.__name__
+)
+def test_an_error_of_one_process_is_raised_on_all_with_its_rank(bench: Bench, act: Any, tmp_path: Path) -> None:
+    first, second = bench.on_ranks(2, act, str(tmp_path))
+    assert first == second and "rank 1" in first, (first, second)

@@ -132,8 +132,10 @@ GRADIENTS = [
         "gathering-not-waited-for",
         GATHERER,
         "            work = self._pending.pop(unit, None)\n"
-        "            if work is not None:\n                self._axis.wait_for(work)\n\n    def _start_layer",
-        "            self._pending.pop(unit, None)\n\n    def _start_layer",
+        "            if work is not None:\n                self._axis.wait_for(work)\n"
+        "            if self.watch is not None:\n                self.watch.arrived",
+        "            self._pending.pop(unit, None)\n"
+        "            if self.watch is not None:\n                self.watch.arrived",
         (TWO_WAYS,),
     ),
     Fault(
@@ -181,7 +183,7 @@ GRADIENTS = [
     Fault(
         "blocks-called-first-under-a-dispatch-mode",
         "gptpar/any_module/module_stage.py",
-        'self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))',
+        "EAGER_STANCE.force()\n            self._uncompiled.callback(EAGER_STANCE.restore)",
         "pass",
         ("tests/any_module/test_compiled.py",),
     ),

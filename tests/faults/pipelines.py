@@ -7,6 +7,7 @@ from tests.faults.fault import Fault
 COLLECTOR = "gptpar/engine/collector.py"
 LAYER_STAGES = "gptpar/any_module/layer_stages.py"
 INITIALIZE = "gptpar/any_module/initialize_layers.py"
+AGREEMENT = "gptpar/any_module/agreement.py"
 LOOP = "tests/any_module/test_pipeline_layers.py::test_layers_train_like_a_plain_loop"
 TWO_STAGES = f"{LOOP}[dp1 x pp2, ZeRO-0, CPU 0]"
 TWICE_ON_ONE = f"{LOOP}[dp2 x pp2, ZeRO-0, CPU 1, 2 virtual, partition 0,3,5,6,10]"
@@ -35,9 +36,9 @@ PIPELINES = [
     ),
     Fault(
         "one-stage-refuses-alone",
-        INITIALIZE,
-        "        mine = mine or next((error for error in everyone if error is not None), None)",
-        "        pass",
+        AGREEMENT,
+        "        dist.all_gather_object(everyone, _plain(mine))",
+        "        everyone[dist.get_rank()] = _plain(mine)",
         ("tests/any_module/test_pipeline_refused.py::test_what_one_stage_refuses_all_refuse",),
     ),
 ]

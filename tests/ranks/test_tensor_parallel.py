@@ -253,6 +253,7 @@ def test_what_does_not_divide_is_refused_and_symmetric_memory_needs_gpus() -> No
         assert works is False or torch.cuda.is_available()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("length", "size"), [(64, 3), (7, 4), (5, 5), (50_257, 8)])
 def test_shares_are_balanced_and_cover(length: int, size: int) -> None:
     axes = [TensorAxis(size, rank) for rank in range(size)]

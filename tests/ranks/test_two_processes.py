@@ -15,6 +15,8 @@ from gptpar.topology.layout import Layout
 from tests.ranks.layout_cases import STEPS, TOLERANCE, WORDS, case
 from tests.spawn import spawn
 
+pytestmark = pytest.mark.fast
+
 CASES = [
     case(Layout(data=2), "--zero-stage", "1"),
     case(Layout(data=2), "--zero-stage", "2"),

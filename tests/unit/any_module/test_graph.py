@@ -284,8 +284,9 @@ def test_nothing_is_held_after_closing() -> None:
     engine = make(0.6)
     recorder = record(engine)
     train(engine, batches(), 5)
+    recorded = engine._recorded
     engine.close()
-    assert not recorder._new and engine._recorded._graph._parts == []  # type: ignore[union-attr]
+    assert not recorder._new and recorded._graph._parts == []  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from gptpar.any_module.options import (
     EngineOptions,
     OffloadOptions,
     SchedulerOptions,
-    StepBatch,
     read_options,
-    step_batch,
 )
+from gptpar.any_module.step_batch import StepBatch, step_batch
 from gptpar.config.deepspeed_keys import KEYS, SCHEDULES, Absent, Elsewhere, NoEffect, Tree
 from gptpar.errors import ConfigError
 from gptpar.optim.adam_update import Hyperparameters
@@ -119,6 +118,10 @@ def test_our_own_section() -> None:
     assert found.offload == OffloadOptions(1.0, None, parameters=True, speculation="off", threads=3)
     assert options(gptpar={"step_graph": True}).step_graph == "on"
     assert options(gptpar={"step_graph": "auto"}).step_graph == "auto"
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    for said, meant in ((True, "on"), (False, "off"), ("on", "on"), ("off", "off"), ("auto", "auto")):
+        found = options(gptpar={"step_graph": said, "speculation": said}, zero_optimization=zero)
+        assert (found.step_graph, found.offload.speculation) == (meant, meant)
     assert options(gptpar={"threads": 3}).without_effect == ("gptpar.threads: nothing is offloaded",)
 
 
@@ -235,7 +238,7 @@ def test_everything_wrong_is_told_at_once() -> None:
             "gptpar.compil is unknown; did you mean gptpar.compile?",
             'gptpar.units is "Block": a list of class names is needed, for example ["GPT2Block"].',
             'gptpar.step_graph is 1: true, false or "auto" is needed.',
-            'gptpar.speculation is "maybe": one of auto, on, off is needed.',
+            'gptpar.speculation is "maybe": true, false or "auto" is needed.',
             "wandb.enable is unknown; did you mean wandb.enabled?",
             "elasticity: elastic training is not part of gptpar; leave it out.",
             "fp16 and bf16 are both enabled: choose one number format.",

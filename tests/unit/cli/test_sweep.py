@@ -16,10 +16,9 @@ from types import ModuleType
 import pytest
 
 from gptpar.cli import main as cli
-from gptpar.cli.benchmark import main as sweep_main
-from gptpar.cli.benchmark import measure as benchmark
 from gptpar.cli.benchmark.combinations import Combination, combinations
-from gptpar.cli.benchmark.main import sweep, sweep_flags
+from gptpar.cli.benchmark.main import _shared_words, sweep, sweep_flags
+from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.benchmark.predict import most_promising, predict
 from gptpar.cli.benchmark.runner import Outcome, reason, run_command
 from gptpar.cli.benchmark.table import Row, table
@@ -33,7 +32,7 @@ OUT_OF_MEMORY = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to a
 
 def found(flags: str, count: int = 4) -> tuple[list[Combination], list[Combination]]:
     """(accepted, refused)"""
-    every = combinations(benchmark.parse((TINY + flags).split(), sweep_flags), count)
+    every = combinations(parse((TINY + flags).split(), sweep_flags), count)
     return [one for one in every if not one.refusal], [one for one in every if one.refusal]
 
 
@@ -61,7 +60,7 @@ class FakeRunner:
 def run(flags: str, answers: Sequence[Outcome | type[BaseException]], count: int = 2) -> tuple[int, FakeRunner]:
     argv = (TINY + f"--nproc-per-node {count} " + flags).split()
     runner = FakeRunner(answers)
-    return sweep(benchmark.parse(argv, sweep_flags), sweep_main._shared_words(argv), runner), runner
+    return sweep(parse(argv, sweep_flags), _shared_words(argv), runner), runner
 
 
 # --- combinations ---------------------------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ def test_every_layout_and_one_batch_for_all() -> None:
 def test_the_documents_command_has_its_combinations() -> None:
     section = (ROOT / "docs/planning.md").read_text().split("## Measure configurations")[1]
     words = section.split("```bash\npython -m gptpar benchmark ")[1].split("```")[0].replace("\\\n", " ").split()
-    every = combinations(benchmark.parse(words, sweep_flags), 2)
+    every = combinations(parse(words, sweep_flags), 2)
     assert len(every) == 12 and sum(not one.refusal for one in every) == 8
     assert "8 of 12 combinations" in section and "not started: 4" in section
 
@@ -99,7 +98,7 @@ def test_sequence_parallel_goes_to_layouts_with_a_tensor_axis() -> None:
     assert not refused
     assert [one.config.parallel.sequence_parallel for one in accepted] == [False, True]
     assert ["--sequence-parallel" in one.flags for one in accepted] == [False, True]
-    assert "--sequence-parallel" not in sweep_main._shared_words(["--sweep", "--sequence-parallel", "--bf16"])
+    assert "--sequence-parallel" not in _shared_words(["--sweep", "--sequence-parallel", "--bf16"])
 
 
 def test_refused_ones_have_their_reason() -> None:
@@ -216,7 +215,7 @@ def test_plan_chooses_the_most_promising() -> None:
     """1.3B on 4 H200: plan's fastest of six layouts is data parallelism, and its figures stand beside the measured."""
     words = "--preset 1.3B --seq-length 2048 --bf16 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 32"
     argv = f"{words} --micro-batch-size 8 --zero-stage 1 --sweep --sweep-top 2 --sweep-gpu h200".split()
-    parsed = benchmark.parse(argv, sweep_flags)
+    parsed = parse(argv, sweep_flags)
     chosen = combinations(parsed, 4)
     kept, left = most_promising(chosen, predict(parsed, chosen, 4), 2)
     assert [one.layout.describe() for one, _ in kept][0] == "dp4 x tp1 x pp1" and len(left) == 4
@@ -229,7 +228,7 @@ def test_plan_chooses_the_most_promising() -> None:
 
 def test_what_does_not_fit_is_not_started() -> None:
     words = "--preset 13B --bf16 --micro-batch-size 1"
-    parsed = benchmark.parse(f"{words} --sweep --sweep-layouts dp1 --sweep-gpu rtx4090".split(), sweep_flags)
+    parsed = parse(f"{words} --sweep --sweep-layouts dp1 --sweep-gpu rtx4090".split(), sweep_flags)
     chosen = combinations(parsed, 1)
     kept, left = most_promising(chosen, predict(parsed, chosen, 1), 3)
     assert not kept and "a GPU has 23.50 GiB" in left[0].refusal
@@ -315,7 +314,7 @@ def test_all_commands_are_valid(
     assert len(lines) == count
     for line in lines:
         words = line.split(" gptpar benchmark ")[1].split()
-        parsed = benchmark.parse(words, sweep_flags)
+        parsed = parse(words, sweep_flags)
         resolve(parsed, parsed.config.parallel.nproc_per_node)
         assert parsed.config.parallel.nproc_per_node == max(1, gpus)
     regenerate.main(["--dry-run", "--gpus", str(gpus), "--peers", str(peers)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import load_meta, read_tensors
-from gptpar.cli.benchmark import measure as benchmark
+from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.check_layouts.cases import Case
 from gptpar.cli.check_layouts.main import case_config
 from gptpar.cli.plan import make_planner
@@ -176,12 +176,12 @@ def test_what_depends_on_equal_steps_knows_of_the_schedule() -> None:
 
 def test_other_verbs_take_the_last_size() -> None:
     words = [*MODEL.split(), "--step-batch-size-schedule", "0:2 32:4", "64:6"]
-    parsed = benchmark.parse([*words, "--lr-warmup-iters", "2000", "--steps", "3"])
+    parsed = parse([*words, "--lr-warmup-iters", "2000", "--steps", "3"])
     assert (parsed.config.batch.global_batch_size, parsed.config.batch.step_batch_size_schedule) == (6, None)
     config, derived = resolve(parsed, 1)
     assert BatchPlan.of(config.batch).full == 6 and config.optimizer.lr_warmup_iters == 0
     assert ("global batch size", 6) in [(d.name, d.value) for d in derived]
-    growing = benchmark.parse([*MODEL.split(), "--global-batch-size", "8", "--rampup-batch-size", "2", "2", "100"])
+    growing = parse([*MODEL.split(), "--global-batch-size", "8", "--rampup-batch-size", "2", "2", "100"])
     assert resolve(growing, 1)[0].batch.rampup_batch_size is None
     planner, _ = make_planner([*words, "--gpu", "h100", "--world-size", "1", "--search"])
     assert planner.plan().job.config.batch.global_batch_size == 6

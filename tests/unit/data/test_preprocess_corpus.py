@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.cli import make_corpus as corpus
+from gptpar.cli import make_corpus
 from gptpar.errors import DataError
 
 
@@ -28,7 +28,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
     (root / "latin.py").write_bytes(b"\xff")
-    monkeypatch.setattr(corpus, "MIN_BYTES", 10)
+    monkeypatch.setattr(make_corpus, "MIN_BYTES", 10)
     return root
 
 
@@ -39,7 +39,7 @@ def read(path: Path) -> list[tuple[str, str]]:
 
 def test_documents(library: Path, tmp_path: Path):
     output = tmp_path / "out" / "c.jsonl"
-    summary = corpus.make_corpus(str(output), library)
+    summary = make_corpus.make_corpus(str(output), library)
     assert sorted(read(output)) == [
         ("a/c.txt", "c"),
         ("a/copy.py", "b = 'é'\n"),
@@ -48,28 +48,28 @@ def test_documents(library: Path, tmp_path: Path):
     ]
     assert summary == f"wrote 4 documents, 45 bytes of text, from {library} to {output}"
     first = output.read_bytes()
-    corpus.make_corpus(str(output), library)
+    make_corpus.make_corpus(str(output), library)
     assert output.read_bytes() == first
 
 
 def test_a_limit_keeps_the_first_documents(library: Path, tmp_path: Path):
-    corpus.make_corpus(str(tmp_path / "all"), library)
-    corpus.make_corpus(str(tmp_path / "some"), library, max_bytes=30)
+    make_corpus.make_corpus(str(tmp_path / "all"), library)
+    make_corpus.make_corpus(str(tmp_path / "some"), library, max_bytes=30)
     everything, some = read(tmp_path / "all"), read(tmp_path / "some")
     assert 1 <= len(some) < 4 and some == everything[: len(some)]
     with pytest.raises(DataError, match="is already larger than 0 bytes"):
-        corpus.make_corpus(str(tmp_path / "none"), library, max_bytes=0)
+        make_corpus.make_corpus(str(tmp_path / "none"), library, max_bytes=0)
     assert not list(tmp_path.glob("none*"))
 
 
 def test_a_library_that_is_not_there(tmp_path: Path):
     with pytest.raises(DataError, match="holds 0 bytes of readable source, at least 1,000,000 are needed"):
-        corpus.make_corpus(str(tmp_path / "c.jsonl"), tmp_path)
+        make_corpus.make_corpus(str(tmp_path / "c.jsonl"), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_this_python_has_enough(tmp_path: Path):
-    assert corpus.main(["--output", str(tmp_path / "c.jsonl"), "--max-megabytes", "1.5"]) == 0
+    assert make_corpus.main(["--output", str(tmp_path / "c.jsonl"), "--max-megabytes", "1.5"]) == 0
     documents = read(tmp_path / "c.jsonl")
     assert 1_000_000 < sum(len(text.encode()) for _, text in documents) <= 1_500_000

@@ -11,7 +11,7 @@ import torch
 from gptpar.cli import main
 from gptpar.errors import GptparError
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.system import command_line as command
+from gptpar.system import command_line
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
 from gptpar.training.assemble import memory_explained
@@ -79,5 +79,5 @@ def test_other_verbs_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     def full(argv: list[str]) -> int:
         raise MemoryError("Unable to allocate 8.00 EiB")
 
-    assert command.run(full, []) == 1
+    assert command_line.run(full, []) == 1
     assert capsys.readouterr().err == "error: this machine's memory is full: Unable to allocate 8.00 EiB\n"

@@ -24,10 +24,9 @@ from gptpar.plan.search import search
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
 from gptpar.training.banner import refuse_what_cannot_fit
-from tests.unit.plan.plans import CALM, GIB, OFFLOAD, TEN_B, plan
-from tests.unit.plan.plans import SMALL as SHAPE
+from tests.unit.plan.plans import CALM, GIB, OFFLOAD, SMALL, TEN_B, plan
 
-SMALL = SHAPE + "--micro-batch-size 2 "
+IN_PAIRS = SMALL + "--micro-batch-size 2 "
 
 
 # --- measurements ---------------------------------------------------------------------------------------------------
@@ -95,8 +94,8 @@ def elements(flags: str) -> int:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0])
 def test_what_is_offloaded_leaves_the_device(ratio: float) -> None:
-    count = elements(SMALL)
-    memory = plan(f"{SMALL} {OFFLOAD} {ratio}").memory[0]
+    count = elements(IN_PAIRS)
+    memory = plan(f"{IN_PAIRS} {OFFLOAD} {ratio}").memory[0]
     assert memory.parameters == 2 * count
     assert memory.optimizer == pytest.approx(12 * count * (1 - ratio))
     assert memory.gradients == 2 * count  # as it comes, whoever uses it
@@ -107,8 +106,8 @@ def test_what_is_offloaded_leaves_the_device(ratio: float) -> None:
 
 def test_sums_over_micro_batches_stay_on_the_device() -> None:
     """They leave from where they were summed, but for the embedding's early one."""
-    count = elements(SMALL)
-    flags = f"{SHAPE} --micro-batch-size 1 --global-batch-size 4 {OFFLOAD} 1"
+    count = elements(IN_PAIRS)
+    flags = f"{SMALL} --micro-batch-size 1 --global-batch-size 4 {OFFLOAD} 1"
     for graph in ("off", "on"):
         assert plan(f"{flags} --cuda-graph {graph}").memory[0].gradients == pytest.approx(4 * count + 4 * 64 * 128)
 
@@ -129,11 +128,11 @@ def test_gradients_for_the_host_come_when_activations_have_gone() -> None:
 
 
 def test_speculation_doubles_the_hosts_part_and_files_take_it_away(tmp_path: Path) -> None:
-    count = elements(SMALL)
+    count = elements(IN_PAIRS)
     base = SUSTAINED.host_process + RING_BYTES
-    twice = plan(f"{SMALL} {OFFLOAD} 1 --offload-speculation on").memory[0]
+    twice = plan(f"{IN_PAIRS} {OFFLOAD} 1 --offload-speculation on").memory[0]
     assert twice.host == pytest.approx(base + 24 * count + 2 * 64 * 128)
-    files = plan(f"{SMALL} {OFFLOAD} 1 --optimizer-nvme-path {tmp_path}").memory[0]
+    files = plan(f"{IN_PAIRS} {OFFLOAD} 1 --optimizer-nvme-path {tmp_path}").memory[0]
     assert files.host == pytest.approx(base)
 
 
@@ -163,10 +162,10 @@ def test_ten_billion_parameters_fit_into_31_gib() -> None:
 
 
 def test_parameters_on_the_host_are_two_layers_on_the_device() -> None:
-    count = elements(SMALL)
-    here, there = plan(SMALL).memory[0], plan(f"{SMALL} --cpu-parameters").memory[0]
+    count = elements(IN_PAIRS)
+    here, there = plan(IN_PAIRS).memory[0], plan(f"{IN_PAIRS} --cpu-parameters").memory[0]
     assert there.parameters == 0 and there.host == pytest.approx(here.host + 2 * count)
-    job = plan(SMALL).job
+    job = plan(IN_PAIRS).job
     embedding, block = job.units[Role.EMBEDDING].length, job.units[Role.BLOCK].length
     assert here.buffers < there.buffers <= here.buffers + 2 * (embedding + 2 * block)
 
@@ -261,7 +260,7 @@ def test_first_layers_are_waited_for_even_where_all_else_is_speculated() -> None
 @pytest.mark.parametrize(("world", "slower"), [(1, 1.0), (2, 2 * 150 / 220), (4, 4 * 150 / 220), (16, 8 * 150 / 220)])
 def test_processes_share_the_bandwidth_of_their_machine(world: int, slower: float) -> None:
     """Of 16, each machine has 8."""
-    planned = plan(f"{SMALL} --gpu h200 --world-size {world} --global-batch-size 32 {OFFLOAD} 1")
+    planned = plan(f"{IN_PAIRS} --gpu h200 --world-size {world} --global-batch-size 32 {OFFLOAD} 1")
     speed = speed_of(planned.job, planned.cluster)
     assert speed.update == pytest.approx(slower * 30 / SUSTAINED.host_rate)  # sums travel in fp32
     assert speed.speculate == pytest.approx(slower * 30 / SUSTAINED.host_rate_aside)
@@ -287,7 +286,7 @@ def test_auto_is_the_least_that_fits_the_gpu() -> None:
     large, small = (plan(f"{TEN_B} --gpu {gpu} {OFFLOAD} auto") for gpu in ("h200", "h100"))
     assert large.fits and small.fits and 0 < large.job.ratio < small.job.ratio < 1
     assert not plan(f"{TEN_B} --gpu h100 {OFFLOAD} {small.job.ratio - 0.05:.2f} --offload-gradients off").fits
-    assert plan(f"{SMALL} --gpu h100 {OFFLOAD} auto").job.ratio == 0
+    assert plan(f"{IN_PAIRS} --gpu h100 {OFFLOAD} auto").job.ratio == 0
 
 
 def test_a_model_that_is_too_large_is_told_to_use_the_host() -> None:
@@ -300,7 +299,7 @@ def test_a_model_that_is_too_large_is_told_to_use_the_host() -> None:
 
 def test_a_run_far_too_large_for_its_gpu_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 layers of 64 need about 6 MiB of states, and 64 MiB of workspace."""
-    config = plan(SMALL).job.config
+    config = plan(IN_PAIRS).job.config
     topology = Topology(Layout(), 0, torch.device("cuda"))
     for capacity in (1 << 30, 1 << 24):
         properties = SimpleNamespace(total_memory=capacity)

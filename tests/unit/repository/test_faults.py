@@ -37,3 +37,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         assert str(caught.value) == f"fault wrong-number: {told}"
     fits.inject(tmp_path)
     assert (tmp_path / "code.py").read_text() == "= 2\nb = 1\n"
+
+
+def test_unit_tests_of_a_fault_are_those_of_its_package() -> None:
+    folders = {fault.file.split("/")[1]: fault.unit_tests() for fault in FAULTS if fault.file.startswith("gptpar/")}
+    assert folders["engine"] == ["tests/unit/engine"]
+    assert folders["tensor_parallel"] == []  # it computes between processes
+    assert Fault("a-name", "csrc/cpu_adam.cpp", "a", "b", ("c",)).unit_tests() == []

@@ -9,7 +9,7 @@ import pytest
 
 from gptpar.cli import main
 from gptpar.errors import DataError, printable
-from gptpar.system import command_line as command
+from gptpar.system import command_line
 
 
 def test_a_typo_is_named_rather_than_the_flag_it_leaves_missing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,7 +23,7 @@ def test_an_error_of_the_system_is_one_line(capsys: pytest.CaptureFixture[str]) 
     def full(argv: list[str]) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "corpus.bin")
 
-    assert command.run(full, []) == 1
+    assert command_line.run(full, []) == 1
     assert capsys.readouterr().err == "error: No space left on device: corpus.bin\n"
 
 
@@ -31,12 +31,12 @@ def test_a_failure_of_another_worker_alone_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(command, "OTHERS_FIRST_SECONDS", 0)
+    monkeypatch.setattr(command_line, "OTHERS_FIRST_SECONDS", 0)
 
     def bad(argv: list[str]) -> int:
         raise DataError("sample 7 is damaged")
 
-    assert command.run(bad, []) == 1
+    assert command_line.run(bad, []) == 1
     assert capsys.readouterr().err == "error: local rank 3: sample 7 is damaged\n"
 
 
@@ -46,9 +46,9 @@ def test_only_the_first_worker_tells_of_ctrl_c(
     def interrupted(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
-    assert command.run(interrupted, []) == 130
+    assert command_line.run(interrupted, []) == 130
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert command.run(interrupted, []) == 130
+    assert command_line.run(interrupted, []) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.system import command_line as command
-from gptpar.system import stop
+from gptpar.system import command_line, stop
 from gptpar.system.stop import STOP_SIGNALS, Stopped, StopRequest, handling, stop_at_once
 
 ROOT = Path(__file__).parents[3]
@@ -106,5 +105,5 @@ def test_a_verb_that_is_stopped_says_so(number: signal.Signals, capsys: pytest.C
             cleaned.append(True)
         return 0
 
-    assert command.run(work, []) == 128 + number and cleaned == [True]
+    assert command_line.run(work, []) == 128 + number and cleaned == [True]
     assert capsys.readouterr().err == f"error: stopped by {number.name}\n"

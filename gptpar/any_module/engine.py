@@ -179,8 +179,6 @@ class ModuleEngine(TrainingEngine):
         if self._recorded is not None:
             self._recorded.release()
             self._recorded = None
-        if not self._closed:
-            self._stage.run_compiled()
         super().close()
         self.__dict__.pop("_stage", None)
 

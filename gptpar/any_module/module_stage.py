@@ -87,6 +87,7 @@ class ModuleStage(PlacedParameters):
     def call_through(self, gatherer: ParameterGatherer) -> None:
         """Bring parameters by hooks from now on."""
         self._gatherer = gatherer
+        self.undo.callback(self._uncompiled.close)  # the first forward's backward pass may never have come
         if gatherer.brings:
             self._read_watch = ReadWatch(self._read_outside)
         trained = self.global_parameters()
@@ -99,10 +100,6 @@ class ModuleStage(PlacedParameters):
             after = torch._dynamo.disable(partial(self._after, scope))
             self.undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
             self.undo.callback(module.register_forward_hook(after, always_call=True).remove)
-
-    def run_compiled(self) -> None:
-        """Let compiled code be compiled again, though the backward pass of the first forward may not have come."""
-        self._uncompiled.close()
 
     def take_passes(self) -> list[list[str]]:
         """The scopes that were called in each training forward since the last time."""

@@ -24,12 +24,6 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 
-def are_held(module: nn.Module) -> bool:
-    """Whether an engine that is not closed has weights of this module."""
-    hooks = (hook for one in module.modules() for hook in one._state_dict_pre_hooks.values())
-    return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), Weights) for hook in hooks)
-
-
 def copy_to_host(state: dict[str, Any], names: Iterable[str]) -> None:
     """Let tensors of a state have memory of their own, in host memory; those that are the same stay the same."""
     copies: dict[Any, torch.Tensor] = {}
@@ -38,6 +32,12 @@ def copy_to_host(state: dict[str, Any], names: Iterable[str]) -> None:
         place = value.data_ptr(), value.dtype, value.shape, value.stride()
         key = place if value.numel() else name
         state[name] = copies[key] = copies[key] if key in copies else value.to("cpu", copy=True)
+
+
+def are_held(module: nn.Module) -> bool:
+    """Whether an engine that is not closed has weights of this module."""
+    hooks = (hook for one in module.modules() for hook in one._state_dict_pre_hooks.values())
+    return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), Weights) for hook in hooks)
 
 
 class Weights(NotCopied):
@@ -54,7 +54,6 @@ class Weights(NotCopied):
         self._stage, self._engine, self._topology = stage, engine, topology
         self._frozen = {name: unit for unit in frozen for name in unit.params}
         self._loading = 0
-        self._is_gathered = False
         self._versions = self._read_versions()
         self._memory_watch = MemoryWatch(stage, transient=engine.parameters.transient)
         for scope in stage.plan.scopes:
@@ -152,13 +151,10 @@ class Weights(NotCopied):
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
         self._engine.finish()
-        outer, self._is_gathered = self._is_gathered, True
         with self._engine.gatherer.held():
-            try:
-                yield
-            finally:
-                self._is_gathered = outer
+            yield
             self._finish_changes(modifier_rank)
+        self._engine.gatherer.bring_held()  # this block may be inside another one
 
     def _finish_changes(self, modifier_rank: int | None) -> None:
         self._memory_watch.check_present()
@@ -172,13 +168,7 @@ class Weights(NotCopied):
                     dist.broadcast(self._stage.parameters[name].data, first, group=group)
         if changed:
             self._take(changed)
-            self._publish()
-
-    def _publish(self) -> None:
-        """Master weights have new values; inside :meth:`gathered` parameters are there all the same."""
-        self._engine.publish()
-        for scope in self._stage.plan.scopes if self._is_gathered else ():
-            self._engine.gatherer.bring(scope.path)
+            self._engine.publish()
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
         """A parameter's ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``; all processes call it.
@@ -225,11 +215,7 @@ class Weights(NotCopied):
             return
         here = (name for name, value in state_dict.items() if self._stage.scope_of(value) == scope.path)
         copy_to_host(state_dict, [name for name in here if name.startswith(prefix)])
-        self._let_go(scope)
-
-    def _let_go(self, scope: Scope) -> None:
-        if not self._is_gathered:
-            self._engine.gatherer.let_go(scope.path)
+        self._engine.gatherer.let_go(scope.path)
 
     def _before_loading(self, scope: Scope, module: nn.Module, state_dict: Mapping[str, Any], *rest: Any) -> None:
         if scope.path == ROOT:
@@ -240,8 +226,9 @@ class Weights(NotCopied):
 
     def _after_loading(self, scope: Scope, module: nn.Module, incompatible: Any) -> None:
         self._take(self._changed())
-        self._let_go(scope)
+        self._engine.gatherer.let_go(scope.path)
         self._loading -= 1
         if not self._loading:
-            self._publish()
+            self._engine.publish()
+            self._engine.gatherer.bring_held()
             self._memory_watch.check()

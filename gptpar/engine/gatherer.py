@@ -240,6 +240,11 @@ class ParameterGatherer:
             self._holds -= 1
             self.let_all_go()
 
+    def bring_held(self) -> None:
+        """Bring the new values to those inside :meth:`held`, after :meth:`changed`."""
+        for name in self._units if self._holds else ():
+            self._acquire(name)
+
     def wait_for_all(self) -> None:
         """Before a step that is launched as one: let everything that is on its way arrive before it.
 

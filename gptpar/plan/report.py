@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from gptpar.model.flops import Shape, num_parameters
 from gptpar.pipeline import schedules
 from gptpar.pipeline.schedules import Forward, Span
 from gptpar.plan.planner import Plan
@@ -49,7 +48,7 @@ def _title(text: str) -> str:
 def _facts(plan: Plan) -> list[Row]:
     job, cluster = plan.job, plan.cluster
     m, recompute = job.config.model, job.config.recompute
-    count = format_count(num_parameters(job.shape))
+    count = format_count(job.num_parameters)
     rounds = rounds_idle(job.layout.pipeline, job.num_micro_batches, job.num_chunks)
     bubble = f", idle {100 * rounds / (job.num_micro_batches + rounds):.1f} % with even stages"
     pieces = "1F1B" if job.num_chunks == 1 else f"interleaved 1F1B, {job.num_chunks} pieces a stage"
@@ -204,7 +203,7 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
         "layout": job.layout.describe(),
         "world_size": job.layout.world_size,
         "zero_stage": job.zero_stage,
-        "parameters": num_parameters(cast(Shape, job.config.model)),
+        "parameters": job.num_parameters,
         "micro_batches": job.num_micro_batches,
         "fits": plan.fits,
         "shortage": plan.shortage() or None,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gptpar.config.gradients import adds_gradients
+from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
 from gptpar.model.flops import fc1_width, flops_per_token, mfu, qkv_width, query_width
 from gptpar.pipeline import schedules
@@ -211,7 +212,7 @@ class _Costs:
             + self._attention(s.attention_backward, 2.5)
             + self._pointwise(NORM_PASSES_BACKWARD, ACTIVATION_PASSES_BACKWARD)
             + KERNELS_BACKWARD * s.kernel
-            + self._add_gradients(self._job.units[2].length)
+            + self._add_gradients(self._job.units[Role.BLOCK].length)
             + backward_transfers
         )
         return forward, backward
@@ -281,7 +282,7 @@ class _Costs:
 
     def _embedding(self) -> float:
         """Dense gradients of the matrix, added up, of the input or of the output."""
-        return self._add_gradients(self._job.units[0].length)
+        return self._add_gradients(self._job.units[Role.EMBEDDING].length)
 
     def between_stages(self) -> float:
         """One transfer between neighbouring stages."""

@@ -35,6 +35,7 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
         "consumed_samples": record.consumed_samples,
         "consumed_tokens": record.consumed_tokens,
         "lm_loss": record.lm_loss,
+        **record.auxiliary_losses,
         "grad_norm": record.grad_norm,
         "learning_rate": record.learning_rate,
         "iteration_time_ms": record.elapsed_ms,

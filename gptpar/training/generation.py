@@ -13,7 +13,7 @@ from gptpar.checkpoint import Manifest, find_checkpoints, read_manifest, read_te
 from gptpar.checkpoint.foreign import why_not_to_load
 from gptpar.config import Config, ModelConfig
 from gptpar.errors import CheckpointError
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage, memory_for
 from gptpar.training.stored import stored_model
 
@@ -38,7 +38,7 @@ def load_model(
             manifest = read_manifest(path)
             config = stored_model(path, manifest.meta)
             _require_its_tensors(path, manifest, config.model)
-            stage = Stage(gpt_layers(config.model))
+            stage = Stage(gpt_model(config.model).specs)
             shapes = {name: tuple(parameter.shape) for name, parameter in stage.global_parameters().items()}
             _require_shapes(path, manifest, shapes)
             weights = read_tensors(path, [f"weights/{name}" for name in shapes])

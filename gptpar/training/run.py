@@ -127,9 +127,15 @@ class Run:
 
     def finish(self, step: Step) -> bool:
         """Take note of a step that was launched; returns whether any process wants to stop."""
-        loss, grad_norm, skipped, votes = step.readings.read()
+        loss, grad_norm, skipped, votes, *auxiliary = step.readings.read()
         numbers = StepNumbers(
-            step, loss, grad_norm, bool(skipped), *self.optional_numbers(), cpu_optimizer=self._cpu_optimizer_times()
+            step,
+            loss,
+            grad_norm,
+            bool(skipped),
+            *self.optional_numbers(),
+            cpu_optimizer=self._cpu_optimizer_times(),
+            auxiliary_losses=dict(zip(self.trainer.pipeline.auxiliary.names, auxiliary, strict=True)),
         )
         self.progress.skipped_iterations += numbers.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if numbers.skipped else 0

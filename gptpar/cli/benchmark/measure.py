@@ -24,7 +24,8 @@ from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.graph import wants_graph
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
-from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
+from gptpar.model.flops import Shape, flops_per_token, mfu
+from gptpar.model.gpt import gpt_model
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 from gptpar.system.command_line import not_negative_int, positive_int
 from gptpar.topology.world import world_from_environment
@@ -140,7 +141,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
     on_gpu = topology.device.type == "cuda"
     return {
         "model": config.model.preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
-        "params": num_parameters(shape),
+        "params": gpt_model(config.model).num_parameters,
         "tokens_per_s": round(per_s, 1),
         "tokens_per_s_per_gpu": round(per_gpu, 1),
         "ms_per_step": round(median, 3),

@@ -8,7 +8,7 @@ from typing import cast
 
 from gptpar.cli.fit.machine import Machine
 from gptpar.config import Config
-from gptpar.config.derive import derive, padded_vocab
+from gptpar.config.derive import derive, expand_preset, padded_vocab
 from gptpar.errors import GptparError
 from gptpar.model.flops import Shape, flops_per_token
 from gptpar.plan.job import Job
@@ -151,7 +151,8 @@ def for_command(choices: Sequence[Choice], given: Sequence[str]) -> list[Choice]
 
 def config_of(preset: str, seq_length: int, vocab_size: int) -> Config:
     """A preset with another length and vocabulary."""
-    config, _ = derive(Config().update("model", preset=preset, seq_length=seq_length), 1)
+    typed = Config().update("model", preset=preset, seq_length=seq_length)
+    config, _ = derive(expand_preset(typed, {"model.seq_length"})[0], 1)
     multiple = config.model.make_vocab_size_divisible_by
     return config.update("model", padded_vocab_size=padded_vocab(vocab_size, multiple))
 

@@ -134,6 +134,7 @@ def build_engine(
         ALONE,
         axis,
         settings,
+        options.update,
         options.max_norm,
         device,
         host,
@@ -196,13 +197,14 @@ def _host_optimizer(
     if offload.folder is None:
         room = room_for_speculation(
             elements,
-            settings.wide,
+            options.update.state_bytes(settings.wide.itemsize),
             offload.speculation,
             asker="gptpar.initialize",
             option='"speculation": "on"',
             remedy="lower zero_optimization.offload_optimizer.ratio, or use more processes with ZeRO",
         )
     return build_host_optimizer(
+        options.update,
         pieces,
         {piece.unit: parameters.shards[piece.unit][table.on_device[piece.unit] :] for piece in pieces},
         device,

@@ -32,17 +32,16 @@ from gptpar.any_module.units import own, walk
 from gptpar.checkpoint import DamagedCheckpoint, Manifest, read_manifest
 from gptpar.checkpoint import load_checkpoint as load_tensors
 from gptpar.checkpoint import save_checkpoint as save_tensors
-from gptpar.checkpoint.folders import replace_synced
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.verify import report_all
 from gptpar.errors import CheckpointError
+from gptpar.system.files import replace_synced
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 if TYPE_CHECKING:
     from gptpar.any_module.training_engine import TrainingEngine
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 AMID_A_STEP = (
     "engine.save_checkpoint in the middle of a step, {} of its {} micro-batches being complete: gradients are in no "
     "checkpoint, so that these would be lost. Save after the engine.step() that ends the step."
@@ -189,10 +188,15 @@ def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _tensors(engine: TrainingEngine, *, with_moments: bool) -> Tensors:
-    """This process's part of all parameters and moments, live: ``weights/NAME``, ``exp_avg/NAME``, ..."""
+    """This process's part of all parameters and moments, live: ``weights/NAME``, ``STATE/NAME``."""
     kinds = {"weights": engine.weights.parts()}
-    kinds |= {kind: engine.engine.optimizer.parts(kind) for kind in MOMENTS if with_moments}
+    kinds |= {kind: engine.engine.optimizer.parts(kind) for kind in _states(engine) if with_moments}
     return {f"{kind}/{name}": part for kind, parts in kinds.items() for name, part in parts.items()}
+
+
+def _states(engine: TrainingEngine) -> tuple[str, ...]:
+    """Names of the optimizer's state vectors."""
+    return engine.engine.optimizer.optimizer.states
 
 
 def _buffers(module: nn.Module) -> Tensors:
@@ -245,7 +249,8 @@ def _fill(engine: TrainingEngine, folder: Path, number: int, manifest: Manifest,
         for name, target in targets.items()
         if name.startswith("weights/") and (entry := manifest.tensors.get(name)) and entry.dtype != target.dtype
     }
-    asked: Callable[[str], bool] = lambda name: chosen.moments or name.partition("/")[0] not in MOMENTS  # noqa: E731
+    kinds = {"weights", "buffers"}
+    asked: Callable[[str], bool] = lambda name: chosen.moments or name.partition("/")[0] in kinds  # noqa: E731
     load_tensors(
         folder,
         targets | rounded,

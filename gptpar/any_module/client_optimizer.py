@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from gptpar.any_module.options import EngineOptions
 from gptpar.errors import ConfigError
 from gptpar.offload.local_parameters import problems_of_hyperparameters, tensors_of
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adamw import ADAMW
 
 Group: TypeAlias = dict[str, Any]
 ClientOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None
@@ -24,7 +25,6 @@ ClientOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Any]], torch
 MAX_NAMED = 4
 """Parameters that a sentence names; of the others it says the number."""
 
-_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 _OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
 """Arguments of torch's AdamW that change its update: the engine has none of them."""
 
@@ -37,7 +37,7 @@ def groups_of(
     *,
     may_be_empty: bool = False,
 ) -> list[Group]:
-    """The parameter groups: ``params`` (a list), ``lr``, ``betas``, ``eps``, ``weight_decay``, and what else users add.
+    """The parameter groups: ``params`` (a list), the optimizer's hyperparameters, and what else users add.
 
     A client optimizer's groups are its own dictionaries, so that a scheduler which the client has built over it changes
     their rates. Frozen parameters stay in the groups that name them. Trainable ones that no group names are not
@@ -59,16 +59,21 @@ def groups_of(
             raise ConfigError([f"optimizer is of type {type(client).__name__}: {_USE_ADAMW}."])
         client = client(given or [{"params": []}])
     if client is None:
-        groups, problems = _grouped(given, options.optimizer)
+        groups, problems = _grouped(given, options)
     elif isinstance(client, torch.optim.Optimizer):
         groups, problems = client.param_groups, list(_client_problems(client))
     else:
         raise ConfigError([f"the function optimizer returns what is of type {type(client).__name__}: {_USE_ADAMW}."])
-    problems += [*_parameter_problems(groups, model, may_be_empty), *_number_problems(groups)]
+    problems += [*_parameter_problems(groups, model, may_be_empty), *problems_of_hyperparameters(groups)]
     if problems:
         raise ConfigError(problems)
     _warn_of_others(groups, model)
     return groups
+
+
+def options_beside(optimizer: ClientOptimizer, options: EngineOptions) -> EngineOptions:
+    """The options where the client brings an optimizer, or ``None``: a client's is AdamW, whatever they say."""
+    return options if optimizer is None else replace(options, update=ADAMW)
 
 
 _USE_ADAMW = (
@@ -92,14 +97,14 @@ def _nameless(entries: Sequence[Any]) -> list[Any]:
     return [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
 
 
-def _grouped(given: list[Any], adam: Hyperparameters | None) -> tuple[list[Group], list[str]]:
+def _grouped(given: list[Any], options: EngineOptions) -> tuple[list[Group], list[str]]:
     """(groups, completed from the configuration; why there can be none)"""
-    if adam is None:
+    if options.optimizer is None:
         return [], [_NO_OPTIMIZER]
     groups = [item for item in given if isinstance(item, dict)]
     if groups and len(groups) != len(given):
         return [], ["model_parameters has groups and parameters side by side: make it one or the other."]
-    defaults = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
+    defaults = options.update.group_of(options.optimizer)
     return [{**defaults, **group} for group in groups or [{"params": given}]], []
 
 
@@ -150,11 +155,6 @@ def _described(entry: Any) -> str:
     if isinstance(entry, torch.Tensor):
         return f"a tensor of shape {tuple(entry.shape)}"
     return f"an entry of type {type(entry).__name__}"
-
-
-def _number_problems(groups: Sequence[Group]) -> list[str]:
-    """Other optimizers' groups, which are told of, need not have AdamW's numbers."""
-    return problems_of_hyperparameters(group for group in groups if set(_HYPERPARAMETERS) <= group.keys())
 
 
 def _warn_of_others(groups: Sequence[Group], model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from gptpar.any_module.agreement import all_or_none, require_same_model
 from gptpar.any_module.arguments import before_meeting, chosen_config, take_arguments
 from gptpar.any_module.batches import LossFunction
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
-from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
 from gptpar.any_module.dataset import make_loader
 from gptpar.any_module.deferred import Recording
 from gptpar.any_module.engine import ModuleEngine
@@ -146,6 +146,7 @@ def _engine_of(
     recording: Recording | None,
     loss_fn: LossFunction | None,
 ) -> ModuleEngine:
+    options = options_beside(optimizer, options)
     with all_or_none(topology.layout.world_size):
         if recording is not None:
             recording.check(model)

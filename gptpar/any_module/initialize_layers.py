@@ -11,7 +11,7 @@ from torch import nn
 
 from gptpar.any_module.agreement import all_or_none
 from gptpar.any_module.build import build_engine, compile_scopes, move_buffers
-from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of
+from gptpar.any_module.client_optimizer import ClientOptimizer, groups_of, options_beside
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.layer_stages import LayerStages, layers_of, plan_layers, sharing_problems
 from gptpar.any_module.options import EngineOptions
@@ -89,6 +89,7 @@ def engine_of_pipeline(
         GptparError: memory does not suffice, or another process had one of these errors.
     """
     topology, layers = pipeline.topology, layers_of(pipeline)
+    options = options_beside(optimizer, options)
     with all_or_none(topology.layout.world_size):
         if problems := list(sharing_problems(pipeline.specs)):
             raise ModelError(problems)

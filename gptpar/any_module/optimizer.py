@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from gptpar.errors import GptparError
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.loss_scale import LossScale
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """AdamW's parameter groups. The engine updates, with the hyperparameters that the groups have at that moment.
+    """Parameter groups. The engine updates, with the hyperparameters that the groups have at that moment.
 
     So schedulers, of torch's or the user's own, work on it as on any optimizer. Moments and master weights are in the
     engine and in its checkpoints; ``state`` stays empty.
 
     Args:
+        described: which update, and so which numbers each group has.
         groups: complete ones, as :func:`~gptpar.any_module.client_optimizer.groups_of` makes them. They become
             ``param_groups`` themselves, so that who has changed a rate in them before changes it here.
         update: updates all parameters with :meth:`hyperparameters`.
@@ -28,14 +29,16 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
+        described: ElementwiseOptimizer,
         groups: Sequence[dict[str, Any]],
         update: Callable[[], None],
         drop_gradients: Callable[[], None],
         scaler: LossScale,
     ):
-        self._complete = False
+        self._complete, self._described = False, described
         # Schedulers that move a beta, too, look for it among the defaults.
-        super().__init__(list(groups), {name: groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")})
+        names = described.group_of(described.of_group(groups[0]))
+        super().__init__(list(groups), {name: groups[0][name] for name in names})
         self._update, self._drop_gradients, self._complete = update, drop_gradients, True
         self._scaler = scaler
 
@@ -48,7 +51,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def hyperparameters(self) -> tuple[Hyperparameters, ...]:
         """Of each group, as they are now."""
-        return tuple(_hyperparameters(group) for group in self.param_groups)
+        return tuple(self._described.of_group(group) for group in self.param_groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters.
@@ -100,9 +103,3 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         for group, other in zip(groups, saved, strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
-    """In Python's floats: a group may have tensors in their place."""
-    beta1, beta2 = group["betas"]
-    return Hyperparameters(*map(float, (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))

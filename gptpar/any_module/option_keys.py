@@ -21,7 +21,7 @@ from gptpar.config.deepspeed_keys import (
     whole,
     word_of,
 )
-from gptpar.config.deepspeed_values import part_of, type_problems
+from gptpar.config.deepspeed_values import optimizer_section, part_of, type_problems
 
 OTHER_OPTIMIZER = "pass optimizer=torch.optim.AdamW(...) to gptpar.initialize"
 
@@ -33,6 +33,8 @@ def tree_for(raw: Mapping[str, Any]) -> Tree:
     tree = dict(_MODULE_KEYS)
     if any(type_problems(raw, OTHER_OPTIMIZER)):
         tree["optimizer"] = Elsewhere()
+    elif section := optimizer_section(raw):
+        tree["optimizer"] = _reworded(section, _OPTIMIZER_WORDS)
     params = SCHEDULES.get(str(part_of(raw, "scheduler").get("type")))
     tree["scheduler"] = {
         "type": Sets(_schedule, ("scheduler.type",)),
@@ -114,8 +116,9 @@ _TIMES = "the engine measures nothing: time your loop"
 _RECORDS = "the engine writes no records: log what it returns"
 _RECOMPUTE = "recomputation is the module's own: it stays as it is"
 
+_OPTIMIZER_WORDS: Words = {"params": {"weight_decay": "of every parameter whose group says no other"}}
 _WORDS: Words = {
-    "optimizer": {"params": {"weight_decay": "of every parameter whose group says no other"}},
+    "optimizer": _OPTIMIZER_WORDS,
     "zero_optimization": {
         "offload_optimizer": {"cpuadam_cores_perc": "see gptpar.threads", "super_offload": "see gptpar.speculation"},
         "ignore_unused_parameters": "a parameter without gradient in a step is updated with a gradient of zero",

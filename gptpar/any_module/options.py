@@ -35,8 +35,10 @@ from gptpar.config.deepspeed_values import (
 from gptpar.config.derive import Derived
 from gptpar.config.ranges import out_of_range
 from gptpar.errors import ConfigError
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adamw import ADAMW
+from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
+from gptpar.optim.optimizers import OPTIMIZERS
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DEFAULT_LR = 1e-3
@@ -107,8 +109,9 @@ class EngineOptions:
         loss_scale: of the first step; the engine moves a copy of it.
         max_norm: the gradient's global norm is clipped to this (0: never).
         reduce_in_bf16: whether gradients travel between processes in bf16; else in the format of the master weights.
-        optimizer: AdamW's hyperparameters of parameters whose group says no other; ``None``: the configuration names
-            no optimizer.
+        optimizer: hyperparameters of parameters whose group says no other; ``None``: the configuration names no
+            optimizer.
+        update: how elements are updated, if the client brings no optimizer.
         scheduler: ``None``: the configuration names none.
         steps_per_print: steps between lines on the console; 0: none.
         compile: whether each unit's module is compiled.
@@ -138,6 +141,7 @@ class EngineOptions:
     derived: tuple[Derived, ...]
     without_effect: tuple[str, ...]
     pipeline: PipelineOptions = PipelineOptions()
+    update: ElementwiseOptimizer = ADAMW
 
 
 def read_options(
@@ -314,9 +318,8 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         ]
     o, named = flags.optimizer, part_of(plain, "optimizer")
     has_optimizer = "type" in named or bool(part_of(named, "params"))
-    adam = Hyperparameters(
-        values.get("optimizer.lr", DEFAULT_LR), o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay
-    )
+    update = OPTIMIZERS[o.optimizer]
+    hyperparameters = update.configured(o, values.get("optimizer.lr", DEFAULT_LR), o.weight_decay)
     schedule = values.section("scheduler")
     kind = schedule.pop("type", None)
     return EngineOptions(
@@ -334,7 +337,8 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         ),
         max_norm=o.clip_grad,
         reduce_in_bf16=flags.parallel.grad_reduce_in_bf16,
-        optimizer=adam if has_optimizer else None,
+        optimizer=hyperparameters if has_optimizer else None,
+        update=update,
         scheduler=None if kind is None else SchedulerOptions(kind, schedule),
         steps_per_print=values.get("logging.log_interval", 0),
         compile=values.get("module.compile", False),

@@ -74,7 +74,9 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         self.engine, self.host, self.weights, self.topology = parts.engine, parts.host, parts.weights, parts.topology
         self._work, self._activity, self._watch = work, parts.activity, parts.watch
         self.loss_scaler = copy(options.loss_scale)
-        self.optimizer = EngineOptimizer(groups, self._update, self.zero_grad, self.loss_scaler)
+        self.optimizer = EngineOptimizer(
+            self.engine.optimizer.optimizer, groups, self._update, self.zero_grad, self.loss_scaler
+        )
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.data = BatchSource(options.batch.accumulation_steps, self.device)

@@ -171,7 +171,7 @@ class Weights(NotCopied):
             self._engine.publish()
 
     def whole(self, name: str, kind: str) -> torch.Tensor:
-        """A parameter's ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``; all processes call it.
+        """A parameter's ``weights``, one of the optimizer's states, or ``grad``; all processes call it.
 
         Raises:
             GptparError: no process trains a parameter of that name.

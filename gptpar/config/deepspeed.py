@@ -12,6 +12,7 @@ from gptpar.config.deepspeed_reader import Said
 from gptpar.config.deepspeed_values import (
     decay_problems,
     one_each,
+    optimizer_section,
     part_of,
     read_file,
     read_values,
@@ -86,6 +87,8 @@ def _tree(raw: Mapping[str, Any], flags: Flags) -> Tree:
     tree = dict(KEYS)
     if any(type_problems(raw, _RATES_AS_FLAGS)):
         tree["optimizer"] = Elsewhere()
+    elif section := optimizer_section(raw):
+        tree["optimizer"] = section
     if _in_steps(flags):
         params = SCHEDULES.get(str(part_of(raw, "scheduler").get("type")), Elsewhere())
         tree["scheduler"] = {"type": Sets(style, ("optimizer.lr_decay_style",)), "params": params}

@@ -156,6 +156,18 @@ OPTIMIZER: Tree = {
     "fp32_optimizer_states": Only((True,), FP32_STATE),
 }
 
+_ADAM_ONLY = ("eps", "adam_w_mode", "torch_adam", "amsgrad", "bias_correction")
+OPTIMIZER_SECTIONS: Mapping[str, Tree] = {
+    "lion": {
+        "type": Sets(lambda _: "lion", ("optimizer.optimizer",)),
+        "params": {
+            **{name: rule for name, rule in OPTIMIZER.items() if name not in _ADAM_ONLY},
+            "betas": Sets(_betas, ("optimizer.lion_beta1", "optimizer.lion_beta2")),
+        },
+    },
+}
+"""The keys of ``optimizer`` by its type in small letters, where they are not AdamW's."""
+
 FP16: Tree = {
     "enabled": Sets(truth, ("precision.fp16",)),
     "loss_scale": Sets(lambda value: number(value) or None, ("precision.loss_scale",)),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.deepspeed_keys import DEFAULTS_SINCE, SCHEDULE_DEFAULTS, Tree
+from gptpar.config.deepspeed_keys import DEFAULTS_SINCE, OPTIMIZER_SECTIONS, SCHEDULE_DEFAULTS, Tree
 from gptpar.config.deepspeed_reader import Reader, Said
 from gptpar.config.jsonc import JsonError, read_object
 
@@ -86,18 +86,23 @@ def part_of(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def type_problems(raw: Mapping[str, Any], otherwise: str) -> Iterator[str]:
-    """Whether the optimizer is AdamW.
+    """Whether the optimizer is one that gptpar has.
 
     Args:
         otherwise: what to do without the section.
     """
     optimizer = part_of(raw, "optimizer")
     kind = optimizer.get("type")
-    if optimizer and str(kind).lower() not in ("adam", "adamw", "auto"):
+    if optimizer and str(kind).lower() not in ("adam", "adamw", "auto", *OPTIMIZER_SECTIONS):
         yield (
-            f'optimizer.type is {json.dumps(kind)}, and gptpar\'s optimizer is AdamW: set it to "AdamW", or leave '
-            f"optimizer out and {otherwise}."
+            f'optimizer.type is {json.dumps(kind)}, and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or '
+            f'"Lion", or leave optimizer out and {otherwise}.'
         )
+
+
+def optimizer_section(raw: Mapping[str, Any]) -> Tree | None:
+    """The keys of ``optimizer``, where its type has others than AdamW."""
+    return OPTIMIZER_SECTIONS.get(str(part_of(raw, "optimizer").get("type")).lower())
 
 
 def decay_problems(raw: Mapping[str, Any], assumed: float) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Set
 from dataclasses import dataclass
 
 from gptpar.config import DataConfig, Flags, LoggingConfig
@@ -44,6 +45,19 @@ def ffn_width(hidden_size: int, swiglu: bool) -> int:
     return int(4 * hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * hidden_size
 
 
+def expand_preset(flags: Flags, given: Set[str]) -> tuple[Flags, list[Derived]]:
+    """Set the model's options that its preset stands for.
+
+    Args:
+        given: fields that keep what was typed, as ``section.field``.
+    """
+    notes, preset = _Notes(flags), flags.model.preset
+    for name, value in PRESETS.get(preset or "", {}).items():
+        if f"model.{name}" not in given:
+            notes.replace("model", name, value, f"--preset {preset}")
+    return notes.flags, notes.derived
+
+
 def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
     """Fill what can be filled.
 
@@ -64,9 +78,6 @@ def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
 
 
 def _derive_model(notes: _Notes) -> None:
-    preset = notes.flags.model.preset
-    for name, value in PRESETS.get(preset or "", {}).items():
-        notes.fill("model", name, value, f"--preset {preset}")
     model = notes.flags.model
     if model.use_rotary_position_embeddings and model.position_embedding_type != "rope":
         notes.replace("model", "position_embedding_type", "rope", "--use-rotary-position-embeddings")

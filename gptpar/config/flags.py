@@ -19,7 +19,7 @@ from typing import Any
 from gptpar.config import Flags
 from gptpar.config.compat import ACCEPTED, ANY, DENSE, EXPERTS, NO_EXPERTS, PLANNED
 from gptpar.config.deepspeed import read_deepspeed
-from gptpar.config.derive import Derived
+from gptpar.config.derive import Derived, expand_preset
 from gptpar.config.fields import flag_name
 from gptpar.errors import ConfigError
 from gptpar.system.command_line import Parser, Unread
@@ -253,6 +253,7 @@ def parse_flags(
             parsed.given.add(key)
     for section, fields in values.items():
         parsed.flags = parsed.flags.update(section, **fields)
+    parsed.flags, parsed.derived = expand_preset(parsed.flags, parsed.given)
     _read_file(parsed)
     return parsed
 

@@ -15,7 +15,7 @@ from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.gradients import Gradients
-from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.reducer import GradientReducer
@@ -24,7 +24,7 @@ from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.spans import GPT_FAMILIES, Family
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import memory_for
@@ -55,7 +55,7 @@ def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio
 
     Args:
         pipeline: the layers of this process.
-        ratio: the host's share of the elements, 0 to 1.
+        ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
     """
     stages = pipeline.stages_here
     infos = {name: info for stage in stages for name, info in stage.infos().items()}
@@ -89,27 +89,28 @@ class EngineSettings:
 
     @property
     def wide(self) -> torch.dtype:
-        """The number format of master weights, moments and sums."""
+        """The number format of master weights, optimizer state and sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
 
 class Engine:
     """Runs steps over memory that is already there.
 
-    First who updates (the device's optimizer, beside a subscriber for the elements that it leaves), then who moves
-    values during a step (gatherer, router, reducer, collector).
+    The device's optimizer updates the device's elements, and a subscriber the others. Gatherer, collector, reducer and
+    router move values during a step.
 
     Args:
         stages: the layers of this process, without storage.
         table: of their parameters.
         parameters: the memory of the model's parameters.
+        optimizer: which update; the subscriber's is the same.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         device: where layers compute.
         subscriber: updates the elements that are not the device's; ``None``: nobody does.
         tied: units that other stages have, too, with the group that sums their gradients.
         frozen: units without gradients, which are not in the table.
         learns: see :class:`~gptpar.engine.collector.GradientCollector`.
-        families: of the parameter groups (:class:`MasterAdamW`).
+        families: of the parameter groups (:class:`MasterOptimizer`).
 
     Attributes:
         stages, table, parameters, settings, device, subscriber: as given.
@@ -127,6 +128,7 @@ class Engine:
         tensor: TensorAxis,
         data: DataAxis,
         settings: EngineSettings,
+        optimizer: ElementwiseOptimizer,
         clip_grad: float,
         device: torch.device,
         subscriber: Subscriber | None = None,
@@ -136,6 +138,9 @@ class Engine:
         learns: bool = False,
         families: Sequence[Family] = GPT_FAMILIES,
     ):
+        # The order follows who needs whom. The optimizer reads the gradients' memory. The collector calls the reducer,
+        # the reducer the router; the collector also tells the gatherer, which frees a layer's parameters after its
+        # backward pass. Layers get their memory and their hooks last, when everyone whom the hooks call is there.
         self.stages, self.table, self.parameters, self.device = list(stages), table, parameters, device
         self.settings, self.subscriber, self.cuts = settings, subscriber, Cuts()
         memory = GradientMemory(
@@ -146,21 +151,23 @@ class Engine:
             arriving_dtype=settings.dtype,
             ahead=settings.records_steps,
         )
-        # Whether the optimizer works on the parameters themselves, writes them beside its masters, or they are copied.
+        # The model parameters are the master weights themselves, or the optimizer writes them in the same pass, or
+        # they are copied after the step. All three give the same bits; the first two save a pass over memory.
         all_here = not table.elements(Home.HOST) and not parameters.on_host
         as_wide = parameters.everything.dtype == settings.wide and len(parameters.everything) == table.length()
         masters_are_parameters = as_wide and data.shards == 1 and all_here
         writes_parameters = not masters_are_parameters and not parameters.on_host
         written = {unit: parameters.shards[unit][:length] for unit, length in table.on_device.items()}
         self._copies_at_start, self._copies_each_step = not masters_are_parameters, parameters.on_host
-        self.optimizer = MasterAdamW(
+        self.optimizer = MasterOptimizer(
+            optimizer,
             table,
             memory.shard,
             clip_grad,
             subscriber,
             families=families,
             master=parameters.everything if masters_are_parameters else None,
-            live=written if writes_parameters else None,
+            parameters=written if writes_parameters else None,
         )
 
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}
@@ -196,7 +203,7 @@ class Engine:
         self.gatherer.changed()
 
     def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
-        """See :meth:`MasterAdamW.step`; the model's parameters follow, each before it is used."""
+        """See :meth:`MasterOptimizer.step`; the model's parameters follow, each before it is used."""
         skipped = self.optimizer.step(norm, hyperparameters, loss_scale)
         if self._copies_each_step:
             self.parameters.copy_from(self.optimizer.masters)
@@ -224,15 +231,15 @@ class Engine:
         self.gradients.begin(num_micro_batches)
 
     def square_of_grad(self) -> torch.Tensor:
-        """What this process adds to the sum of squares of the whole gradient (fp64)."""
+        """This process's addend of the whole gradient's sum of squares (fp64)."""
         return self.gradients.square() / self._owners
 
     def square_of_weights(self) -> torch.Tensor:
-        """What this process adds to the sum of squares of all master weights (fp64)."""
+        """This process's addend of all master weights' sum of squares (fp64)."""
         return self.optimizer.square_of_weights() / self._owners
 
     def own_zeros(self) -> torch.Tensor:
-        """What this process adds to the number of zeros in the gradient (fp64)."""
+        """This process's addend of the number of zeros in the gradient (fp64)."""
         count = torch.tensor(float(self.optimizer.zeros_in_grad()), dtype=torch.float64, device=self.device)
         return (count + self.gradients.router.zeros) / self._owners
 

@@ -13,7 +13,7 @@ Key = TypeVar("Key")
 
 
 class Home(Enum):
-    """Where an element's master weight and moments are, and its update happens."""
+    """Where an element's master weight and optimizer state are, and where its update happens."""
 
     DEVICE = "device"
     HOST = "host"
@@ -83,7 +83,7 @@ def extents(unit: Unit, shard: int) -> Iterator[tuple[int, int, Param]]:
 
 
 def device_lengths(units: Sequence[Unit], shard: int, ratio: float) -> tuple[dict[str, int], int, int]:
-    """Give the host a share of a process's elements, exact to the element, and the device the first layers.
+    """Divide a process's elements between host and device, exact to the element; the device has the first layers.
 
     The device's elements are updated at once, and the next forward pass needs the first layers first. Tensor-parallel
     ranks cut at the same places, because they sum the gradients of replicated parameters; where their splits of the
@@ -91,7 +91,7 @@ def device_lengths(units: Sequence[Unit], shard: int, ratio: float) -> tuple[dic
 
     Args:
         units: in forward order.
-        ratio: the host's share, 0 to 1.
+        ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
 
     Returns:
         (unit -> how many of its shard's elements, the first ones, the device updates; the process's elements without

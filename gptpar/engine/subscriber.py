@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.elementwise import Hyperparameters
 
 
 class Subscriber(Protocol):
@@ -42,7 +42,7 @@ class Subscriber(Protocol):
         """Copy all master weights to the model's parameters."""
 
     def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(unit, first element, live values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``."""
+        """(unit, first element, values, no copies) of ``weights``, one of the optimizer's states, or ``grad``."""
 
     def square_of_weights(self) -> float:
         """Sum of squares of the master weights that this process counts."""

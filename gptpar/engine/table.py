@@ -40,7 +40,7 @@ class ParameterTable:
     Args:
         units: in forward order.
         place: the process's.
-        ratio: the host's share of the elements, 0 to 1.
+        ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
         tied: unit -> the stages that have a copy of it, for units of several stages.
         buffers: of the layers, by global name.
 
@@ -157,7 +157,7 @@ class ParameterTable:
 
     @property
     def ratio(self) -> float:
-        """The host's share of the elements, as it came out."""
+        """Which fraction of the elements the host updates: the wished ratio, rounded to whole elements."""
         total = self._elements[None]
         return self._elements[Home.HOST] / total if total else 0.0
 

@@ -70,7 +70,7 @@ class Unit:
         name: the layer's.
         length: elements with padding, a multiple of ``shards * ALIGNMENT``; 0 without parameters.
         shards: equal ones into which the data axis cuts it.
-        dtype: of the model's parameters; ``None``: the engine's. Master weights and moments are in one wide dtype.
+        dtype: of the model's parameters; ``None``: the engine's. All master weights and states have one wide dtype.
     """
 
     name: str

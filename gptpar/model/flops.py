@@ -1,4 +1,4 @@
-"""Counts of parameters and floating point operations of a GPT, from its shape alone.
+"""Counts of floating point operations of a GPT, from its shape alone.
 
 Two definitions of a model's FLOPs are in use, and they differ by 2 to 15 % of a utilisation figure: attention
 over the whole square (PaLM, arXiv 2204.02311 appendix B; nanoGPT, torchtitan) or over its causal half
@@ -37,28 +37,9 @@ def _layer_matmul_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (attention + fc1_width(model) + model.ffn_hidden_size)
 
 
-def _layer_bias_parameters(model: ModelConfig) -> int:
-    qkv = qkv_width(model) if model.add_bias_linear or model.add_qkv_bias else 0
-    rest = 2 * model.hidden_size + fc1_width(model) if model.add_bias_linear else 0
-    return qkv + rest
-
-
 def matmul_parameters(model: ModelConfig) -> int:
     """Parameters that multiply every token: the layers' matrices and the LM head once, tied or not."""
     return model.num_layers * _layer_matmul_parameters(model) + model.hidden_size * model.padded_vocab_size
-
-
-def num_parameters(model: ModelConfig) -> int:
-    """All parameters of the whole model, exactly; the vocabulary counted as padded, a tied head once."""
-    vectors = 1 if model.normalization == "RMSNorm" else 2
-    norm = model.hidden_size * vectors
-    head_norms = 2 * model.kv_channels * vectors if model.qk_layernorm else 0
-    layer_extras = 2 * norm + head_norms + _layer_bias_parameters(model)
-    learned = model.position_embedding_type == "learned_absolute"
-    positions = model.max_position_embeddings * model.hidden_size if learned else 0
-    input_embedding = model.hidden_size * model.padded_vocab_size
-    untied = input_embedding if model.untie_embeddings_and_output_weights else 0
-    return matmul_parameters(model) + model.num_layers * layer_extras + norm + positions + untied
 
 
 def flops_per_token(model: ModelConfig, *, causal: bool) -> float:
@@ -72,12 +53,14 @@ def flops_per_token(model: ModelConfig, *, causal: bool) -> float:
     return 6.0 * matmul_parameters(model) + attention
 
 
-def layer_flops(model: ModelConfig) -> list[float]:
-    """FLOPs of a token's forward pass in each layer of ``gpt_layers``: lookups and norms count nothing beside the
-    matrix products and the causal half of attention."""
-    block = 2.0 * _layer_matmul_parameters(model) + 2.0 * query_width(model) * model.seq_length
-    head = 2.0 * model.hidden_size * model.padded_vocab_size
-    return [0.0, 0.0, *[block] * model.num_layers, 0.0, head]
+def block_flops(model: ModelConfig) -> float:
+    """FLOPs of a token's forward pass in one block: its matrix products and the causal half of attention."""
+    return 2.0 * _layer_matmul_parameters(model) + 2.0 * query_width(model) * model.seq_length
+
+
+def head_flops(model: ModelConfig) -> float:
+    """FLOPs of a token's forward pass in the LM head."""
+    return 2.0 * model.hidden_size * model.padded_vocab_size
 
 
 def tflops_per_gpu(model: ModelConfig, tokens_per_s_per_gpu: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,17 +24,27 @@ BUCKET_ELEMENTS = 1 << 23
 for: small ones do so less, but have to take longer than Python needs between two."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Buffers:
-    """Master weights and moments of one bucket."""
+    """Master weights and optimizer state of one bucket.
 
-    weights: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    Attributes:
+        vectors: ``weights`` and each of the optimizer's states -> [n].
+    """
 
-    def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As :meth:`CpuAdam.steps <gptpar.optim.cpu_adam.CpuAdam.steps>` takes them."""
-        return self.weights, self.exp_avg, self.exp_avg_sq
+    vectors: Mapping[str, torch.Tensor]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self.vectors["weights"]
+
+    def all(self) -> tuple[torch.Tensor, ...]:
+        """As the kernel takes them."""
+        return tuple(self.vectors.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(vector.nbytes for vector in self.vectors.values())
 
 
 @dataclass(frozen=True)
@@ -129,19 +139,26 @@ class Bucket:
         self.grad = self.partial = self.speculated_with = None
 
 
-def cut_piece(
-    piece: OffloadedPartition, parameters: torch.Tensor, dtype: torch.dtype, folder: Path | None
+def buckets_of(
+    partition: OffloadedPartition,
+    parameters: torch.Tensor,
+    names: Sequence[str],
+    dtype: torch.dtype,
+    folder: Path | None,
 ) -> Iterator[Bucket]:
-    """A piece's buckets, with state that is zero; with a folder, in files there.
+    """A partition's buckets, with state that is zero; with a folder, in files there.
 
     Equal ones: a small one would cost as much time at its begin and end as a large one.
+
+    Args:
+        names: of the vectors that the optimizer updates.
     """
-    size = -(-piece.length // -(-piece.length // BUCKET_ELEMENTS))
-    for start in range(0, piece.length, size):
-        stop = min(start + size, piece.length)
-        part = piece.between(start, stop)
-        state = new_buffers(stop - start, dtype, folder)
-        yield Bucket(piece.unit, start, stop, part.spans, part.counted, state, parameters[start:stop])
+    size = -(-partition.length // -(-partition.length // BUCKET_ELEMENTS))
+    for start in range(0, partition.length, size):
+        stop = min(start + size, partition.length)
+        part = partition.between(start, stop)
+        state = new_buffers(names, stop - start, dtype, folder)
+        yield Bucket(partition.unit, start, stop, part.spans, part.counted, state, parameters[start:stop])
 
 
 def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
@@ -150,11 +167,12 @@ def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
         elements -= bucket.stop - bucket.start
         if elements < 0:
             break
-        bucket.double_buffer = new_buffers(bucket.stop - bucket.start, bucket.buffers.weights.dtype)
+        old = bucket.buffers
+        bucket.double_buffer = new_buffers(list(old.vectors), len(old.weights), old.weights.dtype)
 
 
 def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """(unit, first element within its offloaded range, values) of ``weights``, ``exp_avg``, ``exp_avg_sq`` or ``grad``.
+    """(unit, first element within its offloaded range, values) of ``weights``, one of the states, or ``grad``.
 
     Gradients, which may have come in 16 bits, are given in the masters' dtype.
     """
@@ -164,22 +182,27 @@ def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, t
             assert grad is not None
             yield bucket.unit, bucket.start, grad.tensor().to(bucket.buffers.weights.dtype)
         else:
-            yield bucket.unit, bucket.start, getattr(bucket.buffers, kind)
+            yield bucket.unit, bucket.start, bucket.buffers.vectors[kind]
 
 
 def bytes_of(buckets: Sequence[Bucket]) -> tuple[int, int]:
-    """Memory of masters and moments, and of their double buffers."""
-    sizes = [(b.stop - b.start) * 3 * b.buffers.weights.element_size() for b in buckets]
-    return sum(sizes), sum(size for size, b in zip(sizes, buckets, strict=True) if b.double_buffer is not None)
+    """Memory of master weights and optimizer state, and of their double buffers."""
+    doubled = (b.double_buffer.nbytes for b in buckets if b.double_buffer is not None)
+    return sum(b.buffers.nbytes for b in buckets), sum(doubled)
 
 
-def new_buffers(length: int, dtype: torch.dtype, folder: Path | None = None) -> Buffers:
-    """State that is zero; written to, so that the memory is really there."""
-    if folder is None:
-        stride = -(-length * dtype.itemsize // pages.LINE_BYTES) * pages.LINE_BYTES
-        thirds = pages.zeros(3 * stride).split(stride)  # one mapping: a process may have only so many
-        return Buffers(*(third[: length * dtype.itemsize].view(dtype) for third in thirds))
-    return Buffers(*(_in_file(length, dtype, folder) for _ in range(3)))
+def new_buffers(names: Sequence[str], length: int, dtype: torch.dtype, folder: Path | None = None) -> Buffers:
+    """State that is zero; written to, so that the memory is really there.
+
+    Args:
+        names: of the vectors.
+    """
+    if folder is not None:
+        return Buffers({name: _in_file(length, dtype, folder) for name in names})
+    num_bytes = length * dtype.itemsize
+    stride = -(-num_bytes // pages.LINE_BYTES) * pages.LINE_BYTES
+    memory = pages.zeros(len(names) * stride).split(stride)  # one mapping: a process may have only so many
+    return Buffers({name: part[:num_bytes].view(dtype) for name, part in zip(names, memory, strict=True)})
 
 
 def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:

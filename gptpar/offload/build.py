@@ -15,6 +15,7 @@ from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.transfers import RING_BYTES
+from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.spans import OffloadedPartition
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import place_on_machine
@@ -22,7 +23,7 @@ from gptpar.system.host import place_on_machine
 
 def make_host_optimizer(
     config: Config,
-    pieces: Sequence[OffloadedPartition],
+    partitions: Sequence[OffloadedPartition],
     parameters: Mapping[str, torch.Tensor],
     device: torch.device,
     dtype: torch.dtype,
@@ -34,24 +35,30 @@ def make_host_optimizer(
     """The CPU optimizer, or ``None`` where it has nothing to do.
 
     Args:
-        pieces: in forward order.
-        parameters: unit -> the model's parameters on the device, as long as the unit's piece.
+        partitions: in forward order.
+        parameters: unit -> the model's parameters on the device, as long as the unit's partition.
         dtype: of the model's parameters.
-        wide: of master weights and moments.
+        wide: of master weights and optimizer state.
         partial_unit: the unit whose partial gradient will be submitted.
         sums: whether gradients are sums, which travel in the masters' dtype.
 
     Raises:
         GptparError: the host's memory does not suffice; before the state is allocated.
     """
-    elements = sum(piece.length for piece in pieces)
-    kept = sum(dtype.itemsize * piece.length for piece in pieces if partial_unit and piece.unit == partial_unit.name)
+    elements = sum(partition.length for partition in partitions)
+    kept = sum(
+        dtype.itemsize * partition.length
+        for partition in partitions
+        if partial_unit and partition.unit == partial_unit.name
+    )
     if not elements:
         return None
-    itemsize = (wide if sums else dtype).itemsize
+    optimizer = OPTIMIZERS[config.optimizer.optimizer]
+    itemsize, element_bytes = (wide if sums else dtype).itemsize, optimizer.state_bytes(wide.itemsize)
     at_once = config.offload.gradients_leave_at_once
     return build_host_optimizer(
-        pieces,
+        optimizer,
+        partitions,
         parameters,
         device,
         itemsize,
@@ -60,7 +67,11 @@ def make_host_optimizer(
         folder=None if config.offload.optimizer_nvme_path is None else Path(config.offload.optimizer_nvme_path),
         threads=config.offload.cpu_optimizer_threads,
         speculated_elements=_speculated_elements(
-            config, elements, wide, kept, copying_bytes(elements, itemsize, len(pieces)) if at_once else RING_BYTES
+            config,
+            elements,
+            element_bytes,
+            kept,
+            copying_bytes(elements, itemsize, len(partitions)) if at_once else RING_BYTES,
         ),
         partial_unit=None if partial_unit is None else partial_unit.name,
         gradients_leave_at_once=at_once,
@@ -68,16 +79,16 @@ def make_host_optimizer(
 
 
 def _speculated_elements(
-    config: Config, elements: int, wide: torch.dtype, kept: int = 0, transfer_bytes: int = RING_BYTES
+    config: Config, elements: int, element_bytes: int, kept: int = 0, transfer_bytes: int = RING_BYTES
 ) -> int:
     """For how many elements there is room for double buffers; see ``--offload-speculation``."""
     if config.offload.optimizer_nvme_path is not None:
-        _require_disk(Path(config.offload.optimizer_nvme_path), 3 * wide.itemsize * elements * place_on_machine()[1])
+        _require_disk(Path(config.offload.optimizer_nvme_path), element_bytes * elements * place_on_machine()[1])
         return 0
     ratio = config.offload.least_ratio
     return room_for_speculation(
         elements,
-        wide,
+        element_bytes,
         config.offload.offload_speculation,
         kept,
         transfer_bytes=transfer_bytes,

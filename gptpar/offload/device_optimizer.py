@@ -1,4 +1,4 @@
-"""AdamW over any parameters' elements that the device updates, beside a CPU optimizer for the others."""
+"""An elementwise optimizer over those elements of any parameters that the device updates, not the CPU optimizer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.device_adam import DeviceAdam, Piece, make_device_adam
+from gptpar.optim.elementwise import DeviceKernel, ElementwiseOptimizer, Hyperparameters, UpdateVectors
+from gptpar.optim.torch_kernels import make_device_kernel
 
 
 @dataclass
@@ -22,31 +22,39 @@ class _StepGroup:
 
     group: int
     steps: torch.Tensor
-    adam: DeviceAdam
+    kernel: DeviceKernel
     units: list[str] = field(default_factory=list)
 
 
 class DeviceOptimizer:
-    """AdamW as :mod:`gptpar.optim.adam_update` defines it; nothing waits for the device.
+    """Nothing waits for the device.
 
     Args:
-        live: unit -> [n] the parameters' memory, all in one number format or its 16-bit relatives. 16-bit ones get
-            fp32 masters; the others are their own.
+        optimizer: which update.
+        parameters: unit -> [n] the model parameters' memory, all in one number format, or 16-bit and fp32. 16-bit
+            ones get fp32 master weights; the others are their own.
         groups: unit -> number of its group.
 
     Attributes:
         masters: unit -> [n] master weights.
     """
 
-    def __init__(self, live: Mapping[str, torch.Tensor], groups: Mapping[str, int]):
+    def __init__(
+        self, optimizer: ElementwiseOptimizer, parameters: Mapping[str, torch.Tensor], groups: Mapping[str, int]
+    ):
+        self._optimizer = optimizer
         self.masters = {
-            unit: values.detach().to(torch.promote_types(values.dtype, torch.float32)) for unit, values in live.items()
+            unit: values.detach().to(torch.promote_types(values.dtype, torch.float32))
+            for unit, values in parameters.items()
         }
-        self._live = {unit: values for unit, values in live.items() if values.dtype.itemsize == 2}
-        self._moments = {unit: (torch.zeros_like(p), torch.zeros_like(p)) for unit, p in self.masters.items()}
+        self._parameters = {unit: values for unit, values in parameters.items() if values.dtype.itemsize == 2}
+        self._vectors = {
+            unit: {"weights": p, **{name: torch.zeros_like(p) for name in optimizer.states}}
+            for unit, p in self.masters.items()
+        }
         self._groups = dict(groups)
         self._step_groups: list[_StepGroup] = []
-        self._take_steps(dict.fromkeys(live, 0))
+        self._take_steps(dict.fromkeys(parameters, 0))
 
     @torch.no_grad()
     def step(
@@ -70,13 +78,13 @@ class DeviceOptimizer:
             if step_group.units[0] not in grads:
                 continue
             how = hyperparameters[step_group.group]
-            step = step_group.adam.begin_step(how, norm, loss_scale, max_norm, step_group.steps)
+            step = step_group.kernel.begin_step(how, norm, loss_scale, max_norm, step_group.steps)
             for unit in step_group.units:
-                step.update(self._piece(unit, grads[unit]))
+                step.update(self._call(unit, grads[unit]))
 
-    def _piece(self, unit: str, grad: torch.Tensor) -> Piece:
-        vectors = self.masters[unit], *self._moments[unit], grad
-        return Piece(vectors, self._live.get(unit), ((0, len(grad), True),))
+    def _call(self, unit: str, grad: torch.Tensor) -> UpdateVectors:
+        vectors = *self._vectors[unit].values(), grad
+        return UpdateVectors(vectors, self._parameters.get(unit), ((0, len(grad), True),))
 
     def _separate(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Count apart, from now on, what takes a step and what does not."""
@@ -87,7 +95,7 @@ class DeviceOptimizer:
                 self._step_groups.append(self._new_step_group(step_group.group, step_group.steps.clone(), staying))
 
     def _new_step_group(self, group: int, steps: torch.Tensor, units: list[str]) -> _StepGroup:
-        return _StepGroup(group, steps, make_device_adam(self.masters[units[0]]), units)
+        return _StepGroup(group, steps, make_device_kernel(self._optimizer, self.masters[units[0]]), units)
 
     def _take_steps(self, steps: Mapping[str, int]) -> None:
         """Go on as if each unit had taken so many steps."""
@@ -100,10 +108,8 @@ class DeviceOptimizer:
             self._step_groups.append(self._new_step_group(group, counter, units))
 
     def values(self, unit: str, kind: str) -> torch.Tensor:
-        """[n] live ``weights``, ``exp_avg`` or ``exp_avg_sq``; of a unit that is not here, none."""
-        if unit not in self.masters:
-            return torch.empty(0)
-        return self.masters[unit] if kind == "weights" else self._moments[unit][kind == "exp_avg_sq"]
+        """[n] ``weights`` or one of the states; of a unit that is not here, none."""
+        return self._vectors[unit][kind] if unit in self._vectors else torch.empty(0)
 
     @property
     def steps_taken(self) -> dict[str, int]:

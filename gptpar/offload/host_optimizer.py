@@ -1,4 +1,4 @@
-"""AdamW over elements whose master weights and moments live in host memory.
+"""An elementwise optimizer over elements whose master weights and state live in host memory.
 
 A thread of its own (:mod:`~gptpar.offload.updating_thread`) updates them in buckets while the device works: in the
 order of the forward pass, in which each layer waits for its own buckets only. Two ways to win time, with the same
@@ -22,20 +22,19 @@ import torch
 from torch.profiler import record_function
 
 from gptpar.offload.bucket_state import HAS_FINAL, BucketState, ForbiddenEvent
-from gptpar.offload.buckets import Bucket, add_double_buffers, bytes_of, cut_piece, parts_of
+from gptpar.offload.buckets import Bucket, add_double_buffers, buckets_of, bytes_of, parts_of
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.index_ranges import between
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.switch_interval import SWITCH_INTERVAL
 from gptpar.offload.transfers import Transfers
 from gptpar.offload.updating_thread import UpdatingThread
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import HostKernel, Hyperparameters
 from gptpar.optim.spans import OffloadedPartition
 
 SWITCH_SECONDS = 5e-5
-"""How long a thread may keep Python to itself. By default that is 5 ms, for which the updating thread, back from a
-bucket, would wait while the training loop launches work."""
+"""How long a thread may keep Python's lock. The default is 5 ms: so long the updating thread would wait after each
+bucket while the training loop launches work."""
 
 CLOSE_SECONDS = 60.0
 
@@ -46,17 +45,16 @@ class HostOptimizer(UpdatingThread):
     While it lives, Python switches between threads more often.
 
     Args:
-        pieces: each unit's offloaded range, in forward order.
+        partitions: each unit's offloaded range, in forward order.
         parameters: unit -> the model's parameters on the device, as long as the unit's offloaded range.
-        dtype: of master weights and moments.
+        dtype: of master weights and optimizer state.
         clip_grad: the largest gradient norm that is not clipped (0: any).
-        adam: the kernel.
+        kernel: updates buckets; its states are the optimizer's.
         transfers: copies between host and device.
         folder: on a disk where the state is to be kept.
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
         speculated_elements: see :meth:`add_double_buffers`.
-        partial_unit: the unit for which partial gradients may be submitted. They are of use for its buckets that have
-            a double buffer.
+        partial_unit: the unit whose partial gradients may be submitted; only its buckets with a double buffer use them.
         log: is told what happens to each bucket.
 
     Attributes:
@@ -67,12 +65,12 @@ class HostOptimizer(UpdatingThread):
 
     def __init__(
         self,
-        pieces: Sequence[OffloadedPartition],
+        partitions: Sequence[OffloadedPartition],
         parameters: Mapping[str, torch.Tensor],
         *,
         dtype: torch.dtype,
         clip_grad: float,
-        adam: CpuAdam,
+        kernel: HostKernel,
         transfers: Transfers,
         folder: Path | None = None,
         cores: Sequence[int] | None = None,
@@ -80,13 +78,20 @@ class HostOptimizer(UpdatingThread):
         partial_unit: str | None = None,
         log: EventLog | None = None,
     ):
-        buckets = [b for piece in pieces for b in cut_piece(piece, parameters[piece.unit], dtype, folder)]
-        super().__init__(buckets, adam=adam, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
-        self._of_unit: dict[str, list[Bucket]] = {piece.unit: [] for piece in pieces}
+        # Buckets first: the thread's half works on them. Double buffers before what partial gradients need, which only
+        # buckets with a double buffer get. The thread starts last, when nothing is added any more.
+        names = ("weights", *kernel.states)
+        buckets = [
+            b
+            for partition in partitions
+            for b in buckets_of(partition, parameters[partition.unit], names, dtype, folder)
+        ]
+        super().__init__(buckets, kernel=kernel, transfers=transfers, clip_grad=clip_grad, cores=cores, log=log)
+        self._of_unit: dict[str, list[Bucket]] = {partition.unit: [] for partition in partitions}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
             bucket.own_slot = transfers.own_slot(bucket.parameters.nbytes)
-        self.waited_s, self.num_elements = 0.0, sum(piece.length for piece in pieces)
+        self.waited_s, self.num_elements = 0.0, sum(partition.length for partition in partitions)
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
         self.add_double_buffers(speculated_elements)
@@ -126,9 +131,9 @@ class HostOptimizer(UpdatingThread):
         A second one before the step replaces the first.
 
         Args:
-            formed: the gradient is partial: its first elements are formed, so many, and may change in the ranges that
-                were expected. More of it may be submitted, and it will be when it is final; the memory may be the same.
-                Until then the step may be speculated with it.
+            formed: how many of the gradient's elements, the first ones, are formed, where it is partial. They may still
+                change in the ranges that :meth:`expect_open_ranges` named. The step may be speculated with them. More
+                of the gradient may be submitted, and all of it when it is final; the memory may be the same.
 
         Raises:
             ForbiddenEvent: the unit's last step is not done.
@@ -172,7 +177,7 @@ class HostOptimizer(UpdatingThread):
             ForbiddenEvent: one was not.
         """
         unclipped = StepHyperparameters(hyperparameters, loss_scale)
-        self._announce(StepRequest(self._transfers.later(norm), unclipped, without))
+        self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without))
 
     def cancel(self, *, wait: bool = True) -> None:
         """Forget the gradients of the coming step; parameters have the last step's values again.
@@ -180,7 +185,7 @@ class HostOptimizer(UpdatingThread):
         Args:
             wait: whether to return only when they have.
         """
-        not_finite = self._transfers.later(torch.tensor(float("nan")))
+        not_finite = self._transfers.read_scalar(torch.tensor(float("nan")))
         self._announce(StepRequest(not_finite, None, frozenset(self._of_unit)))
         if wait:
             self.finish()
@@ -277,7 +282,7 @@ class HostOptimizer(UpdatingThread):
         return self._of_unit[unit][0].steps
 
     def set_steps(self, unit: str, count: int) -> None:
-        """Go on as if there had been so many."""
+        """Continue as if the unit had been updated ``count`` times."""
         self.finish()
         for bucket in self._of_unit[unit]:
             bucket.steps = count
@@ -291,17 +296,17 @@ class HostOptimizer(UpdatingThread):
         """Sum of squares of the master weights that this process counts."""
         self.finish()
         return sum(
-            self._adam.square(bucket.buffers.weights[start:stop])
+            self._kernel.square(bucket.buffers.weights[start:stop])
             for bucket in self._buckets
             for start, stop in bucket.counted
         )
 
     @property
     def state_bytes(self) -> tuple[int, int]:
-        """Memory of masters and moments, and of their double buffers."""
+        """Memory of master weights and optimizer state, and of their double buffers."""
         return bytes_of(self._buckets)
 
     @property
     def kernel(self) -> str:
         """What updates, in a few words."""
-        return f"{self._adam.isa}, {self._adam.threads} thread(s)"
+        return f"{self._kernel.isa}, {self._kernel.threads} thread(s)"

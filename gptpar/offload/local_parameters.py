@@ -134,9 +134,10 @@ def problems_of_hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[str
     """Sentences on the groups' hyperparameters, each once."""
     problems: dict[str, None] = {}
     for group in groups:
-        wrong = [name for name in ("lr", "eps", "weight_decay") if not group[name] >= 0]
+        wrong = [name for name in ("lr", "eps", "weight_decay") if name in group and not group[name] >= 0]
         problems |= dict.fromkeys(f"{name} is {group[name]}, not at least 0" for name in wrong)
-        problems |= dict.fromkeys(f"beta {beta} is not in [0, 1)" for beta in group["betas"] if not 0 <= beta < 1)
+        betas = group.get("betas", ())
+        problems |= dict.fromkeys(f"beta {beta} is not in [0, 1)" for beta in betas if not 0 <= beta < 1)
     return list(problems)
 
 

@@ -12,8 +12,10 @@ from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import CopyingGpuTransfers, CopyingSameMemory, max_bytes_waiting
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
-from gptpar.optim.cpu_adam import CpuAdam, default_threads
+from gptpar.optim.cpu_adam import default_threads
+from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.spans import OffloadedPartition
+from gptpar.optim.torch_kernels import make_host_kernel
 from gptpar.system.host import available_memory, place_on_machine, share_of_cores
 
 KEPT_FREE = 0.1
@@ -21,7 +23,8 @@ KEPT_FREE = 0.1
 
 
 def build_host_optimizer(
-    pieces: Sequence[OffloadedPartition],
+    optimizer: ElementwiseOptimizer,
+    partitions: Sequence[OffloadedPartition],
     parameters: Mapping[str, torch.Tensor],
     device: torch.device,
     itemsize: int,
@@ -37,10 +40,11 @@ def build_host_optimizer(
     """The CPU optimizer on this process's cores, with copies to and from the device.
 
     Args:
-        pieces: in forward order, at least one.
+        optimizer: which update.
+        partitions: in forward order, at least one.
         parameters, partial_unit: see :class:`HostOptimizer`.
         itemsize: bytes of the widest element that travels, in a gradient or in new parameters.
-        wide: of master weights and moments.
+        wide: of master weights and optimizer state.
         folder: on a disk that the state is to be kept on.
         threads: of the kernel; default: this process's cores but two.
         gradients_leave_at_once: see :mod:`gptpar.offload.copying_transfers`.
@@ -48,12 +52,14 @@ def build_host_optimizer(
     place, count = place_on_machine()
     cores = share_of_cores(place, count)
     return HostOptimizer(
-        pieces,
+        partitions,
         parameters,
         dtype=wide,
         clip_grad=clip_grad,
-        adam=CpuAdam(threads or default_threads(cores)),
-        transfers=_make_transfers([piece.length for piece in pieces], device, itemsize, gradients_leave_at_once),
+        kernel=make_host_kernel(optimizer, threads or default_threads(cores)),
+        transfers=_make_transfers(
+            [partition.length for partition in partitions], device, itemsize, gradients_leave_at_once
+        ),
         folder=folder,
         cores=cores if count > 1 else None,
         speculated_elements=speculated_elements,
@@ -74,7 +80,7 @@ def _make_transfers(lengths: list[int], device: torch.device, itemsize: int, at_
 
 def room_for_speculation(
     elements: int,
-    wide: torch.dtype,
+    element_bytes: int,
     wish: str,
     kept: int = 0,
     *,
@@ -86,7 +92,7 @@ def room_for_speculation(
     """For how many of the host's elements there is room for speculation.
 
     Args:
-        wide: of master weights and moments.
+        element_bytes: of an element's master weight and state.
         wish: ``off``, ``on`` or ``auto``: as much as fits.
         kept: bytes of parameters' values that are kept for those that speculate.
         transfer_bytes: pinned memory for gradients and parameters.
@@ -97,11 +103,11 @@ def room_for_speculation(
     """
     _, processes = place_on_machine()
     free = int(available_memory() * (1 - KEPT_FREE)) // processes
-    state = 3 * wide.itemsize * elements
+    state = element_bytes * elements
     room = free - state - transfer_bytes
     needed = 2 * state + kept if wish == "on" else state
     if free and room < needed - state:
-        what = f"masters and moments, twice for {option}" if wish == "on" else "masters and moments"
+        what = "master weights and optimizer state" + (f", twice for {option}" if wish == "on" else "")
         raise GptparError(
             f"{asker} needs {_gib(needed + transfer_bytes)} of host memory in each of {processes} process(es) on this "
             f"machine ({what} of {elements:,} elements, and {_gib(transfer_bytes)} for transfers), and {_gib(free)} "
@@ -109,7 +115,7 @@ def room_for_speculation(
         )
     if wish == "off":
         return 0
-    return elements if wish == "on" or not free else min(elements, max(0, room - kept) // (3 * wide.itemsize))
+    return elements if wish == "on" or not free else min(elements, max(0, room - kept) // element_bytes)
 
 
 def _gib(count: int) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from gptpar.offload.local_parameters import LocalParameter, local_of
+from gptpar.optim.adamw import ADAMW
 
 Views = Callable[[str], Iterator[tuple[LocalParameter, int, torch.Tensor]]]
-"""(parameter, first element, live values) of ``weights``, ``exp_avg`` or ``exp_avg_sq``."""
+"""(parameter, first element, values, no copies) of ``weights`` or one of AdamW's moments."""
 
-NAMES = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("weights", "master"))
+NAMES = (*((name, name) for name in ADAMW.states), ("weights", "master"))
 """Names of the state here, and torch's names, which are saved."""
 
 

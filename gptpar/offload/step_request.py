@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gptpar.offload.transfers import Later
-from gptpar.optim.adam_update import Hyperparameters, clipped_divisor
+from gptpar.offload.transfers import PendingScalar
+from gptpar.optim.elementwise import Hyperparameters, clipped_divisor
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StepRequest:
         without: units that have no gradient and stay as they are.
     """
 
-    norm: Later
+    norm: PendingScalar
     unclipped: StepHyperparameters | None
     without: frozenset[str]
 

@@ -20,7 +20,8 @@ RING_BYTES = 1 << 30
 """Pinned memory for what is travelling, whatever the model's size."""
 
 RESERVED = 2
-"""Slots for gradients that only the updating thread may take: it would wait for ever if later ones held them all."""
+"""Slots that only the updating thread may take. Without them, later gradients could fill the ring, and it would wait
+for ever."""
 
 NUMBERS = 16
 """Places for scalars that are on their way, used in turn; two at most are."""
@@ -69,20 +70,20 @@ class D2HCopy(Protocol):
         """Whether :meth:`tensor` would return at once."""
 
     def tensor(self) -> torch.Tensor:
-        """The values in host memory, once they are there; valid until :meth:`release`."""
+        """Wait for the values in host memory; they are valid until :meth:`release`."""
 
     def release(self) -> None:
-        """Give up the room in host memory, if it has any; :meth:`begin` would bring the values once more."""
+        """Give back the slot, if it has one; :meth:`begin` would copy the values once more."""
 
 
-class Later(Protocol):
-    """A scalar that the device may still have to compute."""
+class PendingScalar(Protocol):
+    """A scalar of the device, which may still be computing it."""
 
     def known(self) -> bool:
         """Whether :meth:`value` would return at once."""
 
     def value(self) -> float:
-        """It, once it is there."""
+        """Wait for the scalar."""
 
 
 class H2DCopy(Protocol):
@@ -90,49 +91,49 @@ class H2DCopy(Protocol):
 
     @property
     def values(self) -> torch.Tensor:
-        """Host memory in which they can be written, from now on: what was sent from it before has left."""
+        """Host memory to write them to. Waits until what was sent from it before has left."""
 
     def send(self) -> Callable[[bool], None]:
-        """Start the way of what was written.
+        """Start the copy of what was written.
 
-        The result, called anywhere, lets later work on the device wait for it; given ``True`` it returns when it is
-        there.
+        The result, called on any stream, makes later work on the device wait for the copy. Called with ``True``, it
+        returns when the copy is done.
         """
 
 
 class Transfers(Protocol):
-    """A way to and from a device."""
+    """Copies between host memory and one device."""
 
     def enter_thread(self) -> None:
         """To be called once by the updating thread."""
 
     def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
-        """Begin to bring a finished gradient to the host, behind what the device was given so far.
+        """Begin the D2H copy of a final gradient, behind the work that the device was given so far.
 
         Args:
-            slot: the bucket's own, or one that was set aside, of which the gradient before is not needed any more.
+            slot: reserved for this bucket; the gradient that it held is not needed any more. ``None``: the ring's.
         """
 
     def own_slot(self, num_bytes: int) -> Slot | None:
-        """Room for each gradient of one bucket; ``None``: the bucket's gradients share a ring with the others'."""
+        """Reserve host memory for one bucket's gradients; ``None``: they go through the ring."""
 
     def hold_back(self) -> None:
         """Wait while too many submitted gradients keep memory of the device. To be called without a lock."""
 
     def reserve_slot(self) -> Slot | None:
-        """A slot for gradients that have to come as soon as they are made; ``None``: none is needed, or to spare."""
+        """Take a slot out of the ring for one bucket's partial gradients; ``None``: none is needed, or none is free."""
 
     def outgoing(self, target: torch.Tensor) -> H2DCopy:
-        """A way for the new values of ``target``; at most two may be open, that were not sent."""
+        """Prepare an H2D copy to ``target``. At most two may be unsent at a time."""
 
     def keeping(self, target: torch.Tensor) -> H2DCopy:
-        """A way for ``target`` alone, to be used again and again: its memory keeps values until they are sent."""
+        """Prepare an H2D copy to ``target`` with host memory of its own, which keeps the values until they are sent."""
 
-    def later(self, number: torch.Tensor) -> Later:
-        """A scalar of the device, to be read from another thread."""
+    def read_scalar(self, number: torch.Tensor) -> PendingScalar:
+        """Begin to bring a scalar of the device to the host, for another thread to read."""
 
     def close(self) -> None:
-        """Give back what was reserved, when all has arrived; there are no transfers afterwards."""
+        """Wait for all copies and give back the memory; there are no copies afterwards."""
 
 
 class SameMemory:
@@ -141,7 +142,7 @@ class SameMemory:
     def enter_thread(self) -> None: ...
 
     def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
-        return _Here(grad)
+        return _CpuGradient(grad)
 
     def own_slot(self, num_bytes: int) -> Slot | None:
         return None
@@ -152,19 +153,19 @@ class SameMemory:
         return None
 
     def outgoing(self, target: torch.Tensor) -> H2DCopy:
-        return _InPlace(target)
+        return _WrittenInPlace(target)
 
     def keeping(self, target: torch.Tensor) -> H2DCopy:
-        return _Kept(torch.empty_like(target), target)
+        return _CopiedWhenSent(torch.empty_like(target), target)
 
-    def later(self, number: torch.Tensor) -> Later:
-        return _Number(number)
+    def read_scalar(self, number: torch.Tensor) -> PendingScalar:
+        return _CpuScalar(number)
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class _InPlace:
+class _WrittenInPlace:
     values: torch.Tensor
 
     def send(self) -> Callable[[bool], None]:
@@ -172,7 +173,7 @@ class _InPlace:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CopiedWhenSent:
     values: torch.Tensor
     target: torch.Tensor
 
@@ -181,7 +182,7 @@ class _Kept:
         return lambda block: None
 
 
-class _Number:
+class _CpuScalar:
     def __init__(self, number: torch.Tensor):
         self._number = number
 
@@ -192,7 +193,7 @@ class _Number:
         return self._number.item()
 
 
-class _Here:
+class _CpuGradient:
     def __init__(self, grad: torch.Tensor):
         self._grad = grad
 
@@ -234,7 +235,7 @@ def _slot_bytes(bucket_bytes: int) -> int:
 
 
 class GpuTransfers:
-    """Pinned rings and streams: gradients come in the order in which they are submitted, unless one is asked for.
+    """Pinned rings and streams. Gradients come in the order in which they are submitted, unless one is urgent.
 
     Args:
         num_buckets: buckets whose gradients share the ring.
@@ -258,7 +259,7 @@ class GpuTransfers:
         torch.cuda.set_device(self._device)
 
     def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
-        coming = _Coming(self, grad, slot)
+        coming = _GpuD2HCopy(self, grad, slot)
         if slot is not None:
             coming.start(self._reserved)
         elif len(self.free) > RESERVED:
@@ -275,19 +276,19 @@ class GpuTransfers:
 
     def outgoing(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":  # parameters that live in host memory, too
-            return _InPlace(target)
+            return _WrittenInPlace(target)
         slot, left = self._out[self._turn]
         self._turn = (self._turn + 1) % len(self._out)
-        return _Going(slot[: target.nbytes].view(target.dtype), target, left, self._outward)
+        return _GpuH2DCopy(slot[: target.nbytes].view(target.dtype), target, left, self._outward)
 
     def keeping(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":
-            return _Kept(torch.empty_like(target), target)
+            return _CopiedWhenSent(torch.empty_like(target), target)
         self._pinned.append(PinnedMemory(target.nbytes))
-        return _Going(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._outward)
+        return _GpuH2DCopy(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._outward)
 
-    def later(self, number: torch.Tensor) -> Later:
-        return _ComingNumber(number.to(self._device), next(self._numbers))
+    def read_scalar(self, number: torch.Tensor) -> PendingScalar:
+        return _GpuScalar(number.to(self._device), next(self._numbers))
 
     def close(self) -> None:
         for stream in (self.inward, self.overtaking, self._reserved, self._outward):
@@ -298,7 +299,7 @@ class GpuTransfers:
 
 
 @dataclass(frozen=True)
-class _Going:
+class _GpuH2DCopy:
     memory: torch.Tensor
     target: torch.Tensor
     left: torch.cuda.Event
@@ -319,7 +320,7 @@ class _Going:
         return lambda block: there.synchronize() if block else torch.cuda.current_stream().wait_event(there)
 
 
-class _ComingNumber:
+class _GpuScalar:
     """A number that a kernel writes into host memory: a copy would queue behind those of gradients."""
 
     def __init__(self, number: torch.Tensor, memory: torch.Tensor):
@@ -336,8 +337,8 @@ class _ComingNumber:
         return self._here.item()
 
 
-class _Coming:
-    """A gradient that waits on the device until there is a slot for it, unless it has one of its own."""
+class _GpuD2HCopy:
+    """A gradient that stays on the device until a slot of the ring is free, unless it has a slot of its own."""
 
     def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: Slot | None):
         self._transfers, self._grad = transfers, grad

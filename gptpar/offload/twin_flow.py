@@ -27,7 +27,8 @@ from gptpar.offload.local_parameters import (
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.overlap import Overlap
 from gptpar.offload.saved_state import follow_parameters, gather_state, place_state, problems_of_state
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adamw import ADAMW
+from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.grad_norm import square_of
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 
@@ -105,6 +106,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         self.offloaded = sum(local.offloaded for local in self._parameters)
         on_device = [local for local in self._parameters if local.on_device]
         self._device = DeviceOptimizer(
+            ADAMW,
             {local.unit: local.flat[: local.on_device] for local in on_device},
             {local.unit: local.group for local in on_device},
         )
@@ -127,13 +129,14 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         wide = torch.promote_types(self._parameters[0].flat.dtype, torch.float32)
         room = room_for_speculation(
             self.offloaded,
-            wide,
+            ADAMW.state_bytes(wide.itemsize),
             speculation,
             asker="TwinFlowAdamW",
             option="speculation='on'",
             remedy="lower offload_ratio, or divide the parameters over more processes",
         )
         host = build_host_optimizer(
+            ADAMW,
             [
                 OffloadedPartition(p.unit, n := p.offloaded, (GroupSpan(0, n, p.group),), ((0, n),))
                 for p in offloaded.values()
@@ -189,8 +192,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         return norm / torch.full_like(norm, self._loss_scale)  # a number would be inverted and multiplied on GPUs
 
     def _hyperparameters(self) -> tuple[Hyperparameters, ...]:
-        numbers = ((g["lr"], *g["betas"], g["eps"], g["weight_decay"]) for g in self.param_groups)
-        return tuple(Hyperparameters(*map(float, group)) for group in numbers)
+        return tuple(ADAMW.of_group(group) for group in self.param_groups)
 
     def _catch_up(self) -> None:
         """Let masters follow parameters that were changed from outside."""
@@ -295,7 +297,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     # State.
 
     def _state(self, kind: str) -> Iterator[tuple[LocalParameter, int, torch.Tensor]]:
-        """(parameter, first element, live values) of ``weights``, ``exp_avg`` or ``exp_avg_sq``, in order."""
+        """(parameter, first element, values, no copies) of ``weights`` or a moment, in order."""
         for local in self._parameters:
             if local.on_device:
                 yield local, 0, self._device.values(local.unit, kind)
@@ -314,7 +316,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.AdamW``'s, whatever the ratio, which can load it; a copy in host memory.
 
-        16-bit parameters have ``master`` (fp32) besides ``step``, ``exp_avg`` and ``exp_avg_sq``. The state of
+        16-bit parameters have ``master`` (fp32) besides ``step`` and the two moments. The state of
         DTensors is DTensors, placed as they are.
         """
         self.finish()

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from gptpar.offload.events import EventLog, What
 from gptpar.offload.next_action import Action, begin_copies, late_partials, next_action, speculable
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import D2HCopy, H2DCopy, Transfers
-from gptpar.optim.cpu_adam import AdamStep, CpuAdam, Done
+from gptpar.optim.elementwise import Done, HostKernel
 
 POLL_SECONDS = 2e-4
 
@@ -68,7 +68,7 @@ class UpdatingThread:
 
     Args:
         buckets: in forward order.
-        adam: the kernel.
+        kernel: updates buckets.
         transfers: copies between host and device.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
@@ -85,13 +85,13 @@ class UpdatingThread:
         self,
         buckets: Sequence[Bucket],
         *,
-        adam: CpuAdam,
+        kernel: HostKernel,
         transfers: Transfers,
         clip_grad: float,
         cores: Sequence[int] | None,
         log: EventLog | None,
     ):
-        self._buckets, self._adam, self._transfers, self._clip_grad = buckets, adam, transfers, clip_grad
+        self._buckets, self._kernel, self._transfers, self._clip_grad = buckets, kernel, transfers, clip_grad
         self._cores, self.log = cores, log
         self.busy_s, self.num_redone, self.num_ahead = 0.0, 0, 0
         self.latest_updates: deque[tuple[str, float, float]] = deque(maxlen=NUM_LATEST_UPDATES)
@@ -99,7 +99,7 @@ class UpdatingThread:
         self._expected: StepHyperparameters | None = None
         self._steps_to_back_off = 0
         self._at_work: _AtWork | None = None
-        self._groups: Sequence[AdamStep] = ()
+        self._groups: Sequence[Any] = ()
         self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
         self._failure: BaseException | None = None
         self._closing = False
@@ -138,7 +138,7 @@ class UpdatingThread:
         elif action is Action.FINISH_UPDATE:
             self._finish_update()
         elif action is Action.WAKE:
-            self._adam.wake()
+            self._kernel.wake()
         return action is not Action.END
 
     def _wait_for_action(self) -> tuple[Action, Bucket | None]:
@@ -245,15 +245,16 @@ class UpdatingThread:
         groups = self._groups_of(hyperparameters, bucket.steps + 1)
         ranges = [(span.start, span.stop, groups[span.group]) for span in bucket.spans]
         new = None if into is None else into.all()
-        wait = self._adam.order(*bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
+        wait = self._kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
         self._finish_update()
         self._at_work = _AtWork(bucket, copy, wait, bucket.grad, ends_with, sends)
 
-    def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[AdamStep]:
+    def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[Any]:
         """What the kernel is told of each group; most buckets of a step are told the same."""
         if self._groups_are_of != (hyperparameters, step):
             self._groups_are_of = (hyperparameters, step)
-            self._groups = [AdamStep(*group, step, hyperparameters.divisor) for group in hyperparameters.groups]
+            divisor = hyperparameters.divisor
+            self._groups = [self._kernel.step_of(group, step, divisor) for group in hyperparameters.groups]
         return self._groups
 
     def _finish_update(self) -> None:

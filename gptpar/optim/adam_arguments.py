@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptpar.optim.adam_update import Hyperparameters, UpdateNumbers, step_numbers
+from gptpar.optim.adam_update import AdamHyperparameters, UpdateNumbers, step_numbers
 
 GRAD_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -35,17 +35,15 @@ class AdamStep:
 
     def numbers(self) -> UpdateNumbers:
         """What the elements are updated with."""
-        how = Hyperparameters(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
+        how = AdamHyperparameters(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
         return step_numbers(how, self.step, self.divisor)
 
 
 def check_arguments(
-    p: Tensor,
-    m: Tensor,
-    v: Tensor,
+    state: Sequence[Tensor],
     grad: Tensor,
-    stretches: Sequence[tuple[int, int, AdamStep]],
-    into: tuple[Tensor, Tensor, Tensor] | None,
+    ranges: Sequence[tuple[int, int, AdamStep]],
+    into: Sequence[Tensor] | None,
     low: Tensor | None,
     only: np.ndarray | None,
 ) -> None:
@@ -54,12 +52,13 @@ def check_arguments(
     Raises:
         ValueError: naming every tensor and number that does not fit.
     """
-    length, state = p.numel(), (p.dtype if p.dtype == torch.float64 else torch.float32,)
-    wider = state if p.dtype == torch.float64 else ()
+    p, m, v = state
+    length, wide = p.numel(), (p.dtype if p.dtype == torch.float64 else torch.float32,)
+    wider = wide if p.dtype == torch.float64 else ()
     grads, lows = (*GRAD_TYPES, *wider), (torch.bfloat16, torch.float16, torch.float32, *wider)
-    given: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [("p", p, state), ("m", m, state), ("v", v, state)]
+    given: list[tuple[str, Tensor, tuple[torch.dtype, ...]]] = [("p", p, wide), ("m", m, wide), ("v", v, wide)]
     if into is not None:
-        given += [("into[0]", into[0], state), ("into[1]", into[1], state), ("into[2]", into[2], state)]
+        given += [("into[0]", into[0], wide), ("into[1]", into[1], wide), ("into[2]", into[2], wide)]
     given.append(("grad", grad, grads))
     if low is not None:
         given.append(("low", low, lows))
@@ -69,7 +68,7 @@ def check_arguments(
     if not problems:
         problems += _overlaps({name: tensor for name, tensor, _ in given})
     end = 0
-    for start, stop, how in stretches:
+    for start, stop, how in ranges:
         if not end <= start <= stop <= length:
             problems.append(f"elements {start} to {stop} do not lie between {end} and {length}")
         end = stop

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,17 +15,18 @@ from torch import Tensor
 
 from gptpar.errors import NativeBuildError
 from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, problems_of_tensor
-from gptpar.optim.adam_update import update
+from gptpar.optim.adam_update import STATES, AdamHyperparameters, change
+from gptpar.optim.elementwise import Done, update
+from gptpar.optim.torch_kernels import square_by_blocks, timed
 from gptpar.system import native
 from gptpar.system.host import cores
 
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
 _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam.cpp
-_SQUARE_BLOCK = 1 << 16
 
 # Packed: ctypes' structures take twice as long, which shows where a call's code is not in the caches.
 _STEP = struct.Struct("8P2i7f4x")  # GptparAdamStep in csrc/cpu_adam.cpp, field by field
-_STRETCH = struct.Struct("3q")  # GptparStretch in csrc/blocks.h
+_RANGE = struct.Struct("3q")  # GptparStretch in csrc/blocks.h
 
 
 class _Kernels(NamedTuple):
@@ -67,8 +67,8 @@ CORES_LEFT_FREE = 2
 """For the threads that launch the device's work and order updates: with one, the CPU optimizer held them up."""
 
 SHARE_LEFT_FREE = 5
-"""Of so many cores one is left free, if that is more. Of 16, 14 threads took up to 4 % less time than 13 for the
-updates, but the steps were no shorter, and on a busy host longer; with 15 both took a quarter longer."""
+"""One core in five is left free, where that is more than CORES_LEFT_FREE. On 16 cores, 14 threads needed up to 4 % less
+time for the updates than 13, but the steps were no shorter, and on a busy host longer; 15 needed a quarter more."""
 
 
 def default_threads(mine: Sequence[int] | None = None) -> int:
@@ -91,6 +91,8 @@ class CpuAdam:
         native: whether the compiled kernel is used. Otherwise one warning says why, and torch does the work.
     """
 
+    states: tuple[str, ...] = STATES
+
     _isa = -1  # the best that the processor has; tests compare the others
 
     def __init__(self, threads: int | None = None):
@@ -108,6 +110,10 @@ class CpuAdam:
         """The instruction set in use: ``scalar``, ``avx2`` or ``avx512``; ``torch`` without the compiled kernel."""
         return self._kernels.lasting.cpu_adam_isa(self._isa).decode() if self._kernels else "torch"
 
+    def step_of(self, how: AdamHyperparameters, step: int, divisor: float) -> AdamStep:
+        """What :meth:`order` is told of one group's elements."""
+        return AdamStep(*how, step, divisor)
+
     def step(
         self,
         p: Tensor,
@@ -120,17 +126,15 @@ class CpuAdam:
         low: Tensor | None = None,
     ) -> bool:
         """:meth:`steps` with the same numbers for all elements."""
-        return self.steps(p, m, v, grad, [(0, p.numel(), how)], into=into, low=low)
+        return self.steps((p, m, v), grad, [(0, p.numel(), how)], into=into, low=low)
 
     def steps(
         self,
-        p: Tensor,
-        m: Tensor,
-        v: Tensor,
+        state: Sequence[Tensor],
         grad: Tensor,
-        stretches: Sequence[tuple[int, int, AdamStep]],
+        ranges: Sequence[tuple[int, int, AdamStep]],
         *,
-        into: tuple[Tensor, Tensor, Tensor] | None = None,
+        into: Sequence[Tensor] | None = None,
         low: Tensor | None = None,
         only: np.ndarray | None = None,
     ) -> bool:
@@ -140,12 +144,12 @@ class CpuAdam:
         of that element. Who wants to skip such steps passes ``into`` and drops it, or calls ``square`` first.
 
         Args:
-            p, m, v: [n] contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's operators
-                are used.
+            state: [n] p, m and v, contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's
+                operators are used.
             grad: [n] fp32, bf16 or fp16; with fp64 parameters, fp64 as well.
-            stretches: (first element, the one behind the last, numbers of the step for those), one after the other;
+            ranges: (first element, the one behind the last, numbers of the step for those), one after the other;
                 elements between them stay as they are.
-            into: where the new p, m and v go, while p, m and v stay as they are; default: in place.
+            into: where the new p, m and v go, while the old ones stay as they are; default: in place.
             low: [n] in any dtype that a gradient may have: gets the new parameters, rounded to nearest even. It may be
                 ``grad`` itself, or lie in the same place.
             only: ranges (:mod:`~gptpar.offload.index_ranges`, in one piece) to which it may keep, because elsewhere the
@@ -154,21 +158,19 @@ class CpuAdam:
         Raises:
             ValueError: naming every tensor and number that does not fit.
         """
-        check_arguments(p, m, v, grad, stretches, into, low, only)
-        if self._kernels is None or p.dtype == torch.float64:
-            return _torch_steps((p, m, v), grad, stretches, into or (p, m, v), low)
-        call = _call((p, m, v, *(into or (p, m, v)), grad), low, stretches, only)
+        check_arguments(state, grad, ranges, into, low, only)
+        if self._kernels is None or state[0].dtype == torch.float64:
+            return _torch_steps(state, grad, ranges, into or state, low)
+        call = _call((*state, *(into or state), grad), low, ranges, only)
         return bool(_checked(self._kernels.lasting.cpu_adam_step(*call, self.threads, self._isa, None)))
 
     def order(
         self,
-        p: Tensor,
-        m: Tensor,
-        v: Tensor,
+        state: Sequence[Tensor],
         grad: Tensor,
-        stretches: Sequence[tuple[int, int, AdamStep]],
+        ranges: Sequence[tuple[int, int, AdamStep]],
         *,
-        into: tuple[Tensor, Tensor, Tensor] | None = None,
+        into: Sequence[Tensor] | None = None,
         low: Tensor | None = None,
         only: np.ndarray | None = None,
     ) -> Callable[[], Done]:
@@ -177,12 +179,12 @@ class CpuAdam:
         What it returns waits for their end, and is to be called once. The next can be prepared meanwhile. Torch's
         operators do their work when it is waited for.
         """
-        check_arguments(p, m, v, grad, stretches, into, low, only)
-        if self._kernels is None or p.dtype == torch.float64:
-            work = functools.partial(_torch_steps, (p, m, v), grad, stretches, into or (p, m, v), low)
-            return functools.partial(_timed, work)
-        tensors = (p, m, v, *(into or (p, m, v)), grad)
-        call = _call(tensors, low, stretches, only)
+        check_arguments(state, grad, ranges, into, low, only)
+        if self._kernels is None or state[0].dtype == torch.float64:
+            work = functools.partial(_torch_steps, state, grad, ranges, into or state, low)
+            return functools.partial(timed, work)
+        tensors = (*state, *(into or state), grad)
+        call = _call(tensors, low, ranges, only)
         ticket = _checked(self._kernels.brief.cpu_adam_order(*call, self.threads, self._isa))
         return functools.partial(_wait_for, self._kernels, ticket, (*tensors, low, only))
 
@@ -204,8 +206,7 @@ class CpuAdam:
         if problems:
             raise ValueError("; ".join(problems))
         if self._kernels is None or grad.dtype == torch.float64:
-            blocks = (block.double().numpy() for block in grad.detach().split(_SQUARE_BLOCK))
-            return float(sum(float(np.square(block).sum()) for block in blocks))
+            return square_by_blocks(grad)
         total = ctypes.c_double()
         kind = _TYPES[grad.dtype]
         _checked(
@@ -216,19 +217,6 @@ class CpuAdam:
         return total.value
 
 
-class Done(NamedTuple):
-    """A step that was made.
-
-    Attributes:
-        finite: whether every gradient was.
-        begin, end: when, as :func:`time.monotonic` has it.
-    """
-
-    finite: bool
-    begin: float
-    end: float
-
-
 def _wait_for(kernels: _Kernels, ticket: int, _in_use: tuple[object, ...]) -> Done:
     begin, end = ctypes.c_double(), ctypes.c_double()
     times = ctypes.byref(begin), ctypes.byref(end)
@@ -236,11 +224,6 @@ def _wait_for(kernels: _Kernels, ticket: int, _in_use: tuple[object, ...]) -> Do
     if code == _NOT_YET:
         code = kernels.lasting.cpu_adam_wait(ticket, True, *times)
     return Done(bool(_checked(code)), begin.value, end.value)
-
-
-def _timed(work: Callable[[], bool]) -> Done:
-    begin = time.monotonic()
-    return Done(work(), begin, time.monotonic())
 
 
 def _checked(code: int) -> int:
@@ -256,29 +239,30 @@ def _checked(code: int) -> int:
 def _call(
     tensors: Sequence[Tensor],
     low: Tensor | None,
-    stretches: Sequence[tuple[int, int, AdamStep]],
+    ranges: Sequence[tuple[int, int, AdamStep]],
     only: np.ndarray | None = None,
 ) -> tuple[bytes, int, bytes, int, int | None, int]:
     """What the kernel does and where, as it is told; ``tensors`` are p, m, v, their outputs and the gradient."""
     addresses = [t.data_ptr() for t in tensors]
     addresses.append(0 if low is None else low.data_ptr())
     types = _TYPES[tensors[-1].dtype], 0 if low is None else _TYPES[low.dtype]
-    steps = b"".join(_STEP.pack(*addresses, *types, *how.numbers()) for *_, how in stretches)
-    where = b"".join(_STRETCH.pack(start, stop, i) for i, (start, stop, _) in enumerate(stretches))
-    ranges, num_ranges = (None, 0) if only is None else (only.ctypes.data, len(only))
-    return steps, len(stretches), where, len(stretches), ranges, num_ranges
+    steps = b"".join(_STEP.pack(*addresses, *types, *how.numbers()) for *_, how in ranges)
+    where = b"".join(_RANGE.pack(start, stop, i) for i, (start, stop, _) in enumerate(ranges))
+    kept_to, num_kept_to = (None, 0) if only is None else (only.ctypes.data, len(only))
+    return steps, len(ranges), where, len(ranges), kept_to, num_kept_to
 
 
 def _torch_steps(
     state: Sequence[Tensor],
     grad: Tensor,
-    stretches: Sequence[tuple[int, int, AdamStep]],
+    ranges: Sequence[tuple[int, int, AdamStep]],
     into: Sequence[Tensor],
     low: Tensor | None,
 ) -> bool:
     finite = True
-    for start, stop, how in stretches:
+    for start, stop, how in ranges:
         old, new = ([t[start:stop] for t in of] for of in (state, into))
-        finite &= bool(grad[start:stop].isfinite().all())
-        update(old, grad[start:stop], how.numbers(), into=new, low=None if low is None else low[start:stop])
+        here, narrow, n = grad[start:stop], None if low is None else low[start:stop], how.numbers()
+        finite &= bool(here.isfinite().all())
+        update(change, old, here, n.scale, n.decay, n.own, into=new, low=narrow)
     return finite

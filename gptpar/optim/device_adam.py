@@ -1,80 +1,31 @@
-"""AdamW's update of vectors in a device's memory, by the fastest implementation of :mod:`gptpar.optim.adam_update`."""
+"""AdamW's fused update of vectors in a device's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from gptpar.kernels import gpu
 from gptpar.optim.adam_arguments import AdamStep
-from gptpar.optim.adam_update import (
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import (
     CLIP_EPS,
     MAX_STEP_BITS,
-    Hyperparameters,
-    UpdateNumbers,
+    DeviceKernel,
+    DeviceStep,
+    UpdateVectors,
     clipped_divisor,
-    step_numbers_on_device,
-    update,
 )
-from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.spans import ALIGNMENT
 
-Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Vectors that one call updates.
-
-    Attributes:
-        vectors: [n] weights, both moments, and the gradient, whose dtype is not wider than theirs.
-        live: [n] model parameters to be written, in a dtype of their own; ``None``: the weights are the parameters.
-        spans: (start, stop, whether they decay) of the elements to be updated. Others may be updated, too: their
-            gradients have to be zero.
-        decays: [blocks] whether elements decay, by blocks of ``ALIGNMENT``; ``None``: all do.
-    """
-
-    vectors: Vectors
-    live: torch.Tensor | None
-    spans: Sequence[tuple[int, int, bool]]
-    decays: torch.Tensor | None = None
-
-
-class DeviceStep(Protocol):
-    """One step of one family of parameter groups, whose numbers are known to the device."""
-
-    @property
-    def skipped(self) -> torch.Tensor:
-        """1.0 where the gradient's norm is not finite and nothing changes, else 0.0 (fp32 scalar)."""
-
-    def update(self, piece: Piece) -> None:
-        """Update some vectors."""
-
-
-class DeviceAdam(Protocol):
-    """Makes the steps of one family of parameter groups."""
-
-    def begin_step(
-        self, how: Hyperparameters, norm: torch.Tensor, loss_scale: float, max_norm: float, steps: torch.Tensor
-    ) -> DeviceStep:
-        """Count a step and compute its numbers, without waiting for a GPU.
-
-        Args:
-            how: the hyperparameters of the elements that decay; those of the others have a weight decay of 0.
-            norm: of the whole gradient, without the loss scale (fp64 scalar); if it is not finite, nothing changes.
-            max_norm: the gradient is clipped to this norm (0: never).
-            steps: steps so far (fp64 scalar on the device); raised by one, unless the step is skipped.
-        """
-
-
-def make_device_adam(like: torch.Tensor) -> DeviceAdam:
-    """The fastest implementation for vectors of this dtype on this device."""
+def device_adam(like: torch.Tensor) -> DeviceKernel | None:
+    """A fused kernel for master weights of this dtype on this device, if there is one."""
     if like.device.type == "cpu":
         return CpuDeviceAdam(CpuAdam(torch.get_num_threads()))
-    return TritonAdam(like.device) if gpu.takes(like) else TorchAdam(like.dtype)
+    return TritonAdam(like.device) if gpu.takes(like) else None
 
 
 class CpuDeviceAdam:
@@ -84,7 +35,7 @@ class CpuDeviceAdam:
         self._kernel = kernel
 
     def begin_step(
-        self, how: Hyperparameters, norm: torch.Tensor, loss_scale: float, max_norm: float, steps: torch.Tensor
+        self, how: AdamHyperparameters, norm: torch.Tensor, loss_scale: float, max_norm: float, steps: torch.Tensor
     ) -> DeviceStep:
         skipped = (~norm.isfinite()).float()
         steps += 1 - skipped
@@ -100,17 +51,17 @@ class _CpuStep:
     how: AdamStep | None
     skipped: torch.Tensor
 
-    def update(self, piece: Piece) -> None:
+    def update(self, this: UpdateVectors) -> None:
         if self.how is None:
             return
         without_decay = AdamStep(**{**vars(self.how), "weight_decay": 0.0})
-        ranges = [(start, stop, self.how if decays else without_decay) for start, stop, decays in piece.spans]
-        p, m, v, grad = piece.vectors
-        self.kernel.steps(p, m, v, grad, ranges, low=piece.live)
+        ranges = [(start, stop, self.how if decays else without_decay) for start, stop, decays in this.spans]
+        *state, grad = this.vectors
+        self.kernel.steps(state, grad, ranges, low=this.parameters)
 
 
 class TritonAdam:
-    """On a GPU, by Triton's kernels: one for the numbers, and one for each piece."""
+    """On a GPU, by Triton's kernels: one for the numbers, and one for each this."""
 
     def __init__(self, device: torch.device):
         self._given = torch.zeros(8, dtype=torch.float64, device=device)
@@ -119,7 +70,7 @@ class TritonAdam:
         self._numbers = torch.zeros(gpu.adam.NUM_NUMBERS, device=device)
 
     def begin_step(
-        self, how: Hyperparameters, norm: torch.Tensor, loss_scale: float, max_norm: float, steps: torch.Tensor
+        self, how: AdamHyperparameters, norm: torch.Tensor, loss_scale: float, max_norm: float, steps: torch.Tensor
     ) -> DeviceStep:
         wanted = (*how, loss_scale, max_norm, CLIP_EPS)
         for place, new, old in zip(self._places, wanted, self._filled, strict=True):
@@ -135,37 +86,6 @@ class _TritonStep:
     numbers: torch.Tensor
     skipped: torch.Tensor
 
-    def update(self, piece: Piece) -> None:
-        gpu.adam.update(*piece.vectors, piece.live, piece.decays, ALIGNMENT, self.numbers)
-
-
-class TorchAdam:
-    """By torch's operators, on any device.
-
-    Args:
-        dtype: of the master parameters.
-    """
-
-    def __init__(self, dtype: torch.dtype):
-        self._dtype = dtype
-
-    def begin_step(
-        self, how: Hyperparameters, norm: torch.Tensor, loss_scale: float, max_norm: float, steps: torch.Tensor
-    ) -> DeviceStep:
-        skipped = (~norm.isfinite()).float()
-        steps += 1 - skipped
-        number = steps.clamp(min=1.0)
-        return _TorchStep(step_numbers_on_device(how, number, norm, loss_scale, max_norm, self._dtype), skipped)
-
-
-@dataclass(frozen=True)
-class _TorchStep:
-    numbers: UpdateNumbers
-    skipped: torch.Tensor
-
-    def update(self, piece: Piece) -> None:
-        for start, stop, decays in piece.spans:
-            *state, grad = (vector[start:stop] for vector in piece.vectors)
-            numbers = self.numbers if decays else self.numbers._replace(decay=1.0)
-            low = None if piece.live is None else piece.live[start:stop]
-            update(state, grad, numbers, low=low, skipped=self.skipped)
+    def update(self, this: UpdateVectors) -> None:
+        p, m, v, grad = this.vectors
+        gpu.adam.update(p, m, v, grad, this.parameters, this.decays, ALIGNMENT, self.numbers)

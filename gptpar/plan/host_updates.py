@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gptpar.config.roles import BEFORE_BLOCKS
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.machine import KEPT_FREE
@@ -87,8 +88,8 @@ def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float
     """
     table = job.table(part)
     offloaded = {unit.name: float(unit.shard_length - table.on_device[unit.name]) for unit in table.units}
-    blocks = [offloaded.pop(f"layers.{number}") for number in range(part.units[2])]
-    before = sum(offloaded.pop(unit.name, 0.0) for unit in job.units[0 if part.first else 1 : 2])
+    blocks = [offloaded.pop(name) for name in job.block_names(part)]
+    before = sum(offloaded.pop(job.units[role].name, 0.0) for role in BEFORE_BLOCKS if part.has(role))
     times = [(0.0, embedding * part.first), *[block] * len(blocks), (head, embedding * part.last)]
     elements = [before, *blocks, sum(offloaded.values())]
     layers = [Layer(forward, backward, count) for (forward, backward), count in zip(times, elements, strict=True)]
@@ -112,7 +113,7 @@ def speculated_elements(job: Job, cluster: Cluster, elements: float, num_units: 
     if offload.offload_speculation == "on" or cluster.host_memory is None:
         return elements
     free = (1 - KEPT_FREE) * (cluster.host_memory / _processes(job, cluster) - cluster.sustained.host_process)
-    state, transfers = 3 * job.wide_size, RING_BYTES
+    state, transfers = job.optimizer.state_bytes(job.wide_size), RING_BYTES
     if job.gradients_leave_at_once:
         transfers = copying_bytes(elements, job.offloaded_gradient_size, num_units)
     return min(elements, max(0.0, free - state * elements - transfers) / state)

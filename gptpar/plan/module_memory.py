@@ -20,7 +20,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.transfers import ring_bytes
-from gptpar.plan.states import gradient_bytes, master_bytes
+from gptpar.plan.states import gradient_bytes
 from gptpar.reporting.banner import format_bytes, format_count
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
@@ -128,14 +128,15 @@ def estimate_memory(
     held = sum(map(_bytes, units)) if stays else 0 if on_host else shards
     if _masters_are_parameters(table, frozen, options, axis, settings.wide):
         held = 0
-    states, on_disk = master_bytes(there, wide), options.offload.folder is not None
+    element_bytes = options.update.state_bytes(wide)
+    states, on_disk = element_bytes * there, options.offload.folder is not None
     return ModuleMemory(
         num_parameters=sum(p.numel() for p in parameters.values()),
         world=world,
         parameters=held,
         buffers=sum(b.nbytes for b in model.buffers()),
         gradients=gradient_bytes(table, gradient, axis.zero_stage, passes),
-        optimizer=master_bytes(table.length(Home.DEVICE), wide),
+        optimizer=element_bytes * table.length(Home.DEVICE),
         passing=_gathered(units, stays) + _leaving(table, axis, gradient, passes),
         host_parameters=shards if on_host else 0,
         host_optimizer=0 if on_disk else states,

@@ -6,15 +6,6 @@ from gptpar.engine.ranges import Home
 from gptpar.engine.table import ParameterTable
 
 
-def master_bytes(elements: int, wide: int) -> int:
-    """Master weights and both moments.
-
-    Args:
-        wide: bytes of one of them.
-    """
-    return 3 * wide * elements
-
-
 def gradient_bytes(table: ParameterTable, size: int, zero_stage: int, micro_batches: int) -> int:
     """Gradients that a process keeps on its device from one unit's backward pass to the step.
 

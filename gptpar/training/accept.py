@@ -12,6 +12,7 @@ from gptpar.checkpoint import Manifest
 from gptpar.checkpoint.folders import checkpoint_path
 from gptpar.config import Config
 from gptpar.errors import CheckpointError, printable
+from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.schedule import make_schedule
 from gptpar.training import same_run
 from gptpar.training.batch_plan import BatchPlan
@@ -51,12 +52,25 @@ def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
     path = checkpoint_path(Path(c.load), manifest.iteration)
     stored = stored_run(path, manifest.meta, same_run.COMPARED)
     problems = list(_refusals(config, inputs, stored))
-    if not c.no_load_optim and not any(name.startswith("exp_avg/") for name in manifest.tensors):
-        problems.append("it was saved without the optimizer's moments: add --no-load-optim.")
+    if not c.no_load_optim:
+        problems += _state_problems(config, stored, manifest)
     if problems:
         listing = "\n".join(f"  {number}. {printable(problem)}" for number, problem in enumerate(problems, 1))
         raise CheckpointError(f"{path} cannot be resumed by this command line:\n{listing}")
     return stored
+
+
+def _state_problems(config: Config, stored: StoredRun, manifest: Manifest) -> Iterator[str]:
+    """Why the checkpoint's optimizer state cannot be taken over."""
+    name, before = config.optimizer.optimizer, stored.config.optimizer.optimizer
+    kinds = {tensor.partition("/")[0] for tensor in manifest.tensors}
+    if name != before and "optimizer.optimizer" in stored.known:
+        yield (
+            f"its optimizer state is that of --optimizer {before}, and this run has --optimizer {name}: take the same, "
+            f"or add --no-load-optim to begin with a state of zero."
+        )
+    elif not kinds >= set(OPTIMIZERS[name].states):
+        yield "it was saved without the optimizer's moments: add --no-load-optim."
 
 
 def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str]:

@@ -71,7 +71,7 @@ def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, A
 
 
 def checkpoint_tensors(trainer: Trainer, *, with_moments: bool) -> dict[str, TensorParts]:
-    """Views of the live state by global name: ``weights/NAME``, ``exp_avg/NAME``, ``exp_avg_sq/NAME``."""
+    """Views of the live state by global name: ``weights/NAME``, and ``STATE/NAME`` for each state of the optimizer."""
     return {
         f"{kind}/{name}": tensor
         for kind, views in trainer.engine.optimizer.state_tensors().items()

@@ -17,6 +17,7 @@ from gptpar.config.fields import flag_name
 from gptpar.data.blend import SURPLUS
 from gptpar.data.identity import blend_identity, blend_of
 from gptpar.data.splits import normalized_split
+from gptpar.optim.optimizers import OPTIMIZERS
 
 Corpora = Mapping[str, list[dict[str, Any]]]
 
@@ -45,7 +46,7 @@ _BY_RULE = {
     Rule.TOLD: (
         "model.attention_dropout model.hidden_dropout "
         "batch.global_batch_size batch.rampup_batch_size batch.step_batch_size_schedule batch.train_minutes "
-        "optimizer.optimizer optimizer.clip_grad optimizer.adam_beta1 optimizer.adam_beta2 optimizer.adam_eps "
+        "optimizer.optimizer optimizer.clip_grad "
         "precision.fp16 precision.bf16 precision.fp64 precision.loss_scale"
     ),
     Rule.ELSEWHERE: (
@@ -71,7 +72,10 @@ _BY_RULE = {
         "precision.compile precision.cuda_graph"
     ),
 }
-RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
+RULES: dict[str, Rule] = {
+    **{name: rule for rule, names in _BY_RULE.items() for name in names.split()},
+    **{f"optimizer.{flag}": Rule.TOLD for one in OPTIMIZERS.values() for flag in one.flags},
+}
 """``section.field`` -> rule, for each field of each section that is not free as a whole."""
 
 FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "logging")

@@ -92,7 +92,7 @@ RANGES = [
     ),
     Fault(
         "empty-parameter-left-out-of-checkpoints",
-        "gptpar/engine/master_adamw.py",
+        "gptpar/engine/master_optimizer.py",
         "found = {name: TensorParts(shape, (), dtype) for name, shape in shapes.items()}",
         "found: dict[str, TensorParts] = {}",
         ("tests/unit/engine/test_strides.py::test_a_checkpoint_brings_every_value_back",),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from tests.faults.fault import Fault
 
 DEFINITION = "gptpar/optim/adam_update.py"
+SEAM = "gptpar/optim/elementwise.py"
 LOOP = "csrc/cpu_adam_loop.h"
 INSTRUCTION_SETS = "tests/unit/optim/test_adam_update.py::test_every_instruction_set_computes_the_definition"
 ROUNDED = "tests/unit/optim/test_adam_update.py::test_each_operation_is_rounded_by_itself"
 NUMBERS = "tests/unit/optim/test_adam_update.py::test_numbers_on_the_device_are_those_of_the_host"
-TORCH_ADAMW = "tests/unit/engine/test_flat_adam.py::test_it_is_torchs_adamw"
+TORCH_ADAMW = "tests/unit/engine/test_flat_optimizer.py::test_it_is_torchs_adamw"
 GROUPS = "tests/unit/engine/test_parameter_groups.py::test_groups_are_those_of_torchs_adamw_at_every_ratio"
 PLAIN_LOOP = "tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
 DYNAMIC_SCALE = "tests/unit/optim/test_loss_scale.py::test_dynamic_loss_scale_follows_megatron"
@@ -31,28 +32,28 @@ UPDATE = [
     ),
     Fault(
         "step-counted-once-for-each-family",
-        "gptpar/engine/flat_adam.py",
+        "gptpar/engine/flat_optimizer.py",
         "*(self._state.steps.clone() for _",
         "*(self._state.steps for _",
         (GROUPS,),
     ),
     Fault(
         "family-updated-with-its-neighbours-numbers",
-        "gptpar/engine/flat_adam.py",
-        "adam.begin_step(hyperparameters[family[0]],",
-        "adam.begin_step(hyperparameters[0],",
+        "gptpar/engine/flat_optimizer.py",
+        "kernel.begin_step(hyperparameters[family[0]],",
+        "kernel.begin_step(hyperparameters[0],",
         (GROUPS,),
     ),
     Fault(
-        "live-parameters-of-two-dtypes-updated-as-one",
-        "gptpar/engine/flat_adam.py",
-        "same = other.dtype == live.dtype and other",
-        "same = other",
-        ("tests/unit/engine/test_flat_adam.py::test_neighbours_are_updated_together",),
+        "model-parameters-of-two-dtypes-updated-as-one",
+        "gptpar/engine/flat_optimizer.py",
+        "if other.dtype != parameters.dtype or not same_storage:",
+        "if not same_storage:",
+        ("tests/unit/engine/test_flat_optimizer.py::test_neighbours_are_updated_together",),
     ),
     Fault(
         "launch-reaches-over-another-family",
-        "gptpar/engine/flat_adam.py",
+        "gptpar/engine/flat_optimizer.py",
         "key=lambda span: self._family_of[span.group]",
         "key=lambda span: 0",
         (GROUPS, "tests/unit/engine/test_parameter_groups.py::test_what_lies_together_is_one_launch"),
@@ -73,23 +74,23 @@ UPDATE = [
     ),
     Fault(
         "clip-factor-without-its-epsilon",
-        DEFINITION,
+        SEAM,
         "loss_scale * max(1.0, (norm + CLIP_EPS) / max_norm)",
         "loss_scale * max(1.0, norm / max_norm)",
         (NUMBERS,),
     ),
     Fault(
         "clip-factor-by-the-inverse-of-the-largest-norm",
-        DEFINITION,
+        SEAM,
         "((norm + CLIP_EPS) / largest).clamp(min=1.0)",
-        "((norm + CLIP_EPS) * (one / largest)).clamp(min=1.0)",
+        "((norm + CLIP_EPS) * (1 / largest)).clamp(min=1.0)",
         (NUMBERS,),
     ),
     Fault(
         "power-by-the-library",
         DEFINITION,
-        "root = _root((one - _power_on_device(beta2, steps))[None])[0]",
-        "root = _root((one - beta2.float() ** steps.float())[None])[0]",
+        "root = square_root(one - power_of_tensor(how.beta2, step))",
+        "root = square_root(one - how.beta2.float() ** step.float())",
         (NUMBERS,),
     ),
     Fault(
@@ -109,8 +110,8 @@ UPDATE = [
     Fault(
         "moment-as-a-weighted-sum",
         DEFINITION,
-        "m = m + n.rest1 * (g - m)\n    v =",
-        "m = (1 - n.rest1) * m + n.rest1 * g\n    v =",
+        "m = m + rest1 * (g - m)\n    v =",
+        "m = (1 - rest1) * m + rest1 * g\n    v =",
         (INSTRUCTION_SETS,),
     ),
     Fault(

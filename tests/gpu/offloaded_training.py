@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import Done
 from gptpar.optim.schedule import make_schedule
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from gptpar.optim.adam_arguments import AdamStep
-from gptpar.optim.adam_update import clipped_divisor, step_numbers, step_numbers_on_device, update
+from gptpar.optim.adam_update import step_numbers
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.device_adam import DeviceAdam, Piece, TorchAdam, TritonAdam
+from gptpar.optim.device_adam import TritonAdam
+from gptpar.optim.elementwise import DeviceKernel, UpdateVectors, clipped_divisor
 from gptpar.optim.spans import ALIGNMENT
+from gptpar.optim.torch_kernels import TorchDeviceKernel
 from tests.gpu.offloaded_training import OFFLOAD, run
-from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, same
+from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
 
 pytestmark = pytest.mark.gpu
 CLIPPING = [(2.7, 1.0, 0.3), (0.1, 3000.0, 0.3), (5.0, 3000.0, 0.0)]
@@ -41,12 +44,12 @@ def test_triton_and_torch_compute_the_definition(
             expected = [t[:length].clone() for t in case[:3]]
             narrow = torch.empty(length, dtype=low)
             ranges = [(0, cut, how), (cut, length, AdamStep(**{**vars(how), "weight_decay": 0.0}))]
-            CpuAdam(4).steps(*expected, case[3][:length].to(grad), ranges, low=narrow)
-            adams: list[DeviceAdam] = [TritonAdam(p.device), TorchAdam(torch.float32)]
+            CpuAdam(4).steps(expected, case[3][:length].to(grad), ranges, low=narrow)
+            adams: list[DeviceKernel] = [TritonAdam(p.device), TorchDeviceKernel(ADAMW, torch.float32)]
             for adam in adams:
                 state, live, steps = [t.clone() for t in (p, m, v)], torch.empty_like(p, dtype=low), on_gpu(step - 1.0)
                 taken = adam.begin_step(HOW, on_gpu(norm), loss_scale, max_norm, steps)
-                taken.update(Piece((*state, g.to(grad)), live, spans, decays))
+                taken.update(UpdateVectors((*state, g.to(grad)), live, spans, decays))
                 assert (steps.item(), taken.skipped.item()) == (step, 0)
                 for name, ours, true in zip(("p", "m", "v", "low"), [*state, live], [*expected, narrow], strict=True):
                     assert same(ours.cpu(), true), (adam, name, step)
@@ -58,8 +61,7 @@ def test_numbers_are_those_of_the_host(step: int, clipping: tuple[float, float, 
     """Triton's in fp32, torch's in fp64."""
     norm, loss_scale, max_norm = clipping
     expected = step_numbers(HOW, step, clipped_divisor(norm, loss_scale, max_norm))
-    found = step_numbers_on_device(HOW, on_gpu(step), on_gpu(norm), loss_scale, max_norm, torch.float64)
-    assert [number.item() for number in found] == list(expected)  # type: ignore[union-attr]
+    assert numbers_on_device(on_gpu(step), on_gpu(norm), loss_scale, max_norm) == list(expected)
     taken = TritonAdam(torch.device("cuda", 0)).begin_step(HOW, on_gpu(norm), loss_scale, max_norm, on_gpu(step - 1.0))
     assert taken.numbers[:-1].tolist() == torch.tensor(list(expected), dtype=torch.float32).tolist()  # type: ignore[attr-defined]
 
@@ -69,7 +71,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_does_not_count(norm: float) 
     vectors = tuple(torch.full((100,), value, device="cuda") for value in (1.0, 2.0, 3.0, 4.0))
     live, steps = torch.full((100,), 7.0, device="cuda", dtype=torch.bfloat16), on_gpu(5.0)
     taken = TritonAdam(steps.device).begin_step(HOW, on_gpu(norm), 1.0, 0.3, steps)
-    taken.update(Piece(vectors, live, ((0, 100, True),)))
+    taken.update(UpdateVectors(vectors, live, ((0, 100, True),)))
     assert (steps.item(), taken.skipped.item()) == (5, 1)
     assert [t.unique().tolist() for t in (*vectors, live)] == [[1.0], [2.0], [3.0], [4.0], [7.0]]
 

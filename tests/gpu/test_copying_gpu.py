@@ -34,7 +34,7 @@ def test_no_bit_changes(dtype: str, ratio: str, speculation: str, monkeypatch: p
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
     monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
     monkeypatch.setattr(copying_transfers, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(machine, "CpuAdam", Slow)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
     words = f"{dtype} --clip-grad 1.75 --cpu-optimizer --cpu-optimizer-ratio {ratio} {ONE} --cuda-graph off"
     words += f" --offload-speculation {speculation} --offload-gradients"
     stay, leave = (run(f"{words} {word}", micro_batches=1) for word in ("off", "on"))
@@ -60,7 +60,7 @@ def test_overflows_are_skipped_alike() -> None:
 
 def test_peak_memory_has_two_gradients_instead_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 blocks of 25 MB; nothing is updated before the norm is known, so that without copies all are there."""
-    monkeypatch.setattr(machine, "CpuAdam", Slow)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
     words = f"--bf16 --no-compile {ALL} {ONE} --num-layers 16 --hidden-size 1024 --cuda-graph off"
     words += " --offload-speculation off --offload-gradients"
     peaks, units = {}, []

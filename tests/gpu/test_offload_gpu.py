@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import torch
 
 from gptpar.offload import buckets, machine, transfers
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import Done
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
@@ -52,7 +53,7 @@ def test_a_step_in_recorded_parts_is_bit_identical(
 ) -> None:
     words = f"--bf16 --clip-grad 1.75 {words} --micro-batch-size {4 // micro_batches}"
     one_by_one = run(f"{words} --cuda-graph off", micro_batches=micro_batches)
-    monkeypatch.setattr(machine, "CpuAdam", Slow)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
     monkeypatch.setattr(transfers, "RING_BYTES", 1)  # gradients wait on the device
     in_parts = run(f"{words} --cuda-graph on", micro_batches=micro_batches)
     assert in_parts[0] == one_by_one[0]
@@ -77,7 +78,7 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
     clip: str, ratio: str, ring_bytes: int, micro_batches: int, graph: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other tokens in each step; the device is held up after each piece of it, so that the host is done with that."""
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 10)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 10)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     words = f"--bf16 --clip-grad {clip} {OFFLOAD} {ratio} --micro-batch-size {4 // micro_batches}"
     with monkeypatch.context() as patch:
@@ -91,7 +92,7 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
             torch.cuda._sleep(25_000_000)  # some 15 ms
 
     monkeypatch.setattr(HostOptimizer, "submit_gradient", held_up)
-    monkeypatch.setattr(machine, "CpuAdam", InParts)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: InParts(threads))
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)  # cuts rows of 128
     monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 3333)
     monkeypatch.setattr(transfers, "RING_BYTES", ring_bytes)  # 1: three slots, of which two are not for early ones
@@ -108,12 +109,12 @@ def test_an_early_gradient_comes_before_the_layers(monkeypatch: pytest.MonkeyPat
 
     class Noting(Slow):
         def order(
-            self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any
+            self, state: Sequence[torch.Tensor], *args: Any, only: np.ndarray | None = None, **kwargs: Any
         ) -> Callable[[], Done]:
-            order.append((p.numel(), only is None))
-            return super().order(p, *args, only=only, **kwargs)
+            order.append((state[0].numel(), only is None))
+            return super().order(state, *args, only=only, **kwargs)
 
-    monkeypatch.setattr(machine, "CpuAdam", Noting)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Noting(threads))
     run(f"--bf16 --clip-grad 1000 {OFFLOAD} 1 --offload-speculation on --cuda-graph off", steps=1)
     assert order[0] == (64 * 128, False)
 
@@ -139,7 +140,7 @@ def test_the_devices_share_is_what_the_ratio_says() -> None:
     for ratio in ("0", "0.5", "1"):
         _, _, trainer = run(f"--bf16 --no-compile {OFFLOAD} {ratio}", steps=1)
         optimizer = trainer.engine.optimizer
-        buffers = (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.grad)
+        buffers = (*optimizer.vectors.values(), optimizer.grad)
         sizes[ratio] = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
     assert sizes["1"] == 0 and sizes["0.5"] == pytest.approx(sizes["0"] / 2, rel=0.01)
 

@@ -59,7 +59,10 @@ def taken(rank: int, config: dict[str, Any], frozen: bool = False) -> tuple[int,
         engine.backward(engine(x).float().pow(2).mean())
     parameters = [] if memory.transient else list(memory.full.values())
     shards = list(memory.shards.values())
-    states = [optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq, *engine.engine.gradients.memory.tensors]
+    states = [
+        *optimizer.vectors.values(),
+        *engine.engine.gradients.memory.tensors,
+    ]
     on_host = distinct(shards) if memory.on_host else 0
     on_device = distinct([*parameters, *states, *(() if memory.on_host else shards)])
     buckets = engine.host._buckets if engine.host is not None else []

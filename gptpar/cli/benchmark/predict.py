@@ -49,7 +49,7 @@ def predict(parsed: ParsedFlags, chosen: Sequence[Combination], count: int) -> l
     if flags.tokenizer.vocab_size is None:
         flags = flags.update("tokenizer", vocab_size=50257)
     planner = Planner(flags, parsed.given, count, make_cluster(gpu, flags.precision.dtype))
-    return [planner.plan(combination.changes) for combination in chosen]
+    return [planner.plan(combination.candidate.changes) for combination in chosen]
 
 
 def most_promising(

@@ -1,4 +1,4 @@
-"""Learning rate, weight decay and Adam's numbers."""
+"""Learning rate, weight decay and the optimizer's numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gptpar.config.schedule_lengths import schedule_lengths
 
 
 def check_schedule(flags: Flags) -> Iterator[str]:
-    """Learning rate, weight decay and Adam's numbers."""
+    """Learning rate, weight decay and the optimizer's numbers."""
     o, b = flags.optimizer, flags.batch
     if o.lr is None and not flags.logging.skip_train:
         yield Missing("--lr is missing: the peak learning rate, for example 3e-4.")
@@ -51,8 +51,10 @@ def check_schedule(flags: Flags) -> Iterator[str]:
             f"the weight decay is to grow from {o.start_weight_decay:g} to {o.end_weight_decay:g}: both must be at "
             "least 0 and the end not below the start."
         )
-    if not 0 <= o.adam_beta1 < 1 or not 0 <= o.adam_beta2 < 1:
-        yield f"--adam-beta1 {o.adam_beta1:g} and --adam-beta2 {o.adam_beta2:g} must be at least 0 and less than 1."
+    for name, betas in (("adam", (o.adam_beta1, o.adam_beta2)), ("lion", (o.lion_beta1, o.lion_beta2))):
+        if not all(0 <= beta < 1 for beta in betas):
+            first, second = betas
+            yield f"--{name}-beta1 {first:g} and --{name}-beta2 {second:g} must be at least 0 and less than 1."
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
 

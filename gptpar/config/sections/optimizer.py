@@ -13,7 +13,11 @@ DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 class OptimizerOptions:
     """Options of the optimizer that are complete as they are typed."""
 
-    optimizer: str = flag("adam", "adam is AdamW with decoupled weight decay", choices=("adam",))
+    optimizer: str = flag(
+        "adam",
+        "adam is AdamW, lion has one state vector and no fused kernel; both decouple the weight decay",
+        choices=("adam", "lion"),
+    )
     min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=DECAY_STYLES)
     lr_decay_iters: int | None = flag(None, "steps until --min-lr (default: the whole run)", least=1)
@@ -37,6 +41,8 @@ class OptimizerOptions:
     adam_beta1: float = flag(0.9, "decay of the first moment")
     adam_beta2: float = flag(0.999, "decay of the second moment")
     adam_eps: float = flag(1e-8, "added to the square root of the second moment", above=0)
+    lion_beta1: float = flag(0.9, "weight of the momentum in the sign that is the update")
+    lion_beta2: float = flag(0.99, "decay of the momentum")
     override_opt_param_scheduler: bool = flag(
         False,
         "on resume, let this command line's schedule replace the checkpoint's",
@@ -51,7 +57,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags(OptimizerOptions):
-    """AdamW with decoupled weight decay, its schedules and gradient clipping."""
+    """The optimizer with decoupled weight decay, its schedules and gradient clipping."""
 
     lr: float | None = flag(None, "peak learning rate", least=0)
     start_weight_decay: float | None = flag(None, "weight decay at the start (with --weight-decay-incr-style)", least=0)

@@ -15,7 +15,8 @@ from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions, read_options
 from gptpar.errors import ConfigError, GptparError
 from gptpar.offload.twin_flow import TwinFlowAdamW
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.loss_scale import LossScale
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}}
@@ -173,7 +174,7 @@ def test_parameters_that_cannot_be() -> None:
 def facade(calls: list[str], *rates: float) -> EngineOptimizer:
     groups = [{"params": [nn.Parameter(torch.zeros(2))], **FROM_FILE, "lr": lr} for lr in rates]
     return EngineOptimizer(
-        groups, lambda: calls.append("update"), lambda: calls.append("drop"), LossScale(1.0, dynamic=False)
+        ADAMW, groups, lambda: calls.append("update"), lambda: calls.append("drop"), LossScale(1.0, dynamic=False)
     )
 
 
@@ -183,8 +184,8 @@ def test_the_groups_are_live_and_the_engine_acts() -> None:
     assert isinstance(optimizer, torch.optim.Optimizer)
     optimizer.param_groups[1] |= {"lr": torch.tensor(0.5), "weight_decay": 0}
     assert optimizer.hyperparameters() == (
-        Hyperparameters(0.1, 0.8, 0.9, 1e-6, 0.2),
-        Hyperparameters(0.5, 0.8, 0.9, 1e-6, 0.0),
+        AdamHyperparameters(0.1, 0.8, 0.9, 1e-6, 0.2),
+        AdamHyperparameters(0.5, 0.8, 0.9, 1e-6, 0.0),
     )
     optimizer.step()
     optimizer.zero_grad()

@@ -21,7 +21,7 @@ from gptpar.any_module.options import (
 from gptpar.any_module.step_batch import StepBatch, step_batch
 from gptpar.config.deepspeed_keys import KEYS, SCHEDULES, Absent, Elsewhere, NoEffect, Tree
 from gptpar.errors import ConfigError
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.loss_scale import LossScale
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ds_config_offload.json"
@@ -47,7 +47,7 @@ def test_a_path_a_dictionary_and_a_scripts_arguments_say_the_same() -> None:
     assert by_args == read_options(EXAMPLE, world=4) == read_options(str(EXAMPLE), argparse.Namespace(), world=4)
     assert by_args.batch == StepBatch(32, 4, 2) and by_args.zero_stage == 3 and by_args.dtype is torch.bfloat16
     assert by_args.offload == OffloadOptions(0.3, None, parameters=False, speculation="auto", threads=None)
-    assert by_args.optimizer == Hyperparameters(3e-4, 0.9, 0.95, 1e-8, 0.1)
+    assert by_args.optimizer == AdamHyperparameters(3e-4, 0.9, 0.95, 1e-8, 0.1)
     assert (by_args.max_norm, by_args.steps_per_print, by_args.scheduler) == (1.0, 10, None)
 
 
@@ -75,7 +75,7 @@ def test_what_is_no_configuration(config: Any, args: object, expected: str) -> N
 
 
 def test_a_dictionary_may_have_what_json_writes_otherwise() -> None:
-    assert options(optimizer={"type": "AdamW", "params": {"betas": (0.8, 0.9)}}).optimizer == Hyperparameters(
+    assert options(optimizer={"type": "AdamW", "params": {"betas": (0.8, 0.9)}}).optimizer == AdamHyperparameters(
         1e-3, 0.8, 0.9, 1e-8, 0.0
     )
 
@@ -228,8 +228,8 @@ def test_everything_wrong_is_told_at_once() -> None:
     assert problems(config, world=2) == [
         f"config: {sentence}"
         for sentence in (
-            'optimizer.type is "Lamb", and gptpar\'s optimizer is AdamW: set it to "AdamW", or leave optimizer out '
-            f"and {OTHER_OPTIMIZER}.",
+            'optimizer.type is "Lamb", and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or "Lion", or '
+            f"leave optimizer out and {OTHER_OPTIMIZER}.",
             'scheduler.type is "OneCycle": only WarmupLR, WarmupDecayLR, WarmupCosineLR can be made from a '
             "configuration; pass gptpar.initialize an lr_scheduler, for example a function from the optimizer to one "
             "of torch.optim.lr_scheduler's.",

@@ -16,6 +16,7 @@ from gptpar.config.fields import flag_name
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import GptparError
+from gptpar.optim.optimizers import OPTIMIZERS
 from tests.helpers import TINY
 
 PACKAGE = Path(gptpar.__file__).parent
@@ -52,8 +53,8 @@ NO_READERS = ("config/derive.py", "config/deepspeed", "config/flags.py", "config
 
 @cache
 def names_read() -> set[str]:
-    """Attributes that the package reads, and words in the properties of the sections, which ``getattr`` takes."""
-    found: set[str] = set()
+    """Attributes that the package reads, words in the sections' properties, for ``getattr``, and optimizers'."""
+    found = {flag for optimizer in OPTIMIZERS.values() for flag in optimizer.flags}
     for path in PACKAGE.rglob("*.py"):
         place, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
         if place.startswith(NO_READERS):

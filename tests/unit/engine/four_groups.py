@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from gptpar.engine.flat_adam import FlatAdam, State
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.device_adam import DeviceAdam, make_device_adam
+from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
+from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.spans import Family, GroupSpan
 
 SEPARATE: tuple[Family, ...] = ((0,), (1,), (2,), (3,))
 JOINED: tuple[Family, ...] = ((2,), (0, 1), (3,))
-Make = Callable[[torch.Tensor], DeviceAdam]
 CLIP, SCALE, STEPS, SKIPPED = 1.0, 3.0, 20, 5
 
 
-def groups_at(step: int) -> tuple[Hyperparameters, ...]:
+def groups_at(step: int) -> tuple[AdamHyperparameters, ...]:
     """Every number differs, and rates change; groups 0 and 1 differ by the decay only."""
     lr = 1e-2 / (1 + step)
-    decays = Hyperparameters(lr, 0.9, 0.95, 1e-8, 0.1)
-    others = Hyperparameters(3e-3, 0.8, 0.999, 1e-6, 0.01 * step), Hyperparameters(2 * lr, 0.95, 0.99, 1e-10, 0.3)
+    decays = AdamHyperparameters(lr, 0.9, 0.95, 1e-8, 0.1)
+    others = (
+        AdamHyperparameters(3e-3, 0.8, 0.999, 1e-6, 0.01 * step),
+        AdamHyperparameters(2 * lr, 0.95, 0.99, 1e-10, 0.3),
+    )
     return decays, decays._replace(weight_decay=0.0), *others
 
 
@@ -29,7 +32,7 @@ def norm_at(step: int) -> float:
     return float("nan") if step == SKIPPED else (0.5, 3.0)[step % 2]
 
 
-def flat_after(device: str, families: Sequence[Family], make: Make = make_device_adam) -> list[torch.Tensor]:
+def flat_after(device: str, families: Sequence[Family], optimizer: ElementwiseOptimizer = ADAMW) -> list[torch.Tensor]:
     """The vectors after all steps: model parameters of two dtypes, and elements that are their own."""
     generator, every = torch.Generator().manual_seed(0), range(0, 1536, 128)
     spans = [GroupSpan(low, low + 100, (3, 0, 1, 2)[k % 4]) for k, low in enumerate(every)]
@@ -42,13 +45,13 @@ def flat_after(device: str, families: Sequence[Family], make: Make = make_device
         return padded.to(device)
 
     weights, grad, steps = normal(), normal(), torch.zeros((), dtype=torch.float64, device=device)
-    state = State(weights, torch.zeros_like(weights), torch.zeros_like(weights), grad, steps)
+    state = FlatState((weights, torch.zeros_like(weights), torch.zeros_like(weights)), grad, steps)
     live = [torch.zeros(512, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float16)]
-    adam = FlatAdam(state, spans, families, make)
+    adam = FlatOptimizer(optimizer, state, spans, families)
     adam.lay_out([(0, 512, live[0]), (512, 1024, live[1]), (1024, 1536, None)])
     for step in range(STEPS):
         grad.copy_(normal())
         norm = torch.tensor(norm_at(step), dtype=torch.float64, device=device)
         assert adam.step(groups_at(step), norm, SCALE, CLIP).item() == (step == SKIPPED)
     assert steps.item() == STEPS - 1
-    return [vector.cpu() for vector in (weights, state.exp_avg, state.exp_avg_sq, *live)]
+    return [vector.cpu() for vector in (*state.vectors, *live)]

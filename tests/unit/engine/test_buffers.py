@@ -9,9 +9,10 @@ from torch import nn
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
-from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
+from gptpar.optim.adamw import ADAMW
 from gptpar.pipeline.module import PipelineModule
-from gptpar.pipeline.stage import BufferInfo, Stage, build_on_meta, memory_for
+from gptpar.pipeline.stage import BufferInfo, Stage, memory_for
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec
@@ -68,7 +69,7 @@ def make_engine(pipeline: PipelineModule) -> Engine:
     table, axis = table_of(pipeline, ALONE, DataAxis(), 0.0), DataAxis()
     memory = ParameterMemory(table.units, axis, torch.float32, CPU)
     settings = EngineSettings(torch.float32, torch.float32)
-    return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, 1.0, CPU)
+    return Engine(pipeline.stages_here, table, memory, ALONE, axis, settings, ADAMW, 1.0, CPU)
 
 
 def test_buffers_get_memory_and_values_from_the_engine() -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
-from gptpar.engine.flat_adam import FlatAdam, State
-from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
+from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.device_adam import TorchAdam
 from gptpar.optim.spans import Family, GroupSpan
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
@@ -76,13 +76,13 @@ class Process:
                 parameters,
                 dtype=wide,
                 clip_grad=CLIP,
-                adam=CpuAdam(1),
+                kernel=CpuAdam(1),
                 transfers=SameMemory(),
                 speculated_elements=table.length(Home.HOST),
             )
         live = {unit: self.live[unit][:length] for unit, length in table.on_device.items()}
         grad = torch.zeros(table.length(Home.DEVICE), dtype=wide)
-        adam = MasterAdamW(table, grad, CLIP, host, families=self.families, live=live)
+        adam = MasterOptimizer(ADAMW, table, grad, CLIP, host, families=self.families, parameters=live)
         start = values(0)
         for name, parts in adam.parts("weights").items():
             parts.fill(start[name])
@@ -163,19 +163,20 @@ def test_neither_the_ratio_nor_the_families_change_a_bit(dtype: torch.dtype) -> 
 def test_torchs_operators_have_the_same_bits() -> None:
     wanted = flat_after("cpu", SEPARATE)
     for families in (SEPARATE, JOINED):
-        found = flat_after("cpu", families, lambda like: TorchAdam(like.dtype))
+        found = flat_after("cpu", families, replace(ADAMW, device_kernel=None))
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def flat(spans: Sequence[GroupSpan], families: Sequence[Family], dtype: torch.dtype = torch.float32) -> FlatAdam:
-    vectors = [torch.ones(spans[-1].stop, dtype=dtype) for _ in range(4)]
-    return FlatAdam(State(*vectors, torch.zeros((), dtype=torch.float64)), spans, families)
+def flat(spans: Sequence[GroupSpan], families: Sequence[Family], dtype: torch.dtype = torch.float32) -> FlatOptimizer:
+    *state, grad = (torch.ones(spans[-1].stop, dtype=dtype) for _ in range(4))
+    steps = torch.zeros((), dtype=torch.float64)
+    return FlatOptimizer(ADAMW, FlatState(tuple(state), grad, steps), spans, families)
 
 
-def launches(adam: FlatAdam) -> list[list[tuple[int, int]]]:
+def launches(adam: FlatOptimizer) -> list[list[tuple[int, int]]]:
     """(start, stop) of each, by family."""
     return [[(p.vectors[0].storage_offset(), p.vectors[0].storage_offset() + len(p.vectors[0])) for p in pieces]
-            for pieces in adam._pieces]  # fmt: skip
+            for pieces in adam._calls]  # fmt: skip
 
 
 def test_what_lies_together_is_one_launch() -> None:
@@ -193,7 +194,7 @@ def test_what_lies_together_is_one_launch() -> None:
     single = flat(same, ((0,),))
     single.lay_out([(0, 256, None), (256, 740, None)])
     assert launches(single) == [[(0, 740)]]
-    assert single._pieces[0][0].decays is None and whole._pieces[0][0].decays is not None
+    assert single._calls[0][0].decays is None and whole._calls[0][0].decays is not None
     single.lay_out([(0, 256, torch.zeros(256)), (256, 740, torch.zeros(484))])
     assert launches(single) == [[(0, 228), (256, 740)]]
     three = flat([GroupSpan(64 * k, 64 * k + 64, group) for k, group in enumerate((2, 0, 1, 2))], ((0, 1), (2,)))
@@ -205,7 +206,7 @@ def test_groups_of_a_family_that_differ_are_refused() -> None:
     spans = [GroupSpan(0, 64, 0), GroupSpan(64, 128, 1)]
     adam = flat(spans, ((0, 1),))
     adam.lay_out([(0, 128, None)])
-    decays = Hyperparameters(0.1, 0.9, 0.95, 1e-8, 0.1)
+    decays = AdamHyperparameters(0.1, 0.9, 0.95, 1e-8, 0.1)
     adam.check((decays, decays._replace(weight_decay=0.0)))
     for other in (decays, decays._replace(lr=0.2, weight_decay=0.0)):
         with pytest.raises(ValueError, match="groups 0 and 1 are updated together"):

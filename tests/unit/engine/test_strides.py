@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from gptpar.checkpoint import load_checkpoint, save_checkpoint
-from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
+from gptpar.optim.adamw import ADAMW
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.placement import Split
@@ -130,9 +131,9 @@ def test_memory_that_is_not_dense_is_refused() -> None:
         ParameterInfo(right.shape, None, Constant(0.0), frozenset(), right.stride())
 
 
-def make_optimizer() -> MasterAdamW:
+def make_optimizer() -> MasterOptimizer:
     table = table_of(Place(), 0.0)
-    return MasterAdamW(table, torch.zeros(table.length(Home.DEVICE)), 0.0)
+    return MasterOptimizer(ADAMW, table, torch.zeros(table.length(Home.DEVICE)), 0.0)
 
 
 def test_a_checkpoint_brings_every_value_back(tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import Done
 
 
 @dataclass
@@ -31,8 +32,11 @@ class Counting(CpuAdam):
     seen = Seen()
     gate: threading.Semaphore | None = None
 
-    def order(self, p: torch.Tensor, *args: Any, only: np.ndarray | None = None, **kwargs: Any) -> Callable[[], Done]:
+    def order(
+        self, state: Sequence[torch.Tensor], *args: Any, only: np.ndarray | None = None, **kwargs: Any
+    ) -> Callable[[], Done]:
         assert self.gate is None or self.gate.acquire(timeout=10)
+        p = state[0]
         seen, count = self.seen, p.numel() if only is None else int((only[:, 1] - only[:, 0]).sum())
         completes = only is not None and p.data_ptr() in seen.half_done
         (seen.completed if completes else seen.elements).append(count)
@@ -40,4 +44,4 @@ class Counting(CpuAdam):
             seen.half_done.discard(p.data_ptr())
         else:
             seen.half_done.add(p.data_ptr())
-        return super().order(p, *args, only=only, **kwargs)
+        return super().order(state, *args, only=only, **kwargs)

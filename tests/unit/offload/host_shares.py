@@ -11,16 +11,16 @@ import torch
 from gptpar.offload.events import EventLog
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import (
-    Later,
+    PendingScalar,
     SameMemory,
     Transfers,
 )
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 
 WHOLE = (GroupSpan(0, 128, 0),), ((0, 128),)
-RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
+RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("second", 128, *WHOLE))
 
 
@@ -39,7 +39,7 @@ def make_share(
         parameters or {piece.unit: torch.zeros(piece.length) for piece in pieces},
         dtype=torch.float32,
         clip_grad=1.0,
-        adam=adam,
+        kernel=adam,
         transfers=transfers or SameMemory(),
         speculated_elements=speculated,
         partial_unit=partial_unit,
@@ -61,7 +61,7 @@ class SlowNorm(SameMemory):
     def __init__(self) -> None:
         self.computed = threading.Event()
 
-    def later(self, number: torch.Tensor) -> Later:
+    def read_scalar(self, number: torch.Tensor) -> PendingScalar:
         transfers = self
 
         class Coming:

@@ -16,6 +16,7 @@ from gptpar.offload.bucket_state import HAS_FINAL, TRANSITIONS, BucketState, For
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.next_action import Action, late_partials, next_action, speculable
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from tests.offload_log import starts_of
 from tests.unit.offload.host_shares import RATES, TWO_PIECES, SlowNorm, make_share, wait_until
@@ -60,7 +61,7 @@ PATHS = [
 
 
 def make_bucket(state: BucketState, **rest: Any) -> Bucket:
-    buffers = Buffers(*(torch.zeros(8) for _ in range(3)))
+    buffers = Buffers({name: torch.zeros(8) for name in ADAMW.vectors})
     return Bucket("embedding", 8, 16, (), (), buffers, torch.zeros(8), state=state, **rest)
 
 

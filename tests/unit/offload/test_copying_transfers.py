@@ -26,8 +26,9 @@ from gptpar.offload.copying_transfers import (
 )
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import OUTGOING, DeviceEvent
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import Done
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
@@ -35,7 +36,7 @@ from tests.unit.offload.tiny_runs import ALL
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
-RATES = (Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
+RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 UNITS = tuple(
     OffloadedPartition(name, 128, (GroupSpan(0, 128, 0),), ((0, 128),))
     for name in ("first", "second", "third", "fourth")
@@ -92,7 +93,7 @@ def make_share(
         parameters or {piece.unit: torch.zeros(128) for piece in UNITS},
         dtype=torch.float32,
         clip_grad=1.0,
-        adam=adam or CpuAdam(1),
+        kernel=adam or CpuAdam(1),
         transfers=transfers,
         speculated_elements=speculated,
     )

@@ -12,7 +12,7 @@ import torch
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import D2HCopy, SameMemory, Slot
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from tests.offload_log import starts_of
 from tests.unit.offload.counting import Counting, Seen
@@ -67,7 +67,7 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
         live,
         dtype=torch.float32,
         clip_grad=1000.0,
-        adam=Counting(1),
+        kernel=Counting(1),
         transfers=transfers,
         speculated_elements=384,
         partial_unit="embedding",
@@ -106,14 +106,14 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
         {"embedding": torch.zeros(128)},
         dtype=torch.float32,
         clip_grad=1.0,
-        adam=Counting(1),
+        kernel=Counting(1),
         transfers=SameMemory(),
         speculated_elements=128,
         partial_unit="embedding",
         log=log,
     )
     for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
-        share.expect_step((Hyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
+        share.expect_step((AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
         if told:
             share.expect_open_ranges("embedding", np.array([[0, 8]]))
         share.submit_gradient("embedding", torch.ones(128), formed=128)

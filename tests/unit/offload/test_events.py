@@ -15,7 +15,7 @@ from gptpar.offload.bucket_state import TRANSITIONS, BucketState
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.spans import GroupSpan, OffloadedPartition
 
@@ -31,7 +31,7 @@ def make(speculated: int, log: EventLog | None = None) -> tuple[HostOptimizer, d
         live,
         dtype=torch.float32,
         clip_grad=1.0,
-        adam=CpuAdam(1),
+        kernel=CpuAdam(1),
         transfers=SameMemory(),
         speculated_elements=speculated,
         partial_unit="embedding",
@@ -76,7 +76,7 @@ def run(speculated: int, seed: int, log: EventLog | None = None) -> tuple[list[t
             host.wait(unit)
         seen += [parameters.clone() for parameters in live.values()]
         lr = 0.1 / (1 + step)
-        groups = tuple(Hyperparameters(lr, 0.9, 0.95, 1e-8, decay) for decay in (0.0, 0.1))
+        groups = tuple(AdamHyperparameters(lr, 0.9, 0.95, 1e-8, decay) for decay in (0.0, 0.1))
         expects = chance.choice([1.0, 1.0, 1.0, 2.0, None])
         if expects is not None:
             host.expect_step(groups, expects)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gptpar.offload.buckets import Bucket, cut_piece
+from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.next_action import NEAR, begin_copies
 from gptpar.offload.transfers import (
@@ -21,8 +21,10 @@ from gptpar.offload.transfers import (
     Slot,
     ring_slots,
 )
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import Done
 from gptpar.optim.spans import OffloadedPartition
 from tests.unit.offload.host_shares import RATES, TWO_PIECES, WHOLE, SlowNorm, make_share, wait_until
 
@@ -87,7 +89,7 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
     share.submit_gradient("second", torch.ones(128))
     share.submit_gradient("first", torch.ones(128))
     share.step(torch.tensor(0.5), RATES, 1.0)
-    of_the_step_after_it = Hyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
+    of_the_step_after_it = AdamHyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
     share.expect_step((of_the_step_after_it,), 1.0)
     adam.leave.set()
     wait_until(lambda: len(adam.lows) == 2)
@@ -236,7 +238,9 @@ class Gradient:
 
 def make_buckets(count: int) -> list[Bucket]:
     pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(count)]
-    return [bucket for piece in pieces for bucket in cut_piece(piece, torch.zeros(128), torch.float32, None)]
+    return [
+        bucket for piece in pieces for bucket in buckets_of(piece, torch.zeros(128), ADAMW.vectors, torch.float32, None)
+    ]
 
 
 def test_what_the_forward_pass_needs_first_takes_the_room_of_what_came_early() -> None:

@@ -14,6 +14,7 @@ from gptpar.offload import build, machine
 from gptpar.offload.copying_transfers import (
     copying_bytes,
 )
+from gptpar.optim.adamw import ADAMW
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
@@ -81,8 +82,8 @@ def test_the_room_for_speculation_counts_the_gradients(monkeypatch: pytest.Monke
     transfers = copying_bytes(elements, 2)
     monkeypatch.setattr(machine, "available_memory", lambda: round((18 * elements + transfers) / 0.9) + 100)
     config = tiny_config(f"--bf16 {ALL} --offload-gradients on")
-    room = build._speculated_elements(config, elements, torch.float32, 0, transfers)
+    room = build._speculated_elements(config, elements, ADAMW.state_bytes(4), 0, transfers)
     assert room == pytest.approx(elements / 2, rel=1e-6)
     monkeypatch.setattr(machine, "available_memory", lambda: 12 * elements + transfers)
     with pytest.raises(GptparError, match="0.23 GiB for transfers"):
-        build._speculated_elements(config, elements, torch.float32, 0, transfers)
+        build._speculated_elements(config, elements, ADAMW.state_bytes(4), 0, transfers)

@@ -62,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
     ) -> Seen:
         with monkeypatch.context() as patch, logged():
             seen = Counting.seen = Seen()
-            patch.setattr(machine, "CpuAdam", Counting)
+            patch.setattr(machine, "make_host_kernel", lambda _, threads: Counting(threads))
             patch.setattr(updating_thread, "BACK_OFF_STEPS", 0)  # it tries again in the step after one that is clipped
             if not early:
                 patch.setattr(gpt, "tied_unit", lambda *_: None)
@@ -102,7 +102,7 @@ def assert_same(one: Seen, other: Seen) -> None:
 
 def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output layer's gradient is formed 16 rows at a time."""
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 10)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 10)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
 
 

@@ -19,7 +19,8 @@ from gptpar import TwinFlowAdamW
 from gptpar.offload import host_optimizer, machine
 from gptpar.offload.events import What
 from gptpar.offload.transfers import SameMemory
-from gptpar.optim.cpu_adam import CpuAdam, Done
+from gptpar.optim.cpu_adam import CpuAdam
+from gptpar.optim.elementwise import Done
 from tests.offload_log import logged, starts_of
 from tests.unit.offload.two_groups import WIDTH, Model, equal, inputs, scheduler, train, two_groups
 
@@ -80,7 +81,7 @@ class Watched(CpuAdam):
 
 def test_each_layer_waits_for_its_own_parameters_only(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     adam = Watched()
-    monkeypatch.setattr(machine, "CpuAdam", lambda threads: adam)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda *_: adam)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
     optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
     optimizer.attach(model)
@@ -165,7 +166,7 @@ def test_more_than_the_last_backward_is_noticed(closing: Any) -> None:
 
 def test_the_forward_inside_last_backward_overlaps_too(closing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     adam = Watched()
-    monkeypatch.setattr(machine, "CpuAdam", lambda threads: adam)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda *_: adam)
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = closing(TwinFlowAdamW(model.parameters(), speculation="off"))
     optimizer.attach(model)

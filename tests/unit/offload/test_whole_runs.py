@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import load_checkpoint, save_checkpoint
-from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
@@ -20,7 +20,8 @@ from gptpar.offload.events import EventLog, What
 from gptpar.offload.transfers import (
     RING_BYTES,
 )
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.spans import GroupSpan, OffloadedPartition, spans_between
 from gptpar.pipeline.stage import ParameterInfo
@@ -119,7 +120,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
         share = make_share(CpuAdam(2), pieces=pieces, parameters=offloaded, speculated=count, log=log)
     grad = torch.zeros(table.length(Home.DEVICE))
     infos = {name: param.info for name, param in table.params.items()}
-    optimizer = MasterAdamW(table, grad, 1.0, share)
+    optimizer = MasterOptimizer(ADAMW, table, grad, 1.0, share)
     start = {name: torch.randn(info.shape, generator=generator) for name, info in infos.items()}
     for name, parts in optimizer.parts("weights").items():
         parts.fill(start[name])
@@ -133,7 +134,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     )
     for step in range(50):
         lr, scale = 1e-2 * min(1.0, (step + 1) / 10), 4.0
-        decays = Hyperparameters(lr, 0.9, 0.999, 1e-8, 0.1)
+        decays = AdamHyperparameters(lr, 0.9, 0.999, 1e-8, 0.1)
         hyperparameters = decays, decays._replace(weight_decay=0.0)
         whole = {name: torch.randn(p.shape, generator=generator).bfloat16() for name, p in reference.items()}
         norm = torch.stack([g.double().norm() for g in whole.values()]).norm() / scale
@@ -255,17 +256,16 @@ def test_host_memory_that_does_not_suffice_is_told_before_anything_is_allocated(
     monkeypatch.setattr(machine, "available_memory", lambda: RING_BYTES + (1 << 20))
     config = tiny_config(f"{OFFLOAD} 1")
     with pytest.raises(GptparError, match=r"needs .* of host memory in each of 1 process.*lower --cpu-optimizer-ratio"):
-        build._speculated_elements(config, 10**9, torch.float32)
+        build._speculated_elements(config, 10**9, ADAMW.state_bytes(4))
 
 
 def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     elements = 10**8
     free = math.ceil((RING_BYTES + 18 * elements) / 0.9) + 100
     monkeypatch.setattr(machine, "available_memory", lambda: free)
-    automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, torch.float32)
+    automatic = build._speculated_elements(tiny_config(f"{OFFLOAD} 1"), elements, ADAMW.state_bytes(4))
     assert automatic == pytest.approx(elements / 2, rel=1e-6)
-    assert (
-        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation off"), elements, torch.float32) == 0
-    )
+    off = tiny_config(f"{OFFLOAD} 1 --offload-speculation off")
+    assert build._speculated_elements(off, elements, ADAMW.state_bytes(4)) == 0
     with pytest.raises(GptparError, match="twice for --offload-speculation on"):
-        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), elements, torch.float32)
+        build._speculated_elements(tiny_config(f"{OFFLOAD} 1 --offload-speculation on"), elements, ADAMW.state_bytes(4))

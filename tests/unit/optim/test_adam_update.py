@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from gptpar.optim.adam_arguments import AdamStep
-from gptpar.optim.adam_update import (
-    UpdateNumbers,
-    clipped_divisor,
-    power,
-    step_numbers,
-    step_numbers_on_device,
-    update,
-)
+from gptpar.optim.adam_update import UpdateNumbers, step_numbers
 from gptpar.optim.cpu_adam import CpuAdam, _library
-from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, same
+from gptpar.optim.elementwise import clipped_divisor, power
+from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
 
 
 def by_operators(case: list[torch.Tensor], numbers: UpdateNumbers, low: torch.dtype) -> list[torch.Tensor]:
@@ -83,9 +77,8 @@ def test_numbers_on_the_device_are_those_of_the_host(
     step: int, norm: float, loss_scale: float, max_norm: float
 ) -> None:
     steps, on_device = (torch.tensor(number, dtype=torch.float64) for number in (float(step), norm))
-    found = step_numbers_on_device(HOW, steps, on_device, loss_scale, max_norm, torch.float64)
-    expected = step_numbers(HOW, step, clipped_divisor(norm, loss_scale, max_norm))
-    assert [torch.as_tensor(number).item() for number in found] == list(expected)
+    found = numbers_on_device(steps, on_device, loss_scale, max_norm)
+    assert found == list(step_numbers(HOW, step, clipped_divisor(norm, loss_scale, max_norm)))
 
 
 def test_a_power_is_within_its_roundings() -> None:

@@ -188,7 +188,7 @@ def test_stretches_are_what_they_would_be_alone(dtype):
     alone = [t.clone() for t in tensors]
     hows = [replace(HOW, weight_decay=0.0), replace(HOW, lr=1e-2), replace(HOW, step=7)]
     stretches = list(zip((0, 100, 140000), (100, 139990, 200003), hows, strict=True))  # some lie in none
-    assert CpuAdam(2).steps(*tensors, stretches)
+    assert CpuAdam(2).steps(tensors[:3], tensors[3], stretches)
     for start, stop, how in stretches:
         CpuAdam(1).step(*(t[start:stop] for t in alone), how)
     assert all(torch.equal(one, other) for one, other in zip(tensors, alone, strict=True))
@@ -206,9 +206,9 @@ def test_a_second_call_that_keeps_to_some_ranges_completes_the_first(dtype):
     for start, stop in only.tolist():
         guess[start:stop] = float("nan")
     (*into, low), (*whole, wide) = ([torch.empty_like(p) for _ in range(4)] for _ in range(2))
-    assert CpuAdam(2).steps(p, m, v, grad, stretches, into=tuple(whole), low=wide)
-    assert not CpuAdam(2).steps(p, m, v, guess, stretches, into=tuple(into), low=low)
-    assert CpuAdam(13).order(p, m, v, grad, stretches, into=tuple(into), low=low, only=only)()[0]
+    assert CpuAdam(2).steps((p, m, v), grad, stretches, into=tuple(whole), low=wide)
+    assert not CpuAdam(2).steps((p, m, v), guess, stretches, into=tuple(into), low=low)
+    assert CpuAdam(13).order((p, m, v), grad, stretches, into=tuple(into), low=low, only=only)()[0]
     assert all(torch.equal(one, other) for one, other in zip((*into, low), (*whole, wide), strict=True))
 
 
@@ -216,7 +216,7 @@ def test_what_lies_outside_the_ranges_is_left_alone(library):
     p, m, v, grad = make(5000)
     old, only = [t.clone() for t in (p, m, v)], np.array([[0, 3], [64, 1000], [4999, 5000]])
     _, new = run(CpuAdam(1), (p, m, v, grad))
-    CpuAdam(2).steps(p, m, v, grad, [(0, 5000, HOW)], only=only)
+    CpuAdam(2).steps((p, m, v), grad, [(0, 5000, HOW)], only=only)
     inside = torch.zeros(5000, dtype=torch.bool)
     for start, stop in only.tolist():
         inside[start:stop] = True

@@ -14,7 +14,7 @@ from tests.unit.optim.cpu_adam_runs import HOW, make, with_isa
 
 def test_stretches_that_overlap_or_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="elements 5 to 11 do not lie between 6 and 10"):
-        CpuAdam(1).steps(*make(10), [(0, 6, HOW), (5, 11, HOW)])
+        CpuAdam(1).steps(make(10)[:3], torch.zeros(10), [(0, 6, HOW), (5, 11, HOW)])
 
 
 def test_ranges_that_are_none_are_refused(library):
@@ -28,7 +28,7 @@ def test_ranges_that_are_none_are_refused(library):
     ):
         for call in (CpuAdam(1).steps, CpuAdam(1).order):
             with pytest.raises(ValueError, match=words):
-                call(*make(10), [(0, 10, HOW)], only=only)
+                call(make(10)[:3], torch.zeros(10), [(0, 10, HOW)], only=only)
 
 
 def test_all_problems_are_told_at_once():

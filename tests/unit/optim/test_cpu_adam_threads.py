@@ -40,7 +40,7 @@ from gptpar.offload.index_ranges import ranges_of_rows
 def step():
     p, m, v = torch.ones(300000), torch.zeros(300000), torch.zeros(300000)
     how = [(0, 300000, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1))]
-    CpuAdam(3).order(p, m, v, torch.arange(300000.0), how)()
+    CpuAdam(3).order((p, m, v), torch.arange(300000.0), how)()
     return p
 before = step()
 child = os.fork()
@@ -65,9 +65,9 @@ def test_orders_are_done_one_after_the_other(dtype):
     tensors = make(300001, dtype, dtype)
     expected, stretches = [t.clone() for t in tensors], [[(0, 300001, replace(HOW, step=n + 1))] for n in range(5)]
     for how in stretches:
-        CpuAdam(2).steps(*expected, how)
+        CpuAdam(2).steps(expected[:3], expected[3], how)
     before = time.monotonic()
-    orders = [CpuAdam(2).order(*tensors, how) for how in stretches]
+    orders = [CpuAdam(2).order(tensors[:3], tensors[3], how) for how in stretches]
     done = [wait() for wait in (orders if dtype == torch.float64 else reversed(orders))]
     assert all(finite and before <= begin < end <= time.monotonic() for finite, begin, end in done)
     in_order = done if dtype == torch.float64 else done[::-1]

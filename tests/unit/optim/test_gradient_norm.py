@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptpar.engine.master_adamw import MasterAdamW
+from gptpar.engine.master_optimizer import MasterOptimizer
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.grad_norm import GradientNorm, square_of
 from tests.unit.engine.small_units import SHAPES, infos, table_of
 
 
-def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: int = 0) -> MasterAdamW:
-    return MasterAdamW(table_of(unit, shard, tensor_rank), grad, clip_grad=1.0)
+def make_optimizer(unit: Unit, grad: torch.Tensor, shard: int = 0, tensor_rank: int = 0) -> MasterOptimizer:
+    return MasterOptimizer(ADAMW, table_of(unit, shard, tensor_rank), grad, clip_grad=1.0)
 
 
 def square_of_grad(table: ParameterTable, grad: torch.Tensor) -> torch.Tensor:

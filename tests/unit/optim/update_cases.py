@@ -6,13 +6,15 @@ import math
 
 import torch
 
-from gptpar.optim.adam_update import (
-    Hyperparameters,
-)
+from gptpar.optim import elementwise
+from gptpar.optim.adam_update import AdamHyperparameters, UpdateNumbers, change
+from gptpar.optim.adamw import ADAMW
+from gptpar.optim.elementwise import divisor_on_device
+from gptpar.optim.torch_kernels import step_numbers
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 STEPS = [1, 2, 3, 1000, 65_535, 999_999, 1_000_000]
-HOW = Hyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+HOW = AdamHyperparameters(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 EDGES = [
     *(0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 2.0**-149, -(2.0**-149), 2.0**-126, 2.0**-127, 3.4028235e38),
     # and what 16 bits cannot hold, ties among it
@@ -46,3 +48,14 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit, any NaN being like any other."""
     as_bits = torch.int32 if a.element_size() == 4 else torch.int16
     return bool(((a.view(as_bits) == b.view(as_bits)) | (a.isnan() & b.isnan())).all())
+
+
+def update(state: list[torch.Tensor], grad: torch.Tensor, numbers: UpdateNumbers, **others: torch.Tensor) -> None:
+    """AdamW's definition, by torch's operators."""
+    elementwise.update(change, state, grad, numbers.scale, numbers.decay, numbers.own, **others)
+
+
+def numbers_on_device(step: torch.Tensor, norm: torch.Tensor, loss_scale: float, max_norm: float) -> list[float]:
+    """The numbers of HOW by torch's operators in fp64, in the order of :class:`UpdateNumbers`."""
+    scale, decay, own = step_numbers(ADAMW, HOW, step, divisor_on_device(norm, loss_scale, max_norm))
+    return [number.item() for number in (scale, *own, decay)]

@@ -136,7 +136,7 @@ def allocated(engine: Engine) -> tuple[int, int, int]:
         return sum(size for address, size in storages.items() if address)
 
     engine.publish()  # ZeRO-3 releases what it has shown
-    optimizer = [engine.optimizer.master, engine.optimizer.exp_avg, engine.optimizer.exp_avg_sq]
+    optimizer = list(engine.optimizer.vectors.values())
     masters = {optimizer[0].untyped_storage().data_ptr()}
     live = [*engine.parameters.full.values(), *engine.parameters.shards.values()]
     live = [t for t in live if t.untyped_storage().data_ptr() not in masters]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from gptpar.engine.flat_adam import FlatAdam, State
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.device_adam import TorchAdam, make_device_adam
+from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
+from gptpar.optim.adam_update import AdamHyperparameters
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.spans import DECAYS, DECAYS_NOT, GroupSpan
 
-RATES = [Hyperparameters(lr, 0.9, 0.95, 1e-8, 0.1) for lr in (1e-2, 3e-3, 2e-2, 1e-2)]
+RATES = [AdamHyperparameters(lr, 0.9, 0.95, 1e-8, 0.1) for lr in (1e-2, 3e-3, 2e-2, 1e-2)]
 ENDS = [0, 256, 256 + 128, 1000, 1100]
 """Of the vectors' stretches: the third ends within a block, so that the fourth begins where no block does."""
 SPANS = [
@@ -24,8 +24,8 @@ SPANS = [
 class Case:
     """An optimizer and the vectors that it updates."""
 
-    adam: FlatAdam
-    state: State
+    adam: FlatOptimizer
+    state: FlatState
     live: torch.Tensor
 
 
@@ -40,8 +40,8 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
     moments = [torch.zeros_like(weights) for _ in range(2)]
     grads = torch.zeros(length, dtype=getattr(torch, grad), device=device)
     steps = torch.zeros((), dtype=torch.float64, device=device)
-    state = State(weights, *moments, grads, steps)
-    adam = FlatAdam(state, SPANS, make=(lambda like: TorchAdam(like.dtype)) if by_torch else make_device_adam)
+    state = FlatState((weights, *moments), grads, steps)
+    adam = FlatOptimizer(replace(ADAMW, device_kernel=None) if by_torch else ADAMW, state, SPANS)
     live = torch.zeros(length + 8, dtype=torch.bfloat16, device=device)
     pieces = [live[0:256], live[256:384], None, live[-100:]]
     adam.lay_out([(*ends, piece) for ends, piece in zip(zip(ENDS, ENDS[1:], strict=False), pieces, strict=True)])
@@ -50,13 +50,13 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
 
 def follows_torch(case: Case, tolerance: float) -> None:
     """Four steps, the third skipped; gradients are divided, and gaps between spans stay out of it."""
-    start = case.state.weights.cpu().double()
+    start = case.state.vectors[0].cpu().double()
     leaves = [start[span.start : span.stop].clone().requires_grad_() for span in SPANS]
     decays = [0.1 if span.group == DECAYS else 0.0 for span in SPANS]
     leaf_groups = [{"params": [leaf], "weight_decay": decay} for leaf, decay in zip(leaves, decays, strict=True)]
     reference = torch.optim.AdamW(leaf_groups, betas=(0.9, 0.95), eps=1e-8)
     generator = torch.Generator().manual_seed(1)
-    device = case.state.weights.device
+    device = case.state.vectors[0].device
     for step, rates in enumerate(RATES):
         grad = torch.zeros_like(start)
         for span in SPANS:
@@ -75,11 +75,11 @@ def follows_torch(case: Case, tolerance: float) -> None:
         assert case.adam.step(groups, norm, divisor, 0.0).item() == skipped
         assert torch.equal(case.state.grad, given)
     assert case.state.steps.item() == 3
-    weights = case.state.weights.cpu()
+    weights, vectors = case.state.vectors[0].cpu(), dict(zip(ADAMW.vectors, case.state.vectors, strict=True))
     for leaf, span in zip(leaves, SPANS, strict=True):
         for name, expected in (("weights", leaf.detach()), *reference.state[leaf].items()):
             if name != "step":
-                found = getattr(case.state, name)[span.start : span.stop].cpu().double()
+                found = vectors[name][span.start : span.stop].cpu().double()
                 torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     rounded, live = weights.bfloat16(), case.live.cpu()
     for span in SPANS:

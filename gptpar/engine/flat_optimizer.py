@@ -1,44 +1,43 @@
-"""AdamW over a device's flat vectors, which writes the live parameters in the same pass over memory."""
+"""An elementwise optimizer over a device's flat vectors, which writes the model's parameters in the same pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
-from gptpar.optim.adam_update import Hyperparameters
-from gptpar.optim.device_adam import DeviceAdam, Piece, make_device_adam
+from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters, UpdateVectors
 from gptpar.optim.spans import ALIGNMENT, GPT_FAMILIES, Family, GroupSpan, spans_between
+from gptpar.optim.torch_kernels import make_device_kernel
 
-Stretch = tuple[int, int, torch.Tensor | None]
-"""First element, the one behind the last, and their live parameters, unless the masters are those."""
+ContiguousRange = tuple[int, int, torch.Tensor | None]
+"""First element, the one behind the last, and the model parameters to write; ``None``: those are the master weights."""
 
 
 @dataclass(frozen=True)
-class State:
+class FlatState:
     """[n] vectors of one process.
 
     Attributes:
+        vectors: master weights and the optimizer's state vectors.
         grad: of any number format not wider than the others.
         steps: updates made, those of skipped steps not counted (fp64 scalar on the device).
     """
 
-    weights: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    vectors: tuple[torch.Tensor, ...]
     grad: torch.Tensor
     steps: torch.Tensor
 
 
-class FlatAdam:
-    """AdamW as :mod:`gptpar.optim.adam_update` defines it; nothing waits for a GPU, whether a step is skipped or not.
+class FlatOptimizer:
+    """Nothing waits for a GPU, whether a step is skipped or not.
 
     Args:
+        optimizer: which update.
         spans: which elements are updated, and the group of each.
         families: of the groups. Of one family, what lies together is updated by one launch.
-        make: makes what updates a family's elements; default: the fastest for the state's device.
 
     Raises:
         ValueError: a group is not in one family.
@@ -46,39 +45,39 @@ class FlatAdam:
 
     def __init__(
         self,
-        state: State,
+        optimizer: ElementwiseOptimizer,
+        state: FlatState,
         spans: Sequence[GroupSpan],
         families: Sequence[Family] = GPT_FAMILIES,
-        make: Callable[[torch.Tensor], DeviceAdam] = make_device_adam,
     ):
         self._state, self._spans, self._families = state, spans, tuple(families)
         self._family_of = {group: number for number, family in enumerate(families) for group in family}
         known, wanted = sorted(group for family in families for group in family), {span.group for span in spans}
         if len(known) > len(self._family_of) or not wanted <= self._family_of.keys():
             raise ValueError(f"each of the groups {sorted(wanted)} has to be in one of the families {list(families)}")
-        self._adams = [make(state.weights) for _ in families]
-        self._pieces: list[list[Piece]] = [[] for _ in families]
+        self._kernels = [make_device_kernel(optimizer, state.vectors[0]) for _ in families]
+        self._calls: list[list[UpdateVectors]] = [[] for _ in families]
 
-    def lay_out(self, stretches: Sequence[Stretch]) -> None:
-        """Set the stretches to update. Inside a stretch, spans begin at multiples of ``ALIGNMENT``."""
-        self._pieces = [[] for _ in self._families]
-        for start, stop, live in _joined(stretches):
+    def lay_out(self, ranges: Sequence[ContiguousRange]) -> None:
+        """Set the ranges to update. Inside a range, spans begin at multiples of ``ALIGNMENT``."""
+        self._calls = [[] for _ in self._families]
+        for start, stop, parameters in _joined(ranges):
             for number, low, high in self._parts(start, stop):
-                part = None if live is None else live[low - start : high - start]
-                self._pieces[number].append(self._piece(self._families[number], low, high, part))
+                part = None if parameters is None else parameters[low - start : high - start]
+                self._calls[number].append(self._call(self._families[number], low, high, part))
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(family's number, start, stop) of what one launch can update in a stretch; gaps are padding."""
+        """(family's number, start, stop) of what one launch can update in a range; gaps are padding."""
         spans = spans_between(self._spans, start, stop)
         for number, neighbours in groupby(spans, key=lambda span: self._family_of[span.group]):
             ends = [(span.start, span.stop) for span in neighbours]
             yield number, start + ends[0][0], start + ends[-1][1]
 
-    def _piece(self, family: Family, start: int, stop: int, live: torch.Tensor | None) -> Piece:
+    def _call(self, family: Family, start: int, stop: int, parameters: torch.Tensor | None) -> UpdateVectors:
         s, inside = self._state, spans_between(self._spans, start, stop)
         spans = [(span.start, span.stop, span.group == family[0]) for span in inside]
-        vectors = s.weights[start:stop], s.exp_avg[start:stop], s.exp_avg_sq[start:stop], s.grad[start:stop]
-        return Piece(vectors, live, spans, _decaying_blocks(spans, stop - start, s.weights.device))
+        vectors = tuple(vector[start:stop] for vector in (*s.vectors, s.grad))
+        return UpdateVectors(vectors, parameters, spans, _decaying_blocks(spans, stop - start, s.grad.device))
 
     def check(self, hyperparameters: Sequence[Hyperparameters]) -> None:
         """Whether a step's hyperparameters, by group, are what the families say.
@@ -99,11 +98,11 @@ class FlatAdam:
     def step(
         self, hyperparameters: Sequence[Hyperparameters], norm: torch.Tensor, loss_scale: float, max_norm: float
     ) -> torch.Tensor:
-        """Update weights and live parameters.
+        """Update weights and model parameters.
 
         Args:
             hyperparameters: this step's, by group, as :meth:`check` wants them.
-            norm, loss_scale, max_norm: see :meth:`DeviceAdam.begin_step <gptpar.optim.device_adam.DeviceAdam>`.
+            norm, loss_scale, max_norm: see :class:`~gptpar.optim.elementwise.DeviceKernel`.
 
         Returns:
             1.0 where the norm is not finite and nothing was changed, else 0.0 (fp32 scalar on the device, valid until
@@ -112,12 +111,12 @@ class FlatAdam:
         # Families count together: each but the first raises a copy of the counter.
         counters = [self._state.steps, *(self._state.steps.clone() for _ in self._families[1:])]
         steps = [
-            adam.begin_step(hyperparameters[family[0]], norm, loss_scale, max_norm, counter)
-            for adam, family, counter in zip(self._adams, self._families, counters, strict=True)
+            kernel.begin_step(hyperparameters[family[0]], norm, loss_scale, max_norm, counter)
+            for kernel, family, counter in zip(self._kernels, self._families, counters, strict=True)
         ]
-        for step, pieces in zip(steps, self._pieces, strict=True):
-            for piece in pieces:
-                step.update(piece)
+        for step, calls in zip(steps, self._calls, strict=True):
+            for call in calls:
+                step.update(call)
         return steps[0].skipped
 
 
@@ -131,26 +130,28 @@ def _decaying_blocks(spans: Sequence[tuple[int, int, bool]], length: int, device
     return found.to(device)
 
 
-def _joined(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """The same elements in as few stretches as possible."""
-    found: list[Stretch] = []
-    for start, stop, live in stretches:
+def _joined(ranges: Sequence[ContiguousRange]) -> list[ContiguousRange]:
+    """The same elements in as few ranges as possible."""
+    found: list[ContiguousRange] = []
+    for start, stop, parameters in ranges:
         if start == stop:
             continue
-        if found and _goes_on(found[-1], start, live):
+        if found and _goes_on(found[-1], start, parameters):
             start, _, before = found.pop()
-            if live is not None and before is not None:
-                live = before.as_strided((len(before) + len(live),), (1,))
-        found.append((start, stop, live))
+            if parameters is not None and before is not None:
+                parameters = before.as_strided((len(before) + len(parameters),), (1,))
+        found.append((start, stop, parameters))
     return found
 
 
-def _goes_on(before: Stretch, start: int, live: torch.Tensor | None) -> bool:
-    """Whether a stretch begins a block behind another one, and so do its live parameters, of one dtype, in memory."""
+def _goes_on(before: ContiguousRange, start: int, parameters: torch.Tensor | None) -> bool:
+    """Whether a range can be joined to the one before: it begins a block there, as its parameters do in memory."""
     first, stop, other = before
     if stop != start or (start - first) % ALIGNMENT:
         return False
-    if other is None or live is None:
-        return other is live
-    same = other.dtype == live.dtype and other.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
-    return same and live.data_ptr() == other.data_ptr() + len(other) * other.element_size()
+    if other is None or parameters is None:
+        return other is parameters
+    same_storage = other.untyped_storage().data_ptr() == parameters.untyped_storage().data_ptr()
+    if other.dtype != parameters.dtype or not same_storage:
+        return False
+    return parameters.data_ptr() == other.data_ptr() + other.nbytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptpar.engine import flat_adam
-from tests.unit.engine.flat_adam_case import GRADS, follows_torch, make
+from gptpar.engine import flat_optimizer
+from tests.unit.engine.flat_optimizer_case import GRADS, follows_torch, make
 
 
 @pytest.mark.parametrize("way", ["kernel", "without a compiler", "by operators"])
@@ -26,7 +26,7 @@ def test_neighbours_are_updated_together() -> None:
     """As far as their live parameters lie behind each other, and blocks begin where they did."""
     memory, other = torch.zeros(512), torch.zeros(512)
     narrow = memory.view(torch.bfloat16)[256:512]  # the places of memory[128:256]
-    whole = flat_adam._joined([(0, 128, memory[:128]), (128, 128, memory[128:128]), (128, 500, memory[128:500])])
+    whole = flat_optimizer._joined([(0, 128, memory[:128]), (128, 128, memory[128:128]), (128, 500, memory[128:500])])
     ((start, stop, live),) = whole
     assert (start, stop) == (0, 500) and live is not None
     assert live.data_ptr() == memory.data_ptr() and len(live) == 500
@@ -38,5 +38,5 @@ def test_neighbours_are_updated_together() -> None:
         [(0, 100, memory[:100]), (100, 200, memory[100:200])],  # no multiple of a block
         [(0, 128, memory[:128]), (192, 256, memory[128:192])],
     ):
-        assert flat_adam._joined(apart) == apart
-    assert flat_adam._joined([(0, 64, None), (64, 100, None)]) == [(0, 100, None)]
+        assert flat_optimizer._joined(apart) == apart
+    assert flat_optimizer._joined([(0, 64, None), (64, 100, None)]) == [(0, 100, None)]

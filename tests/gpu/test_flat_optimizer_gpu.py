@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from gptpar.optim.device_adam import TorchAdam, make_device_adam
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.spans import Family
-from tests.unit.engine.flat_adam_case import GRADS, follows_torch, make
+from tests.unit.engine.flat_optimizer_case import GRADS, follows_torch, make
 from tests.unit.engine.four_groups import JOINED, SEPARATE, flat_after
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +30,6 @@ def test_double_precision_is_kept(by_torch: bool) -> None:
 @pytest.mark.parametrize("families", [SEPARATE, JOINED], ids=str)
 def test_groups_have_the_cpus_bits(by_torch: bool, families: tuple[Family, ...]) -> None:
     """Own launches of groups that share nothing, over model parameters of two dtypes, and over padding."""
-    made = (lambda like: TorchAdam(like.dtype)) if by_torch else make_device_adam
+    made = replace(ADAMW, device_kernel=None) if by_torch else ADAMW
     for ours, true in zip(flat_after("cuda", families, made), flat_after("cpu", SEPARATE), strict=True):
         assert torch.equal(ours, true)

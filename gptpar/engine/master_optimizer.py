@@ -1,4 +1,4 @@
-"""AdamW that owns fp32 master weights."""
+"""An elementwise optimizer that owns fp32 master weights."""
 
 from __future__ import annotations
 
@@ -7,38 +7,43 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from gptpar.engine.flat_adam import FlatAdam, State
+from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
 from gptpar.engine.ranges import Home, Range
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
-from gptpar.optim.adam_update import Hyperparameters
+from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.grad_norm import square_of
 from gptpar.optim.spans import GPT_FAMILIES, Family
 from gptpar.topology.tensor_parts import TensorParts
 
 
-class MasterAdamW:
-    """AdamW (:mod:`gptpar.optim.adam_update`) over this process's shard of the master weights.
+class MasterOptimizer:
+    """An elementwise optimizer over this process's shard of the master weights.
 
-    The device's elements are updated in one pass (:class:`~gptpar.engine.flat_adam.FlatAdam`): clipping, loss scale,
-    the skipping of non-finite gradients and the rounding to live parameters happen inside it. The others are
-    the subscriber's.
+    The device's elements are updated in one pass (:class:`~gptpar.engine.flat_optimizer.FlatOptimizer`): clipping, loss
+    scale, the skipping of non-finite gradients and the rounding to model parameters happen inside it. The subscriber
+    updates the others.
 
     Args:
+        optimizer: which update.
         table: of this process's parameters.
         grad: the gradient sum of the device's elements of all units in a row.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         host: updates the other elements; ``None`` where there are none.
         families: of the parameter groups; each group is in one. A family takes launches of its own.
         master: memory for the master weights, where the model's parameters are their own masters.
-        live: unit -> the model's parameters that :meth:`step` is to write in the same pass, as long as its masters.
+        parameters: unit -> the model parameters that :meth:`step` writes in the same pass, as long as the unit's master
+            weights.
 
     Attributes:
+        optimizer: see above.
+        vectors: ``weights`` and each of the optimizer's states -> all of the device's elements in a row.
         masters: unit -> the device's piece of the master weights.
     """
 
     def __init__(
         self,
+        optimizer: ElementwiseOptimizer,
         table: ParameterTable,
         grad: torch.Tensor,
         clip_grad: float,
@@ -46,25 +51,26 @@ class MasterAdamW:
         *,
         families: Sequence[Family] = GPT_FAMILIES,
         master: torch.Tensor | None = None,
-        live: Mapping[str, torch.Tensor] | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
     ):
-        self.clip_grad, self.grad, self.host = clip_grad, grad, host
+        self.optimizer, self.clip_grad, self.grad, self.host = optimizer, clip_grad, grad, host
         self._table = table
         wide = torch.promote_types(grad.dtype, torch.float32)
         self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
-        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(grad, dtype=wide) for _ in range(2))
+        states = {name: torch.zeros_like(grad, dtype=wide) for name in optimizer.states}
+        self.vectors = {"weights": self.master, **states}
         self.masters = self._table.split(self.master)
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
-        state = State(self.master, self.exp_avg, self.exp_avg_sq, grad, self._steps)
-        self._adam = FlatAdam(state, table.device_spans(), families)
+        state = FlatState(tuple(self.vectors.values()), grad, self._steps)
+        self._flat = FlatOptimizer(optimizer, state, table.device_spans(), families)
         ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
-        parameters = ((live or {}).get(unit) for unit in table.on_device)
-        self._adam.lay_out([(*pair, one) for pair, one in zip(ends, parameters, strict=True)])
+        written = ((parameters or {}).get(unit) for unit in table.on_device)
+        self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])
 
     @property
     def bytes_an_element(self) -> int:
-        """Of the device's memory: master, both moments and gradient."""
-        return 3 * self.master.element_size() + self.grad.element_size()
+        """Of the device's memory: master weight, state and gradient."""
+        return self.optimizer.state_bytes(self.master.element_size()) + self.grad.element_size()
 
     def square_of_weights(self) -> torch.Tensor:
         """Sum of squares (fp64) of the master weights that this process counts, the host's too."""
@@ -92,10 +98,10 @@ class MasterAdamW:
         Raises:
             ValueError: groups of one family differ by more than the weight decay; nothing was changed.
         """
-        self._adam.check(hyperparameters)
+        self._flat.check(hyperparameters)
         if self.host is not None:  # first: it learns the norm before the device has updated its own elements
             self.host.step(norm, hyperparameters, loss_scale)
-        return self._adam.step(hyperparameters, norm, loss_scale, self.clip_grad)
+        return self._flat.step(hyperparameters, norm, loss_scale, self.clip_grad)
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """What :meth:`step` will probably be called with: the host may begin during the backward pass."""
@@ -103,14 +109,15 @@ class MasterAdamW:
             self.host.expect_step(hyperparameters, loss_scale)
 
     def state_tensors(self) -> dict[str, dict[str, TensorParts]]:
-        """Live views for a checkpoint: ``weights``, ``exp_avg`` and ``exp_avg_sq``, each by global parameter name."""
-        return {kind: self.parts(kind) for kind in ("weights", "exp_avg", "exp_avg_sq")}
+        """Views, not copies, for a checkpoint: ``weights`` and each of the states, by global parameter name."""
+        return {kind: self.parts(kind) for kind in self.vectors}
 
     def parts(self, kind: str) -> dict[str, TensorParts]:
-        """The parameters' pieces here, on device and host, of one kind of state or of the gradient (``grad``).
+        """The parameters' pieces here, on device and host, of ``weights``, one of the states, or ``grad``.
 
-        State is live. Gradients are in the master weights' format: one that nothing is added to may have another on
-        the device than on the host. The host's are there between the end of the backward pass and the step.
+        Values of the state are no copies. Gradients are in the master weights' format: one that nothing is added to may
+        have another on the device than on the host. The host's are there between the end of the backward pass and the
+        step.
         """
         params, dtype = self._table.params.items(), self.master.dtype
         # An empty parameter has no range anywhere; that it exists is known all the same.
@@ -125,8 +132,7 @@ class MasterAdamW:
 
     def _held(self, kind: str) -> Iterator[tuple[Range, torch.Tensor]]:
         """Every range on the device and on the host, or as much of it as lies together, with its values."""
-        vectors = {"weights": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "grad": self.grad}
-        device = self._table.split(vectors[kind])
+        device = self._table.split(self.grad if kind == "grad" else self.vectors[kind])
         for one in self._table.ranges(home=Home.DEVICE):
             yield one, device[one.unit][one.start : one.stop]
         for unit, at, values in self.host.parts(kind) if self.host is not None else ():

@@ -1,0 +1,327 @@
+"""What an elementwise optimizer is: its state vectors, its hyperparameters, and its update, written down once.
+
+An optimizer is elementwise if the new value of an element depends on that element's own weight, gradient and state
+alone. Then any range of a flat vector can be updated by whoever owns it, on the device or on the CPU. The engine, the
+CPU optimizer, checkpoints and memory planning know an optimizer by its :class:`ElementwiseOptimizer` only.
+
+All of them decouple the weight decay, and share the first and the last operation. For each element, with the gradient
+``grad``, the weight ``p`` and the state vectors ``s``::
+
+    g         = grad * scale                    scale = 1 / divisor,  decay = 1 - lr * weight_decay
+    change, s = optimizer.change(g, s, numbers)
+    p         = decay * p - change
+
+``divisor`` is the loss scale times clipping. Every operation is rounded to nearest by itself: that is what torch's
+operators do as long as no operator contains several (``lerp``, ``addcmul`` or an ``alpha`` would fuse a product with a
+sum). So an element becomes the same bits wherever it is updated.
+
+An optimizer over whole matrices (Muon) is no elementwise one: a shard of a unit may begin in the middle of a matrix. It
+would need two things of the parameter table (``gptpar.engine.table.ParameterTable``): each parameter's ``info.split``
+and ``info.full_shape``, to bring its tensor splits and data shards together; and its ranges, whose ``home`` would have
+to be one for all elements of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CLIP_EPS = 1e-6
+"""Added to the norm before it is compared with the largest, as torch's ``clip_grad_norm_`` does."""
+
+MAX_STEP_BITS = 31
+"""Binary digits of the largest step's number."""
+
+_BLOCK = 1 << 20
+"""Elements that :func:`update` takes at a time: its intermediate results are as large."""
+
+
+class Hyperparameters(Protocol):
+    """One parameter group's hyperparameters in one step: a ``NamedTuple`` of floats, these two among them.
+
+    On a device the same class holds fp64 scalar tensors.
+    """
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    def _replace(self, *, weight_decay: float = ...) -> Self: ...
+
+    def __iter__(self) -> Iterator[float]: ...
+
+
+Change = Callable[[Tensor, Sequence[Tensor], Sequence[Any]], tuple[Tensor, list[Tensor]]]
+"""(gradient, old state vectors, numbers) -> (what is subtracted from the decayed weights, new state vectors); all
+[n] of the master weights' dtype, the numbers scalars of it."""
+
+
+@dataclass(frozen=True)
+class ElementwiseOptimizer:
+    """An optimizer's description.
+
+    Attributes:
+        name: of ``--optimizer``, and the prefix of its own flags: ``--NAME-FIELD`` for each hyperparameter besides
+            the learning rate and the weight decay.
+        states: names of its state vectors, which checkpoints keep beside the master weights.
+        hyperparameters: a ``NamedTuple`` class, see :class:`Hyperparameters`.
+        numbers: (hyperparameters, number of the step, from 1) -> what all elements of a step have in common; written
+            with operators that give the same bits for fp64 scalar tensors of the CPU and of the device.
+        change: the update of the elements.
+        device_kernel: makes a fused kernel for vectors like a given one, or ``None`` for those that it does not take.
+        host_kernel: makes a compiled kernel with so many threads. Without the two, torch's operators do the work.
+    """
+
+    name: str
+    states: tuple[str, ...]
+    hyperparameters: type[Any]
+    numbers: Callable[[Any, Tensor], Sequence[Tensor]]
+    change: Change
+    device_kernel: Callable[[Tensor], DeviceKernel | None] | None = None
+    host_kernel: Callable[[int], HostKernel] | None = None
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of everything that an update reads and writes: ``weights`` (the master weights) and the states."""
+        return ("weights", *self.states)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Names of the configuration's fields that it alone has."""
+        return tuple(self._own.values())
+
+    @cached_property
+    def _own(self) -> dict[str, str]:
+        fields = [field for field in self.hyperparameters._fields if field not in ("lr", "weight_decay")]
+        return {field: f"{self.name}_{field}" for field in fields}
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of an element's master weight and state.
+
+        Args:
+            itemsize: bytes of one of them.
+        """
+        return len(self.vectors) * itemsize
+
+    def configured(self, flags: Any, lr: float, weight_decay: float) -> Hyperparameters:
+        """A step's hyperparameters.
+
+        Args:
+            flags: the configuration's section, with the fields that :attr:`flags` names.
+        """
+        values = {field: getattr(flags, flag) for field, flag in self._own.items()}
+        found: Hyperparameters = self.hyperparameters(lr=lr, weight_decay=weight_decay, **values)
+        return found
+
+    def of_group(self, group: Mapping[str, Any]) -> Hyperparameters:
+        """The numbers of one of torch's parameter groups, in which ``betas`` is a pair and any may be a tensor."""
+        values = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | dict(group)
+        found: Hyperparameters = self.hyperparameters(*(float(values[name]) for name in self.hyperparameters._fields))
+        return found
+
+    def group_of(self, how: Hyperparameters) -> dict[str, Any]:
+        """As numbers of a parameter group."""
+        values = dict(zip(self.hyperparameters._fields, how, strict=True))
+        pair = [values.pop(name) for name in ("beta1", "beta2") if name in values]
+        return values | ({"betas": tuple(pair)} if pair else {})
+
+
+@dataclass(frozen=True)
+class UpdateVectors:
+    """Flat vectors in a device's memory that one call updates.
+
+    Attributes:
+        vectors: [n] master weights, state vectors, and the gradient, whose dtype is not wider than theirs.
+        parameters: [n] model parameters to be written, in a dtype of their own; ``None``: the master weights are the
+            model's parameters.
+        spans: (start, stop, whether they decay) of the elements to be updated. Others may be updated, too: their
+            gradients have to be zero.
+        decays: [blocks] whether elements decay, by blocks of ``ALIGNMENT``; ``None``: all do.
+    """
+
+    vectors: tuple[Tensor, ...]
+    parameters: Tensor | None
+    spans: Sequence[tuple[int, int, bool]]
+    decays: Tensor | None = None
+
+
+class DeviceStep(Protocol):
+    """One step of one family of parameter groups, whose numbers are known to the device."""
+
+    @property
+    def skipped(self) -> Tensor:
+        """1.0 where the gradient's norm is not finite and nothing changes, else 0.0 (fp32 scalar)."""
+
+    def update(self, this: UpdateVectors) -> None:
+        """Update some vectors."""
+
+
+class DeviceKernel(Protocol):
+    """Makes the steps of one family of parameter groups in a device's memory."""
+
+    def begin_step(self, how: Any, norm: Tensor, loss_scale: float, max_norm: float, steps: Tensor) -> DeviceStep:
+        """Count a step and compute its numbers, without waiting for a GPU.
+
+        Args:
+            how: the hyperparameters of the elements that decay; those of the others have a weight decay of 0.
+            norm: of the whole gradient, without the loss scale (fp64 scalar); if it is not finite, nothing changes.
+            max_norm: the gradient is clipped to this norm (0: never).
+            steps: steps so far (fp64 scalar on the device); raised by one, unless the step is skipped.
+        """
+
+
+class Done(NamedTuple):
+    """An update that was made.
+
+    Attributes:
+        finite: whether every gradient was.
+        begin, end: when, as :func:`time.monotonic` has it.
+    """
+
+    finite: bool
+    begin: float
+    end: float
+
+
+class HostKernel(Protocol):
+    """Updates vectors in host memory for the CPU optimizer."""
+
+    states: tuple[str, ...]
+    """Names of the state vectors."""
+
+    threads: int
+
+    @property
+    def isa(self) -> str:
+        """What computes, in a word."""
+
+    def step_of(self, how: Any, step: int, divisor: float) -> Any:
+        """What :meth:`order` is told of one group's elements.
+
+        Args:
+            step: how many steps there will have been after this one, at least 1.
+            divisor: what gradients are divided by.
+        """
+
+    def order(
+        self,
+        state: Sequence[Tensor],
+        grad: Tensor,
+        ranges: Sequence[tuple[int, int, Any]],
+        *,
+        into: Sequence[Tensor] | None = None,
+        low: Tensor | None = None,
+        only: np.ndarray | None = None,
+    ) -> Callable[[], Done]:
+        """Begin an update, and return at once; the result waits for its end, and is to be called once.
+
+        Args:
+            state: [n] master weights and state vectors, contiguous fp32 or fp64.
+            grad: [n].
+            ranges: (first element, the one behind the last, what :meth:`step_of` gave) in order.
+            into: where the new state goes; default: in place.
+            low: [n] gets the new weights, rounded to its dtype; it may be ``grad`` itself.
+            only: ranges (:mod:`~gptpar.offload.index_ranges`) to which the update may keep.
+        """
+
+    def wake(self) -> None:
+        """There will be work within a fraction of a millisecond."""
+
+    def square(self, grad: Tensor) -> float:
+        """Sum of squares in double precision."""
+
+
+def clipped_divisor(norm: float, loss_scale: float, max_norm: float) -> float:
+    """What gradients are divided by.
+
+    Args:
+        norm: of the whole gradient, without the loss scale.
+        max_norm: largest norm that is not clipped (0: any).
+    """
+    return loss_scale * max(1.0, (norm + CLIP_EPS) / max_norm) if max_norm > 0 else loss_scale
+
+
+def divisor_on_device(norm: Tensor, loss_scale: float, max_norm: float) -> Tensor:
+    """:func:`clipped_divisor` by torch's operators, without waiting for the device."""
+    # A tensor divided by a number is multiplied by its inverse on GPUs, so every number is a tensor.
+    scale, largest = torch.full_like(norm, loss_scale), torch.full_like(norm, max_norm)
+    return scale * ((norm + CLIP_EPS) / largest).clamp(min=1.0) if max_norm > 0 else scale
+
+
+def power(base: float, exponent: int) -> float:
+    """``base ** exponent`` for a non-negative integer: the product of the squares that its binary digits name.
+
+    A library's ``pow`` is not rounded correctly, and differs between processors.
+    """
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+def power_of_tensor(base: Tensor, exponent: Tensor) -> Tensor:
+    """:func:`power` of scalar tensors, without waiting for the device."""
+    result, left = torch.ones_like(base), exponent.to(torch.int64)
+    for _ in range(MAX_STEP_BITS):
+        result = torch.where(left % 2 == 1, result * base, result)
+        base, left = base * base, left // 2
+    return result
+
+
+def square_root(x: Tensor) -> Tensor:
+    """The square root, rounded correctly: torch's on CPUs, by MKL, is off by a unit in the last place now and then."""
+    if x.device.type != "cpu":
+        return x.sqrt()
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(x.reshape(-1).numpy())).view(x.shape)
+
+
+@torch.no_grad()
+def update(
+    change: Change,
+    state: Sequence[Tensor],
+    grad: Tensor,
+    scale: Any,
+    decay: Any,
+    numbers: Sequence[Any],
+    *,
+    into: Sequence[Tensor] | None = None,
+    low: Tensor | None = None,
+    skipped: Tensor | None = None,
+) -> None:
+    """Update vectors by torch's operators, on any device.
+
+    Args:
+        state: [n] master weights and state vectors, all of one dtype (fp32 or fp64).
+        grad: [n] of a dtype not wider than theirs.
+        scale, decay, numbers: see the module; numbers or scalar tensors, which are rounded once to the state's dtype.
+        into: where the new state goes; default: in place.
+        low: [n] gets the new parameters, rounded to its dtype; it may be ``grad`` itself.
+        skipped: not zero where nothing is to change (scalar).
+    """
+    weights, *_ = state
+    scale, decay, *numbers = (
+        torch.as_tensor(number, dtype=weights.dtype, device=weights.device) for number in (scale, decay, *numbers)
+    )
+    for start in range(0, len(weights), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        p, *states = old = [t[block] for t in state]
+        step, states = change(grad[block].to(p.dtype) * scale, states, numbers)
+        new = [decay * p - step, *states]
+        if skipped is not None:
+            new = [torch.where(skipped == 0, after, before) for after, before in zip(new, old, strict=True)]
+        for target, value in zip(into or state, new, strict=True):
+            target[block] = value
+        if low is not None:
+            low[block] = new[0]

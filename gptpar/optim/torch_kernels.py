@@ -1,0 +1,170 @@
+"""Any elementwise optimizer's update by torch's operators, on the device and on the CPU, with the same bits."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gptpar.optim.elementwise import (
+    DeviceKernel,
+    DeviceStep,
+    Done,
+    ElementwiseOptimizer,
+    HostKernel,
+    Hyperparameters,
+    UpdateVectors,
+    divisor_on_device,
+    update,
+)
+
+_SQUARE_BLOCK = 1 << 16
+
+
+class GroupNumbers(NamedTuple):
+    """What the elements of one group are updated with: scalar tensors.
+
+    Attributes:
+        scale, decay: see :mod:`gptpar.optim.elementwise`.
+        own: what the optimizer's ``change`` takes.
+    """
+
+    scale: Tensor
+    decay: Tensor
+    own: tuple[Tensor, ...]
+
+    def to(self, dtype: torch.dtype) -> GroupNumbers:
+        """Rounded once."""
+        return GroupNumbers(self.scale.to(dtype), self.decay.to(dtype), tuple(number.to(dtype) for number in self.own))
+
+
+def step_numbers(optimizer: ElementwiseOptimizer, how: Hyperparameters, step: Tensor, divisor: Tensor) -> GroupNumbers:
+    """A step's numbers in fp64, on the device of ``step`` and without waiting for it.
+
+    Args:
+        step: the step's number, at least 1 (fp64 scalar).
+        divisor: what gradients are divided by (fp64 scalar).
+    """
+    # A tensor divided by a number is multiplied by its inverse on GPUs, so every number is a tensor.
+    on_device = optimizer.hyperparameters(*(torch.full_like(step, number) for number in how))
+    one = torch.ones_like(step)
+    decay = one - on_device.lr * on_device.weight_decay
+    return GroupNumbers(one / divisor, decay, tuple(optimizer.numbers(on_device, step)))
+
+
+class TorchDeviceKernel:
+    """Vectors in a device's memory.
+
+    Args:
+        dtype: of the master weights.
+    """
+
+    def __init__(self, optimizer: ElementwiseOptimizer, dtype: torch.dtype):
+        self._optimizer, self._dtype = optimizer, dtype
+
+    def begin_step(
+        self, how: Hyperparameters, norm: Tensor, loss_scale: float, max_norm: float, steps: Tensor
+    ) -> DeviceStep:
+        skipped = (~norm.isfinite()).float()
+        steps += 1 - skipped
+        divisor = divisor_on_device(norm, loss_scale, max_norm)
+        numbers = step_numbers(self._optimizer, how, steps.clamp(min=1.0), divisor)
+        return _TorchStep(self._optimizer, numbers.to(self._dtype), skipped)
+
+
+@dataclass(frozen=True)
+class _TorchStep:
+    optimizer: ElementwiseOptimizer
+    numbers: GroupNumbers
+    skipped: Tensor
+
+    def update(self, this: UpdateVectors) -> None:
+        scale, decay, own = self.numbers
+        for start, stop, decays in this.spans:
+            *state, grad = (vector[start:stop] for vector in this.vectors)
+            low = None if this.parameters is None else this.parameters[start:stop]
+            factor = decay if decays else 1.0
+            update(self.optimizer.change, state, grad, scale, factor, own, low=low, skipped=self.skipped)
+
+
+class TorchHostKernel:
+    """Vectors in host memory. The work is done when it is waited for.
+
+    Args:
+        threads: of torch, told to whoever asks.
+    """
+
+    isa = "torch"
+
+    def __init__(self, optimizer: ElementwiseOptimizer, threads: int):
+        self._optimizer, self.threads, self.states = optimizer, threads, optimizer.states
+
+    def step_of(self, how: Hyperparameters, step: int, divisor: float) -> GroupNumbers:
+        as_tensor = functools.partial(torch.tensor, dtype=torch.float64)
+        return step_numbers(self._optimizer, how, as_tensor(float(step)), as_tensor(divisor))
+
+    def order(
+        self,
+        state: Sequence[Tensor],
+        grad: Tensor,
+        ranges: Sequence[tuple[int, int, GroupNumbers]],
+        *,
+        into: Sequence[Tensor] | None = None,
+        low: Tensor | None = None,
+        only: np.ndarray | None = None,
+    ) -> Callable[[], Done]:
+        return functools.partial(timed, functools.partial(self._update, state, grad, ranges, into or state, low))
+
+    def _update(
+        self,
+        state: Sequence[Tensor],
+        grad: Tensor,
+        ranges: Sequence[tuple[int, int, GroupNumbers]],
+        into: Sequence[Tensor],
+        low: Tensor | None,
+    ) -> bool:
+        finite = True
+        for start, stop, (scale, decay, own) in ranges:
+            old, new = ([t[start:stop] for t in of] for of in (state, into))
+            here, narrow = grad[start:stop], None if low is None else low[start:stop]
+            finite &= bool(here.isfinite().all())
+            update(self._optimizer.change, old, here, scale, decay, own, into=new, low=narrow)
+        return finite
+
+    def wake(self) -> None: ...
+
+    def square(self, grad: Tensor) -> float:
+        return square_by_blocks(grad)
+
+
+def timed(work: Callable[[], bool]) -> Done:
+    """Do the work now."""
+    begin = time.monotonic()
+    return Done(work(), begin, time.monotonic())
+
+
+def square_by_blocks(values: Tensor) -> float:
+    """Sum of squares in double precision, the same for any number of threads.
+
+    Args:
+        values: [n] on the CPU.
+    """
+    blocks = (block.double().numpy() for block in values.detach().split(_SQUARE_BLOCK))
+    return float(sum(float(np.square(block).sum()) for block in blocks))
+
+
+def make_device_kernel(optimizer: ElementwiseOptimizer, like: Tensor) -> DeviceKernel:
+    """The optimizer's fastest kernel for master weights of this dtype on this device."""
+    fused = None if optimizer.device_kernel is None else optimizer.device_kernel(like)
+    return fused or TorchDeviceKernel(optimizer, like.dtype)
+
+
+def make_host_kernel(optimizer: ElementwiseOptimizer, threads: int) -> HostKernel:
+    """The optimizer's fastest kernel for vectors in host memory."""
+    return TorchHostKernel(optimizer, threads) if optimizer.host_kernel is None else optimizer.host_kernel(threads)

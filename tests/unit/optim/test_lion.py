@@ -1,0 +1,148 @@
+"""Lion beside its plain formula: the update, its number formats, and training at every ratio, saved and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gptpar.cli.check_layouts.cases import Case
+from gptpar.cli.check_layouts.main import MODELS, SMALL, case_config
+
+from gptpar.cli.check_layouts.compare import difference
+from gptpar.cli.check_layouts.outcome import Tensors
+from gptpar.cli.check_layouts.training import CaseRun
+from gptpar.config.flags import parse_flags
+from gptpar.errors import CheckpointError, ConfigError
+from gptpar.model.gpt import gpt_model
+from gptpar.optim.elementwise import UpdateVectors
+from gptpar.optim.lion import LION, LionHyperparameters
+from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
+from gptpar.pipeline import Stage
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
+from gptpar.training import resume
+from tests.helpers import make_trainer, tiny_config
+from tests.unit.training.test_resume import DONE, inputs_of
+
+WORDS = [
+    *SMALL.split(),
+    *MODELS["llama"].split(),
+    *("--fp64", "--num-layers", "2", "--optimizer", "lion", "--lion-beta2", "0.95"),
+    *("--lr", "1e-3", "--weight-decay", "0.3"),
+]
+"""A model without key biases: their gradient is zero but for rounding, and Lion would take the sign of that."""
+
+STEPS = 3
+TOLERANCE = 1e-12
+
+
+def plain_loop(steps: int) -> list[Tensors]:
+    """Every parameter after each step; nothing but torch, in fp64."""
+    run = alone(())
+    model = Stage(gpt_model(run.config.model).specs)
+    model.place({name: value.clone() for name, value in run.outcome.initial.items()})
+    named, found = model.global_parameters(), []
+    momenta = {name: torch.zeros_like(p) for name, p in named.items()}
+    for step in range(steps):
+        model.zero_grad()
+        for batch in run._batches(step):
+            logits = model(batch.tokens_BS, {"seq_length": batch.tokens_BS.shape[1]})
+            (F.cross_entropy(logits, batch.labels_BS.flatten()) / len(run._batches(step))).backward()
+        torch.nn.utils.clip_grad_norm_(list(named.values()), 0.5)
+        lr = run.trainer.schedule.learning_rate(8.0 * (step + 1))
+        with torch.no_grad():
+            for name, p in named.items():
+                assert p.grad is not None
+                p.mul_(1 - lr * (0.3 if p.dim() > 1 else 0.0))
+                p.sub_(lr * torch.sign(0.9 * momenta[name] + (1 - 0.9) * p.grad))
+                momenta[name] = 0.95 * momenta[name] + (1 - 0.95) * p.grad
+        found.append({name: p.detach().clone() for name, p in named.items()})
+    run.trainer.close()
+    return found
+
+
+def alone(flags: Sequence[str]) -> CaseRun:
+    config = case_config(WORDS, Case("alone", Layout(), tuple(flags)), 1)
+    return CaseRun(config, Topology(Layout(), 0, torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Tensors]:
+    return plain_loop(STEPS)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--cpu-optimizer --cpu-optimizer-ratio 0.3",
+        "--cpu-optimizer --cpu-optimizer-ratio 1 --offload-speculation on",
+        "--cpu-optimizer --cpu-parameters",
+    ],
+)
+def test_training_follows_a_plain_loop(tmp_path: Path, flags: str, wanted: list[Tensors]) -> None:
+    """Each step's weights, the last one's after a resume at ratio 0.6."""
+    run = alone(flags.split())
+    run.train(0, STEPS - 1)
+    run.save(tmp_path, STEPS - 1)
+    run.trainer.close()
+    resumed = alone(("--cpu-optimizer", "--cpu-optimizer-ratio", "0.6"))
+    resumed.resume(tmp_path)
+    resumed.train(STEPS - 1, STEPS)
+    resumed.trainer.close()
+    found = run.outcome.weights + resumed.outcome.weights
+    assert difference(zip(found, wanted, strict=True)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_host_has_the_device_s_bits(grad: torch.dtype, low: torch.dtype) -> None:
+    """Clipped, with a loss scale; the host writes to a double buffer. Half of the elements do not decay."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(1000, generator=generator) for _ in range(3)]
+    vectors[2] = vectors[2].to(grad)
+    how = LionHyperparameters(1e-3, 0.9, 0.99, 0.1)
+    ours, narrow = [t.clone() for t in vectors], torch.empty(1000, dtype=low)
+    steps, norm = torch.tensor(4.0, dtype=torch.float64), torch.tensor(2.7, dtype=torch.float64)
+    taken = make_device_kernel(LION, ours[0]).begin_step(how, norm, 3000.0, 0.3, steps)
+    taken.update(UpdateVectors(tuple(ours), narrow, [(0, 500, True), (500, 1000, False)]))
+    kernel = make_host_kernel(LION, 1)
+    divisor = 3000.0 * ((2.7 + 1e-6) / 0.3)
+    halves = [kernel.step_of(numbers, 5, divisor) for numbers in (how, how._replace(weight_decay=0.0))]
+    new, other = [torch.empty(1000) for _ in range(2)], torch.empty(1000, dtype=low)
+    ranges = [(0, 500, halves[0]), (500, 1000, halves[1])]
+    assert kernel.order(vectors[:2], vectors[2], ranges, into=new, low=other)().finite
+    assert all(torch.equal(a, b) for a, b in zip([*ours[:2], narrow], [*new, other], strict=True))
+    assert steps.item() == 5 and not torch.equal(new[0], vectors[0])
+
+
+def test_state_and_bytes_follow_from_the_description() -> None:
+    run = alone(())
+    assert list(run.trainer.engine.optimizer.state_tensors()) == ["weights", "exp_avg"]
+    assert run.trainer.engine.optimizer.bytes_an_element == 3 * 8
+    run.trainer.close()
+
+
+def test_every_choice_has_a_description() -> None:
+    with pytest.raises(ConfigError) as error:
+        raise ConfigError(parse_flags(["--optimizer", "sgd"]).problems)
+    assert all(name in str(error.value) for name in OPTIMIZERS)
+    for name, optimizer in OPTIMIZERS.items():
+        flags = tiny_config(f"--optimizer {name}").optimizer
+        assert optimizer.configured(flags, 0.1, 0.2)._replace(weight_decay=0.0).lr == 0.1
+        group = optimizer.group_of(optimizer.configured(flags, 0.1, 0.2))
+        assert optimizer.of_group(group) == optimizer.configured(flags, 0.1, 0.2)
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(f"--save {tmp_path} --load {tmp_path}")
+    resume.save(make_trainer(config), DONE, inputs_of(config), keep=None)
+    other = tiny_config(f"--save {tmp_path} --load {tmp_path} --optimizer lion")
+    with pytest.raises(CheckpointError, match=r"state is that of --optimizer adam.*--no-load-optim"):
+        resume.progress_to_resume(other, inputs_of(other))
+    weights_only = make_trainer(tiny_config(f"--save {tmp_path} --load {tmp_path} --optimizer lion --no-load-optim"))
+    resume.load(weights_only, inputs_of(other), lambda _: None)

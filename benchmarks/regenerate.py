@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from gptpar.cli.benchmark.machine import about_machine
-from gptpar.cli.benchmark.runner import Outcome, append_line, run_command, terminated_like_ctrl_c
+from gptpar.cli.benchmark.runner import Completed, append_line, run_command, terminated_like_ctrl_c
 
 HERE = Path(__file__).resolve().parent
 INTERRUPTED = 130
@@ -221,8 +221,8 @@ def peer_job(peer: Peer) -> str:
 
 
 def measure(
-    round_: Sequence[Job], rounds: int, timeout: float, seconds: float, run: Callable[[Sequence[str], float], Outcome]
-) -> Iterator[tuple[Job, int, Outcome]]:
+    round_: Sequence[Job], rounds: int, timeout: float, seconds: float, run: Callable[[Sequence[str], float], Completed]
+) -> Iterator[tuple[Job, int, Completed]]:
     """Run the jobs in turns until all rounds are done or the time is over; yields (job, round, outcome)."""
     deadline = time.monotonic() + seconds
     for number in range(1, rounds + 1):
@@ -238,13 +238,13 @@ def measure(
             yield job, number, outcome
 
 
-def line_of(job: Job, outcome: Outcome, more: Mapping[str, Any]) -> dict[str, Any]:
+def line_of(job: Job, outcome: Completed, more: Mapping[str, Any]) -> dict[str, Any]:
     """A result as ``benchmarks/*.jsonl`` has it."""
     result = {RENAMED.get(key, key): value for key, value in (outcome.result or {}).items()}
     return {**result, **job.about, **more}
 
 
-def show(table: Table, measured: Mapping[str, list[Outcome]]) -> str:
+def show(table: Table, measured: Mapping[str, list[Completed]]) -> str:
     """Medians over rounds, ours beside the peer's, and how many times as fast ours is."""
     head = f"{'':28} {'tokens/s':>11} {'ms':>9} {'GiB':>6}  {'peer':24} {'tokens/s':>11} {'ms':>9} {'times':>6}"
     lines = [head]
@@ -262,12 +262,12 @@ def show(table: Table, measured: Mapping[str, list[Outcome]]) -> str:
     return "\n".join(lines)
 
 
-def _median(outcomes: Sequence[Outcome], key: str) -> float | None:
+def _median(outcomes: Sequence[Completed], key: str) -> float | None:
     values = [outcome.result[key] for outcome in outcomes if outcome.result and outcome.result.get(key) is not None]
     return statistics.median(values) if values else None
 
 
-def _figures(outcomes: Sequence[Outcome]) -> str:
+def _figures(outcomes: Sequence[Completed]) -> str:
     """Tokens/s and ms, or why there are none."""
     speed, ms = _median(outcomes, "tokens_per_s"), _median(outcomes, "ms_per_step")
     return f"{outcomes[-1].failure[:21]:>21}" if speed is None or ms is None else f"{speed:11,.1f} {ms:9,.1f}"
@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     file = options.json_lines or default_file(gpus)
     more = {"visit": datetime.datetime.now().isoformat(timespec="minutes"), **about_machine(processes)}
-    measured: dict[str, list[Outcome]] = {}
+    measured: dict[str, list[Completed]] = {}
     status = 0
     started = time.monotonic()
     try:

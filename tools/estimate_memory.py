@@ -16,9 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gptpar.cli.plan import make_planner
-from gptpar.model.flops import num_parameters
-from gptpar.model.gpt import gpt_layers
-from gptpar.pipeline.stage import build_on_meta
+from gptpar.model.gpt import gpt_model
+from gptpar.model.layer_spec import build_on_meta
 from gptpar.plan.deepspeed_estimates import Estimate, zero2, zero3
 from gptpar.plan.planner import Plan
 from gptpar.reporting.banner import format_count
@@ -29,7 +28,7 @@ GIB = 2**30
 
 def largest_module(plan: Plan) -> int:
     """Parameters of the module that holds the most of its own."""
-    layers = (build_on_meta(spec) for spec in gpt_layers(plan.job.config.model))
+    layers = (build_on_meta(spec) for spec in gpt_model(plan.job.config.model).specs)
     return max(
         sum(p.numel() for p in module.parameters(recurse=False)) for layer in layers for module in layer.modules()
     )
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
     planner, options = make_planner(argv)
     nodes, gpus = max(1, options.world_size // options.gpus_per_node), min(options.gpus_per_node, options.world_size)
     plans = {stage: planner.plan({"parallel.zero_stage": stage}) for stage in (2, 3)}
-    parameters, largest = num_parameters(plans[2].job.shape), largest_module(plans[2])
+    parameters, largest = plans[2].job.num_parameters, largest_module(plans[2])
     print(f"{format_count(parameters)} parameters, largest module {format_count(largest)}, {nodes} x {gpus} GPUs")
     tables = {2: zero2(parameters, nodes, gpus), 3: zero3(parameters, largest, nodes, gpus)}
     for stage, estimates in tables.items():

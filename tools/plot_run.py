@@ -1,11 +1,6 @@
 """Draw runs to a PNG: the same as ``gptpar plot``, run from a checkout."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from gptpar.cli import main
+from verb import run
 
 if __name__ == "__main__":
-    sys.exit(main(["plot", *sys.argv[1:]]))
+    run("plot")

@@ -32,11 +32,11 @@ from gptpar.any_module.units import own, walk
 from gptpar.checkpoint import DamagedCheckpoint, Manifest, read_manifest
 from gptpar.checkpoint import load_checkpoint as load_tensors
 from gptpar.checkpoint import save_checkpoint as save_tensors
-from gptpar.checkpoint.folders import replace_synced
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
 from gptpar.checkpoint.verify import report_all
 from gptpar.errors import CheckpointError
+from gptpar.system.files import replace_synced
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ What the disk holds is found by scanning.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -20,11 +19,11 @@ import time
 from itertools import count
 from pathlib import Path
 
+from gptpar.system.files import replace_synced, sync_directory
+from gptpar.system.processes import is_running
+
 HINT_NAME = "latest_checkpointed_iteration.txt"
 DEAD_AFTER_SECONDS = 600
-
-# What FUSE and CIFS mounts answer; such a mount writes directories through, or cannot be helped from here.
-_CANNOT_SYNC_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 _PUBLISHED = re.compile(r"iter_(\d{7,})")
 _MOVED_ASIDE = re.compile(r"iter_\d{7,}\.damaged-\d+")
@@ -126,46 +125,12 @@ def edited_hint(root: str | Path) -> int | None:
         return None
 
 
-def replace_synced(path: Path, text: str) -> None:
-    """Write a file atomically and return when it is on the disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    write_synced(temporary, text)
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file and return when it is on the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Return when the directory's entries are on the disk, on file systems that can be asked for that."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC_DIRECTORIES:
-            raise
-    finally:
-        os.close(fd)
-
-
 def _owner_gone(host: str, pid: int) -> bool:
     if host != socket.gethostname():
         return False
     if pid == os.getpid():  # this process saves one checkpoint at a time, so that one is over
         return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    return not is_running(pid)
 
 
 def _idle_seconds(path: Path) -> float:

@@ -25,7 +25,7 @@ from gptpar.errors import CheckpointError
 from gptpar.system.host import available_memory
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
-MOST_LISTED = 8
+MAX_LISTED = 8
 """Differences told one by one: another width changes every tensor, which says no more than a few do."""
 
 
@@ -209,9 +209,9 @@ def _require_match(
 
 def _does_not_fit(path: Path, problems: list[str], remedy: str) -> Iterator[str]:
     yield f"{path} does not fit this model ({len(problems)} differences):"
-    yield from (f"  {number}. {problem}" for number, problem in enumerate(problems[:MOST_LISTED], 1))
-    if len(problems) > MOST_LISTED:
-        yield f"  and {len(problems) - MOST_LISTED} more"
+    yield from (f"  {number}. {problem}" for number, problem in enumerate(problems[:MAX_LISTED], 1))
+    if len(problems) > MAX_LISTED:
+        yield f"  and {len(problems) - MAX_LISTED} more"
     if remedy:
         yield remedy
 

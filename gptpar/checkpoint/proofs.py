@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptpar.checkpoint.folders import replace_synced
 from gptpar.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptpar.checkpoint.verify import damaged_files
+from gptpar.system.files import replace_synced
 
 FOLDER_NAME = ".verified"
 

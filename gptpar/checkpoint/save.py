@@ -25,6 +25,7 @@ from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
 from gptpar.checkpoint.storage import ChunkWriter
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
+from gptpar.system.files import write_synced
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 _SHARED_DIRECTORY_SECONDS = 10.0
@@ -190,7 +191,7 @@ def _write(
     temporary = ranks.lead(lambda: _make_temporary(final.parent, iteration))
 
     def publish(manifest: Manifest) -> None:
-        folders.write_synced(temporary / MANIFEST_NAME, manifest.to_json())
+        write_synced(temporary / MANIFEST_NAME, manifest.to_json())
         permit()
         folders.publish(temporary, final)
 

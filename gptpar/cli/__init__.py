@@ -6,35 +6,34 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from gptpar.system.command_line import run
 
-VERBS: dict[str, tuple[str, str]] = {
-    "pretrain": ("gptpar.cli.pretrain", "train a GPT"),
-    "benchmark": (
-        "gptpar.cli.benchmark.main",
-        "time training steps on synthetic tokens, of one configuration or many",
-    ),
-    "launch": ("gptpar.cli.launch", "torchrun for several machines, whose workers get the time they need to save"),
-    "plan": ("gptpar.cli.plan", "predict memory and speed of a run on any number of GPUs, or search the best layout"),
-    "check-layouts": ("gptpar.cli.check_layouts.main", "prove that every layout computes the same on this machine"),
-    "generate": ("gptpar.cli.generate", "continue a prompt with a trained model"),
-    "runs": ("gptpar.cli.runs", "show a run folder: checkpoints, branches, and who writes there"),
-    "inspect": ("gptpar.cli.inspect", "list, describe and verify checkpoints"),
-    "preprocess": ("gptpar.cli.preprocess", "turn text into .bin/.idx data sets"),
-    "merge": ("gptpar.cli.merge", "join .bin/.idx data sets"),
-    "train-tokenizer": ("gptpar.cli.train_tokenizer", "train a SentencePiece tokenizer"),
-    "make-corpus": ("gptpar.cli.make_corpus", "make a corpus from Python's own library"),
-    "fit": ("gptpar.cli.fit.main", "choose batch, length and number format for this machine"),
-    "summary": ("gptpar.cli.summary", "what a run has learnt"),
-    "plot": ("gptpar.cli.plot", "draw runs to a PNG"),
+VERBS = {
+    "pretrain": "train a GPT",
+    "benchmark": "time training steps on synthetic tokens, of one configuration or many",
+    "launch": "torchrun for several machines, whose workers get the time they need to save",
+    "plan": "predict memory and speed of a run on any number of GPUs, or search the best layout",
+    "check-layouts": "prove that every layout computes the same on this machine",
+    "generate": "continue a prompt with a trained model",
+    "runs": "show a run folder: checkpoints, branches, and who writes there",
+    "inspect": "list, describe and verify checkpoints",
+    "preprocess": "turn text into .bin/.idx data sets",
+    "merge": "join .bin/.idx data sets",
+    "train-tokenizer": "train a SentencePiece tokenizer",
+    "make-corpus": "make a corpus from Python's own library",
+    "fit": "choose batch, length and number format for this machine",
+    "summary": "what a run has learnt",
+    "plot": "draw runs to a PNG",
 }
+"""Each verb has a module of its name in this package, with a function ``main``."""
 
 
 def usage() -> str:
     """The verbs, one a line."""
     width = max(map(len, VERBS))
-    lines = [f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items()]
+    lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
     return "\n".join(["usage: gptpar VERB [flags]; gptpar VERB --help lists a verb's flags", "", *lines])
 
 
@@ -55,4 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: there is no verb {words[0]!r}{hint}\n{usage()}", file=sys.stderr)
         return 2
     # A verb is imported inside `run`, for torch takes a second in which somebody may press Ctrl-C.
-    return run(lambda rest: importlib.import_module(VERBS[words[0]][0]).main(rest), words[1:])
+    return run(lambda rest: _module_of(words[0]).main(rest), words[1:])
+
+
+def _module_of(verb: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{verb.replace('-', '_')}")

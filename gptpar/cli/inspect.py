@@ -1,4 +1,4 @@
-"""`gptpar inspect DIR [--verify] [--json]`: what a directory of checkpoints, or one checkpoint, holds."""
+"""``gptpar inspect DIR [--verify] [--json]``: what a directory of checkpoints, or one checkpoint, holds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gptpar.checkpoint.describe import summary_of
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.foreign import foreign_checkpoint
-from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
-from gptpar.checkpoint.verify import verify_checkpoint
+from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError, printable
+from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser
 
 
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
     single = not found
     if single and not (args.dir / MANIFEST_NAME).exists() and not args.dir.name.startswith("iter_"):
         raise CheckpointError(f"{args.dir} is no checkpoint and holds none (no {MANIFEST_NAME}, no iter_*)")
-    summaries = [_summary(path, args.verify, details=single) for path in found or [args.dir]]
+    summaries = [summary_of(path, args.verify, details=single) for path in found or [args.dir]]
     if args.json:
         print(json.dumps(summaries[0] if single else summaries, indent=2))
     else:
@@ -41,57 +42,13 @@ def main(argv: list[str]) -> int:
     return int(any(summary["problems"] for summary in summaries))
 
 
-def _summary(path: Path, verify: bool, *, details: bool) -> dict[str, Any]:
-    """One checkpoint as JSON; `details` adds meta and every tensor."""
-    summary: dict[str, Any] = {"path": str(path), "verified": verify, "problems": []}
-    try:
-        manifest = read_manifest(path)
-    except DamagedCheckpoint as error:
-        summary["problems"] = [str(error)]
-        return summary
-    summary |= {
-        "iteration": manifest.iteration,
-        "tag": tag if isinstance(tag := manifest.meta.get("tag"), str) else None,
-        "bytes": manifest.nbytes,
-        "tensors": len(manifest.tensors),
-        "elements": sum(entry.numel for entry in manifest.tensors.values()),
-        "groups": _groups(manifest),
-    }
-    if verify:
-        summary["problems"] = verify_checkpoint(path)
-    if details:
-        summary["meta"] = manifest.meta
-        summary["table"] = [
-            {
-                "name": name,
-                "dtype": dtype_name(entry.dtype),
-                "shape": list(entry.shape),
-                "bytes": entry.nbytes,
-                "chunks": len(entry.chunks),
-            }
-            for name, entry in manifest.tensors.items()
-        ]
-    return summary
-
-
-def _groups(manifest: Manifest) -> dict[str, dict[str, int]]:
-    """Tensors, elements and bytes by the first part of the name, as parameters apart from optimizer state."""
-    groups: dict[str, dict[str, int]] = {}
-    for name, entry in manifest.tensors.items():
-        group = groups.setdefault(name.partition(".")[0], {"tensors": 0, "elements": 0, "bytes": 0})
-        group["tensors"] += 1
-        group["elements"] += entry.numel
-        group["bytes"] += entry.nbytes
-    return groups
-
-
 def _describe_all(summaries: list[dict[str, Any]]) -> Iterator[str]:
     yield f"{'iteration':>10} {'size':>12} {'tensors':>8}  elements"
     for summary in summaries:
         if "iteration" in summary:
             parts = ", ".join(f"{_name(name)} {group['elements']:,}" for name, group in summary["groups"].items())
             yield (
-                f"{summary['iteration']:>10} {_size(summary['bytes']):>12} {summary['tensors']:>8}  "
+                f"{summary['iteration']:>10} {format_bytes(summary['bytes']):>12} {summary['tensors']:>8}  "
                 f"{summary['elements']:,} ({parts}){_tag(summary['tag'])}"
             )
         yield from _describe_health(summary)
@@ -112,7 +69,7 @@ def _describe_one(summary: dict[str, Any]) -> Iterator[str]:
         for name, row in zip(names, summary["table"], strict=True):
             yield f"{name:<{width}}  {row['dtype']:<10} {row['bytes']:>16,}  {row['shape']}"
         for name, group in (summary["groups"] | {"total": summary}).items():
-            size = _size(group["bytes"])
+            size = format_bytes(group["bytes"])
             yield f"{_name(name)}: {group['tensors']} tensors, {group['elements']:,} elements, {size}"
     yield from _describe_health(summary)
 
@@ -141,10 +98,3 @@ def _describe_health(summary: dict[str, Any]) -> Iterator[str]:
         yield f"DAMAGED {problem}"
     if summary["verified"] and not summary["problems"]:
         yield f"every byte of {summary['path']} is as it was saved"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 1 << scale:
-            return f"{num_bytes / (1 << scale):.2f} {unit}"
-    return f"{num_bytes} B"

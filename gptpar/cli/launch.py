@@ -21,6 +21,7 @@ from types import FrameType
 
 from gptpar.errors import GptparError
 from gptpar.system.activity import FOLDER_VARIABLE, START, all_activities, last_activity
+from gptpar.system.processes import children, is_running
 from gptpar.system.stop import AT_ONCE_SECONDS, SAME_REQUEST_SECONDS, Stopped, handling
 
 LAUNCHER_VARIABLE = "GPTPAR_LAUNCHER"
@@ -69,7 +70,7 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
         is_gone = os.getppid() != launcher  # it died before it could be watched
     else:
-        is_gone = not _exists(launcher)
+        is_gone = not is_running(launcher)
     if is_gone:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -241,16 +242,6 @@ class _Relay:
         _send(workers, signal.SIGKILL)
 
 
-def _exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 def _send(processes: set[int], number: int) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -258,14 +249,8 @@ def _send(processes: set[int], number: int) -> None:
 
 
 def _children() -> set[int]:
-    """The live children of this process: the workers, from their first moment; none where there is no /proc."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":
-                found.add(int(stat.parent.name))
-    return found
+    """The live children of this process: the workers, from their first moment."""
+    return children(os.getpid())
 
 
 def _bytes_moved(processes: set[int]) -> dict[int, str]:

@@ -1,74 +1,15 @@
-"""Join tokenized corpora into one: `gptpar merge`, tools/merge_datasets.py."""
+"""``gptpar merge``: join .bin/.idx data sets."""
 
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
-from pathlib import Path
 
-from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter, removed_line
-from gptpar.data.workers import terminate_cleanly
-from gptpar.errors import DataError
+from gptpar.data.merge import merge
 from gptpar.system.command_line import Parser
 
 
-def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """Prefixes meant by folders (all their .bin/.idx pairs, sorted), prefixes, and .bin or .idx files.
-
-    Raises:
-        DataError: corpora with a file missing, or named twice; all of them at once.
-    """
-    prefixes: list[str] = []
-    problems = []
-    for name in inputs:
-        if os.path.isdir(name):
-            found = sorted({str(p.with_suffix("")) for p in Path(name).iterdir() if p.suffix in (".bin", ".idx")})
-            if not found:
-                problems.append(f"{name} holds no .bin or .idx file")
-            prefixes += found
-        else:
-            prefixes.append(name[:-4] if name.endswith((".bin", ".idx")) else name)
-    for prefix in prefixes:
-        problems += [f"{prefix}{end} does not exist" for end in (".bin", ".idx") if not os.path.isfile(prefix + end)]
-    seen: dict[str, str] = {}
-    for prefix in prefixes:
-        file = os.path.realpath(prefix + ".bin")
-        if file in seen:
-            also = "" if seen[file] == prefix else f" (also as {seen[file]})"
-            problems.append(f"{prefix} is named twice{also}, which would repeat its documents")
-        seen.setdefault(file, prefix)
-    if problems:
-        raise DataError("\n".join(problems))
-    return prefixes
-
-
-def merge(inputs: Sequence[str], output_prefix: str) -> str:
-    """Write the inputs' documents, in order, to `<output_prefix>.{bin,idx}`; returns a summary for the user.
-
-    Raises:
-        DataError: an input is missing or damaged, the token types differ, or the output is one of the inputs.
-    """
-    prefixes = find_prefixes(inputs)
-    if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
-        raise DataError(f"--output-prefix {output_prefix} is one of the inputs; write somewhere else")
-    dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
-    if len(set(dtypes.values())) > 1:
-        listing = "\n".join(f"  {prefix}: {dtype.name}" for prefix, dtype in dtypes.items())
-        raise DataError(f"the corpora hold different token types, so different tokenizers made them:\n{listing}")
-    with terminate_cleanly(), IndexedDatasetWriter(output_prefix, dtypes[prefixes[0]]) as writer:
-        for prefix in prefixes:
-            writer.append(prefix)
-        removed = removed_line([writer])
-    merged = IndexedDataset(output_prefix)
-    return (
-        f"merged {len(prefixes)} corpora: {len(merged.document_index) - 1:,} documents, "
-        f"{merged.num_tokens:,} tokens in {output_prefix}.bin and .idx{removed}"
-    )
-
-
 def main(argv: list[str]) -> int:
-    """`gptpar merge`."""
+    """Join, and print a summary."""
     args = _parser().parse_args(argv)
     print(merge(args.input, args.output_prefix))
     return 0

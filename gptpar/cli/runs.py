@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.errors import CheckpointError, printable
+from gptpar.reporting.banner import format_bytes
 from gptpar.system.command_line import Parser
 from gptpar.training.run_folder.survey import survey
 
@@ -61,7 +62,7 @@ def _table(checkpoints: list[dict[str, Any]]) -> Iterator[str]:
     yield f"  {'iteration':>9}  {'saved':<19}  {'size':>10}  state"
     for checkpoint in checkpoints:
         yield (
-            f"  {checkpoint['iteration']:>9}  {checkpoint['saved']:<19}  {_size(checkpoint['bytes']):>10}  "
+            f"  {checkpoint['iteration']:>9}  {checkpoint['saved']:<19}  {format_bytes(checkpoint['bytes']):>10}  "
             f"{_state(checkpoint)}"
         )
         yield from (f"{'':>13}{problem}" for problem in checkpoint["problems"])
@@ -83,10 +84,3 @@ def _owner(owner: dict[str, Any] | None) -> str:
     if owner["alive"]:
         return f"a run writes here ({who}; last sign of life {owner['silent_seconds']} s ago)"
     return f"left by a run that has ended ({who}); the next run takes it over"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 1 << scale:
-            return f"{num_bytes / (1 << scale):.2f} {unit}"
-    return f"{num_bytes} B"

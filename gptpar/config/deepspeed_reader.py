@@ -10,7 +10,7 @@ from typing import Any
 
 from gptpar.config.deepspeed_keys import KEYS, Absent, Elsewhere, NoEffect, Only, Rule, Sets, Tree
 
-MOST_LISTED = 12
+MAX_LISTED = 12
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Reader:
             near = difflib.get_close_matches(name, paths, n=1, cutoff=0.6)
             if near:
                 return f"; did you mean {paths[near[0]]}?"
-        return f"; the keys there are {', '.join(tree)}." if len(tree) <= MOST_LISTED else "; leave it out."
+        return f"; the keys there are {', '.join(tree)}." if len(tree) <= MAX_LISTED else "; leave it out."
 
 
 def _paths(tree: Tree, prefix: str = "") -> Iterator[tuple[str, str]]:

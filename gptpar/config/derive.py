@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Set
 from dataclasses import dataclass
 
 from gptpar.config import Config
@@ -49,6 +50,19 @@ def padded_vocab(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def expand_preset(config: Config, given: Set[str]) -> tuple[Config, list[Derived]]:
+    """Set the model's options that its preset stands for.
+
+    Args:
+        given: fields that keep what was typed, as ``section.field``.
+    """
+    notes, preset = _Notes(config), config.model.preset
+    for name, value in PRESETS.get(preset or "", {}).items():
+        if f"model.{name}" not in given:
+            notes.replace("model", name, value, f"--preset {preset}")
+    return notes.config, notes.derived
+
+
 def derive(config: Config, world_size: int) -> tuple[Config, list[Derived]]:
     """Fill what can be filled.
 
@@ -69,9 +83,6 @@ def derive(config: Config, world_size: int) -> tuple[Config, list[Derived]]:
 
 
 def _derive_model(notes: _Notes) -> None:
-    preset = notes.config.model.preset
-    for name, value in PRESETS.get(preset or "", {}).items():
-        notes.fill("model", name, value, f"--preset {preset}")
     model = notes.config.model
     if model.use_rotary_position_embeddings and model.position_embedding_type != "rope":
         notes.replace("model", "position_embedding_type", "rope", "--use-rotary-position-embeddings")

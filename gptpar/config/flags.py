@@ -20,7 +20,7 @@ from typing import Any
 from gptpar.config import Config
 from gptpar.config.compat import ACCEPTED, ANY, DENSE, EXPERTS, NO_EXPERTS, PLANNED
 from gptpar.config.deepspeed import read_deepspeed
-from gptpar.config.derive import Derived
+from gptpar.config.derive import Derived, expand_preset
 from gptpar.config.fields import flag_name
 from gptpar.errors import ConfigError
 from gptpar.system.command_line import path
@@ -247,6 +247,7 @@ def parse_flags(
             parsed.given.add(key)
     for section, fields in values.items():
         parsed.config = parsed.config.update(section, **fields)
+    parsed.config, parsed.derived = expand_preset(parsed.config, parsed.given)
     _read_file(parsed)
     return parsed
 

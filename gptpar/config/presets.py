@@ -1,8 +1,11 @@
-"""Model shapes by their usual names (GPT-2 small; GPT-3, Brown et al. 2020, table 2.1; 10B as in ZeRO-Offload)."""
+"""Models by their usual names (GPT-2 small; GPT-3, Brown et al. 2020, table 2.1; 10B as in ZeRO-Offload).
+
+A preset may set any option of the model; what is typed beside it counts.
+"""
 
 from __future__ import annotations
 
-PRESETS: dict[str, dict[str, int]] = {
+PRESETS: dict[str, dict[str, object]] = {
     "124M": {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024},
     "350M": {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048},
     "760M": {"num_layers": 24, "hidden_size": 1536, "num_attention_heads": 16, "seq_length": 2048},

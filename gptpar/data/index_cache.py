@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from gptpar.data.files import atomic_output, remove_abandoned
+from gptpar.system.files import atomic_output, remove_abandoned
 
 Arrays = dict[str, np.ndarray]
 Store = Callable[[str, np.ndarray], np.ndarray]

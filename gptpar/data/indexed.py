@@ -21,8 +21,8 @@ from typing import IO
 
 import numpy as np
 
-from gptpar.data.files import remove_abandoned, temporary_name
 from gptpar.errors import DataError
+from gptpar.system.files import remove_abandoned, sync_file, temporary_name
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -240,8 +240,7 @@ class IndexedDatasetWriter:
         with open(self._idx_temp, "wb") as index:
             self._write_index(index)
             for file in (self._bin, index):
-                file.flush()
-                os.fsync(file.fileno())
+                sync_file(file)
         for file in (self._bin, self._lengths, self._documents):
             file.close()
         lost = [str(path) for path in (self._bin_temp, self._idx_temp) if not path.is_file()]

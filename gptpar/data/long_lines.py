@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from gptpar.errors import DataError
 
 PART_BYTES = 1 << 20
-MOST_OUTSIDE = 1 << 28  # bytes of a line outside its long strings, which have to be held
+MAX_OUTSIDE = 1 << 28  # bytes of a line outside its long strings, which have to be held
 
 Cut = Callable[[bytes], int]  # where UTF-8 may be divided, 0: nowhere; see Tokenizer.cutter
 Values = Callable[[str, Sequence[str]], tuple[str, ...]]
@@ -87,8 +87,8 @@ class LongLine:
 
     def _keep(self, size: int) -> None:
         self._outside += self._take(size)
-        if len(self._outside) > MOST_OUTSIDE:
-            raise DataError(f"more than {MOST_OUTSIDE:,} bytes of the line lie outside long strings")
+        if len(self._outside) > MAX_OUTSIDE:
+            raise DataError(f"more than {MAX_OUTSIDE:,} bytes of the line lie outside long strings")
 
     def _inside(self) -> int:
         match = _INSIDE.match(self._buffer)

@@ -10,7 +10,7 @@ TERMINAL_SECONDS = 0.2
 LOG_SECONDS = 5.0
 
 
-class Progress:
+class CorpusProgress:
     """Counts what was done; redraws its line on a terminal, else prints a line every few seconds.
 
     Args:

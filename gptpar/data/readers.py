@@ -30,7 +30,7 @@ LONG_LINE_BYTES = 1 << 22  # a longer line is read in parts
 
 
 @dataclass(frozen=True)
-class Block:
+class TextBlock:
     """Whole lines of a JSON file, or all of a text file.
 
     Attributes:
@@ -51,7 +51,7 @@ class Part:
     """Part of one document that is too long to hold.
 
     Attributes:
-        path, consumed: as in Block.
+        path, consumed: as in TextBlock.
         line: number of the document's line, from 1.
         texts: UTF-8 of each key's text, which goes on in the next part unless this is the last.
         offset: bytes of the text before this part, in a text file.
@@ -97,20 +97,20 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
     return files
 
 
-def read_blocks(files: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+def read_blocks(files: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterator[TextBlock]:
     """The files' bytes in order, in blocks of about `block_bytes`; a line or a text file is never divided.
 
     Raises:
         DataError: a file cannot be read or decompressed.
     """
     for block in read_parts(files, (), None, block_bytes):
-        assert isinstance(block, Block)
+        assert isinstance(block, TextBlock)
         yield block
 
 
 def read_parts(
     files: Sequence[str], keys: Sequence[str], cut: Cut | None, block_bytes: int = BLOCK_BYTES
-) -> Iterator[Block | Part]:
+) -> Iterator[TextBlock | Part]:
     """As `read_blocks`, but a line or a text file that is too long to hold comes as parts.
 
     Args:
@@ -131,10 +131,10 @@ def read_parts(
 
 def _read_text(
     path: str, file: IO[bytes], keys: Sequence[str], cut: Cut | None, block_bytes: int
-) -> Iterator[Block | Part]:
+) -> Iterator[TextBlock | Part]:
     data = file.read(PART_BYTES if cut else -1)
     if cut is None or len(data) < PART_BYTES:
-        yield Block(path, 1, data, 0)
+        yield TextBlock(path, 1, data, 0)
         return
     divider, offset = Divider(cut), 0
     data = data.removeprefix(codecs.BOM_UTF8)
@@ -148,7 +148,7 @@ def _read_text(
 
 def _read_lines(
     path: str, file: IO[bytes], keys: Sequence[str], cut: Cut | None, block_bytes: int
-) -> Iterator[Block | Part]:
+) -> Iterator[TextBlock | Part]:
     number = 1
     while data := file.read(block_bytes):
         if not data.endswith(b"\n"):
@@ -156,13 +156,13 @@ def _read_lines(
             if cut and len(rest) == LONG_LINE_BYTES and not rest.endswith(b"\n"):
                 whole, newline, start = data.rpartition(b"\n")
                 if newline:
-                    yield Block(path, number, whole + newline, 0)
+                    yield TextBlock(path, number, whole + newline, 0)
                 number += data.count(b"\n")
                 yield from _read_long_line(path, number, start + rest, file, keys, cut)
                 number += 1
                 continue
             data += rest
-        yield Block(path, number, data, 0)
+        yield TextBlock(path, number, data, 0)
         number += data.count(b"\n")
 
 
@@ -192,7 +192,7 @@ def _read_long_line(
 
 
 def parse_block(
-    block: Block, keys: Sequence[str], bad_lines: list[str] | None = None
+    block: TextBlock, keys: Sequence[str], bad_lines: list[str] | None = None
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
     """(line number, the text of each key) of each document of a block; blank lines hold no document.
 

@@ -18,15 +18,17 @@ from einops import rearrange
 from gptpar.kernels import gpu
 
 
-def gelu(x_NF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
-    """GELU (tanh form) of the output of a layer with this bias: the bias gets its gradient here."""
-    return _Gelu.apply(x_NF, bias_F)
+def gelu(x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
+    """GELU (tanh form) of the output of a layer with this bias: the bias, if there is one, gets its gradient here."""
+    return F.gelu(x_NF, approximate="tanh") if bias_F is None else _Gelu.apply(x_NF, bias_F)
 
 
 def split_heads(
-    qkv: torch.Tensor, bias: torch.Tensor, seq_length: int, queries: int, width: int
+    qkv: torch.Tensor, bias: torch.Tensor | None, seq_length: int, queries: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`heads` of the output of a layer with this bias: the bias gets its gradient here."""
+    """:func:`heads` of the output of a layer with this bias: the bias, if there is one, gets its gradient here."""
+    if bias is None:
+        return heads(qkv, seq_length, queries, width)
     return _SplitHeads.apply(qkv, bias, seq_length, queries, width)
 
 

@@ -10,17 +10,15 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gptpar.config import ModelConfig
-from gptpar.kernels.bias_gradient import heads, split_heads
-from gptpar.model.attention_dropout import attention_with_dropout
+from gptpar.kernels.bias_gradient import split_heads
+from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
+from gptpar.model.linear import Linears, Reader, rotated_width
 from gptpar.model.norm import make_norm
-from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
 
 def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotated: int, base: int) -> torch.Tensor:
@@ -38,14 +36,6 @@ def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotated: int
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def document_mask(document_ids_BS: torch.Tensor) -> torch.Tensor:
-    """Boolean mask_B1SS: a token sees itself and earlier tokens of its own document."""
-    length = document_ids_BS.shape[1]
-    same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-    causal_SS = torch.ones(length, length, dtype=torch.bool, device=document_ids_BS.device).tril()
-    return (same_BSS & causal_SS)[:, None]
-
-
 class Attention(nn.Module):
     """Fused QKV projection, scaled dot-product attention, output projection.
 
@@ -56,29 +46,17 @@ class Attention(nn.Module):
     order), so that a contiguous slice is a set of whole groups.
 
     Args:
-        output_std: standard deviation of the output projection's initial weights.
-        axis: this process's place on the tensor axis.
+        linears: makes the projections.
         recompute_core: whether everything but the projections is computed again in the backward pass.
-        bias_gradient: of the output projection, see :class:`ColumnParallelLinear`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        output_std: float,
-        axis: TensorAxis = ALONE,
-        *,
-        recompute_core: bool = False,
-        bias_gradient: bool = True,
-    ):
+    def __init__(self, linears: Linears, *, recompute_core: bool = False):
         super().__init__()
+        config, axis = linears.config, linears.axis
         assert config.num_attention_heads and config.num_query_groups and config.hidden_size and config.kv_channels
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
         self.head_width = config.kv_channels
-        self.rotated = (
-            int(config.kv_channels * config.rotary_percent) if config.position_embedding_type == "rope" else 0
-        )
-        self.rotary_base = config.rotary_base
+        self.rotated, self.rotary_base = rotated_width(config), config.rotary_base
         self.dropout = config.attention_dropout
         self.num_groups = config.num_query_groups
         self.first_group = axis.rank * (config.num_query_groups // axis.size)
@@ -86,29 +64,14 @@ class Attention(nn.Module):
         query_width = config.num_attention_heads * config.kv_channels
         qkv_width = query_width + 2 * config.num_query_groups * config.kv_channels
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.qkv = ColumnParallelLinear(
-            config.hidden_size,
-            qkv_width,
-            bias=qkv_bias,
-            std=config.init_method_std,
-            axis=axis,
-            # Normalised or turned, gradients are put together by what takes them back to the projection.
-            bias_gradient=self.rotated > 0 or config.qk_layernorm,
-        )
+        self.qkv = linears.column(config.hidden_size, qkv_width, bias=qkv_bias, reader=Reader.HEADS)
         self.query_norm: nn.Module | None = None
         self.key_norm: nn.Module | None = None
         if config.qk_layernorm:
             kind, eps = config.normalization, config.norm_epsilon
             norm = partial(make_norm, kind, config.kv_channels, eps, axis.gradient_inside_layers)
             self.query_norm, self.key_norm = norm(), norm()
-        self.out = RowParallelLinear(
-            query_width,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            std=output_std,
-            axis=axis,
-            bias_gradient=bias_gradient,
-        )
+        self.out = linears.row(query_width, config.hidden_size, bias=config.add_bias_linear, reader=Reader.STREAM)
 
     def forward(
         self,
@@ -136,10 +99,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attention without its projections: from all tokens' queries, keys and values to y_N(HK)."""
         shape = seq_length, self.queries_per_group, self.head_width
-        if self.qkv.bias is None or self.qkv.bias_gradient:
-            q_BHSK, k_BGSK, v_BGSK = heads(qkv, *shape)
-        else:
-            q_BHSK, k_BGSK, v_BGSK = split_heads(qkv, self.qkv.bias, *shape)
+        q_BHSK, k_BGSK, v_BGSK = split_heads(qkv, self.qkv.unsummed_bias, *shape)
         if self.query_norm is not None and self.key_norm is not None:
             # Token by token in memory, as attention then leaves its output: the projection reads it without a copy.
             q_BHSK = self.query_norm(q_BHSK.transpose(1, 2)).transpose(1, 2)
@@ -147,19 +107,9 @@ class Attention(nn.Module):
         if self.rotated:
             q_BHSK = rotate(q_BHSK, positions_BS, self.rotated, self.rotary_base)
             k_BGSK = rotate(k_BGSK, positions_BS, self.rotated, self.rotary_base)
-        mask_B1SS = None if document_ids_BS is None else document_mask(document_ids_BS)
+        dropout = None
         if self.dropout and self.training:
             assert seeds is not None, NO_SEEDS
-            y_BHSK = attention_with_dropout(
-                q_BHSK, k_BGSK, v_BGSK, mask_B1SS, self.dropout, seeds, self.first_group, self.num_groups
-            )
-        else:
-            y_BHSK = F.scaled_dot_product_attention(
-                q_BHSK,
-                k_BGSK,
-                v_BGSK,
-                attn_mask=mask_B1SS,
-                is_causal=mask_B1SS is None,
-                enable_gqa=self.queries_per_group > 1,
-            )
+            dropout = AttentionDropout(self.dropout, seeds, self.first_group, self.num_groups)
+        y_BHSK = core_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, dropout)
         return rearrange(y_BHSK, "b h s k -> (b s) (h k)")

@@ -16,8 +16,9 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import gelu
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, HiddenDropout, LayerSeeds
+from gptpar.model.linear import Linears, Reader
 from gptpar.model.norm import ResidualLayerNorm, make_norm
-from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
+from gptpar.tensor_parallel import ALONE, TensorAxis
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -25,23 +26,15 @@ NOTHING: frozenset[str] = frozenset()
 class MLP(nn.Module):
     """Two linear layers with GELU (tanh form) between them, or the gated SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, output_std: float, axis: TensorAxis = ALONE):
+    def __init__(self, linears: Linears):
         super().__init__()
+        config = linears.config
         assert config.hidden_size and config.ffn_hidden_size
+        width, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
         self.gated = config.swiglu
         parts = 2 if self.gated else 1
-        self.up = ColumnParallelLinear(
-            config.hidden_size,
-            parts * config.ffn_hidden_size,
-            bias=config.add_bias_linear,
-            std=config.init_method_std,
-            parts=parts,
-            axis=axis,
-            bias_gradient=self.gated,
-        )
-        self.down = RowParallelLinear(
-            config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear, std=output_std, axis=axis
-        )
+        self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
+        self.down = linears.row(inner, width, bias=bias, reader=Reader.OTHER)
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Returns y_ND."""
@@ -49,13 +42,11 @@ class MLP(nn.Module):
         if self.gated:
             gate_NF, value_NF = up.chunk(2, dim=-1)
             return self.down(F.silu(gate_NF) * value_NF)
-        return self.down(F.gelu(up, approximate="tanh") if self.up.bias is None else gelu(up, self.up.bias))
+        return self.down(gelu(up, self.up.unsummed_bias))
 
 
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` (pre-norm, as GPT-2).
-
-    Weights that write to the residual stream start with std / sqrt(2 x layers) (Megatron's and GPT-2's scale).
 
     Args:
         axis: this process's place on the tensor axis.
@@ -65,25 +56,18 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE, *, recompute_modules: frozenset[str] = NOTHING):
         super().__init__()
-        assert config.num_layers and config.hidden_size
+        assert config.hidden_size
         unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
         assert not unknown, f"a block has no {sorted(unknown)} to recompute"
-        output_std = config.init_method_std / (2 * config.num_layers) ** 0.5
         self.recompute_modules = recompute_modules
         fused = config.normalization == "LayerNorm" and "layernorm" not in recompute_modules
-        self.sums_bias = fused and config.hidden_dropout == 0  # else the bias gets some of the stream's gradient only
+        linears = Linears(config, axis, residual_norm=fused)
         width, eps = config.hidden_size, config.norm_epsilon
         norm = partial(make_norm, config.normalization, width, eps, axis.gradient_between_layers, residual=fused)
         self.attention_norm = norm()
-        self.attention = Attention(
-            config,
-            output_std,
-            axis,
-            recompute_core="core_attn" in recompute_modules,
-            bias_gradient=not self.sums_bias,
-        )
+        self.attention = Attention(linears, recompute_core="core_attn" in recompute_modules)
         self.mlp_norm = norm()
-        self.mlp = MLP(config, output_std, axis)
+        self.mlp = MLP(linears)
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
 
@@ -110,7 +94,7 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``x + added`` and its normalised values."""
         if isinstance(norm, ResidualLayerNorm):
-            return norm(x_ND, added_ND, self.attention.out.bias if added_ND is not None and self.sums_bias else None)
+            return norm(x_ND, added_ND, None if added_ND is None else self.attention.out.unsummed_bias)
         x_ND = x_ND if added_ND is None else x_ND + added_ND
         return x_ND, self._run("layernorm", norm, x_ND)
 

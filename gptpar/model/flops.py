@@ -1,4 +1,4 @@
-"""Counts of parameters and floating point operations of a GPT, from its shape alone.
+"""Counts of floating point operations of a GPT, from its shape alone.
 
 Two definitions of a model's FLOPs are in use, and they differ by 2 to 15 % of a utilisation figure: attention
 over the whole square (PaLM, arXiv 2204.02311 appendix B; nanoGPT, torchtitan) or over its causal half
@@ -73,28 +73,9 @@ def _layer_matmul_parameters(shape: Shape) -> int:
     return shape.hidden_size * (attention + fc1_width(shape) + shape.ffn_hidden_size)
 
 
-def _layer_bias_parameters(shape: Shape) -> int:
-    qkv = qkv_width(shape) if shape.add_bias_linear or shape.add_qkv_bias else 0
-    rest = 2 * shape.hidden_size + fc1_width(shape) if shape.add_bias_linear else 0
-    return qkv + rest
-
-
 def matmul_parameters(shape: Shape) -> int:
     """Parameters that multiply every token: the layers' matrices and the LM head once, tied or not."""
     return shape.num_layers * _layer_matmul_parameters(shape) + shape.hidden_size * shape.padded_vocab_size
-
-
-def num_parameters(shape: Shape) -> int:
-    """All parameters of the whole model, exactly; the vocabulary counted as padded, a tied head once."""
-    vectors = 1 if shape.normalization == "RMSNorm" else 2
-    norm = shape.hidden_size * vectors
-    head_norms = 2 * shape.kv_channels * vectors if shape.qk_layernorm else 0
-    layer_extras = 2 * norm + head_norms + _layer_bias_parameters(shape)
-    learned = shape.position_embedding_type == "learned_absolute"
-    positions = shape.max_position_embeddings * shape.hidden_size if learned else 0
-    input_embedding = shape.hidden_size * shape.padded_vocab_size
-    untied = input_embedding if shape.untie_embeddings_and_output_weights else 0
-    return matmul_parameters(shape) + shape.num_layers * layer_extras + norm + positions + untied
 
 
 def flops_per_token(shape: Shape, *, causal: bool) -> float:
@@ -108,12 +89,14 @@ def flops_per_token(shape: Shape, *, causal: bool) -> float:
     return 6.0 * matmul_parameters(shape) + attention
 
 
-def layer_flops(shape: Shape) -> list[float]:
-    """FLOPs of a token's forward pass in each layer of ``gpt_layers``: lookups and norms count nothing beside the
-    matrix products and the causal half of attention."""
-    block = 2.0 * _layer_matmul_parameters(shape) + 2.0 * query_width(shape) * shape.seq_length
-    head = 2.0 * shape.hidden_size * shape.padded_vocab_size
-    return [0.0, 0.0, *[block] * shape.num_layers, 0.0, head]
+def block_flops(shape: Shape) -> float:
+    """FLOPs of a token's forward pass in one block: its matrix products and the causal half of attention."""
+    return 2.0 * _layer_matmul_parameters(shape) + 2.0 * query_width(shape) * shape.seq_length
+
+
+def head_flops(shape: Shape) -> float:
+    """FLOPs of a token's forward pass in the LM head."""
+    return 2.0 * shape.hidden_size * shape.padded_vocab_size
 
 
 def tflops_per_gpu(shape: Shape, tokens_per_s_per_gpu: float) -> float:

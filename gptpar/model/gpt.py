@@ -1,74 +1,88 @@
-"""A GPT as a list of layer specifications."""
+"""A GPT's layers, from the first to the last."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 from gptpar.config import ModelConfig
+from gptpar.config.roles import Role, layer_roles
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
 from gptpar.model.ends import OutputLayer, PositionEmbedding, output_and_loss
+from gptpar.model.flops import Shape, block_flops, head_flops
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
-from gptpar.model.norm import LayerNorm, RMSNorm
+from gptpar.model.norm import NORMS
+from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 
 LOSS_FIELDS = ("labels", "loss_mask", "scale")
 BLOCK_FIELDS = ("position_ids", "document_ids", "seq_length")
+POSITION_FIELDS = ("position_ids", "seq_length")
 
 
-def gpt_layers(
+def gpt_model(
     config: ModelConfig, axis: TensorAxis = ALONE, *, recompute_modules: frozenset[str] = NOTHING
-) -> list[LayerSpec]:
-    """Embedding, positions, blocks, final norm, output layer with loss.
+) -> ModelSpec:
+    """Describe a GPT.
 
     Args:
         config: a complete model configuration (nothing the model needs is ``None``).
         axis: this process's place on the tensor axis.
         recompute_modules: see :class:`Block`.
     """
-    assert config.num_layers and config.hidden_size and config.padded_vocab_size
-    width, std = config.hidden_size, config.init_method_std
-    norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
-    shape = (config.padded_vocab_size, width)
+    return ModelSpec(tuple(_layers(config, axis, recompute_modules)))
 
-    def seeds(layer: str) -> tuple[str, ...]:
-        return (seeds_field(layer),) if config.has_dropout else ()
 
-    embedding: LayerSpec
-    output: LayerSpec
+def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[str]) -> Iterator[ModelLayer]:
+    assert config.num_layers
+    shape, number = cast(Shape, config), 0
+    for role in layer_roles(config.num_layers):
+        match role:
+            case Role.EMBEDDING:
+                yield ModelLayer(role, _embedding(config, axis))
+            case Role.POSITIONS:
+                fields = (*POSITION_FIELDS, *_seeds(config, "positions"))
+                yield ModelLayer(
+                    role, LayerSpec(PositionEmbedding, config, axis, name="positions", batch_fields=fields)
+                )
+            case Role.BLOCK:
+                name = f"layers.{number}"
+                fields, number = (*BLOCK_FIELDS, *_seeds(config, name)), number + 1
+                block = LayerSpec(
+                    Block, config, axis, recompute_modules=recompute_modules, name=name, batch_fields=fields
+                )
+                yield ModelLayer(role, block, block_flops(shape))
+            case Role.FINAL_NORM:
+                norm, gradient = NORMS[config.normalization], axis.gradient_between_layers
+                width, eps = config.hidden_size, config.norm_epsilon
+                yield ModelLayer(role, LayerSpec(norm, width, eps=eps, gradient=gradient, name="final_norm"))
+            case Role.LM_HEAD:
+                yield ModelLayer(role, _head(config, axis), head_flops(shape))
+
+
+def _seeds(config: ModelConfig, layer: str) -> tuple[str, ...]:
+    return (seeds_field(layer),) if config.has_dropout else ()
+
+
+def _embedding(config: ModelConfig, axis: TensorAxis) -> LayerSpec:
+    shape, std = (config.padded_vocab_size, config.hidden_size), config.init_method_std
     if config.tied:
-        embedding = TiedLayerSpec("embedding", VocabParallelEmbedding, *shape, std=std, axis=axis, name="embedding")
-        output = TiedLayerSpec(
-            "embedding",
-            VocabParallelEmbedding,
-            *shape,
-            std=std,
-            axis=axis,
-            name="embedding",
-            forward_fn=output_and_loss,
-            batch_fields=LOSS_FIELDS,
-        )
-    else:
-        embedding = LayerSpec(VocabParallelEmbedding, *shape, std=std, axis=axis, name="embedding")
-        output = LayerSpec(OutputLayer, *shape, std=std, axis=axis, name="output", batch_fields=LOSS_FIELDS)
-    return [
-        embedding,
-        LayerSpec(
-            PositionEmbedding,
-            config,
-            axis,
-            name="positions",
-            batch_fields=("position_ids", "seq_length", *seeds("positions")),
-        ),
-        *(
-            LayerSpec(
-                Block,
-                config,
-                axis,
-                recompute_modules=recompute_modules,
-                name=f"layers.{i}",
-                batch_fields=(*BLOCK_FIELDS, *seeds(f"layers.{i}")),
-            )
-            for i in range(config.num_layers)
-        ),
-        LayerSpec(norm, width, eps=config.norm_epsilon, gradient=axis.gradient_between_layers, name="final_norm"),
-        output,
-    ]
+        return TiedLayerSpec("embedding", VocabParallelEmbedding, *shape, std=std, axis=axis, name="embedding")
+    return LayerSpec(VocabParallelEmbedding, *shape, std=std, axis=axis, name="embedding")
+
+
+def _head(config: ModelConfig, axis: TensorAxis) -> LayerSpec:
+    shape, std = (config.padded_vocab_size, config.hidden_size), config.init_method_std
+    if not config.tied:
+        return LayerSpec(OutputLayer, *shape, std=std, axis=axis, name="output", batch_fields=LOSS_FIELDS)
+    return TiedLayerSpec(
+        "embedding",
+        VocabParallelEmbedding,
+        *shape,
+        std=std,
+        axis=axis,
+        name="embedding",
+        forward_fn=output_and_loss,
+        batch_fields=LOSS_FIELDS,
+    )

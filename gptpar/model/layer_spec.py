@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -18,6 +19,8 @@ class LayerSpec:
             ``name.parameter``.
         batch_fields: fields of the micro-batch that the layer wants beside its input; it is called as
             ``layer(x, *fields)``. They never travel between stages, because every stage can read the data.
+        auxiliary_losses: names of scalars that the layer returns beside its output, as ``(output, {name: scalar})``,
+            and that training adds to the loss (:mod:`gptpar.pipeline.auxiliary_losses`).
         **kwargs: its keyword arguments.
 
     Raises:
@@ -25,7 +28,13 @@ class LayerSpec:
     """
 
     def __init__(
-        self, cls: type[nn.Module], *args: Any, name: str = "", batch_fields: tuple[str, ...] = (), **kwargs: Any
+        self,
+        cls: type[nn.Module],
+        *args: Any,
+        name: str = "",
+        batch_fields: tuple[str, ...] = (),
+        auxiliary_losses: tuple[str, ...] = (),
+        **kwargs: Any,
     ):
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"a LayerSpec takes a subclass of torch.nn.Module, not {cls!r}")
@@ -34,10 +43,15 @@ class LayerSpec:
         self.kwargs = kwargs
         self.name = name
         self.batch_fields = batch_fields
+        self.auxiliary_losses = auxiliary_losses
 
     def build(self) -> nn.Module:
         """Construct the layer."""
         return self.cls(*self.args, **self.kwargs)
+
+    def builds_the_same(self, other: LayerSpec) -> bool:
+        """Whether both build equal layers, whatever they are called."""
+        return (self.cls, self.args, self.kwargs) == (other.cls, other.args, other.kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.cls.__name__}, name={self.name!r})"
@@ -62,3 +76,9 @@ class TiedLayerSpec(LayerSpec):
         super().__init__(cls, *args, **kwargs)
         self.key = key
         self.forward_fn = forward_fn
+
+
+def build_on_meta(spec: LayerSpec) -> nn.Module:
+    """The layer without storage."""
+    with torch.device("meta"):
+        return spec.build()

@@ -59,8 +59,15 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, cast(list[int], self.weight.shape), self.weight, self.eps)
 
 
+NORMS: dict[str, type[nn.Module]] = {
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+}
+"""By the names of ``--normalization``."""
+
+
 def make_norm(kind: str, width: int, eps: float, gradient: Gradient, *, residual: bool = False) -> nn.Module:
-    """``kind`` is ``LayerNorm`` or ``RMSNorm``; ``residual``: the former as :class:`ResidualLayerNorm`."""
-    if kind == "LayerNorm":
-        return (ResidualLayerNorm if residual else LayerNorm)(width, eps=eps, gradient=gradient)
-    return RMSNorm(width, eps=eps, gradient=gradient)
+    """A norm by its name in ``NORMS``; with ``residual``, LayerNorm is a :class:`ResidualLayerNorm`."""
+    if residual and kind == "LayerNorm":
+        return ResidualLayerNorm(width, eps=eps, gradient=gradient)
+    return NORMS[kind](width, eps=eps, gradient=gradient)

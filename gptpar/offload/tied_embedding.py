@@ -26,17 +26,20 @@ from gptpar.tensor_parallel import VocabParallelEmbedding
 from gptpar.topology.layout import Layout
 
 
-def tied_unit(config: Config, layout: Layout, table: ParameterTable) -> Unit | None:
+def tied_unit(config: Config, layout: Layout, table: ParameterTable, shared: str | None) -> Unit | None:
     """The tied embedding's unit, if its partial gradient may be submitted: on a single process, where it is offloaded.
 
     On several processes a gradient is summed over them first, for which it must be final.
+
+    Args:
+        shared: name of the layer that is embedding and LM head at once; ``None``: there is none.
     """
     offload = config.offload
-    if not config.model.tied or layout.world_size > 1 or offload.offload_speculation == "off":
+    if shared is None or layout.world_size > 1 or offload.offload_speculation == "off":
         return None
     if offload.gradients_leave_at_once:  # this one would stay on the device during the whole backward pass
         return None
-    embedding = table.units[0]
+    embedding = next(unit for unit in table.units if unit.name == shared)
     (param,) = embedding.params.values()
     padded = param.stop < embedding.length
     return None if padded or table.on_device[embedding.name] == embedding.length else embedding

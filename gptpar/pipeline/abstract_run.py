@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from gptpar.model.layer_spec import LayerSpec
+from gptpar.model.layer_spec import LayerSpec, build_on_meta
 from gptpar.pipeline.built_layers import BuiltLayer
-from gptpar.pipeline.stage import Fields, Stage, build_on_meta
+from gptpar.pipeline.stage import Fields, Stage
 
 Outputs = list[tuple[torch.Size, torch.dtype]]
 

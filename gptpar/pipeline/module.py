@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from gptpar.errors import ConfigError, GptparError
-from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
+from gptpar.model.spec import ModelSpec
 from gptpar.pipeline import schedules
 from gptpar.pipeline.abstract_run import AbstractRun
+from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.built_layers import BuiltLayer, FunctionLayer
 from gptpar.pipeline.partition import balance, partition
 from gptpar.pipeline.recompute import Keep
 from gptpar.pipeline.runtime import Boundary, MicroBatch, Observer, Runtime, Silent
-from gptpar.pipeline.stage import Fields, Stage, build_on_meta
+from gptpar.pipeline.stage import Fields, Stage
 from gptpar.pipeline.transport import Transport
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import seed_of
@@ -37,11 +39,13 @@ class PipelineModule(nn.Module):
         num_virtual_stages: pieces on each process, for the interleaved schedule (arXiv 2104.04473).
         topology: this process's place, in place of ``num_stages``.
         flops: a cost for each layer, for ``flops``.
+        split: which layers go where, in place of ``partition_method`` and ``flops``.
         build: makes a layer from its specification; by default with the layer's own initial values, drawn from a
             seed of its own, so that they do not depend on the number of stages.
         recompute: the groups of consecutive layers (by name) that are recomputed in the backward pass, for the names
             of one piece.
         keep: how the inputs of such groups are kept.
+        token_shares: tensor ranks among which the tokens between layers are shared out (sequence parallelism).
         boundary: shapes and dtypes between stages; by default found once by running all layers on shapes alone.
         base_seed: for the default ``build``.
 
@@ -61,9 +65,11 @@ class PipelineModule(nn.Module):
         num_virtual_stages: int = 1,
         topology: Topology | None = None,
         flops: Sequence[float] = (),
+        split: LayerSplit | None = None,
         build: Callable[[LayerSpec], nn.Module] | None = None,
         recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]] = lambda names: (),
         keep: Keep | None = None,
+        token_shares: int = 1,
         boundary: Boundary | None = None,
         base_seed: int = 1234,
     ):
@@ -77,15 +83,17 @@ class PipelineModule(nn.Module):
         self._loss_fn = loss_fn
         self._abstract = AbstractRun(self.specs)
         self._boundary = boundary or self._abstract_boundary
-        self.split = split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
+        self.split = split or split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
         self.bounds = self.split.bounds
+        self.auxiliary = AuxiliaryLosses([name for spec in self.specs for name in spec.auxiliary_losses], token_shares)
         tied: dict[str, nn.Module] = {}
         self.chunks = nn.ModuleList()
         for part in range(self.stage, len(self.bounds) - 1, self.num_stages):
             mine = self.specs[self.bounds[part] : self.bounds[part + 1]]
             groups = recompute([spec.name for spec in mine])
             make = build or (lambda spec: seeded(spec, base_seed).to(self.topology.device))
-            self.chunks.append(Stage(mine, build=make, recompute=groups, keep=keep, tied=tied))
+            stage = Stage(mine, build=make, recompute=groups, keep=keep, tied=tied, auxiliary=self.auxiliary)
+            self.chunks.append(stage)
         self._transport = None if self.topology.links is None else Transport(self.topology.links)
         self.tied_stages = self.split.tied_stages(self.specs)
         tied_groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
@@ -148,6 +156,7 @@ class PipelineModule(nn.Module):
         observer: Observer | None,
     ) -> list[torch.Tensor]:
         loss_fn = self._loss_fn
+        self.auxiliary.begin(len(micro_batches), grad)
         runtime = Runtime(
             self.stages_here,
             self.stage,
@@ -172,8 +181,8 @@ class PipelineModule(nn.Module):
                 data-parallel rank its own.
 
         Returns:
-            The mean loss over all micro-batches and data-parallel ranks, on every process. Each parameter's ``.grad``
-            has grown by the gradient of that mean.
+            The mean loss over all micro-batches and data-parallel ranks, on every process, without auxiliary losses.
+            Each parameter's ``.grad`` has grown by the gradient of that mean, and of the mean auxiliary losses.
         """
         batches = [(x, {"labels": labels}) for x, labels in micro_batches]
         device, dp = self.topology.device, self.topology.layout.data
@@ -241,15 +250,32 @@ def split_layers(
         ConfigError: it cannot be cut like that.
     """
     parameters = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in specs]
+    return _split(specs, parameters, flops, num_stages, num_virtual_stages, method)
+
+
+def split_model(model: ModelSpec, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
+    """Cut a model, which knows what its layers cost.
+
+    Args:
+        model: on one tensor rank: whole, so that all processes cut it alike.
+
+    Raises:
+        ConfigError: it cannot be cut like that.
+    """
+    return _split(model.specs, model.parameters, model.flops, num_stages, num_virtual_stages, method)
+
+
+def _split(
+    specs: Sequence[LayerSpec],
+    parameters: Sequence[int],
+    flops: Sequence[float],
+    num_stages: int,
+    num_virtual_stages: int,
+    method: str,
+) -> LayerSplit:
     kinds = [spec.cls.__name__ for spec in specs]
-    bounds = partition(
-        method,
-        num_stages * num_virtual_stages,
-        parameters=parameters,
-        flops=flops,
-        kinds=kinds,
-        num_stages=num_stages,
-    )
+    num_parts = num_stages * num_virtual_stages
+    bounds = partition(method, num_parts, parameters=parameters, flops=flops, kinds=kinds, num_stages=num_stages)
     costs = balance(flops or parameters, bounds, num_stages)
     return LayerSplit(bounds, balance(parameters, bounds, num_stages), costs)
 

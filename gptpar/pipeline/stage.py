@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -11,7 +11,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
+from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.recompute import Keep, recomputed
 from gptpar.topology.initial_values import Init
 from gptpar.topology.placement import Split, declared_by
@@ -120,6 +121,7 @@ class Stage(nn.Module):
             the backward pass.
         keep: how the inputs of such groups are kept.
         tied: modules shared with other stages of this process, by key; new ones are added.
+        auxiliary: takes the auxiliary losses of layers that have some.
     """
 
     def __init__(
@@ -130,12 +132,14 @@ class Stage(nn.Module):
         recompute: Sequence[tuple[str, ...]] = (),
         keep: Keep | None = None,
         tied: dict[str, nn.Module] | None = None,
+        auxiliary: AuxiliaryLosses | None = None,
     ):
         super().__init__()
         self.specs = list(specs)
         self.caller: LayerCaller = call_directly
         self.layers = nn.ModuleList()
         self._keep = keep or Keep()
+        auxiliary = auxiliary or AuxiliaryLosses()
         self._names: list[str] = []
         tied = {} if tied is None else tied
         calls: list[_Call] = []
@@ -150,6 +154,8 @@ class Stage(nn.Module):
             run: Callable[..., Any] = layer
             if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
                 run = partial(spec.forward_fn, layer)
+            if spec.auxiliary_losses:
+                run = partial(auxiliary.call, run, spec.auxiliary_losses)
             calls.append(_Call(spec.name, run, spec.batch_fields))
         group_of = {name: number for number, names in enumerate(recompute) for name in names}
         self._segments = [
@@ -254,10 +260,10 @@ class Stage(nn.Module):
                 if empty:
                     cast(Any, module).reset_buffers()
 
-    def compile_layers(self, kind: type[nn.Module]) -> None:
-        """Compile each layer of a kind by itself: compile time does not grow with depth."""
-        for layer in self.layers:
-            if isinstance(layer, kind):
+    def compile_layers(self, names: Collection[str]) -> None:
+        """Compile each of these layers by itself: compile time does not grow with depth."""
+        for name, layer in self.layers_by_name().items():
+            if name in names:
                 layer.compile()
 
 
@@ -275,9 +281,3 @@ def place_parameter(parameter: nn.Parameter, memory: torch.Tensor) -> None:
 def memory_for(buffers: Mapping[str, BufferInfo], device: torch.device) -> dict[str, torch.Tensor]:
     """Memory for :meth:`Stage.place`, without values."""
     return {name: torch.empty(info.shape, dtype=info.dtype, device=device) for name, info in buffers.items()}
-
-
-def build_on_meta(spec: LayerSpec) -> nn.Module:
-    """The layer without storage."""
-    with torch.device("meta"):
-        return spec.build()

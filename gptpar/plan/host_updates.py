@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from gptpar.config.roles import BEFORE_BLOCKS
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.machine import KEPT_FREE
@@ -87,8 +88,8 @@ def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float
     """
     table = job.table(part)
     offloaded = {unit.name: float(unit.shard_length - table.on_device[unit.name]) for unit in table.units}
-    blocks = [offloaded.pop(f"layers.{number}") for number in range(part.units[2])]
-    before = sum(offloaded.pop(unit.name, 0.0) for unit in job.units[0 if part.first else 1 : 2])
+    blocks = [offloaded.pop(name) for name in job.block_names(part)]
+    before = sum(offloaded.pop(job.units[role].name, 0.0) for role in BEFORE_BLOCKS if part.has(role))
     times = [(0.0, embedding * part.first), *[block] * len(blocks), (head, embedding * part.last)]
     elements = [before, *blocks, sum(offloaded.values())]
     layers = [Layer(forward, backward, count) for (forward, backward), count in zip(times, elements, strict=True)]

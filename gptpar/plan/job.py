@@ -5,7 +5,8 @@ Nothing is allocated: layers are built on the meta device, each kind once, howev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -16,24 +17,21 @@ import torch
 from gptpar.config import Config, ModelConfig
 from gptpar.config.gradients import adds_gradients
 from gptpar.config.graph import wants_graph
+from gptpar.config.roles import Role, layer_roles
 from gptpar.engine.ranges import Place
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.model.dtypes import DTYPES
-from gptpar.model.flops import Shape, layer_flops
-from gptpar.model.gpt import gpt_layers
-from gptpar.model.layer_spec import LayerSpec
+from gptpar.model.flops import Shape
+from gptpar.model.gpt import gpt_model
+from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.pipeline import schedules
-from gptpar.pipeline.module import LayerSplit
-from gptpar.pipeline.partition import balance, partition
+from gptpar.pipeline.module import LayerSplit, split_model
 from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.topology.layout import Layout
-
-NUM_LAYERS_BEFORE_BLOCKS = 2
-"""Embedding and positions."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,19 @@ class StagePart:
 
     Attributes:
         blocks: number of transformer blocks in each of its chunks.
-        units: number of each kind of unit it holds: embedding, positions, block, final norm, output layer.
+        units: (role, how many) of its layers with parameters of their own, in the order of the forward pass.
         first: whether the embedding is looked up here.
         last: whether the loss is here.
     """
 
     blocks: tuple[int, ...]
-    units: tuple[int, int, int, int, int]
+    units: tuple[tuple[Role, int], ...]
     first: bool
     last: bool
+
+    def has(self, role: Role) -> bool:
+        """Whether a layer with this role has parameters of its own here."""
+        return any(held is role for held, _ in self.units)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Job:
 
     def gradient_lengths(self, part: StagePart) -> list[int]:
         """Elements of each unit of a stage whose gradient goes to the CPU, wholly or in part; the largest possible."""
-        return [unit.shard_length for count, unit in zip(part.units, self.units, strict=True) if count]
+        return [self.units[role].shard_length for role, _ in part.units]
 
     def num_offloaded_units(self, part: StagePart) -> int:
         """Units of a stage of which the CPU updates anything."""
@@ -129,7 +131,7 @@ class Job:
         used = used and not self.gradients_leave_at_once
         if not self.ratio or not used or not self.config.model.tied or self.layout.world_size > 1:
             return 0.0
-        embedding = self.units[0]
+        embedding = self.units[Role.EMBEDDING]
         return float(embedding.length - self.table(self.stages[0]).on_device[embedding.name])
 
     @property
@@ -183,10 +185,19 @@ class Job:
         """What travels between two stages for a micro-batch."""
         return self.tokens // self.token_shares * self.shape.hidden_size * self.element_size
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return model_of(self.config.model, ALONE).num_parameters
+
     @cached_property
-    def units(self) -> tuple[Unit, ...]:
-        """The units of embedding, positions, one block, final norm and output layer."""
+    def units(self) -> Mapping[Role, Unit]:
+        """A unit for each role; those of all blocks are alike, and a tied LM head's is the embedding's."""
         return units_of(self.config.model, self._tensor, self.shards)
+
+    def block_names(self, part: StagePart) -> tuple[str, ...]:
+        """A stage's blocks as :meth:`table` calls them, which numbers them from 0."""
+        return model_of(self.config.model, self._tensor).names(Role.BLOCK)[: sum(part.blocks)]
 
     @property
     def _tensor(self) -> TensorAxis:
@@ -201,7 +212,7 @@ class Job:
     def _tables(self) -> dict[StagePart, ParameterTable]:
         model, tensor = self.config.model, self._tensor
         parts = dict.fromkeys(self.stages)
-        return {part: table_of(model, tensor, self.shards, self.ratio, part.units, part.first) for part in parts}
+        return {part: table_of(model, tensor, self.shards, self.ratio, part.units) for part in parts}
 
     @property
     def split(self) -> LayerSplit:
@@ -217,69 +228,51 @@ class Job:
 
 
 @lru_cache(maxsize=64)
-def _infos(model: ModelConfig, tensor: TensorAxis) -> dict[str, dict[str, ParameterInfo]]:
-    """What is known of the parameters of each kind of layer: embedding, positions, block, final norm, output layer."""
-    specs = gpt_layers(model, tensor)
-    kinds = [specs[i] for i in (0, 1, NUM_LAYERS_BEFORE_BLOCKS, -2, -1)]
-    names = [spec.name for spec in kinds[:-1]] + ["output"]  # the last one may be tied to the first one
-    return {name: Stage([spec]).infos() for name, spec in zip(names, kinds, strict=True)}
+def model_of(model: ModelConfig, tensor: TensorAxis) -> ModelSpec:
+    """The model's description; what it has counted is kept."""
+    return gpt_model(model, tensor)
+
+
+@lru_cache(maxsize=64)
+def _infos(model: ModelConfig, tensor: TensorAxis) -> dict[Role, dict[str, ParameterInfo]]:
+    """What is known of the parameters of the first layer with each role."""
+    described = model_of(model, tensor)
+    return {role: Stage([described.first(role)]).infos() for role in layer_roles(1)}
 
 
 @lru_cache(maxsize=512)
-def units_of(model: ModelConfig, tensor: TensorAxis, shards: int) -> tuple[Unit, ...]:
-    """The units of each kind of layer; they are equally long on all tensor ranks."""
-    return tuple(Unit.of(name, infos, shards) for name, infos in _infos(model, tensor).items())
+def units_of(model: ModelConfig, tensor: TensorAxis, shards: int) -> Mapping[Role, Unit]:
+    """The unit of the first layer with each role; units are equally long on all tensor ranks."""
+    described = model_of(model, tensor)
+    return {role: Unit.of(described.first(role).name, infos, shards) for role, infos in _infos(model, tensor).items()}
 
 
 @lru_cache(maxsize=1 << 13)
 def _block(model: ModelConfig, tensor: TensorAxis, shards: int, number: int) -> Unit:
     """One block's unit; all blocks are alike."""
-    name = f"layers.{number}"
-    infos = _infos(model, tensor)["layers.0"]
-    return Unit.of(name, {name + key.removeprefix("layers.0"): info for key, info in infos.items()}, shards)
+    names, infos = model_of(model, tensor).names(Role.BLOCK), _infos(model, tensor)[Role.BLOCK]
+    renamed = {names[number] + key.removeprefix(names[0]): info for key, info in infos.items()}
+    return Unit.of(names[number], renamed, shards)
 
 
 @lru_cache(maxsize=512)
 def table_of(
-    model: ModelConfig,
-    tensor: TensorAxis,
-    shards: int,
-    ratio: float,
-    counts: tuple[int, int, int, int, int],
-    first: bool,
+    model: ModelConfig, tensor: TensorAxis, shards: int, ratio: float, held: tuple[tuple[Role, int], ...]
 ) -> ParameterTable:
-    """The table of the first process of a stage with so many units of each kind (see :class:`StagePart`)."""
-    embedding, positions, block, norm, output = (
-        [unit] * count for unit, count in zip(units_of(model, tensor, shards), counts, strict=True)
-    )
-    blocks = [_block(model, tensor, shards, number) for number in range(len(block))]
-    inner = [*positions, *blocks, *norm, *output]
-    # A stage that does not look tokens up has the tied embedding as its output layer.
-    units = [*embedding, *inner] if first else [*inner, *embedding]
+    """The table of the first process of a stage that holds these units (see :class:`StagePart`)."""
+    units: list[Unit] = []
+    for role, count in held:
+        if role is Role.BLOCK:
+            units += [_block(model, tensor, shards, number) for number in range(count)]
+        else:
+            units.append(units_of(model, tensor, shards)[role])
     return ParameterTable([unit for unit in units if unit.length], Place(shards), ratio=ratio)
 
 
 @lru_cache(maxsize=512)
 def split_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method: str) -> LayerSplit:
-    """As :func:`~gptpar.pipeline.module.split_layers`, with each kind of layer built once.
-
-    Raises:
-        ConfigError: the model cannot be cut like that.
-    """
-    specs: list[LayerSpec] = gpt_layers(model)
-    sizes = [sum(info.shape.numel() for info in infos.values()) for infos in _infos(model, ALONE).values()]
-    num_blocks = len(specs) - 4
-    parameters = [*sizes[:2], *[sizes[2]] * num_blocks, *sizes[3:]]
-    flops = layer_flops(cast(Shape, model))
-    bounds = partition(
-        method,
-        num_stages * num_chunks,
-        parameters=parameters,
-        flops=flops,
-        kinds=[spec.cls.__name__ for spec in specs],
-        num_stages=num_stages,
-    )
-    return LayerSplit(bounds, balance(parameters, bounds, num_stages), balance(flops, bounds, num_stages))
+    """As :func:`~gptpar.pipeline.module.split_model`."""
+    return split_model(model_of(model, ALONE), num_stages, num_chunks, method)
 
 
 @lru_cache(maxsize=512)
@@ -289,22 +282,23 @@ def stages_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method
     Raises:
         ConfigError: the model cannot be cut like that.
     """
-    bounds = split_of_model(model, num_stages, num_chunks, method).bounds
-    parts = list(pairwise(bounds))
-    return tuple(_stage(parts[stage::num_stages], bounds[-1] - 1, model.tied) for stage in range(num_stages))
+    layers = model_of(model, ALONE).layers
+    chunks = [layers[a:b] for a, b in pairwise(split_of_model(model, num_stages, num_chunks, method).bounds)]
+    return tuple(_stage(chunks[stage::num_stages]) for stage in range(num_stages))
 
 
-def _stage(parts: Sequence[tuple[int, int]], last: int, tied: bool) -> StagePart:
-    """A stage from the (first layer, last + 1) of its parts and the number of the output layer."""
-    low, high = NUM_LAYERS_BEFORE_BLOCKS, last - 1
-    blocks = tuple(max(0, min(stop, high) - max(start, low)) for start, stop in parts)
-
-    def has(layer: int) -> bool:
-        return any(start <= layer < stop for start, stop in parts)
-
-    embedding, output = has(0) or (tied and has(last)), has(last) and not tied
-    units = (int(embedding), int(has(1)), sum(blocks), int(has(high)), int(output))
-    return StagePart(blocks, units, has(0), has(last))
+def _stage(chunks: Sequence[Sequence[ModelLayer]]) -> StagePart:
+    """A stage from the layers of its chunks."""
+    roles = [[layer.role for layer in chunk] for chunk in chunks]
+    first_use: dict[str, Role] = {}  # of parameters: a tied LM head has none of its own beside the embedding
+    for layer in (layer for chunk in chunks for layer in chunk):
+        first_use.setdefault(layer.spec.name, layer.role)
+    return StagePart(
+        blocks=tuple(chunk.count(Role.BLOCK) for chunk in roles),
+        units=tuple(Counter(first_use.values()).items()),
+        first=any(Role.EMBEDDING in chunk for chunk in roles),
+        last=any(Role.LM_HEAD in chunk for chunk in roles),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
 from gptpar.model.flops import normed_width
@@ -155,9 +156,9 @@ def _moments(
 
 def _share_of_device(job: Job, part: StagePart) -> float:
     """How much of a stage's blocks is not updated by the host alone: its first ones."""
-    table, num_blocks = job.table(part), part.units[2]
-    on_device = sum(table.on_device[f"layers.{number}"] for number in range(num_blocks))
-    return on_device / (num_blocks * job.units[2].shard_length) if num_blocks else 0.0
+    table, names = job.table(part), job.block_names(part)
+    on_device = sum(table.on_device[name] for name in names)
+    return on_device / (len(names) * job.units[Role.BLOCK].shard_length) if names else 0.0
 
 
 @dataclass(frozen=True)
@@ -253,13 +254,13 @@ def _loss_buffers(job: Job, part: StagePart) -> float:
     if pieces > 1:
         work += gradient * wide
     inputs = (2 if job.token_shares == 1 else 2 / job.token_shares + 1) * hidden
-    return inputs + hidden + work + _gathered(job, part.units, loss=True)
+    return inputs + hidden + work + _gathered(job, part, loss=True)
 
 
 def _backward_buffers(job: Job, part: StagePart, blocks: _Blocks) -> float:
     """In a block's backward: gradients on their way through it, its weights' gradients, what is recomputed."""
     shape, size = job.shape, job.element_size
-    block = job.units[2]
+    block = job.units[Role.BLOCK]
     hidden = job.tokens * shape.hidden_size * size
     inner = job.tokens * max(shape.ffn_hidden_size, 3 * shape.hidden_size) * size / job.layout.tensor
     gathered = hidden if job.token_shares > 1 else 0
@@ -267,19 +268,21 @@ def _backward_buffers(job: Job, part: StagePart, blocks: _Blocks) -> float:
     buffers = 2 * hidden / job.token_shares + gathered + inner + block.length * size + most * blocks.whole
     if job.zero_stage >= 2:
         buffers += (1 + MAX_IN_FLIGHT) * (block.length + block.shard_length) * job.wide_size
-    if part.last:  # the output layer's gradient is complete before the blocks' are
-        head = job.units[0] if job.config.model.tied else job.units[4]
-        buffers += head.length * (size if part.units[0] and job.config.model.tied else 0)
-    return buffers + _gathered(job, part.units, loss=False)
+    if part.last and job.config.model.tied:  # complete as LM head's before the blocks' are
+        buffers += job.units[Role.LM_HEAD].length * size
+    return buffers + _gathered(job, part, loss=False)
 
 
-def _gathered(job: Job, counts: tuple[int, ...], *, loss: bool) -> float:
+def _gathered(job: Job, part: StagePart, *, loss: bool) -> float:
     """Weights that ZeRO-3 has brought together, or that came from the host: of a layer and of the one after it."""
     if not job.brings_parameters:
         return 0.0
-    embedding, _, block, norm, output = (unit.length * job.element_size for unit in job.units)
-    head = output if counts[4] else embedding
-    return float(head + norm if loss else 2 * block + (head if counts[3] and not counts[4] else 0))
+    length = {role: unit.length * job.element_size for role, unit in job.units.items()}
+    if loss:
+        return float(length[Role.LM_HEAD] + length[Role.FINAL_NORM])
+    own_head = part.last and not job.config.model.tied
+    tied = length[Role.EMBEDDING] if part.has(Role.FINAL_NORM) and not own_head else 0
+    return float(2 * length[Role.BLOCK] + tied)
 
 
 def _end_buffers(job: Job, part: StagePart) -> float:

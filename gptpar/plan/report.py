@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from gptpar.model.flops import Shape, num_parameters
 from gptpar.pipeline import schedules
 from gptpar.pipeline.schedules import Forward, Span
 from gptpar.plan.planner import Plan
 from gptpar.plan.search import Search
 from gptpar.plan.timing import rounds_idle
-from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, in_gib, ranges
+from gptpar.reporting.figures.plan import ScheduleBars, draw_plan
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "outside")
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Stages shown one by one; of longer pipelines the first, the last and the fullest are."""
-MOST_DRAWN_STAGES, MOST_DRAWN_ACTIONS = 16, 4000
+MAX_DRAWN_STAGES, MAX_DRAWN_ACTIONS = 16, 4000
 RUNNERS_UP = 5
 PREDICTION_ERROR = 0.06
 """Share of the memory: the most by which a measurement was above it."""
-_COLORS = ("#1f5fa8", "#4aa8c0", "#2a9d6f", "#e08e1b", "#d1495b", "#8c6d4f")
 
 
 def plan_text(plan: Plan, remedies: Sequence[Plan]) -> str:
@@ -52,7 +48,7 @@ def _title(text: str) -> str:
 def _facts(plan: Plan) -> list[Row]:
     job, cluster = plan.job, plan.cluster
     m, recompute = job.config.model, job.config.recompute
-    count = format_count(num_parameters(job.shape))
+    count = format_count(job.num_parameters)
     rounds = rounds_idle(job.layout.pipeline, job.num_micro_batches, job.num_chunks)
     bubble = f", idle {100 * rounds / (job.num_micro_batches + rounds):.1f} % with even stages"
     pieces = "1F1B" if job.num_chunks == 1 else f"interleaved 1F1B, {job.num_chunks} pieces a stage"
@@ -110,7 +106,7 @@ def _times(plan: Plan) -> list[Row]:
 def memory_table(plan: Plan) -> str:
     """A row for each stage; of many the first, the last and the fullest."""
     stages = list(range(len(plan.memory)))
-    if len(stages) > MOST_ROWS:
+    if len(stages) > MAX_ROWS:
         stages = sorted({0, 1, plan.worst_stage, len(stages) - 2, len(stages) - 1})
     head = ("stage", *PARTS, "total", "host", "layers")
     rows: list[tuple[str, ...]] = [head]
@@ -130,7 +126,7 @@ def timelines(plan: Plan) -> tuple[list[list[Span]], int]:
     """(spans of every stage in seconds, micro-batches drawn): a long step is drawn with fewer micro-batches."""
     job, time = plan.job, plan.time
     stages, chunks = job.layout.pipeline, job.num_chunks
-    most = max(stages, MOST_DRAWN_ACTIONS // (2 * stages * chunks))
+    most = max(stages, MAX_DRAWN_ACTIONS // (2 * stages * chunks))
     count = min(job.num_micro_batches, most, 4 * stages)
     slowest = max(time.stages, key=lambda stage: stage.both)
     return schedules.simulate(stages, count, chunks, slowest.forward / chunks, slowest.backward / chunks), count
@@ -140,7 +136,7 @@ def _schedule(plan: Plan) -> list[str]:
     stages = plan.job.layout.pipeline
     if stages == 1:
         return []
-    if stages > MOST_DRAWN_STAGES:
+    if stages > MAX_DRAWN_STAGES:
         return [_title("schedule"), f"  {stages} stages: --png FILE draws them"]
     _, count = timelines(plan)
     shown = "" if count == plan.job.num_micro_batches else f", drawn with {count} micro-batches"
@@ -207,15 +203,15 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
         "layout": job.layout.describe(),
         "world_size": job.layout.world_size,
         "zero_stage": job.zero_stage,
-        "parameters": num_parameters(cast(Shape, job.config.model)),
+        "parameters": job.num_parameters,
         "micro_batches": job.num_micro_batches,
         "fits": plan.fits,
         "shortage": plan.shortage() or None,
-        "remedies": [{"flags": p.flags(), "fits": p.fits, "gib": _gib(p.need)} for p in remedies],
-        "gib": _gib(plan.need),
-        "host_gib_a_machine": _gib(plan.host_need),
+        "remedies": [{"flags": p.flags(), "fits": p.fits, "gib": in_gib(p.need, 3)} for p in remedies],
+        "gib": in_gib(plan.need, 3),
+        "host_gib_a_machine": in_gib(plan.host_need, 3),
         "stages": [
-            {"layers": job.split.layers_of(stage), "allocated": _gib(memory.allocated), **memory.as_gib()}
+            {"layers": job.split.layers_of(stage), "allocated": in_gib(memory.allocated, 3), **memory.as_gib()}
             for stage, memory in enumerate(plan.memory)
         ],
         "ms_per_step": round(1e3 * time.total, 3),
@@ -241,52 +237,22 @@ def search_json(found: Search) -> dict[str, Any]:
     }
 
 
-def _gib(size: float) -> float:
-    return round(size / 2**30, 3)
-
-
 def draw(plan: Plan, path: Path) -> None:
     """A PNG: memory of each stage beside what a GPU has, and the schedule."""
-    from matplotlib.figure import Figure
-
-    pipeline = plan.job.layout.pipeline > 1
-    figure = Figure(figsize=(13, 8 if pipeline else 4.5), dpi=130, layout="constrained", facecolor="white")
-    axes = figure.subplots(2 if pipeline else 1, 1, squeeze=False)[:, 0]
-    _draw_memory(axes[0], plan)
-    if pipeline:
-        _draw_schedule(axes[1], plan)
-    figure.suptitle(
+    title = (
         f"{plan.job.layout.describe()}, ZeRO-{plan.job.zero_stage}: {1e3 * plan.time.total:.1f} ms a step, "
-        f"{plan.need / 2**30:.1f} GiB",
-        fontweight="bold",
+        f"{in_gib(plan.need, 1):.1f} GiB"
     )
-    figure.savefig(path, format="png")
+    memory = {part: [in_gib(getattr(stage, part)) for stage in plan.memory] for part in PARTS}
+    draw_plan(path, title, memory, in_gib(plan.cluster.memory), _drawn_schedule(plan))
 
 
-def _draw_memory(axes: Axes, plan: Plan) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    places = list(range(len(plan.memory)))
-    left = [0.0] * len(places)
-    for part, color in zip(PARTS, _COLORS, strict=True):
-        widths = [getattr(memory, part) / 2**30 for memory in plan.memory]
-        axes.barh(places, widths, left=left, color=color, label=part)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.axvline(plan.cluster.memory / 2**30, color="#333333", ls="--", label="a GPU has")
-    axes.invert_yaxis()
-    axes.set(xlabel="GiB on each of a stage's GPUs", ylabel="stage")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(ncols=len(PARTS) + 1, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-
-
-def _draw_schedule(axes: Axes, plan: Plan) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    spans, count = timelines(plan)
-    for stage, row in enumerate(spans):
-        for kind, color in ((True, _COLORS[0]), (False, _COLORS[3])):
-            bars = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in row if isinstance(s.action, Forward) is kind]
-            axes.broken_barh(bars, (stage - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.4)
-    axes.invert_yaxis()
-    axes.set(xlabel=f"ms: forward blue, backward orange, {count} micro-batches", ylabel="stage")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+def _drawn_schedule(plan: Plan) -> ScheduleBars | None:
+    if plan.job.layout.pipeline == 1:
+        return None
+    stages, count = timelines(plan)
+    forward, backward = (
+        [[(1e3 * s.start, 1e3 * s.end) for s in spans if isinstance(s.action, Forward) is kind] for spans in stages]
+        for kind in (True, False)
+    )
+    return ScheduleBars(forward, backward, count)

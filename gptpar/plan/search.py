@@ -1,13 +1,16 @@
-"""The best of all layouts: every candidate judged by memory and time."""
+"""The best of all layouts: every candidate of the space judged by memory and time."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gptpar.config.fields import flag_name
+from gptpar.config import Config
 from gptpar.errors import ConfigError
-from gptpar.plan.planner import Changes, Plan, Planner
+from gptpar.plan.planner import Plan, Planner
+from gptpar.plan.space.candidate import UNCHANGED, Candidate, Option, with_changes
+from gptpar.plan.space.spaces import offloads, to_predict
 
 
 @dataclass
@@ -32,7 +35,7 @@ def search(planner: Planner) -> Search:
 
     What is found is that of the last time.
     """
-    for offload in planner.offloads():
+    for offload in offloads(planner.given):
         found = _judged(planner, offload)
         if found.accepted:
             break
@@ -40,18 +43,23 @@ def search(planner: Planner) -> Search:
     return found
 
 
-def _judged(planner: Planner, offload: Changes) -> Search:
+def candidates(planner: Planner, offload: Option = UNCHANGED) -> Iterator[Candidate]:
+    """All layouts that a search looks at, with something in host memory."""
+    nodes = planner.cluster.gpus_per_node
+    return to_predict(planner.config, planner.given, planner.world_size, nodes, offload)
+
+
+def _judged(planner: Planner, offload: Option) -> Search:
     """All candidates with something in host memory."""
-    result = Search(planner.on_host(offload))
+    result = Search(_on_host(planner.config, offload))
     nearest = float("inf")
-    for candidate in planner.candidates():
-        changes = {**candidate, **offload}
+    for candidate in candidates(planner, offload):
         result.tried += 1
         try:
-            plan = planner.plan(changes)
+            plan = planner.plan(candidate.changes)
             shortage = plan.shortage()
         except ConfigError as error:
-            _refuse(result, _reason(error.problems[0]), f"{_named(changes)}: {error.problems[0]}")
+            _refuse(result, _reason(error.problems[0]), f"{candidate.name}: {error.problems[0]}")
             continue
         if not shortage:
             result.accepted.append(plan)
@@ -59,8 +67,15 @@ def _judged(planner: Planner, offload: Changes) -> Search:
         reason = "does not fit into a GPU's memory" if not plan.fits_gpu else "does not fit into the host's memory"
         closest = plan.need < nearest
         nearest = min(nearest, plan.need)
-        _refuse(result, reason, f"{_named(changes)}: {shortage}", better=closest)
+        _refuse(result, reason, f"{candidate.name}: {shortage}", better=closest)
     return result
+
+
+def _on_host(typed: Config, offload: Option) -> tuple[str, ...]:
+    """What is in host memory with these changes to the command line, in words."""
+    config = with_changes(typed, offload.changes).offload
+    moved = {"the optimizer": config.cpu_optimizer, "the parameters": config.cpu_parameters}
+    return tuple(words for words, is_moved in moved.items() if is_moved)
 
 
 def _refuse(result: Search, reason: str, example: str, *, better: bool = False) -> None:
@@ -72,18 +87,3 @@ def _reason(problem: str) -> str:
     """Problems that differ in their numbers alone are one reason: the flag that is at fault."""
     flags = re.findall(r"--[a-z][\w-]*", problem)
     return f"{flags[0]} does not allow it" if flags else re.sub(r"\d[\d,.]*", "N", problem)
-
-
-def _named(changes: Changes) -> str:
-    """A candidate in a few words."""
-    names = {
-        "parallel.tensor_model_parallel_size": "tp",
-        "parallel.pipeline_model_parallel_size": "pp",
-        "parallel.num_virtual_stages_per_pipeline_rank": "chunks ",
-        "parallel.zero_stage": "ZeRO-",
-        "batch.micro_batch_size": "micro-batch ",
-        "recompute.recompute_granularity": "recompute ",
-    }
-    words = [f"{label}{changes[name]}" for name, label in names.items() if changes.get(name) is not None]
-    moved = [name for name, value in changes.items() if name.startswith("offload.") and value is True]
-    return ", ".join(words + [flag_name(name.split(".")[1]) for name in moved])

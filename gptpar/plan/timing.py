@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gptpar.config.gradients import adds_gradients
+from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
 from gptpar.model.flops import fc1_width, flops_per_token, mfu, qkv_width, query_width
 from gptpar.pipeline import schedules
@@ -29,7 +30,7 @@ LOGIT_PASSES = 5
 """Elements of the logits moved: written, read twice, gradient written, and read by the products."""
 KERNELS_FORWARD, KERNELS_BACKWARD = 9, 22
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
-MOST_SIMULATED = 20_000
+MAX_SIMULATED = 20_000
 """Actions of a schedule that is walked through to find its idle time; beyond, the formula serves."""
 
 
@@ -116,7 +117,7 @@ def rounds_idle(num_stages: int, num_micro_batches: int, num_chunks: int) -> flo
         share = schedules.bubble(num_stages, num_micro_batches, num_chunks)
         return num_micro_batches * share / (1 - share)
     few = min(num_micro_batches, num_stages + num_micro_batches % num_stages)
-    if num_stages * few * num_chunks > MOST_SIMULATED:
+    if num_stages * few * num_chunks > MAX_SIMULATED:
         whole = -(-num_micro_batches // num_stages) * num_stages
         return whole - num_micro_batches + (num_stages - 1) / num_chunks
     return _simulated_idle(num_stages, few, num_chunks)
@@ -211,7 +212,7 @@ class _Costs:
             + self._attention(s.attention_backward, 2.5)
             + self._pointwise(NORM_PASSES_BACKWARD, ACTIVATION_PASSES_BACKWARD)
             + KERNELS_BACKWARD * s.kernel
-            + self._add_gradients(self._job.units[2].length)
+            + self._add_gradients(self._job.units[Role.BLOCK].length)
             + backward_transfers
         )
         return forward, backward
@@ -281,7 +282,7 @@ class _Costs:
 
     def _embedding(self) -> float:
         """Dense gradients of the matrix, added up, of the input or of the output."""
-        return self._add_gradients(self._job.units[0].length)
+        return self._add_gradients(self._job.units[Role.EMBEDDING].length)
 
     def between_stages(self) -> float:
         """One transfer between neighbouring stages."""

@@ -59,6 +59,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} {units[exponent]}" if exponent else f"{count:.0f} B"
 
 
+def in_gib(count: float, digits: int | None = None) -> float:
+    """Bytes as GiB, rounded where ``digits`` are given."""
+    return count / 2**30 if digits is None else round(count / 2**30, digits)
+
+
 def format_count(count: float) -> str:
     """``1.31 B``: a count of parameters or tokens in thousands, millions, billions or trillions."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):

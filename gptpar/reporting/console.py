@@ -30,6 +30,8 @@ def _megatron_fields(r: IterationRecord, log_throughput: bool) -> Iterator[str]:
     yield f"global batch size: {r.global_batch_size:5d}"
     if r.lm_loss is not None:
         yield f"lm loss: {r.lm_loss:.6E}"
+    for name, loss in r.auxiliary_losses.items():
+        yield f"{name}: {loss:.6E}"
     yield f"loss scale: {r.loss_scale:.1f}"
     if r.grad_norm is not None:
         yield f"grad norm: {r.grad_norm:.3f}"

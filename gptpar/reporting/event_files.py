@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gptpar.reporting.scalars import SAMPLES_SUFFIX
+from gptpar.system.files import atomic_output
 
 _LENGTH = struct.Struct("<Q")
 _HEADER, _FOOTER = 12, 4
@@ -82,12 +83,6 @@ def _step(event: bytes) -> int:
 
 def _keep_beginning(path: Path, end: int) -> None:
     temporary = path.with_name(f".cut-{os.getpid()}.tmp")  # not a name that TensorBoard reads
-    try:
-        with path.open("rb") as old, temporary.open("wb") as new:
-            while (left := end - new.tell()) > 0:
-                new.write(old.read(min(left, 1 << 20)))
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with path.open("rb") as old, atomic_output(path, temporary) as new:
+        while (left := end - new.tell()) > 0:
+            new.write(old.read(min(left, 1 << 20)))

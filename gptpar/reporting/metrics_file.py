@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from gptpar.errors import GptparError
 from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.system.files import atomic_output
 
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 16
@@ -35,6 +35,7 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
         "consumed_samples": record.consumed_samples,
         "consumed_tokens": record.consumed_tokens,
         "lm_loss": record.lm_loss,
+        **record.auxiliary_losses,
         "grad_norm": record.grad_norm,
         "learning_rate": record.learning_rate,
         "iteration_time_ms": record.elapsed_ms,
@@ -121,19 +122,12 @@ def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print)
     A file with unreadable lines is kept as it was, as ``metrics.damaged-N.jsonl``, and ``report`` is told. A last
     line that a crash left without its end is no such damage.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with path.open("rb") as old, temporary.open("wb") as new:
-            damage = _copy_until(old, new, iteration)
-            new.flush()
-            os.fsync(new.fileno())
+    with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
+        damage = _copy_until(old, new, iteration)
         if damage:
             _copy(path, aside := _first_free(path, "damaged-"))
             more = f" and {len(damage) - 1} more" if len(damage) > 1 else ""
             report(f"{path}: {damage[0]}{more}; the readable lines are kept, the file as it was is {aside}")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def last_iteration(path: Path) -> int | None:
@@ -147,7 +141,7 @@ def last_iteration(path: Path) -> int | None:
         return None
 
 
-def _copy_until(old: BinaryIO, new: BinaryIO, iteration: int) -> list[str]:
+def _copy_until(old: IO[bytes], new: IO[bytes], iteration: int) -> list[str]:
     """Copy the readable lines up to ``iteration``; returns what is wrong with the others."""
     damage = []
     for number, line in enumerate(old, 1):

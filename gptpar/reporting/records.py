@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -49,6 +50,7 @@ class IterationRecord:
         progress: finished fraction of the run, from 0 to 1.
         eta_s: seconds to the end of the run.
         host_bytes: memory of this process on the host.
+        auxiliary_losses: of layers that return some beside their output, summed over the layers, by name.
     """
 
     iteration: int
@@ -76,6 +78,7 @@ class IterationRecord:
     memory: MemoryStats | None = None
     host_bytes: int | None = None
     cpu_optimizer: CpuOptimizerTimes | None = None
+    auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def iteration_scalars(record: IterationRecord, options: ScalarOptions, world_siz
         "skipped-train-samples": record.skipped_samples or None,
         "batch-size": record.global_batch_size if options.log_batch_size else None,
         "lm loss": record.lm_loss,
+        **record.auxiliary_losses,
         "loss-scale": record.loss_scale if options.log_loss_scale else None,
         "world-size": world_size if options.log_world_size else None,
         "grad-norm": record.grad_norm,

@@ -18,7 +18,7 @@ from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 
 CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
 
-ROW_PIECES, LEAST_ROWS, ROW_TILE = 4, 1 << 13, 128
+ROW_PIECES, MIN_ROWS, ROW_TILE = 4, 1 << 13, 128
 """The weight's gradient is formed in so many pieces of rows, unless they would be too small to keep a GPU busy: who
 takes it early can begin with the first. Always, so that the bits do not depend on whether somebody does."""
 
@@ -31,7 +31,7 @@ def num_chunks(num_tokens: int, vocab_size: int, element_size: int, device_type:
 
 def row_pieces(num_rows: int) -> list[slice]:
     """The rows, cut for the weight's gradient."""
-    count = min(ROW_PIECES, max(1, num_rows // LEAST_ROWS))
+    count = min(ROW_PIECES, max(1, num_rows // MIN_ROWS))
     size = -(-num_rows // (count * ROW_TILE)) * ROW_TILE
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 

@@ -66,6 +66,11 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
         self.bias_gradient = bias_gradient
 
+    @property
+    def unsummed_bias(self) -> nn.Parameter | None:
+        """The bias, if it gets its gradient where the output is read."""
+        return None if self.bias_gradient else self.bias
+
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Returns this rank's features y_NO of all tokens."""
         weight = self.weight.flatten(0, -2)
@@ -110,6 +115,11 @@ class RowParallelLinear(nn.Module):
         self.alone, self.group_name = axis.size == 1, axis.group_name
         self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
         self.bias_gradient = bias_gradient
+
+    @property
+    def unsummed_bias(self) -> nn.Parameter | None:
+        """As in :class:`ColumnParallelLinear`."""
+        return None if self.bias_gradient else self.bias
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Returns the sum y_NO over ranks."""

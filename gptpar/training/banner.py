@@ -13,7 +13,8 @@ from gptpar.config.training import MEASURED_STEPS
 from gptpar.engine.engine import Engine
 from gptpar.engine.ranges import Home
 from gptpar.errors import GptparError
-from gptpar.model.flops import Shape, flops_per_token, num_parameters
+from gptpar.model.flops import Shape, flops_per_token
+from gptpar.model.gpt import gpt_model
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.module import LayerSplit
@@ -81,7 +82,7 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
             f"{m.position_embedding_type} positions, {norm}, {kind}, {'tied' if m.tied else 'untied'}",
         ),
         Row("vocabulary", f"{m.padded_vocab_size:,}", pad),
-        Row("parameters", format_count(num_parameters(cast(Shape, m)))),
+        Row("parameters", format_count(gpt_model(m).num_parameters)),
         Row(
             "FLOPs a token",
             f"{flops_per_token(cast(Shape, m), causal=False):.3e}",

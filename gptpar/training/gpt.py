@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 
 from gptpar.config import Config
 from gptpar.config.gradients import adds_gradients
 from gptpar.config.graph import wants_graph
+from gptpar.config.roles import Role
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.model.dtypes import DTYPES
-from gptpar.model.flops import Shape, layer_flops
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
+from gptpar.model.layer_spec import build_on_meta
+from gptpar.model.spec import ModelSpec
 from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
 from gptpar.optim.optimizers import OPTIMIZERS
-from gptpar.pipeline.module import LayerSplit, PipelineModule, split_layers
+from gptpar.pipeline.module import LayerSplit, PipelineModule, split_model
 from gptpar.pipeline.recompute import Keep, recompute_groups
-from gptpar.pipeline.stage import Fields, build_on_meta
+from gptpar.pipeline.stage import Fields
 from gptpar.tensor_parallel import TensorAxis, symmetric_memory_works
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
@@ -35,11 +36,13 @@ class GptEngine:
     """The engine, and what a GPT adds to it.
 
     Attributes:
+        model: its description.
         pipeline: the model, cut into stages.
         host: the CPU optimizer; ``None`` where it has nothing to do.
         partial_gradient: submits the tied embedding's gradient in part before it is final, where that is possible.
     """
 
+    model: ModelSpec
     pipeline: PipelineModule
     engine: Engine
     host: HostOptimizer | None
@@ -58,9 +61,10 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     """
     settings, device = engine_settings(config, topology), topology.device
     tensor, data = tensor_axis(config, topology), data_axis(config, topology)
-    pipeline = make_pipeline(config, topology, tensor, settings.dtype)
+    model = gpt_model(config.model, tensor, recompute_modules=frozenset(config.recompute.recompute_modules or ()))
+    pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
     table = table_of(pipeline, tensor, data, config.offload.ratio or 0.0)
-    tied = tied_unit(config, topology.layout, table)
+    tied = tied_unit(config, topology.layout, table, model.shared)
     on_host = config.offload.cpu_parameters
     parameters = ParameterMemory(table.units, data, settings.dtype, device, on_host=on_host)
     host = None
@@ -81,7 +85,7 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         host,
         tied=pipeline.tied_groups,
     )
-    return GptEngine(pipeline, engine, host, PartialGradient.of(tied, host, engine, pipeline.stages_here))
+    return GptEngine(model, pipeline, engine, host, PartialGradient.of(tied, host, engine, pipeline.stages_here))
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:
@@ -111,9 +115,11 @@ def data_axis(config: Config, topology: Topology) -> DataAxis:
     return DataAxis(size, topology.data_rank, topology.data_group, stage)
 
 
-def make_pipeline(config: Config, topology: Topology, tensor: TensorAxis, dtype: torch.dtype) -> PipelineModule:
+def make_pipeline(
+    config: Config, topology: Topology, tensor: TensorAxis, dtype: torch.dtype, model: ModelSpec
+) -> PipelineModule:
     """The GPT cut into stages, its layers without storage."""
-    recompute, modules = config.recompute, frozenset(config.recompute.recompute_modules or ())
+    recompute = config.recompute
     width = config.model.hidden_size
     assert width is not None
 
@@ -124,29 +130,26 @@ def make_pipeline(config: Config, topology: Topology, tensor: TensorAxis, dtype:
     if recompute.distribute_saved_activations and tensor.group is not None:
         partition = (tensor.group, tensor.rank, tensor.size)
     return PipelineModule(
-        gpt_layers(config.model, tensor, recompute_modules=modules),
+        model.specs,
         topology=topology,
-        partition_method=config.parallel.pipeline_partition_method,
         num_virtual_stages=config.parallel.num_chunks,
-        flops=layer_flops(cast(Shape, config.model)),
+        split=split_of(config, topology.layout),
         build=build_on_meta,
-        recompute=partial(recomputed_blocks, config),
+        recompute=partial(recomputed_blocks, config, frozenset(model.names(Role.BLOCK))),
         keep=Keep(partition, recompute.checkpoint_in_cpu, random=False),  # masks are functions of their seeds
+        token_shares=tensor.size if tensor.splits_tokens else 1,
         boundary=boundary,
     )
 
 
-def recomputed_blocks(config: Config, names: Sequence[str]) -> list[tuple[str, ...]]:
+def recomputed_blocks(config: Config, blocks: Collection[str], names: Sequence[str]) -> list[tuple[str, ...]]:
     """The groups of blocks that are recomputed together, of the layers (by name) of one piece of the pipeline."""
-    return recompute_groups(config.recompute, [name for name in names if name.startswith("layers.")])
+    return recompute_groups(config.recompute, [name for name in names if name in blocks])
 
 
 def split_of(config: Config, layout: Layout) -> LayerSplit:
     """Which layers go to which stage."""
-    return split_layers(
-        gpt_layers(config.model),
-        layout.pipeline,
-        config.parallel.num_chunks,
-        config.parallel.pipeline_partition_method,
-        layer_flops(cast(Shape, config.model)),
+    parallel = config.parallel
+    return split_model(
+        gpt_model(config.model), layout.pipeline, parallel.num_chunks, parallel.pipeline_partition_method
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -32,6 +32,7 @@ class StepNumbers:
     params_norm: float | None = None
     num_zeros: int | None = None
     cpu_optimizer: CpuOptimizerTimes | None = None
+    auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
 
 
 def device_peak(config: Config, device: torch.device) -> float | None:
@@ -122,6 +123,7 @@ class Reporter:
             memory=self._memory(),
             host_bytes=process_memory() if self.config.logging.log_memory_to_tensorboard else None,
             cpu_optimizer=numbers.cpu_optimizer,
+            auxiliary_losses=numbers.auxiliary_losses,
         )
 
     def _memory(self) -> MemoryStats | None:
@@ -138,13 +140,16 @@ class Reporter:
     def _averaged(self) -> IterationRecord:
         """The window as one record: times and losses averaged, skips summed, the rest as in the last step."""
         window, last = self._window, self._window[-1]
-        good = [r.lm_loss for r in window if not r.num_skipped and r.lm_loss is not None]
+        good = [r for r in window if not r.num_skipped and r.lm_loss is not None]
         ms = sum(r.elapsed_ms for r in window) / len(window)
         times = [r.cpu_optimizer for r in window if r.cpu_optimizer is not None]
         speed = last.elapsed_ms / ms * sum(r.global_batch_size for r in window) / len(window) / last.global_batch_size
         return replace(
             last,
-            lm_loss=sum(good) / len(good) if good else None,
+            lm_loss=sum(r.lm_loss or 0.0 for r in good) / len(good) if good else None,
+            auxiliary_losses={
+                name: sum(r.auxiliary_losses[name] for r in good) / len(good) for name in last.auxiliary_losses if good
+            },
             elapsed_ms=ms,
             tokens_per_s=last.tokens_per_s * speed,
             tokens_per_s_per_gpu=last.tokens_per_s_per_gpu * speed,

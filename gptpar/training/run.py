@@ -23,7 +23,7 @@ from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter, StepNumbers
 from gptpar.training.trainer import Step, Trainer
 
-MOST_SKIPPED_IN_A_ROW = 100
+MAX_SKIPPED_IN_A_ROW = 100
 """A dynamic loss scale of 2^32 may need 32 overflows to find its level; more than this many are no search."""
 
 
@@ -127,9 +127,15 @@ class Run:
 
     def finish(self, step: Step) -> bool:
         """Take note of a step that was launched; returns whether any process wants to stop."""
-        loss, grad_norm, skipped, votes = step.readings.read()
+        loss, grad_norm, skipped, votes, *auxiliary = step.readings.read()
         numbers = StepNumbers(
-            step, loss, grad_norm, bool(skipped), *self.optional_numbers(), cpu_optimizer=self._cpu_optimizer_times()
+            step,
+            loss,
+            grad_norm,
+            bool(skipped),
+            *self.optional_numbers(),
+            cpu_optimizer=self._cpu_optimizer_times(),
+            auxiliary_losses=dict(zip(self.trainer.pipeline.auxiliary.names, auxiliary, strict=True)),
         )
         self.progress.skipped_iterations += numbers.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if numbers.skipped else 0
@@ -137,9 +143,9 @@ class Run:
         self.progress.scheduled_samples += 0 if numbers.skipped else step.samples
         self.reporter.step(numbers, self.progress)
         self.trainer.loss_scale.update(numbers.skipped)
-        if self.skipped_in_a_row == MOST_SKIPPED_IN_A_ROW:
+        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
             raise GptparError(
-                f"the gradient was not finite in {MOST_SKIPPED_IN_A_ROW} steps in a row, up to iteration "
+                f"the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to iteration "
                 f"{step.iteration}: the run has diverged; go on from an earlier checkpoint (--ckpt-step) with a lower "
                 "--lr or a longer warm-up."
             )

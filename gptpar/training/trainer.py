@@ -9,10 +9,10 @@ import torch
 
 from gptpar.config import Config
 from gptpar.config.graph import wants_graph
+from gptpar.config.roles import Role
 from gptpar.data.loader import MicroBatch
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
-from gptpar.model.block import Block
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
@@ -27,7 +27,10 @@ from gptpar.training.gpt import make_engine
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was launched. ``readings`` are loss, gradient norm, skipped (0 or 1) and votes to stop."""
+    """A step that was launched.
+
+    ``readings`` are loss, gradient norm, skipped (0 or 1), votes to stop and the model's auxiliary losses.
+    """
 
     iteration: int
     samples: int
@@ -90,7 +93,7 @@ class Trainer:
         self.pipeline = made.pipeline
         if config.precision.compile and topology.device.type == "cuda":
             for stage in self.pipeline.stages_here:
-                stage.compile_layers(Block)
+                stage.compile_layers(made.model.names(Role.BLOCK))
         specs = (spec for stage in self.pipeline.stages_here for spec in stage.specs)
         self._layers_with_dropout = layers_with_dropout(specs)
         self._graph: StepGraph | None = None
@@ -173,8 +176,8 @@ class Trainer:
         self.activity.note(f"iteration {iteration}, optimizer step")
         hyperparameters, scale = self._hyperparameters(progress), self.loss_scale.value
         square = self.engine.square_of_grad()
-        sums = torch.stack([square, self._share_of_mean(loss), torch.full_like(square, float(stop))])
-        square, mean_loss, votes = self.topology.sum_over_all(sums)
+        sums = [square, self._share_of_mean(loss), torch.full_like(square, float(stop)), *self._auxiliary_shares()]
+        square, mean_loss, votes, *auxiliary = self.topology.sum_over_all(torch.stack(sums))
         norm = square.sqrt() / torch.full_like(square, scale)  # a number would be inverted and multiplied on GPUs
         skipped = self.engine.step(norm, hyperparameters, scale)
         timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
@@ -183,13 +186,18 @@ class Trainer:
             samples,
             hyperparameters[DECAYS].lr,
             scale,
-            Readings([mean_loss, norm, skipped, votes], timeout_s),
+            Readings([mean_loss, norm, skipped, votes, *auxiliary], timeout_s),
         )
 
     def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""
         share = loss.double() / (self.topology.layout.data * self.topology.layout.tensor)
         return share if self.pipeline.has_loss else torch.zeros_like(share)
+
+    def _auxiliary_shares(self) -> list[torch.Tensor]:
+        """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
+        count = self.topology.layout.data * self.topology.layout.tensor
+        return [mean / count for mean in self.pipeline.auxiliary.means(self.topology.device)]
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> torch.Tensor:

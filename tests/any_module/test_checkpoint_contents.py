@@ -13,14 +13,13 @@ import torch
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.checkpoint import read_tensors
 from gptpar.errors import CheckpointError
-from tests.any_module.checkpointed import LAYOUTS, PRECISIONS, SCHEDULERS, assert_same, make, mlp, state, train
+from tests.any_module.checkpointed import LAYOUTS, SCHEDULERS, assert_same, make, mlp, state, train
 from tests.any_module.matrix import Bench
 from tests.any_module.zoo import Mlp
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.fast), "bf16", "fp16"])
 def test_number_formats(tmp_path: Path, precision: str, layout: str) -> None:
     """Everything is there to the bit, and the steps that follow are the uninterrupted run's."""
     saved = make(mlp(), precision=precision)
@@ -140,6 +139,7 @@ def test_frozen_on_one_side_only(tmp_path: Path, precision: str, host_parameters
     saved.close()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_schedulers(tmp_path: Path, name: str) -> None:

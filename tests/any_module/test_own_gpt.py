@@ -10,7 +10,7 @@ from torch import nn
 
 from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from tests.any_module.case import BETAS, DECAY, EPS, LR, SAMPLES, Setup
 from tests.any_module.harness import GPTPAR, initializer
@@ -30,7 +30,7 @@ class Gpt(nn.Module):
 
     def __init__(self, config: Config, weights: Named):
         super().__init__()
-        self.stage = Stage(gpt_layers(config.model))
+        self.stage = Stage(gpt_model(config.model).specs)
         self.stage.place({name: value.clone() for name, value in weights.items()})
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,20 @@ PARALLEL = [
         ("tests/unit/topology/test_placement.py::test_norms_of_heads_are_summed_with_and_without_split_tokens",),
     ),
     Fault(
+        "auxiliary-loss-whole-on-each-share-of-the-tokens",
+        "gptpar/pipeline/auxiliary_losses.py",
+        "return grad / self._token_shares if self._token_shares > 1 else grad",
+        "return grad",
+        ("tests/ranks/test_auxiliary_losses.py::test_all_layouts_compute_the_same",),
+    ),
+    Fault(
+        "bias-before-dropout-summed-after-it",
+        "gptpar/model/linear.py",
+        "return self.residual_norm and config.hidden_dropout == 0",
+        "return self.residual_norm",
+        ("tests/unit/model/test_linear.py",),
+    ),
+    Fault(
         "undeclared-parameter-let-through",
         "gptpar/topology/placement.py",
         '    if problems:\n        raise TypeError("\\n".join(problems))\n',

@@ -78,7 +78,7 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
     clip: str, ratio: str, ring_bytes: int, micro_batches: int, graph: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other tokens in each step; the device is held up after each piece of it, so that the host is done with that."""
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 10)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 10)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     words = f"--bf16 --clip-grad {clip} {OFFLOAD} {ratio} --micro-batch-size {4 // micro_batches}"
     with monkeypatch.context() as patch:

@@ -35,7 +35,7 @@ def run(rank: int, data: int) -> Result:
     return losses, norms, grads, trainer.engine.optimizer.master.clone()
 
 
-@pytest.mark.parametrize("data", [pytest.param(2, marks=pytest.mark.fast), 4])
+@pytest.mark.parametrize("data", [2, 4])
 def test_processes_agree_with_one(data: int) -> None:
     """Loss, norm, every gradient and every weight in fp64 to 1e-12, with clipping and dropout on.
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from gptpar.cli.check_layouts.cases import Case
-from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.main import case_config
+
+from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.topology.groups import Topology, make_topology

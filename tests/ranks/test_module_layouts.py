@@ -9,14 +9,15 @@ import torch
 from torch.nn import functional as F
 
 from gptpar.any_module.user_module import load_user_function
-from gptpar.cli.check_layouts.cases import ModuleCase, module_cases
 from gptpar.cli.check_layouts.compare import difference, overall_difference, step_difference
 from gptpar.cli.check_layouts.module_training import ModuleCheck, train_case, train_plainly
 from gptpar.cli.check_layouts.outcome import Outcome
+from gptpar.plan.space.candidate import Option
+from gptpar.plan.space.spaces import to_prove_of_a_module
 from tests.spawn import spawn
 
 TOLERANCE, STEPS = 1e-12, 3
-CASES = {case.name: case for case in module_cases(2)}
+CASES = {case.name: case for case in to_prove_of_a_module(2)}
 
 
 def check(name: str, processes: int, number_format: str = "fp64") -> ModuleCheck:
@@ -58,15 +59,15 @@ def test_what_depends_on_the_rank_is_found_out(outcomes, reference):
     assert 1e-8 < worst(outcomes["wrong"], reference) < 1e-4
 
 
-@pytest.mark.parametrize("case", list(module_cases(1)), ids=lambda case: case.name)
-def test_one_process_is_plain_pytorch(case: ModuleCase):
+@pytest.mark.parametrize("case", list(to_prove_of_a_module(1)), ids=lambda case: case.name)
+def test_one_process_is_plain_pytorch(case: Option):
     wanted = train_plainly(check("with_loss_fn", 1), torch.device("cpu"))
     assert worst(train_case(check("with_loss_fn", 1), case), wanted) <= TOLERANCE
 
 
 def test_one_process_in_bf16():
     wanted = train_plainly(check("mlp", 1, "bf16"), torch.device("cpu"))
-    found = train_case(check("mlp", 1, "bf16"), next(iter(module_cases(1))))
+    found = train_case(check("mlp", 1, "bf16"), next(iter(to_prove_of_a_module(1))))
     assert found.weights[-1]["unused"].dtype == torch.bfloat16
     assert difference(zip(found.weights, wanted.weights, strict=True)) <= 2e-2
 
@@ -93,5 +94,5 @@ def test_in_fp64_models_do_not_round_to_fp32():
 
 
 def test_cases_are_stages_times_offload():
-    assert len(list(module_cases(1))) == 4 and len(list(module_cases(4))) == 16
+    assert len(list(to_prove_of_a_module(1))) == 4 and len(list(to_prove_of_a_module(4))) == 16
     assert len(set(CASES)) == 16

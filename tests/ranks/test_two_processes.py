@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptpar.cli.check_layouts.cases import VARIANTS
+from gptpar.cli.check_layouts import case_config
 from gptpar.cli.check_layouts.compare import difference, step_difference
-from gptpar.cli.check_layouts.main import case_config
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
-from tests.ranks.layout_cases import STEPS, TOLERANCE, WORDS, case
+from tests.ranks.layout_cases import STEPS, TOLERANCE, VARIANTS, WORDS, case
 from tests.spawn import spawn
 
 pytestmark = pytest.mark.fast

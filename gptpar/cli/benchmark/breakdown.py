@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,13 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType
 
+from gptpar.reporting.trace import COMMUNICATION, HOST_UPDATE, KINDS, OTHER, TRANSFERS, Interval, covered, kind_of
+
 TRACED_STEPS = 2
 UNTRACED_BEFORE = 1
 """The first step under a profiler pays for its start."""
 
-COMMUNICATION, TRANSFERS = "communication", "to and from the host"
-KINDS = {
-    COMMUNICATION: r"nccl|symm_mem|multimem|barrier",
-    TRANSFERS: r"memcpy (HtoD|DtoH)",
-    "attention": r"flash|fmha|attention|sdpa|cudnn_generated",
-    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",
-    "optimizer": r"adam|multi_tensor|norm_|lpnorm",
-    "copies": r"memcpy|memset|copy",
-    "compiled pointwise": r"triton",
-}
-OTHER = "other kernels"
-HOST_UPDATE = "cpu_optimizer"
-"""Category of the CPU optimizer's updates in a trace."""
 HOST_LANE = 1 << 22  # no thread of the system has this number
-
-Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -59,26 +45,12 @@ class Breakdown:
         return self.step - self.exposed - self.idle
 
 
-def kind_of(kernel: str) -> str:
-    """The kind of work of a kernel, judged by its name."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), OTHER)
-
-
-def covered(spans: Iterable[Span]) -> float:
-    """Length of the union of the spans."""
-    total, reached = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total
-
-
 def break_down(kernels: Sequence[tuple[str, float, float]], steps: int) -> Breakdown:
     """Sum up the kernels (name, start and stop in ms) of a number of consecutive steps."""
     if not kernels:
         return Breakdown({}, 0.0, 0.0, 0.0)
     kinds: dict[str, float] = {}
-    compute: list[Span] = []
+    compute: list[Interval] = []
     for name, start, stop in kernels:
         kind = kind_of(name)
         kinds[kind] = kinds.get(kind, 0.0) + (stop - start) / steps

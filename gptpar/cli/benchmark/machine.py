@@ -1,4 +1,4 @@
-"""What a result line says of where it comes from."""
+"""What a result line says of the machine: where it comes from, and the memory that was taken."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from gptpar.reporting.banner import in_gib
 from gptpar.system import host
 
 
@@ -30,3 +31,13 @@ def about_machine(count: int) -> dict[str, str]:
         if commit.returncode == 0:
             about["commit"] = commit.stdout.strip()
     return about
+
+
+def peak_memory(on_gpu: bool) -> dict[str, float | None]:
+    """The most that this process has had, in GiB: of the GPU by tensors and by the allocator, and of the host."""
+    found = {
+        "peak_mem_gib": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "peak_reserved_gib": torch.cuda.max_memory_reserved() if on_gpu else None,
+        "peak_host_gib": host.peak_process_memory(),
+    }
+    return {name: None if size is None else in_gib(size, 2) for name, size in found.items()}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.cli.benchmark.breakdown import TRACED_STEPS, UNTRACED_BEFORE, Tracer, table
+from gptpar.cli.benchmark.machine import peak_memory
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
@@ -23,10 +24,10 @@ from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.graph import wants_graph
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.config.validate import resolve
-from gptpar.model.flops import Shape, flops_per_token, mfu, num_parameters
+from gptpar.model.flops import Shape, flops_per_token, mfu
+from gptpar.model.gpt import gpt_model
 from gptpar.reporting.records import IterationRecord, ValidationRecord
 from gptpar.system.command_line import not_negative_int, positive_int
-from gptpar.system.host import peak_process_memory
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
 from gptpar.training.reporter import device_peak
@@ -140,7 +141,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
     on_gpu = topology.device.type == "cuda"
     return {
         "model": config.model.preset or f"{shape.num_layers}x{shape.hidden_size}x{shape.num_attention_heads}",
-        "params": num_parameters(shape),
+        "params": gpt_model(config.model).num_parameters,
         "tokens_per_s": round(per_s, 1),
         "tokens_per_s_per_gpu": round(per_gpu, 1),
         "ms_per_step": round(median, 3),
@@ -148,9 +149,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord]) -> dic
         "ms_max": round(ms[-1], 3),
         "mfu": _rounded(mfu(per_gpu, flops_per_token(shape, causal=False), peak)),
         "mfu_causal": _rounded(mfu(per_gpu, flops_per_token(shape, causal=True), peak)),
-        "peak_mem_gib": _gib(torch.cuda.max_memory_allocated()) if on_gpu else None,
-        "peak_reserved_gib": _gib(torch.cuda.max_memory_reserved()) if on_gpu else None,
-        "peak_host_gib": _gib(peak_process_memory()),
+        **peak_memory(on_gpu),
         "loss": _rounded(records[-1].lm_loss),
         "layout": topology.layout.describe(),
         "seq_length": shape.seq_length,
@@ -183,10 +182,6 @@ def _cpu_optimizer(config: Config, records: Sequence[IterationRecord]) -> dict[s
         "cpu_optimizer_redone_steps": sum(t.redone for t in times),
         "clipped_steps": sum(clip > 0 and (record.grad_norm or 0) > clip for record in records),
     }
-
-
-def _gib(size: int | None) -> float | None:
-    return None if size is None else round(size / 2**30, 2)
 
 
 def _rounded(value: float | None) -> float | None:

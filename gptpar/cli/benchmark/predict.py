@@ -49,7 +49,7 @@ def predict(parsed: ParsedFlags, chosen: Sequence[Combination], count: int) -> l
     if config.tokenizer.vocab_size is None:
         config = config.update("tokenizer", vocab_size=50257)
     planner = Planner(config, parsed.given, count, make_cluster(gpu, config.precision.dtype))
-    return [planner.plan(combination.changes) for combination in chosen]
+    return [planner.plan(combination.candidate.changes) for combination in chosen]
 
 
 def most_promising(

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gptpar.system.processes import descendants
+
 GRACE_S = 15.0
 """Between the end of the workers and that of the process that started them, which cleans up after them."""
-MOST_CHARACTERS = 100
+MAX_CHARACTERS = 100
 """Of a reason in the table."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Completed:
     """What came of a command.
 
     Attributes:
@@ -36,7 +38,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_command(command: Sequence[str], timeout: float, *, wants_result: bool = True) -> Outcome:
+def run_command(command: Sequence[str], timeout: float, *, wants_result: bool = True) -> Completed:
     """Run a command; on Ctrl-C, and when its time is over, all its processes end.
 
     Args:
@@ -59,13 +61,13 @@ def run_command(command: Sequence[str], timeout: float, *, wants_result: bool = 
                 _end(process)
         seconds = time.monotonic() - started
         if late:
-            return Outcome(None, f"stopped after {timeout:g} s", seconds)
+            return Completed(None, f"stopped after {timeout:g} s", seconds)
         output.seek(0)
         text = output.read()
     if process.returncode:
-        return Outcome(None, reason(text, process.returncode), seconds)
+        return Completed(None, reason(text, process.returncode), seconds)
     result = last_json(text)
-    return Outcome(result, "" if result or not wants_result else "it printed no JSON line", seconds)
+    return Completed(result, "" if result or not wants_result else "it printed no JSON line", seconds)
 
 
 def last_json(text: str) -> dict[str, Any] | None:
@@ -91,7 +93,7 @@ def reason(output: str, status: int) -> str:
     own = [line for line in output.splitlines() if line.startswith("error: ") and "ended with exit code" not in line]
     raised = re.findall(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", output, re.MULTILINE)
     text = [line.removeprefix("error: ") for line in own] + raised
-    return text[0][:MOST_CHARACTERS].rstrip(" .:") if text else f"exit status {status}"
+    return text[0][:MAX_CHARACTERS].rstrip(" .:") if text else f"exit status {status}"
 
 
 @contextlib.contextmanager
@@ -113,13 +115,13 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 def _end(process: subprocess.Popen[Any]) -> None:
     """End a process and all that it started, whose sessions are their own and who may not listen to anything."""
-    workers = _descendants(process.pid)
+    workers = descendants(process.pid)
     for worker in workers:
         _kill(worker)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S if workers else 0)
     if process.poll() is None:
-        for left in [*_descendants(process.pid), process.pid]:
+        for left in [*descendants(process.pid), process.pid]:
             _kill(left)
         process.wait()
 
@@ -127,22 +129,3 @@ def _end(process: subprocess.Popen[Any]) -> None:
 def _kill(process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
-
-
-def _descendants(process: int) -> list[int]:
-    """Children and theirs; none where the system does not tell."""
-    children: dict[int, list[int]] = {}
-    for child, parent in _parents():
-        children.setdefault(parent, []).append(child)
-    found, waiting = [], [process]
-    while waiting:
-        mine = children.get(waiting.pop(), [])
-        found += mine
-        waiting += mine
-    return found
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            yield int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])

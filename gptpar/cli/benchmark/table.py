@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.cli.benchmark.combinations import Combination
-from gptpar.cli.benchmark.runner import Outcome
+from gptpar.cli.benchmark.runner import Completed
 from gptpar.plan.planner import Plan
+from gptpar.reporting.banner import in_gib
+from gptpar.reporting.figures.sweep import Bar, draw_sweep
 
 ALWAYS_SHOWN = ("layout", "micro-batch")
 FIGURES = ("tokens/s", "ms", "MFU %", "GiB")
 EXPECTED = ("plan ms", "plan GiB")
-_COLORS = ("#1f5fa8", "#e08e1b")
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """A combination that was run.
 
     Attributes:
@@ -26,7 +27,7 @@ class Row:
     """
 
     combination: Combination
-    outcome: Outcome
+    outcome: Completed
     plan: Plan | None = None
 
     @property
@@ -41,12 +42,12 @@ def varying(combinations: Sequence[Combination]) -> list[str]:
     return [name for name in cells[0] if name in ALWAYS_SHOWN or len({cell[name] for cell in cells}) > 1]
 
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
+def ranked(rows: Sequence[Measurement]) -> list[Measurement]:
     """Best first, failed ones last."""
     return sorted(rows, key=lambda row: -row.tokens_per_s)
 
 
-def table(rows: Sequence[Row], refused: Sequence[Combination]) -> str:
+def table(rows: Sequence[Measurement], refused: Sequence[Combination]) -> str:
     """All rows, best first; then what failed, and what was not started and why."""
     everything = [*(row.combination for row in rows), *refused]
     if not everything:
@@ -68,7 +69,7 @@ def _not_started(refused: Sequence[Combination], names: list[str]) -> list[str]:
     return [f"not started: {len(refused)}", *lines]
 
 
-def _measured(rows: Sequence[Row], names: list[str]) -> list[str]:
+def _measured(rows: Sequence[Measurement], names: list[str]) -> list[str]:
     """A line of column names and one for each row; a failed row has its reason in place of figures."""
     planned = any(row.plan for row in rows)
     head = [*FIGURES, *(EXPECTED if planned else ())]
@@ -84,7 +85,7 @@ def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
-def _figures(row: Row, planned: bool) -> list[str]:
+def _figures(row: Measurement, planned: bool) -> list[str]:
     result = row.outcome.result or {}
     mfu, memory = result["mfu"], result["peak_mem_gib"]
     figures = [
@@ -95,16 +96,16 @@ def _figures(row: Row, planned: bool) -> list[str]:
     ]
     if planned:
         plan = row.plan
-        figures += ["-", "-"] if plan is None else [f"{1e3 * plan.time.total:,.1f}", f"{_gib(plan):.2f}"]
+        figures += ["-", "-"] if plan is None else [f"{1e3 * plan.time.total:,.1f}", f"{_expected_gib(plan):.2f}"]
     return figures
 
 
-def _gib(plan: Plan) -> float:
+def _expected_gib(plan: Plan) -> float:
     """What the first rank's allocator is expected to reach, which is what a benchmark measures."""
-    return plan.memory[0].allocated / 2**30
+    return in_gib(plan.memory[0].allocated)
 
 
-def json_line(row: Row, words: Sequence[str], about: Mapping[str, str]) -> dict[str, Any]:
+def json_line(row: Measurement, words: Sequence[str], about: Mapping[str, str]) -> dict[str, Any]:
     """One line in the shape of ``benchmarks/*.jsonl``.
 
     Args:
@@ -116,37 +117,23 @@ def json_line(row: Row, words: Sequence[str], about: Mapping[str, str]) -> dict[
     line = {"program": "gptpar benchmark", **row.outcome.result, "flags": flags, **about}
     if row.plan is not None:
         line["plan_ms_per_step"] = round(1e3 * row.plan.time.total, 3)
-        line["plan_gib"] = round(_gib(row.plan), 2)
+        line["plan_gib"] = round(_expected_gib(row.plan), 2)
     return line
 
 
-def draw(rows: Sequence[Row], path: Path, about: Mapping[str, str]) -> None:
+def draw(rows: Sequence[Measurement], path: Path, about: Mapping[str, str]) -> None:
     """A PNG: a bar for each measured combination, best first, and plan's expectation as a mark."""
-    from matplotlib.figure import Figure
-
-    shown = [row for row in ranked(rows) if row.outcome.result]
     names = varying([row.combination for row in rows])
-    figure = Figure(figsize=(11, 1.6 + 0.34 * len(shown)), dpi=130, layout="constrained", facecolor="white")
-    axes = figure.subplots()
-    places = range(len(shown))
-    axes.barh(places, [row.tokens_per_s for row in shown], color=_COLORS[0], height=0.7)
-    axes.set_yticks(places, [row.combination.describe(names) for row in shown])
-    for place, row in enumerate(shown):
-        axes.annotate(_note(row), (row.tokens_per_s, place), (4, 0), textcoords="offset points", va="center")
-    expected = [(row.plan.tokens_per_second, place) for place, row in enumerate(shown) if row.plan]
-    if expected:
-        axes.plot(*zip(*expected, strict=True), "D", color=_COLORS[1], label="expected by gptpar plan")
-        figure.legend(frameon=False, loc="outside lower right")
-    axes.invert_yaxis()
-    axes.margins(x=0.18)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set(xlabel="tokens/s of all processes", title=about["machine"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    shown = [row for row in ranked(rows) if row.outcome.result]
+    draw_sweep([_bar(row, names) for row in shown], path, about["machine"])
 
 
-def _note(row: Row) -> str:
+def _bar(row: Measurement, names: list[str]) -> Bar:
+    expected = None if row.plan is None else row.plan.tokens_per_second
+    return Bar(row.combination.describe(names), row.tokens_per_s, _note(row), expected)
+
+
+def _note(row: Measurement) -> str:
     result = row.outcome.result or {}
     memory = result.get("peak_mem_gib")
     return f"{result['ms_per_step']:,.1f} ms" + ("" if memory is None else f", {memory:.1f} GiB")

@@ -1,1 +1,165 @@
 """``gptpar check-layouts``: proof, on this machine, that every layout computes the same."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gptpar.any_module.user_module import is_named_in
+from gptpar.cli.check_layouts import module
+from gptpar.cli.check_layouts.compare import Comparison
+from gptpar.cli.check_layouts.outcome import Outcome
+from gptpar.cli.check_layouts.training import CaseRun
+from gptpar.cli.launch import is_worker, start_workers, workers_wanted
+from gptpar.config import Config
+from gptpar.config.flags import parse_flags
+from gptpar.errors import ConfigError
+from gptpar.plan.space.candidate import Candidate, configured
+from gptpar.plan.space.spaces import to_prove
+from gptpar.system.command_line import positive_int
+from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.layout import Layout
+from gptpar.topology.world import open_world, world_from_environment
+
+DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
+processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
+with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama has every
+option that GPT-2 has not. Exits with 1 when a difference is above the tolerance. With --hidden-dropout and
+--attention-dropout the masks must be equal, too. --module FILE.py:FUNCTION checks your own module, with flags of its
+own: gptpar check-layouts --module --help."""
+
+SMALL = (
+    "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 100 "
+    "--global-batch-size 8 --train-iters 20 --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1 --mock-data --eval-iters 0 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+MODELS = {
+    "gpt": "",
+    "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --qk-layernorm",
+}
+"""A model's flags beside SMALL. The second has weights that are whole on each tensor rank inside a split layer: the
+norms of queries and keys."""
+
+
+def main(argv: list[str]) -> int:
+    """Check, or start the workers that do."""
+    if is_named_in(argv):
+        return module.main(argv)
+    number_format = [] if {"--bf16", "--fp16", "--fp32", "--fp64"} & set(argv) else ["--fp64"]
+    scale = ["--initial-loss-scale", "1024"] if "--fp16" in argv else []  # the usual first ones overflow for many steps
+    typed = [*number_format, *scale, *(word for word in argv if word != "--fp32")]
+    small = SMALL.split()
+    parsed = parse_flags([*small, *typed], prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags)
+    count = parsed.rest.nproc or workers_wanted(None)
+    if parsed.problems:
+        raise ConfigError(parsed.problems)
+    words = [*small, *MODELS[parsed.rest.model].split(), *typed]
+    if is_worker():
+        return _check_all(words, world_from_environment()[2], parsed.rest.steps, parsed.rest.only)
+    for case in _chosen(words, count, parsed.rest.only):
+        case_config(words, case, count)
+    return start_workers(count, ["check-layouts", *_without_nproc(argv)])
+
+
+def _without_nproc(argv: Sequence[str]) -> list[str]:
+    """torchrun's parser looks through all words and takes --nproc for a shortened flag of its own."""
+    return [w for i, w in enumerate(argv) if not w.startswith("--nproc") and (i == 0 or argv[i - 1] != "--nproc")]
+
+
+def _extra_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("check-layouts")
+    group.add_argument("--nproc", type=positive_int, metavar="N", help="processes (default: one a visible GPU)")
+    group.add_argument(
+        "--model",
+        choices=MODELS,
+        default="gpt",
+        help="gpt: as GPT-2 (default); llama: rotary positions, RMSNorm, SwiGLU, grouped queries, norms of queries and "
+        "keys, an output layer of its own, no biases",
+    )
+    group.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared (default: 3)")
+    group.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")
+    group.add_argument("--fp32", action="store_true", help="32-bit floats instead of 64-bit ones")
+
+
+def _chosen(words: Sequence[str], num_processes: int, only: str | None) -> list[Candidate]:
+    config = parse_flags(words, extra=_extra_flags).config
+    found = [case for case in to_prove(config, num_processes) if only is None or only in case.name]
+    if not found:
+        raise ConfigError([f"--only {only}: no combination of {num_processes} processes has these words in its name."])
+    return found
+
+
+def case_config(words: Sequence[str], case: Candidate, world_size: int) -> Config:
+    """The case's configuration.
+
+    Raises:
+        ConfigError: the model cannot be cut like that.
+    """
+    typed = parse_flags(words, extra=_extra_flags).config
+    try:
+        config = configured(case.applied_to(typed), world_size)
+    except ConfigError as error:
+        raise ConfigError([f"{case.name}: {problem}" for problem in error.problems]) from None
+    if config.batch.step_batch_size_schedule is not None:
+        raise ConfigError(["check-layouts compares steps of one size: give --global-batch-size, and no schedule."])
+    return config
+
+
+def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | None) -> int:
+    """Every worker: run all cases in the same order; the main one compares and prints."""
+    base = case_config(words, Candidate(name="one process"), 1)
+    with open_world(base.parallel.distributed_backend, base.parallel.distributed_timeout_minutes) as (rank, device):
+        folder = _shared_folder(rank, world_size)
+        torch.set_num_threads(1)
+        try:
+            alone = _train_alone(base, rank, device, steps)
+            comparison = Comparison(base.precision.dtype, steps, "one process", speaks=rank == 0)
+            topologies: dict[Layout, Topology] = {}
+            saved: Path | None = None
+            for number, case in enumerate(_chosen(words, world_size, only)):
+                if case.layout not in topologies:
+                    topologies[case.layout] = make_topology(case.layout, rank, device)
+                run = CaseRun(case_config(words, case, world_size), topologies[case.layout])
+                run.train(0, steps)
+                mine = folder / f"case{number}"
+                run.save(mine, steps)
+                if saved is not None:
+                    run.resume(saved)
+                    run.train(steps, steps + 1)
+                    if rank == 0:
+                        shutil.rmtree(saved)
+                saved = mine
+                run.trainer.close()
+                comparison.compare(case.name, run.outcome, alone)
+            failed = torch.tensor([comparison.num_failed])
+            if world_size > 1:
+                dist.broadcast(failed, 0)
+        finally:
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+    comparison.sum_up()
+    return int(failed.item() > 0)
+
+
+def _shared_folder(rank: int, world_size: int) -> Path:
+    names = [tempfile.mkdtemp(prefix="gptpar-layouts-") if rank == 0 else ""]
+    if world_size > 1:
+        dist.broadcast_object_list(names)
+    return Path(names[0])
+
+
+def _train_alone(config: Config, rank: int, device: torch.device, steps: int) -> Outcome:
+    """The reference, on the main process."""
+    if rank:
+        return Outcome()
+    run = CaseRun(config, Topology(Layout(), 0, device))
+    run.train(0, steps + 1)
+    run.trainer.close()
+    return run.outcome

@@ -121,7 +121,7 @@ def overall_difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
     return worst
 
 
-def step_difference(found: Sequence[tuple[float, float]], wanted: Sequence[tuple[float, float]]) -> float:
-    """Largest relative difference of losses and gradient norms."""
+def step_difference(found: Sequence[tuple[float, ...]], wanted: Sequence[tuple[float, ...]]) -> float:
+    """Largest relative difference of losses, gradient norms and auxiliary losses."""
     pairs = [(a, b) for one, two in zip(found, wanted, strict=True) for a, b in zip(one, two, strict=True)]
     return max((_relative(abs(a - b), abs(b)) for a, b in pairs), key=_nan_last)

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptpar.any_module.initialize import initialize
 from gptpar.any_module.user_module import UserModule
-from gptpar.cli.check_layouts.cases import ModuleCase
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 from gptpar.errors import GptparError
+from gptpar.plan.space.candidate import Option
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 PASSES = 2
@@ -119,7 +119,7 @@ def train_plainly(check: ModuleCheck, device: torch.device) -> Outcome:
     return outcome
 
 
-def train_case(check: ModuleCheck, case: ModuleCase) -> Outcome:
+def train_case(check: ModuleCheck, case: Option) -> Outcome:
     """With ``gptpar.initialize``; all processes call it, and the main one has the outcome."""
     user = check.made()
     engine, *_ = initialize(model=user.module, config=_config(check, case))
@@ -151,14 +151,14 @@ def train_case(check: ModuleCheck, case: ModuleCase) -> Outcome:
     return outcome
 
 
-def _config(check: ModuleCheck, case: ModuleCase) -> dict[str, Any]:
+def _config(check: ModuleCheck, case: Option) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # the user's batches have whichever size
         "gradient_accumulation_steps": PASSES,
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}},
         "bf16": {"enabled": check.number_format == "bf16"},
-        "zero_optimization": dict(case.zero),
+        "zero_optimization": dict(case.changes),
         "steps_per_print": 10**9,
     }
 

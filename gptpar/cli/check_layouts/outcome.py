@@ -14,11 +14,11 @@ class Outcome:
     """What a training was, whole, on the main process.
 
     Attributes:
-        steps: (loss, gradient norm) of each step.
+        steps: (loss, gradient norm, auxiliary losses) of each step.
         gradients: of each step.
     """
 
     initial: Tensors = field(default_factory=dict)
-    steps: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[tuple[float, ...]] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     weights: list[Tensors] = field(default_factory=list)

@@ -45,8 +45,8 @@ class CaseRun:
             launched = self.trainer.update(
                 loss, iteration=step + 1, samples=size, progress=float(step * size + size), stop=False
             )
-            mean, norm, skipped, _ = launched.readings.read()
-            self.outcome.steps.append((mean, norm if not skipped else float("nan")))
+            mean, norm, skipped, _, *auxiliary = launched.readings.read()
+            self.outcome.steps.append((mean, norm if not skipped else float("nan"), *auxiliary))
             self.outcome.weights.append(self._whole(self._state("weights")))
 
     def save(self, folder: Path, iteration: int) -> None:

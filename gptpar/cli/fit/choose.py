@@ -8,7 +8,7 @@ from typing import cast
 
 from gptpar.cli.fit.machine import Machine
 from gptpar.config import Config
-from gptpar.config.derive import derive, padded_vocab
+from gptpar.config.derive import derive, expand_preset, padded_vocab
 from gptpar.errors import GptparError
 from gptpar.model.flops import Shape, flops_per_token
 from gptpar.plan.job import Job
@@ -17,7 +17,7 @@ from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.console import format_duration
 from gptpar.topology.layout import Layout
 
-CPU_MOST_STEPS = 2000
+CPU_MAX_STEPS = 2000
 """On a CPU the minutes end a run; this many steps of data are prepared."""
 CPU_STEPS_NEEDED = 100
 """Steps after which a 350M model with these flags was below the unigram entropy of Python's library."""
@@ -26,7 +26,7 @@ CLOSING_MINUTES = 2.0
 """A checkpoint of 4.2 GB, the evaluations, the sample and the picture."""
 BYTES_PREPARED_A_MINUTE = 150e6
 """Text through the tokenizer's training and ``preprocess`` on two cores."""
-LEAST_TRAINING_MINUTES = 3.0
+MIN_TRAINING_MINUTES = 3.0
 LENGTH_FLAGS = {"train-iters", "train-samples", "train-tokens", "train-minutes"}
 
 
@@ -59,8 +59,8 @@ def training_minutes(seconds_used: float, text_bytes: int) -> Choice:
         f"{WHOLE_COMMAND_MINUTES:g} for the whole command, less {used:.1f} used so far, {prepare:.1f} to prepare the "
         f"text and {CLOSING_MINUTES:g} to save and sum up"
     )
-    if left < LEAST_TRAINING_MINUTES:
-        left, reason = LEAST_TRAINING_MINUTES, f"less teaches nothing; the whole takes more than {reason}"
+    if left < MIN_TRAINING_MINUTES:
+        left, reason = MIN_TRAINING_MINUTES, f"less teaches nothing; the whole takes more than {reason}"
     return Choice("train-minutes", f"{left:.1f}", reason)
 
 
@@ -118,7 +118,7 @@ def _for_gpus(machine: Machine, preset: str, vocab_size: int, batch: int, minute
 def _for_cpu(minutes: Choice) -> list[Choice]:
     few = "learns fastest in a few hundred steps of few tokens"
     return [
-        Choice("train-iters", str(CPU_MOST_STEPS), "at most: training fixes the number after its first ten steps"),
+        Choice("train-iters", str(CPU_MAX_STEPS), "at most: training fixes the number after its first ten steps"),
         minutes,
         Choice(
             "train-iters-needed", str(CPU_STEPS_NEEDED), "steps from which a 350M model knows more than frequencies"
@@ -151,7 +151,8 @@ def for_command(choices: Sequence[Choice], given: Sequence[str]) -> list[Choice]
 
 def config_of(preset: str, seq_length: int, vocab_size: int) -> Config:
     """A preset with another length and vocabulary."""
-    config, _ = derive(Config().update("model", preset=preset, seq_length=seq_length), 1)
+    typed = Config().update("model", preset=preset, seq_length=seq_length)
+    config, _ = derive(expand_preset(typed, {"model.seq_length"})[0], 1)
     multiple = config.model.make_vocab_size_divisible_by
     return config.update("model", padded_vocab_size=padded_vocab(vocab_size, multiple))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from gptpar.cli.fit.choose import Choice
 from gptpar.cli.fit.text import Text
-from gptpar.data.files import atomic_output
 from gptpar.errors import GptparError
+from gptpar.system.files import atomic_output
 
 FILE_NAME = "made_with.json"
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 from gptpar.config import Config
+from gptpar.config.roles import layer_roles
 
-LAYERS_BESIDE_BLOCKS = 4
-"""Embedding, positions, final norm and output layer are layers of the stack, too."""
+LAYERS_BESIDE_BLOCKS = len(layer_roles(0))
 HIGHEST_ZERO_STAGE = 3
 
 

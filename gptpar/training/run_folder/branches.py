@@ -24,6 +24,7 @@ from pathlib import Path
 
 from gptpar.checkpoint import folders, proofs
 from gptpar.reporting import event_files, metrics_file
+from gptpar.system.files import replace_synced, sync_directory, sync_file
 
 FOLDER_NAME = "branches"
 JOURNAL_NAME = "branch.json"
@@ -216,14 +217,14 @@ def _finish(root: Path, branch: Path, journal: Journal, say: Callable[[str], Non
             folders.write_hint(place, newest)
         else:
             hint.unlink(missing_ok=True)
-        folders.sync_directory(place)
+        sync_directory(place)
     _write(branch, replace(journal, complete=True))
 
 
 def _write(branch: Path, journal: Journal) -> None:
-    folders.replace_synced(branch / JOURNAL_NAME, json.dumps(asdict(journal)))
+    replace_synced(branch / JOURNAL_NAME, json.dumps(asdict(journal)))
 
 
 def _sync(path: Path) -> None:
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        sync_file(file)

@@ -23,9 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptpar.checkpoint.folders import find_checkpoints, write_synced
+from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.errors import CheckpointError, printable
-from gptpar.training.run_folder.process import Process
+from gptpar.system.files import write_synced
+from gptpar.system.processes import Process
 
 SIGN_OF_LIFE_SECONDS = 15.0
 DEAD_AFTER_SECONDS = 180.0

@@ -111,6 +111,7 @@ def assert_same(one: ModuleEngine, other: ModuleEngine) -> None:
     other.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
 def test_recorded_steps_are_the_launched_ones(ratio: float, accumulation: int) -> None:

@@ -10,10 +10,10 @@ import torch
 
 from gptpar.checkpoint import save_checkpoint
 from gptpar.checkpoint.foreign import foreign_checkpoint
-from gptpar.cli.generate import load_model
 from gptpar.cli.inspect import main as inspect
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.errors import CheckpointError, ConfigError
+from gptpar.training.generation import load_model
 from gptpar.training.resume import checkpoint_to_resume, refuse_foreign_folders
 from tests.helpers import TINY, tiny_config
 

@@ -6,17 +6,8 @@ import time
 
 import pytest
 
-from gptpar.cli.benchmark.breakdown import (
-    COMMUNICATION,
-    HOST_UPDATE,
-    OTHER,
-    TRANSFERS,
-    break_down,
-    covered,
-    kind_of,
-    table,
-    with_host_updates,
-)
+from gptpar.cli.benchmark.breakdown import break_down, table, with_host_updates
+from gptpar.reporting.trace import COMMUNICATION, HOST_UPDATE, OTHER, TRANSFERS, covered, kind_of
 
 
 @pytest.mark.parametrize(

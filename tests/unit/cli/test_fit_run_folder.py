@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from gptpar.cli.fit import main
 from gptpar.cli.fit.machine import Machine
-from gptpar.cli.fit.main import main
 from gptpar.cli.fit.text import Text
 from gptpar.errors import GptparError
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gptpar.cli.fit.main.this_machine", lambda: Machine(0, "fp32", 20 << 30, 0.0, "test"))
+    monkeypatch.setattr("gptpar.cli.fit.this_machine", lambda: Machine(0, "fp32", 20 << 30, 0.0, "test"))
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gptpar.cli import main
-from gptpar.cli.generate import sample
 from gptpar.pipeline import Stage
+from gptpar.training.generation import sample
 
 
 class FixedLogits(torch.nn.Module):

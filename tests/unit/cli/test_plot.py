@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gptpar.cli.plot import draw, load_run, main, run_names, smooth
+from gptpar.cli.plot import main, run_names
 from gptpar.errors import GptparError
+from gptpar.reporting.curves import load_run, smooth
+from gptpar.reporting.figures.runs import draw_runs
 from gptpar.system.command_line import run
 
 
@@ -59,7 +61,7 @@ def test_picture_of_one_run_with_reference(tmp_path, capsys):
     assert main([str(folder), "--reference-loss", "3.5", "--reference-label", "unigram entropy"]) == 0
     assert (folder / "run.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == f"wrote {folder / 'run.png'}\n"
-    figure = draw([load_run(folder, "a")], 3.5, "unigram entropy")
+    figure = draw_runs([load_run(folder, "a")], 3.5, "unigram entropy")
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert labels == ["unigram entropy 3.500", "training, smoothed", "validation"]
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
@@ -76,7 +78,7 @@ def test_picture_of_several_runs_names_them(tmp_path):
     output = tmp_path / "both.png"
     assert main([*map(str, folders), "--output", str(output)]) == 0
     assert output.stat().st_size > 10_000
-    figure = draw([load_run(folder, folder.name) for folder in folders])
+    figure = draw_runs([load_run(folder, folder.name) for folder in folders])
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert labels == ["a", "b", "validation"]
 

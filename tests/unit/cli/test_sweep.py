@@ -17,11 +17,11 @@ import pytest
 
 from gptpar.cli import main as cli
 from gptpar.cli.benchmark.combinations import Combination, combinations
-from gptpar.cli.benchmark.main import _shared_words, sweep, sweep_flags
 from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.benchmark.predict import most_promising, predict
-from gptpar.cli.benchmark.runner import Outcome, reason, run_command
-from gptpar.cli.benchmark.table import Row, table
+from gptpar.cli.benchmark.runner import Completed, reason, run_command
+from gptpar.cli.benchmark.sweep import shared_words, sweep, sweep_flags
+from gptpar.cli.benchmark.table import Measurement, table
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 
@@ -44,11 +44,11 @@ def result(tokens_per_s: float, gib: float | None = None) -> dict[str, object]:
 class FakeRunner:
     """Answers from a list, and remembers the commands."""
 
-    def __init__(self, answers: Sequence[Outcome | type[BaseException]]):
+    def __init__(self, answers: Sequence[Completed | type[BaseException]]):
         self.answers, self.commands = list(answers), list[list[str]]()
         self.timeouts: list[float] = []
 
-    def __call__(self, command: Sequence[str], timeout: float) -> Outcome:
+    def __call__(self, command: Sequence[str], timeout: float) -> Completed:
         self.commands.append(list(command))
         self.timeouts.append(timeout)
         answer = self.answers[len(self.commands) - 1]
@@ -57,10 +57,10 @@ class FakeRunner:
         return answer
 
 
-def run(flags: str, answers: Sequence[Outcome | type[BaseException]], count: int = 2) -> tuple[int, FakeRunner]:
+def run(flags: str, answers: Sequence[Completed | type[BaseException]], count: int = 2) -> tuple[int, FakeRunner]:
     argv = (TINY + f"--nproc-per-node {count} " + flags).split()
     runner = FakeRunner(answers)
-    return sweep(parse(argv, sweep_flags), _shared_words(argv), runner), runner
+    return sweep(parse(argv, sweep_flags), shared_words(argv), runner), runner
 
 
 # --- combinations ---------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_sequence_parallel_goes_to_layouts_with_a_tensor_axis() -> None:
     assert not refused
     assert [one.config.parallel.sequence_parallel for one in accepted] == [False, True]
     assert ["--sequence-parallel" in one.flags for one in accepted] == [False, True]
-    assert "--sequence-parallel" not in _shared_words(["--sweep", "--sequence-parallel", "--bf16"])
+    assert "--sequence-parallel" not in shared_words(["--sweep", "--sequence-parallel", "--bf16"])
 
 
 def test_refused_ones_have_their_reason() -> None:
@@ -147,7 +147,11 @@ def test_a_sweeps_flags_need_the_sweep(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_table_is_sorted_and_holds_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = [Outcome(result(2048.0, 12.5)), Outcome(None, "out of GPU memory"), Outcome(result(4096.0, 1.25))]
+    answers = [
+        Completed(result(2048.0, 12.5)),
+        Completed(None, "out of GPU memory"),
+        Completed(result(4096.0, 1.25)),
+    ]
     status, runner = run("--sweep-micro-batches 1 --sweep-timeout 7", answers)
     assert status == 0 and runner.timeouts == [7, 7, 7]
     assert runner.commands[0][:4] == [sys.executable, "-m", "gptpar", "benchmark"]
@@ -165,14 +169,14 @@ def test_the_table_is_sorted_and_holds_the_numbers(capsys: pytest.CaptureFixture
 
 
 def test_progress_says_which_and_how_long(capsys: pytest.CaptureFixture[str]) -> None:
-    run("--sweep-micro-batches 1 --sweep-timeout 120", [Outcome(result(1.0), "", 30.0)] * 3)
+    run("--sweep-micro-batches 1 --sweep-timeout 120", [Completed(result(1.0), "", 30.0)] * 3)
     progress = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
     assert progress[0] == "[1 of 3, at most 6.0 min left] dp2 x tp1 x pp1, micro-batch 1 ... 1.0 tokens/s"
     assert progress[2].startswith("[3 of 3, about 30 s left] dp1 x tp2 x pp1")
 
 
 def test_nothing_measured_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _ = run("--sweep-micro-batches 1 --sweep-layouts dp2", [Outcome(None, "stopped after 5 s")])
+    status, _ = run("--sweep-micro-batches 1 --sweep-layouts dp2", [Completed(None, "stopped after 5 s")])
     assert status == 1 and "dp2 x tp1 x pp1            1  stopped after 5 s" in capsys.readouterr().out
 
 
@@ -180,7 +184,8 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFi
     before = signal.getsignal(signal.SIGTERM)
     file = tmp_path / "new" / "lines.jsonl"
     status, runner = run(
-        f"--sweep-micro-batches 1 --json-lines {file}", [Outcome(result(2048.0)), KeyboardInterrupt, Outcome(None)]
+        f"--sweep-micro-batches 1 --json-lines {file}",
+        [Completed(result(2048.0)), KeyboardInterrupt, Completed(None)],
     )
     assert status == 130 and len(runner.commands) == 2
     output = capsys.readouterr().out
@@ -191,7 +196,11 @@ def test_ctrl_c_shows_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_json_lines_and_picture(tmp_path: Path) -> None:
     file, picture = tmp_path / "lines.jsonl", tmp_path / "sweep.png"
-    answers = [Outcome(result(2048.0)), Outcome(None, "out of GPU memory"), Outcome(result(4096.0))]
+    answers = [
+        Completed(result(2048.0)),
+        Completed(None, "out of GPU memory"),
+        Completed(result(4096.0)),
+    ]
     run(f"--bf16 --sweep-micro-batches 1 --json-lines {file} --png {picture}", answers)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["tokens_per_s"] for line in lines] == [2048.0, 4096.0]
@@ -221,7 +230,7 @@ def test_plan_chooses_the_most_promising() -> None:
     assert [one.layout.describe() for one, _ in kept][0] == "dp4 x tp1 x pp1" and len(left) == 4
     assert kept[0][1].time.total == pytest.approx(0.2580, abs=1e-4)
     assert all(one.refusal.startswith("plan expects ") for one in left)
-    text = table([Row(kept[0][0], Outcome(result(242_833.7, 39.41)), kept[0][1])], left)
+    text = table([Measurement(kept[0][0], Completed(result(242_833.7, 39.41)), kept[0][1])], left)
     assert text.splitlines()[1].split()[-4:] == ["plan", "ms", "plan", "GiB"]
     assert text.splitlines()[2].split()[-2:] == ["258.0", "38.26"]
 
@@ -236,7 +245,7 @@ def test_what_does_not_fit_is_not_started() -> None:
 
 def test_plans_limits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--bf16 --sweep-micro-batches 1 --sweep-layouts dp2 --log-params-norm --sweep-top 1 --sweep-gpu h100"
-    run(flags, [Outcome(result(1.0))])
+    run(flags, [Completed(result(1.0))])
     assert "plan does not judge --log-params-norm" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="name one with --sweep-gpu"):
         run("--sweep-micro-batches 1 --sweep-top 1", [])
@@ -333,8 +342,8 @@ def test_only_some_cases(regenerate: ModuleType, capsys: pytest.CaptureFixture[s
 def test_rounds_take_turns_and_medians_are_compared(regenerate: ModuleType, peers: Path) -> None:
     cases = regenerate.no_gpu()
     round_ = regenerate.jobs(cases, 1, peers, "")
-    runner = FakeRunner([Outcome(result(speed)) for speed in (100.0, 90.0, 120.0, 60.0, 110.0, 50.0)])
-    measured: dict[str, list[Outcome]] = {}
+    runner = FakeRunner([Completed(result(speed)) for speed in (100.0, 90.0, 120.0, 60.0, 110.0, 50.0)])
+    measured: dict[str, list[Completed]] = {}
     for job, _, outcome in regenerate.measure(round_, 3, 5.0, 1000.0, runner):
         measured.setdefault(job.name, []).append(outcome)
     assert ["baseline_nanogpt.py" in " ".join(command) for command in runner.commands] == [False, True] * 3
@@ -345,7 +354,7 @@ def test_rounds_take_turns_and_medians_are_compared(regenerate: ModuleType, peer
 
 def test_a_peers_line_has_our_words(regenerate: ModuleType, peers: Path) -> None:
     job = regenerate.jobs(regenerate.four_gpus(), 4, peers, "ZeRO-1")[1]
-    line = regenerate.line_of(job, Outcome({"seq": 2048, "micro_batch": 8, "tokens_per_s": 5.0}), {"round": 1})
+    line = regenerate.line_of(job, Completed({"seq": 2048, "micro_batch": 8, "tokens_per_s": 5.0}), {"round": 1})
     assert line == {
         "seq_length": 2048,
         "micro_batch_size": 8,
@@ -357,10 +366,10 @@ def test_a_peers_line_has_our_words(regenerate: ModuleType, peers: Path) -> None
 
 
 def test_the_time_of_everything_is_bounded(regenerate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    def slow(command: Sequence[str], timeout: float) -> Outcome:
+    def slow(command: Sequence[str], timeout: float) -> Completed:
         assert timeout <= 0.2
         time.sleep(0.15)
-        return Outcome(None, "stopped after 0.2 s")
+        return Completed(None, "stopped after 0.2 s")
 
     round_ = regenerate.jobs(regenerate.no_gpu(), 1, None, "")
     assert len(list(regenerate.measure(round_, 9, 5.0, 0.2, slow))) == 2

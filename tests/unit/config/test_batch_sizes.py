@@ -11,8 +11,7 @@ import torch
 
 from gptpar.checkpoint import load_meta, read_tensors
 from gptpar.cli.benchmark.measure import parse
-from gptpar.cli.check_layouts.cases import Case
-from gptpar.cli.check_layouts.main import case_config
+from gptpar.cli.check_layouts import case_config
 from gptpar.cli.plan import make_planner
 from gptpar.cli.pretrain import main
 from gptpar.config import BatchConfig, Config
@@ -23,7 +22,7 @@ from gptpar.config.graph import graph_obstacles
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
 from gptpar.optim.schedule import make_schedule
-from gptpar.topology.layout import Layout
+from gptpar.plan.space.candidate import Candidate
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
 from tests.helpers import TINY
@@ -186,7 +185,7 @@ def test_other_verbs_take_the_last_size() -> None:
     planner, _ = make_planner([*words, "--gpu", "h100", "--world-size", "1", "--search"])
     assert planner.plan().job.config.batch.global_batch_size == 6
     with pytest.raises(ConfigError, match="check-layouts compares steps of one size"):
-        case_config([*words, "--train-iters", "3"], Case("one process", Layout(), ()), 1)
+        case_config([*words, "--train-iters", "3"], Candidate(name="one process"), 1)
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,15 @@ def test_what_is_typed_wins_over_the_preset() -> None:
     assert (config.model.num_layers, config.model.seq_length, config.model.hidden_size) == (3, 64, 768)
 
 
+def test_a_preset_may_set_options_and_what_is_typed_still_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = {"normalization": "RMSNorm", "swiglu": True, "norm_epsilon": 1e-6}
+    monkeypatch.setitem(PRESETS, "124M", PRESETS["124M"] | family)
+    config, derived = resolve(parse_flags(f"{GOOD} --normalization LayerNorm".split()), 1)
+    model = config.model
+    assert (model.normalization, model.swiglu, model.norm_epsilon) == ("LayerNorm", True, 1e-6)
+    assert {one.name: one.reason for one in derived}["swiglu"] == "--preset 124M"
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_resolves(preset: str) -> None:
     config, _ = resolve(parse_flags(f"{GOOD} --preset {preset}".split()), 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptpar.cli import make_corpus
+from gptpar.data import standard_library
 from gptpar.errors import DataError
 
 
@@ -28,7 +29,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
     (root / "latin.py").write_bytes(b"\xff")
-    monkeypatch.setattr(make_corpus, "MIN_BYTES", 10)
+    monkeypatch.setattr(standard_library, "MIN_BYTES", 10)
     return root
 
 
@@ -39,7 +40,7 @@ def read(path: Path) -> list[tuple[str, str]]:
 
 def test_documents(library: Path, tmp_path: Path):
     output = tmp_path / "out" / "c.jsonl"
-    summary = make_corpus.make_corpus(str(output), library)
+    summary = standard_library.make_corpus(str(output), library)
     assert sorted(read(output)) == [
         ("a/c.txt", "c"),
         ("a/copy.py", "b = 'é'\n"),
@@ -48,23 +49,23 @@ def test_documents(library: Path, tmp_path: Path):
     ]
     assert summary == f"wrote 4 documents, 45 bytes of text, from {library} to {output}"
     first = output.read_bytes()
-    make_corpus.make_corpus(str(output), library)
+    standard_library.make_corpus(str(output), library)
     assert output.read_bytes() == first
 
 
 def test_a_limit_keeps_the_first_documents(library: Path, tmp_path: Path):
-    make_corpus.make_corpus(str(tmp_path / "all"), library)
-    make_corpus.make_corpus(str(tmp_path / "some"), library, max_bytes=30)
+    standard_library.make_corpus(str(tmp_path / "all"), library)
+    standard_library.make_corpus(str(tmp_path / "some"), library, max_bytes=30)
     everything, some = read(tmp_path / "all"), read(tmp_path / "some")
     assert 1 <= len(some) < 4 and some == everything[: len(some)]
     with pytest.raises(DataError, match="is already larger than 0 bytes"):
-        make_corpus.make_corpus(str(tmp_path / "none"), library, max_bytes=0)
+        standard_library.make_corpus(str(tmp_path / "none"), library, max_bytes=0)
     assert not list(tmp_path.glob("none*"))
 
 
 def test_a_library_that_is_not_there(tmp_path: Path):
     with pytest.raises(DataError, match="holds 0 bytes of readable source, at least 1,000,000 are needed"):
-        make_corpus.make_corpus(str(tmp_path / "c.jsonl"), tmp_path)
+        standard_library.make_corpus(str(tmp_path / "c.jsonl"), tmp_path)
     assert not list(tmp_path.iterdir())
 
 

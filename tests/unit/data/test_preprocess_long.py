@@ -100,6 +100,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bad", "problem"), BAD)
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_bad_long_lines(
@@ -128,7 +129,7 @@ def test_bad_long_lines(
 
 
 def test_too_much_outside_the_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(long_lines, "MOST_OUTSIDE", 500)
+    monkeypatch.setattr(long_lines, "MAX_OUTSIDE", 500)
     corpus = tmp_path / "c.jsonl"
     corpus.write_text('{"id": [' + "1," * 400 + '1], "text": "a"}\n{"text": "b"}\n')
     flags = ["--input", str(corpus), "--workers", "1", *arguments(tmp_path, "ByteLevelTokenizer")]

@@ -14,7 +14,7 @@ import pytest
 
 from gptpar.cli.merge import main as merge_main
 from gptpar.cli.preprocess import main
-from gptpar.data.progress import Progress
+from gptpar.data.progress import CorpusProgress
 from gptpar.errors import ConfigError, DataError
 
 BYTES = ["--tokenizer-type", "ByteLevelTokenizer", "--workers", "1"]
@@ -177,7 +177,7 @@ def test_merge_refuses_what_does_not_fit(tmp_path: Path):
 
 def test_progress_lines():
     stream = io.StringIO()
-    progress = Progress(200, log_interval=10, stream=stream)
+    progress = CorpusProgress(200, log_interval=10, stream=stream)
     for consumed, documents in ((50, 9), (100, 1), (150, 5)):
         progress.update(consumed, documents, 7, 30)
     progress.finish()

@@ -9,10 +9,10 @@ from torch import nn
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.engine import Engine, EngineSettings, table_of
 from gptpar.engine.parameter_memory import ParameterMemory
-from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
+from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.optim.adamw import ADAMW
 from gptpar.pipeline.module import PipelineModule
-from gptpar.pipeline.stage import BufferInfo, Stage, build_on_meta, memory_for
+from gptpar.pipeline.stage import BufferInfo, Stage, memory_for
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec

@@ -144,6 +144,7 @@ def test_groups_are_those_of_torchs_adamw_at_every_ratio(families: tuple[Family,
                 torch.testing.assert_close(found, tensor, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_neither_the_ratio_nor_the_families_change_a_bit(dtype: torch.dtype) -> None:
     first, *others = (

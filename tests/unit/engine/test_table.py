@@ -12,7 +12,7 @@ import torch
 
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.table import ParameterTable
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.module import split_layers
 from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.plan.job import Job
@@ -72,7 +72,7 @@ def declared(model: str, tensor: int, rank: int, stages: int, stage: int) -> Lay
     if model == "odd sizes":
         return odd_layers(tensor, rank) if stage == 0 else {}
     config = tiny_config(MODELS[model]).update("model", padded_vocab_size=PADDED_VOCABULARY)
-    specs = gpt_layers(config.model, TensorAxis(tensor, rank, sequence_parallel=True))
+    specs = gpt_model(config.model, TensorAxis(tensor, rank, sequence_parallel=True)).specs
     middle = len(specs) // 2 if stages == 2 else len(specs)
     made = Stage(specs[:middle] if stage == 0 else specs[middle:])
     infos = made.infos()
@@ -260,11 +260,11 @@ def test_the_devices_elements_lie_in_a_row(model: str, tensor: int) -> None:
 
 
 def test_a_tied_layer_is_known_on_all_of_its_stages() -> None:
-    specs = gpt_layers(tiny_config("--num-layers 4").model)
+    specs = gpt_model(tiny_config("--num-layers 4").model).specs
     for stages, chunks, wanted in ((1, 1, {}), (2, 1, {"embedding": (0, 1)}), (2, 2, {"embedding": (0, 1)})):
         split = split_layers(specs, stages, chunks, "parameters", ())
         assert split.tied_stages(specs) == wanted
-    untied = gpt_layers(tiny_config("--untie-embeddings-and-output-weights").model)
+    untied = gpt_model(tiny_config("--untie-embeddings-and-output-weights").model).specs
     assert split_layers(untied, 2, 1, "parameters", ()).tied_stages(untied) == {}
 
 

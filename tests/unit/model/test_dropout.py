@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 from gptpar.data.loader import MicroBatch
-from gptpar.model.attention import document_mask
 from gptpar.model.attention_dropout import _one_call_a_group, _plain
 from gptpar.model.block import Block
+from gptpar.model.core_attention import document_mask
 from gptpar.model.dropout import (
     ATTENTION_OUTPUT,
     EMBEDDINGS,
@@ -27,7 +27,7 @@ from gptpar.model.dropout import (
     seed_fields,
     seeds_field,
 )
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import initialise, seed_of
@@ -199,7 +199,7 @@ def test_a_call_a_group_leaves_the_generator_as_it_was() -> None:
 
 
 def stage_of(flags: str) -> Stage:
-    stage = Stage(gpt_layers(tiny_config(flags).model))
+    stage = Stage(gpt_model(tiny_config(flags).model).specs)
     weights = {n: torch.empty(p.shape, dtype=torch.float64) for n, p in stage.global_parameters().items()}
     initialise(weights, inits_of_stage(stage), seed=3)
     stage.place(weights)
@@ -208,10 +208,10 @@ def stage_of(flags: str) -> Stage:
 
 def test_without_dropout_no_layer_has_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptpar.training.trainer.seed_fields", None)
-    assert layers_with_dropout(gpt_layers(tiny_config().model)) == []
+    assert layers_with_dropout(gpt_model(tiny_config().model).specs) == []
     tokens = random_tokens(2, 16, 60)
     make_trainer(tiny_config()).forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 0)
-    with_dropout = layers_with_dropout(gpt_layers(tiny_config("--attention-dropout 0.1").model))
+    with_dropout = layers_with_dropout(gpt_model(tiny_config("--attention-dropout 0.1").model).specs)
     assert with_dropout == ["positions", "layers.0", "layers.1"]
 
 
@@ -248,7 +248,7 @@ def test_a_block_is_compiled_once_for_all_layers_and_seeds(monkeypatch: pytest.M
         *tensors, p, seeds, first_group, _ = arguments
         return _one_call_a_group(*tensors, p, seeds.host, first_group)
 
-    monkeypatch.setattr("gptpar.model.attention.attention_with_dropout", as_on_a_gpu)
+    monkeypatch.setattr("gptpar.model.core_attention.attention_with_dropout", as_on_a_gpu)
     assert compiled_frames(9) == compiled_frames(2)
 
 

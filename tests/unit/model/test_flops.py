@@ -1,16 +1,20 @@
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 from torch import nn
 
+from gptpar.config import ModelConfig
+from gptpar.config.roles import Role
 from gptpar.model.flops import (
     flops_per_token,
     matmul_parameters,
     mfu,
-    num_parameters,
     peak_flops,
     tflops_per_gpu,
 )
+from gptpar.model.gpt import gpt_model
+from gptpar.model.layer_spec import build_on_meta
+from gptpar.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -100,15 +104,19 @@ SHAPES = [
 ]
 
 
+def described(shape: GPTShape) -> ModelSpec:
+    return gpt_model(ModelConfig(**asdict(shape)))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameter_count_is_that_of_torch_modules(shape):
-    assert num_parameters(shape) == sum(p.numel() for p in reference_model(shape).parameters())
+    assert described(shape).num_parameters == sum(p.numel() for p in reference_model(shape).parameters())
 
 
 def test_known_parameter_counts():
-    assert num_parameters(replace(GPT2_124M, padded_vocab_size=50257)) == 124_439_808  # GPT-2 as published
-    assert num_parameters(GPT2_124M) == 124_475_904
-    assert num_parameters(LLAMA3_8B) == 8_030_261_248  # Llama 3 8B as published
+    assert described(replace(GPT2_124M, padded_vocab_size=50257)).num_parameters == 124_439_808  # GPT-2 as published
+    assert described(GPT2_124M).num_parameters == 124_475_904
+    assert described(LLAMA3_8B).num_parameters == 8_030_261_248  # Llama 3 8B as published
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -116,6 +124,16 @@ def test_matmul_parameters_are_the_linear_weights_and_one_head(shape):
     linears = [m for m in reference_model(shape)["layers"].modules() if isinstance(m, nn.Linear)]
     head = shape.padded_vocab_size * shape.hidden_size
     assert matmul_parameters(shape) == sum(m.weight.numel() for m in linears) + head
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_closed_formulas_agree_with_the_layers(shape):
+    model = described(shape)
+    block = build_on_meta(model.first(Role.BLOCK))
+    matrices = sum(p.numel() for p in block.parameters() if p.dim() > 1)
+    head = shape.padded_vocab_size * shape.hidden_size
+    assert matmul_parameters(shape) == shape.num_layers * matrices + head
+    assert flops_per_token(shape, causal=True) == 3 * sum(model.flops)
 
 
 @pytest.mark.parametrize(

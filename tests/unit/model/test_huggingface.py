@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from gptpar.topology.initial_values import initialise
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def build(flags: str) -> tuple[Stage, dict[str, torch.Tensor]]:
-    stage = Stage(gpt_layers(tiny_config(flags).model))
+    stage = Stage(gpt_model(tiny_config(flags).model).specs)
     weights = {name: torch.empty(p.shape) for name, p in stage.global_parameters().items()}
     initialise(weights, inits_of_stage(stage), seed=7)
     for name, value in weights.items():  # biases and norms start at 0 and 1, where mistakes would not show

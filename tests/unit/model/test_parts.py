@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gptpar.config.roles import Role, layer_roles
 from gptpar.kernels import plain_loss
 from gptpar.model.attention import Attention
 from gptpar.model.dropout import layers_with_dropout, seed_fields
-from gptpar.model.flops import num_parameters
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
+from gptpar.model.linear import Linears
 from gptpar.pipeline import Stage
 from gptpar.pipeline.recompute import Keep
 from gptpar.tensor_parallel import cross_entropy
@@ -39,20 +40,20 @@ OPTIONS = {
 
 
 def build(flags: str, dtype: torch.dtype = torch.float64) -> Stage:
-    stage = Stage(gpt_layers(tiny_config(flags).model))
+    stage = Stage(gpt_model(tiny_config(flags).model).specs)
     weights = {name: torch.empty(p.shape, dtype=dtype) for name, p in stage.global_parameters().items()}
     initialise(weights, inits_of_stage(stage), seed=3)
     stage.place(weights)
     return stage
 
 
-@pytest.mark.parametrize("least_rows", [cross_entropy.LEAST_ROWS, 10])
+@pytest.mark.parametrize("least_rows", [cross_entropy.MIN_ROWS, 10])
 @pytest.mark.parametrize("chunks", [1, 3, 10])
 def test_linear_cross_entropy_equals_logits_then_loss(
     chunks: int, least_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n, v, d = 20, 50, 8
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", least_rows)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", least_rows)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", v * 8 * (n // chunks))
     assert num_chunks(n, v, 8, "cpu") >= chunks
@@ -74,7 +75,7 @@ def test_rows_of_the_weights_gradient_are_told_when_they_are_formed(
     chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 50 * 4 * (20 // chunks))
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 20)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 20)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
     told: list[tuple[slice, torch.Tensor]] = []
 
@@ -132,10 +133,21 @@ def test_fused_loss_and_gradients_equal_the_plain_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_parameter_count_equals_the_formula(name: str) -> None:
-    config = tiny_config(OPTIONS[name])
-    count = sum(p.numel() for p in Stage(gpt_layers(config.model)).global_parameters().values())
-    assert count == num_parameters(config.model)  # type: ignore[arg-type]
+def test_a_model_counts_its_parameters(name: str) -> None:
+    model = gpt_model(tiny_config(OPTIONS[name]).model)
+    built = Stage(model.specs)
+    assert model.num_parameters == sum(p.numel() for p in built.global_parameters().values())
+    of_layers = {layer: sum(p.numel() for p in held.values()) for layer, held in built.parameters_by_layer().items()}
+    assert model.parameters == [of_layers.get(spec.name, 0) for spec in model.specs]
+
+
+def test_layers_are_asked_for_by_their_role() -> None:
+    model = gpt_model(tiny_config().model)
+    assert [layer.role for layer in model.layers] == list(layer_roles(2))
+    assert model.names(Role.BLOCK) == ("layers.0", "layers.1") and model.names(Role.FINAL_NORM) == ("final_norm",)
+    assert model.first(Role.LM_HEAD).name == model.shared == "embedding"
+    untied = gpt_model(tiny_config("--untie-embeddings-and-output-weights").model)
+    assert untied.first(Role.LM_HEAD).name == "output" and untied.shared is None
 
 
 @pytest.mark.parametrize("flags", ["", "--position-embedding-type rope"])
@@ -157,7 +169,7 @@ def test_attention_with_head_norms_equals_its_definition(normalization: str, pos
     """Head by head: normalise, turn, attend. Output and each gradient, the bias of the projection's among them."""
     flags = f"--qk-layernorm --normalization {normalization} --num-query-groups {groups}"
     model = tiny_config(f"{flags} --position-embedding-type {positions}").model
-    attention = Attention(model, 0.02).double()
+    attention = Attention(Linears(model)).double()
     generator = torch.Generator().manual_seed(5)
     for parameter in attention.parameters():
         parameter.data.normal_(generator=generator)
@@ -206,7 +218,7 @@ def test_recomputation_changes_no_gradient() -> None:
     tokens = random_tokens(2, 16, 60)
     found = []
     for groups in ((), (("layers.0",), ("layers.1",)), (("layers.0", "layers.1"),)):
-        stage = Stage(gpt_layers(config.model), recompute=groups, keep=Keep(random=False))
+        stage = Stage(gpt_model(config.model).specs, recompute=groups, keep=Keep(random=False))
         weights = {n: torch.empty(p.shape, dtype=torch.float64) for n, p in stage.global_parameters().items()}
         initialise(weights, inits_of_stage(stage), seed=3)
         stage.place(weights)
@@ -231,7 +243,7 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
 def test_initial_scales_are_megatrons() -> None:
     big = draw(Normal(0.02), torch.Size((500, 500)), 1, "x")
     assert abs(big.std().item() - 0.02) < 1e-4 and abs(big.mean().item()) < 2e-4
-    inits = inits_of_stage(Stage(gpt_layers(tiny_config().model)))
+    inits = inits_of_stage(Stage(gpt_model(tiny_config().model).specs))
     assert inits["layers.1.attention.out.weight"] == Normal(0.02 / 2.0)
     assert inits["layers.1.attention.qkv.weight"] == Normal(0.02)
 

@@ -102,7 +102,7 @@ def assert_same(one: Seen, other: Seen) -> None:
 
 def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output layer's gradient is formed 16 rows at a time."""
-    monkeypatch.setattr(cross_entropy, "LEAST_ROWS", 10)
+    monkeypatch.setattr(cross_entropy, "MIN_ROWS", 10)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
 
 
@@ -134,6 +134,7 @@ def test_no_bit_is_changed_in_other_precisions(run: Callable[..., Seen], dtype: 
     assert early.completed and early.redone == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.97, 0.985])
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_embedding_that_is_partly_on_the_device(

@@ -211,6 +211,7 @@ def test_speculation_changes_no_bit() -> None:
             parts_equal(states[1][1][kind][name], view, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratios", [("0", "1"), ("1", "0.3"), ("0.3", "0.731"), ("0.731", "0")])
 def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tmp_path: Path) -> None:
     words = config_words("--fp64")

@@ -77,6 +77,7 @@ def test_every_instruction_set_gives_the_same_bits(isas, grad):
             assert same(run(with_isa(isa), tensors, how, apart=apart, low=low)[1], scalar), (n, low, apart, isa)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", GRADS)
 def test_threads_places_and_instruction_sets_do_not_change_a_long_vector(isas, grad):
     tensors = make(LONG, grad)

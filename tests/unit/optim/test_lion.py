@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-
 from gptpar.cli.check_layouts.cases import Case
-from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.main import MODELS, SMALL, case_config
+
+from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Tensors
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config.flags import parse_flags
 from gptpar.errors import CheckpointError, ConfigError
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
 from gptpar.optim.elementwise import UpdateVectors
 from gptpar.optim.lion import LION, LionHyperparameters
 from gptpar.optim.optimizers import OPTIMIZERS
@@ -43,7 +43,7 @@ TOLERANCE = 1e-12
 def plain_loop(steps: int) -> list[Tensors]:
     """Every parameter after each step; nothing but torch, in fp64."""
     run = alone(())
-    model = Stage(gpt_layers(run.config.model))
+    model = Stage(gpt_model(run.config.model).specs)
     model.place({name: value.clone() for name, value in run.outcome.initial.items()})
     named, found = model.global_parameters(), []
     momenta = {name: torch.zeros_like(p) for name, p in named.items()}

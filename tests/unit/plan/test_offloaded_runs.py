@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gptpar.cli.plan import make_planner
+from gptpar.config.roles import Role
 from gptpar.errors import GptparError
 from gptpar.offload.buckets import BUCKET_ELEMENTS
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING, copying_bytes
@@ -18,6 +19,7 @@ from gptpar.plan.gradients import choose_gradients
 from gptpar.plan.hardware import SUSTAINED
 from gptpar.plan.host_updates import HostSpeed, Layer, speculated_elements, speed_of, waiting
 from gptpar.plan.planner import Plan
+from gptpar.plan.remedies import remedies
 from gptpar.plan.report import plan_text, search_json
 from gptpar.plan.search import search
 from gptpar.topology.groups import Topology
@@ -139,7 +141,7 @@ def test_gradients_that_leave_at_once_are_three_layers_on_the_device() -> None:
     """Two wait for their copies while the next one is formed; all activations may be there."""
     count = elements(TEN_B)
     stay, leave = (plan(f"{TEN_B} {OFFLOAD} 1 --offload-gradients {word}") for word in ("off", "on"))
-    largest = max(unit.length for unit in stay.job.units)
+    largest = max(unit.length for unit in stay.job.units.values())
     assert not leave.job.graph and not leave.job.early_elements
     one = leave.memory[0]
     assert one.gradients == 2 * largest * (MAX_UNITS_WAITING + 1) and one.optimizer == 0
@@ -165,7 +167,8 @@ def test_parameters_on_the_host_are_two_layers_on_the_device() -> None:
     here, there = plan(IN_PAIRS).memory[0], plan(f"{IN_PAIRS} --cpu-parameters").memory[0]
     assert there.parameters == 0 and there.host == pytest.approx(here.host + 2 * count)
     job = plan(IN_PAIRS).job
-    assert here.buffers < there.buffers <= here.buffers + 2 * (job.units[0].length + 2 * job.units[2].length)
+    embedding, block = job.units[Role.EMBEDDING].length, job.units[Role.BLOCK].length
+    assert here.buffers < there.buffers <= here.buffers + 2 * (embedding + 2 * block)
 
 
 # --- time -----------------------------------------------------------------------------------------------------------
@@ -291,7 +294,7 @@ def test_a_model_that_is_too_large_is_told_to_use_the_host() -> None:
     planner_plan = plan(f"{TEN_B} --gpu h100")
     assert not planner_plan.fits and planner_plan.need > 150 * GIB
     planner, _ = make_planner(f"{TEN_B} --gpu h100".split())
-    best = planner.remedies(planner_plan)[0]
+    best = remedies(planner, planner_plan)[0]
     assert best.fits and best.flags() == "--cpu-optimizer --cpu-optimizer-ratio auto"
 
 
@@ -360,10 +363,10 @@ def test_the_ratio_that_is_to_be_found_comes_first() -> None:
 def test_remedies_name_gradients_and_parameters_with_their_numbers() -> None:
     flags = f"{TEN_B} {OFFLOAD} 1 --gpu-memory 31 --offload-gradients off"
     planner, _ = make_planner(flags.split())
-    remedies = planner.remedies(planner.plan())
-    assert [remedy.flags() for remedy in remedies if remedy.fits] == ["--offload-gradients on", "--cpu-parameters"]
-    text = plan_text(planner.plan(), remedies)
-    for remedy in remedies[:2]:
+    changed = remedies(planner, planner.plan())
+    assert [remedy.flags() for remedy in changed if remedy.fits] == ["--offload-gradients on", "--cpu-parameters"]
+    text = plan_text(planner.plan(), changed)
+    for remedy in changed[:2]:
         (row,) = [line for line in text.splitlines() if line.startswith(f"  {remedy.flags()} ")]
         assert f"{remedy.need / GIB:.2f} GiB a GPU, {remedy.host_need / GIB:.2f} GiB of a machine's memory" in row
 

@@ -55,6 +55,11 @@ def test_line_with_every_optional_field():
     )
 
 
+def test_auxiliary_losses_follow_the_loss():
+    line = iteration_line(replace(RECORD, auxiliary_losses={"z loss": 0.00125}), now=NOW)
+    assert line == PLAIN.replace("lm loss: 6.789012E+00 |", "lm loss: 6.789012E+00 | z loss: 1.250000E-03 |")
+
+
 def test_line_of_a_skipped_iteration_on_a_cpu():
     record = replace(RECORD, lm_loss=None, grad_norm=None, mfu=None, mfu_causal=None, num_skipped=1)
     line = iteration_line(record, now=NOW)

@@ -21,7 +21,7 @@ from gptpar.cli.pretrain import start_checks
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from tests.documents import PAGES, ROOT, block, blocks, commands
-from tests.unit.repository.test_architecture import ROWS
+from tests.unit.repository.rows import ROWS
 
 MAX_README_LINES = 250
 OTHER_PROGRAMS = {"cd", "git", "mkdocs", "sbatch", "tensorboard", "torchrun"}

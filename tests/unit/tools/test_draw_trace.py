@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gptpar.errors import GptparError
+from gptpar.reporting import trace
 
 ROOT = Path(__file__).parents[3]
 START = 5_000_000.0  # microseconds: a trace's clock does not begin at 0
@@ -61,20 +62,20 @@ def write(path: Path, events: list[dict[str, Any]]) -> Path:
 
 
 def test_a_step_is_divided_into_lanes(tool: ModuleType, tmp_path: Path) -> None:
-    timeline = tool.load(write(tmp_path / "trace.json", hand_made()))
+    timeline = trace.load_trace(write(tmp_path / "trace.json", hand_made()))
     assert timeline.steps == [(0, 10), (10, 20)]
-    assert tool.NCCL not in timeline.lanes
-    span = tool.window(timeline, None, None)
+    assert trace.NCCL not in timeline.lanes
+    span = trace.window(timeline, None, None)
     assert span == (10, 20)
     part = timeline.cut(*span)
-    assert [(e.name, e.start, e.stop) for e in part.lanes[tool.ADAM]] == [
+    assert [(e.name, e.start, e.stop) for e in part.lanes[trace.ADAM]] == [
         ("layers.1", 10, 13),
         ("layers.0", 13, 15),
         ("embedding", 15, 18),
     ]
     busy = {lane: part.busy(lane) for lane in part.lanes}
-    assert busy == {tool.GPU: 8, tool.TO_HOST: 2.5, tool.TO_DEVICE: 1, tool.ADAM: 8, tool.WAITS: 4}
-    assert part.both(tool.ADAM, tool.GPU) == 6
+    assert busy == {trace.GPU: 8, trace.TO_HOST: 2.5, trace.TO_DEVICE: 1, trace.ADAM: 8, trace.WAITS: 4}
+    assert part.both(trace.ADAM, trace.GPU) == 6
     lines = tool.table(part, span).splitlines()
     assert lines[0] == "from 10.0 to 20.0 ms: 10.0 ms"
     assert lines[1].split() == ["GPU", "computing", "8.0", "ms", "80.0", "%", "3", "events"]
@@ -85,16 +86,16 @@ def test_a_step_is_divided_into_lanes(tool: ModuleType, tmp_path: Path) -> None:
 def test_communication_has_a_lane_where_there_is_any(tool: ModuleType, tmp_path: Path) -> None:
     """While the GPUs talk, the GPU is neither computing nor idle."""
     events = [*hand_made(), event("ncclDevKernel_AllReduce", 16, 17, "kernel")]
-    timeline = tool.load(write(tmp_path / "trace.json", events))
+    timeline = trace.load_trace(write(tmp_path / "trace.json", events))
     part = timeline.cut(10, 20)
-    assert part.busy(tool.NCCL) == 1 and part.busy(tool.GPU) == 8
+    assert part.busy(trace.NCCL) == 1 and part.busy(trace.GPU) == 8
     assert "GPU not computing              1.0 ms" in tool.table(part, (10, 20))
 
 
 @pytest.mark.slow
 def test_a_picture_of_a_chosen_window(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, picture = write(tmp_path / "trace.json", hand_made()), tmp_path / "step.png"
-    words = f"{trace} {picture} --from-ms 8 --to-ms 99 --title two --phase 8 10 idle --phase 10 20 busy"
+    file, picture = write(tmp_path / "trace.json", hand_made()), tmp_path / "step.png"
+    words = f"{file} {picture} --from-ms 8 --to-ms 99 --title two --phase 8 10 idle --phase 10 20 busy"
     assert tool.main(words.split()) == 0
     assert "from 8.0 to 20.0 ms: 12.0 ms" in capsys.readouterr().out  # the trace ends there
     assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 5_000
@@ -110,15 +111,15 @@ def test_a_picture_of_a_chosen_window(tool: ModuleType, tmp_path: Path, capsys: 
         ('{"traceEvents": []}', "holds 0 events but no GPU's kernels: give the trace of a run on a GPU"),
     ],
 )
-def test_a_wrong_file_is_told(tool: ModuleType, tmp_path: Path, content: str, sentence: str) -> None:
+def test_a_wrong_file_is_told(tmp_path: Path, content: str, sentence: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(content)
     with pytest.raises(GptparError, match=sentence):
-        tool.load(path)
+        trace.load_trace(path)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(5.0, 5.0), (30.0, 40.0), (-1.0, 4.0), (12.0, 3.0)])
-def test_a_window_without_anything_is_told(tool: ModuleType, tmp_path: Path, start: float, stop: float) -> None:
-    timeline = tool.load(write(tmp_path / "trace.json", hand_made()))
+def test_a_window_without_anything_is_told(tmp_path: Path, start: float, stop: float) -> None:
+    timeline = trace.load_trace(write(tmp_path / "trace.json", hand_made()))
     with pytest.raises(GptparError, match=f"from {start:g} to {stop:g} ms holds nothing of a trace of 20.0 ms"):
-        tool.window(timeline, start, stop)
+        trace.window(timeline, start, stop)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import TensorAxis
@@ -75,7 +75,7 @@ def test_an_unknown_axis_is_refused() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_gpt_parameters_are_summed_where_ranks_hold_their_own_tokens(size: int, sequence_parallel: bool) -> None:
     """Replicated ones between layers, and no split one."""
-    stage = Stage(gpt_layers(tiny_config().model, TensorAxis(size=size, sequence_parallel=sequence_parallel)))
+    stage = Stage(gpt_model(tiny_config().model, TensorAxis(size=size, sequence_parallel=sequence_parallel)).specs)
     infos = stage.infos()
     split = {name for name, info in infos.items() if info.split is not None}
     inside = {f"layers.{i}.{name}" for i in (0, 1) for name in ("attention.qkv", "mlp.up")}
@@ -90,7 +90,7 @@ def test_gpt_parameters_are_summed_where_ranks_hold_their_own_tokens(size: int, 
 def test_norms_of_heads_are_summed_with_and_without_split_tokens(sequence_parallel: bool) -> None:
     """Each rank sees its own heads; what it normalises between layers is its own only where tokens are split."""
     axis = TensorAxis(size=2, sequence_parallel=sequence_parallel)
-    infos = Stage(gpt_layers(tiny_config("--qk-layernorm --num-layers 1").model, axis)).infos()
+    infos = Stage(gpt_model(tiny_config("--qk-layernorm --num-layers 1").model, axis).specs).infos()
     heads = {f"layers.0.attention.{n}_norm.{k}" for n in ("query", "key") for k in ("weight", "bias")}
     assert all(infos[name].split is None and infos[name].shape == (8,) for name in heads)
     summed = {name for name, info in infos.items() if info.grad_sums}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.data.loader import MicroBatch
-from gptpar.model.gpt import gpt_layers
+from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from tests.helpers import make_trainer, random_tokens, tiny_config
 
@@ -20,7 +20,7 @@ def plain_loop(config, tokens: list[torch.Tensor]) -> list[float]:  # type: igno
     """Forward, mean cross entropy, clipping, AdamW, linear warm-up, cosine decay: nothing but torch."""
     trainer = make_trainer(config)
     weights = trainer.engine.optimizer.state_tensors()["weights"]
-    model = Stage(gpt_layers(config.model))
+    model = Stage(gpt_model(config.model).specs)
     model.place({name: parts.parts[0][1].clone() for name, parts in weights.items()})
     named = model.global_parameters()
     decayed = [p for name, p in named.items() if p.dim() > 1]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from gptpar.checkpoint import save_checkpoint
-from gptpar.cli.generate import load_model
 from gptpar.config import Config
 from gptpar.errors import CheckpointError
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.training import resume, same_run
+from gptpar.training.generation import load_model
 from gptpar.training.progress import Progress
 from gptpar.training.resume import checkpoint_to_resume, progress_to_resume
 from gptpar.training.same_run import FREE_SECTIONS, RULES, Rule

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gptpar.checkpoint import read_manifest, save_checkpoint
-from gptpar.cli.generate import load_model
 from gptpar.errors import CheckpointError
 from gptpar.training import resume
+from gptpar.training.generation import load_model
 from gptpar.training.progress import Progress
 from gptpar.training.resume import progress_to_resume
 from tests.helpers import make_trainer, tiny_config

@@ -17,9 +17,9 @@ import torch
 
 from gptpar.checkpoint import find_checkpoints, save_checkpoint
 from gptpar.errors import CheckpointError
+from gptpar.system.processes import Process
 from gptpar.training.run_folder import owner
 from gptpar.training.run_folder.owner import Owner, current_claim
-from gptpar.training.run_folder.process import Process
 
 Closing = Callable[[Owner], Owner]
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.cli.train_tokenizer import main, sample_chunks, train
+from gptpar.cli.train_tokenizer import main
 from gptpar.data.tokenizer import Tokenizer, build_tokenizer
+from gptpar.data.tokenizer.train import sample_chunks, train
 from gptpar.errors import DataError, TokenizerError
 
 SOURCES = [Path(module.__file__).read_text(encoding="utf-8") for module in (json, tokenize, random, io)]

@@ -1,4 +1,4 @@
-"""``gptpar benchmark``: one configuration, or with ``--sweep`` many, each in processes of its own."""
+"""``gptpar benchmark --sweep``: many configurations, each in processes of its own."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from gptpar.any_module.user_module import is_named_in
-from gptpar.cli.benchmark import combinations as choices
-from gptpar.cli.benchmark import measure, measure_module
-from gptpar.cli.benchmark.combinations import Combination, combinations
+from gptpar.cli.benchmark.combinations import Combination, combinations, contradictions
 from gptpar.cli.benchmark.machine import about_machine
 from gptpar.cli.benchmark.predict import most_promising, predict, unknown_to_plan
-from gptpar.cli.benchmark.runner import Outcome, append_line, run_command, terminated_like_ctrl_c
-from gptpar.cli.benchmark.table import Row, draw, json_line, table, varying
+from gptpar.cli.benchmark.runner import Completed, append_line, terminated_like_ctrl_c
+from gptpar.cli.benchmark.table import Measurement, draw, json_line, table, varying
 from gptpar.cli.launch import is_worker, workers_wanted
-from gptpar.config.flags import ParsedFlags, flag_name
+from gptpar.config.flags import ParsedFlags
 from gptpar.config.ranges import range_problems
 from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GPUS
 from gptpar.plan.planner import Plan
+from gptpar.plan.space.dimensions import cpu_ratio, layout_sizes
 from gptpar.system.command_line import positive_float, positive_int
 
-Runner = Callable[[Sequence[str], float], Outcome]
+Runner = Callable[[Sequence[str], float], Completed]
 """Runs a command for at most a number of seconds."""
 SAID_PER_COMBINATION = "--sequence-parallel"
 """A switch that only some layouts can have: it is left out of the words that all share."""
@@ -43,7 +41,7 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sweep-layouts",
         nargs="+",
-        type=choices.layout_sizes,
+        type=layout_sizes,
         metavar="LAYOUT",
         help="such as dp4 tp2pp2 tp4 (default: every layout of the processes that the command line allows); "
         "--sequence-parallel goes to those with a tensor axis",
@@ -57,7 +55,7 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sweep-cpu-ratios",
         nargs="+",
-        type=choices.cpu_ratio,
+        type=cpu_ratio,
         metavar="X",
         help="shares of the optimizer on the CPU; 0 is without --cpu-optimizer, unless it is given",
     )
@@ -72,28 +70,7 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--json-lines", type=Path, metavar="FILE", help="append a JSON line for each that was measured")
 
 
-def main(argv: list[str]) -> int:
-    """Time one configuration, or all of a sweep.
-
-    Returns:
-        0 when something was measured, 1 when nothing could be, 130 after Ctrl-C.
-    """
-    if is_named_in(argv):
-        return measure_module.main(argv)
-    parsed = measure.parse(argv, sweep_flags)
-    if not parsed.rest.sweep:
-        unused = [name for name, value in vars(parsed.rest).items() if _belongs_to_sweep(name, value)]
-        parsed.problems += [f"{flag_name(name)} needs --sweep." for name in unused]
-        return measure.measure(parsed, argv)
-    return sweep(parsed, _shared_words(argv), run_command)
-
-
-def _belongs_to_sweep(name: str, value: object) -> bool:
-    """Whether a flag was given that has no meaning alone."""
-    return value is not None and (name.startswith("sweep_") or name in ("png", "json_lines"))
-
-
-def _shared_words(argv: Sequence[str]) -> list[str]:
+def shared_words(argv: Sequence[str]) -> list[str]:
     """The command line of each run, before what a combination adds."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     sweep_flags(parser)
@@ -125,7 +102,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
     about = about_machine(count)
     batch = everything[0].config.batch.global_batch_size
     print(f"{len(queue)} of {len(everything)} combinations on {about['machine']}, {batch} samples a step", flush=True)
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     interrupted = False
     try:
         with terminated_like_ctrl_c():
@@ -145,7 +122,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
 
 
 def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
-    problems = [*parsed.problems, *range_problems(parsed.config), *choices.contradictions(parsed)]
+    problems = [*parsed.problems, *range_problems(parsed.config), *contradictions(parsed)]
     if is_worker():
         problems.append("--sweep starts the processes itself: run it without torchrun.")
     if problems:
@@ -158,7 +135,7 @@ def _measure(
     run: Runner,
     timeout: float,
     names: list[str],
-) -> Iterator[Row]:
+) -> Iterator[Measurement]:
     """Run one after the other, and say how far it is."""
     seconds: list[float] = []
     for number, (combination, plan) in enumerate(queue):
@@ -170,7 +147,7 @@ def _measure(
         result = outcome.result
         said = f"{result['tokens_per_s']:,.1f} tokens/s" if result else outcome.failure
         print(said, flush=True)
-        yield Row(combination, outcome, plan)
+        yield Measurement(combination, outcome, plan)
 
 
 def _duration(seconds: float) -> str:

@@ -8,13 +8,14 @@ import json
 from pathlib import Path
 
 from gptpar.any_module.user_module import is_named_in
-from gptpar.cli import plan_module
+from gptpar.cli.plan import module
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
 from gptpar.errors import ConfigError
 from gptpar.plan.hardware import GPUS, make_cluster
 from gptpar.plan.planner import Planner
+from gptpar.plan.remedies import remedies
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
 from gptpar.plan.search import search
 from gptpar.system.command_line import positive_float, positive_int
@@ -108,18 +109,18 @@ def main(argv: list[str]) -> int:
         0 where it fits, 1 where it does not.
     """
     if is_named_in(argv):
-        return plan_module.main(argv)
+        return module.main(argv)
     planner, options = make_planner(argv)
     found = search(planner) if options.search else None
     if found is not None and not found.accepted:
         print(json.dumps(search_json(found)) if options.json else search_text(found))
         return 1
     plan = found.accepted[0] if found is not None else planner.plan()
-    remedies = [] if plan.fits else planner.remedies(plan)
+    changed = [] if plan.fits else remedies(planner, plan)
     if options.json:
-        print(json.dumps(plan_json(plan, remedies) if found is None else search_json(found)))
+        print(json.dumps(plan_json(plan, changed) if found is None else search_json(found)))
     else:
-        print(plan_text(plan, remedies))
+        print(plan_text(plan, changed))
         if found is not None:
             print(search_text(found))
     if options.png is not None:

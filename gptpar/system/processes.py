@@ -1,9 +1,11 @@
-"""A process of some machine, described so that another process can tell whether it is still there."""
+"""Processes: whether one still runs, told by its number or by a description of it; and who started whom."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,15 +55,47 @@ class Process:
 
     def is_alive(self) -> bool:
         """Whether a local process still runs; another one with the same number is not taken for it."""
-        try:
-            os.kill(self.pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-        except PermissionError:  # another user's
-            pass
-        state, started = _state_and_start(self.pid)
+        _, started = _state_and_start(self.pid)
         reused = bool(started and self.started) and started != self.started
-        return state not in ("Z", "X") and not reused  # a zombie has ended, only nobody has asked for its status
+        return is_running(self.pid) and not reused
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine has not ended."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    state, _ = _state_and_start(pid)
+    return state not in ("Z", "X")  # a zombie has ended, only nobody has asked for its status
+
+
+def children(pid: int) -> set[int]:
+    """The processes that a process has started and that have not ended; none where the system does not tell."""
+    return {child for child, parent, state in _family() if parent == pid and state != "Z"}
+
+
+def descendants(pid: int) -> list[int]:
+    """Children and theirs, ended ones too; none where the system does not tell."""
+    started: dict[int, list[int]] = {}
+    for child, parent, _ in _family():
+        started.setdefault(parent, []).append(child)
+    found, waiting = [], [pid]
+    while waiting:
+        mine = started.get(waiting.pop(), [])
+        found += mine
+        waiting += mine
+    return found
+
+
+def _family() -> Iterator[tuple[int, int, str]]:
+    """(process, its parent, its state) of every process."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            yield int(stat.parent.name), int(parent), state
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:

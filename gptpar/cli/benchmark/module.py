@@ -14,9 +14,9 @@ import torch
 from gptpar.any_module.initialize import initialize
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.any_module.user_module import load_user_function
+from gptpar.cli.benchmark.machine import peak_memory
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.system.command_line import Parser, not_negative_int, positive_int
-from gptpar.system.host import peak_process_memory
 from gptpar.topology.world import open_world
 
 DESCRIPTION = """Time training steps of your own module with gptpar.initialize and a DeepSpeed configuration, and print
@@ -79,9 +79,7 @@ def _result_line(name: str, engine: TrainingEngine, seconds: list[float], loss: 
         "ms_per_step": round(1e3 * median, 3),
         "ms_min": round(1e3 * min(seconds), 3),
         "ms_max": round(1e3 * max(seconds), 3),
-        "peak_mem_gib": _gib(torch.cuda.max_memory_allocated()) if on_gpu else None,
-        "peak_reserved_gib": _gib(torch.cuda.max_memory_reserved()) if on_gpu else None,
-        "peak_host_gib": _gib(peak_process_memory()),
+        **peak_memory(on_gpu),
         "loss": round(loss, 4),
         "processes": engine.topology.layout.data,
         "micro_batch_size": options.batch.micro_batch_size,
@@ -95,7 +93,3 @@ def _result_line(name: str, engine: TrainingEngine, seconds: list[float], loss: 
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
     }
-
-
-def _gib(size: int | None) -> float | None:
-    return None if size is None else round(size / 2**30, 2)

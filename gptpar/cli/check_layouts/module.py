@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from gptpar.any_module.user_module import load_user_function
-from gptpar.cli.check_layouts.cases import ModuleCase, module_cases
 from gptpar.cli.check_layouts.compare import Comparison
 from gptpar.cli.check_layouts.module_training import DTYPES, ModuleCheck, train_case, train_plainly
 from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.errors import ConfigError
+from gptpar.plan.space.candidate import Option
+from gptpar.plan.space.spaces import to_prove_of_a_module
 from gptpar.system.command_line import Parser, positive_int
 from gptpar.topology.world import open_world, world_from_environment
 
@@ -64,8 +65,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _chosen(processes: int, only: str | None) -> list[ModuleCase]:
-    return [case for case in module_cases(processes) if only is None or only in case.name]
+def _chosen(processes: int, only: str | None) -> list[Option]:
+    return [case for case in to_prove_of_a_module(processes) if only is None or only in case.name]
 
 
 def _check_all(check: ModuleCheck, only: str | None) -> int:

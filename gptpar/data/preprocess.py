@@ -1,0 +1,229 @@
+"""Tokenize a corpus into .bin/.idx files.
+
+The files are byte for byte those of Megatron-LM's preprocess_data.py with the same flags, for any number of
+workers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from gptpar.data.indexed import IndexedDatasetWriter, removed_line, token_dtype
+from gptpar.data.progress import CorpusProgress
+from gptpar.data.readers import Part, TextBlock, find_inputs, parse_block, parse_part, read_parts
+from gptpar.data.tokenizer import Tokenizer, build_tokenizer
+from gptpar.data.workers import ordered_map, terminate_cleanly
+from gptpar.errors import DataError, TokenizerError
+
+BAD_LINES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """The arguments of `build_tokenizer`: what a worker needs to build its own."""
+
+    tokenizer_type: str
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    return build_tokenizer(**asdict(spec))
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """The documents of one block, or one part of a document.
+
+    Attributes:
+        columns: for each key, (tokens of all documents end to end, number of tokens of each document).
+        bad_lines: a sentence for each line that was skipped; of a part, why its document is to be forgotten.
+        text_bytes: UTF-8 bytes that were encoded.
+        consumed: as in TextBlock.
+        part: whether this is part of a document, or a block.
+        last: the document ends here.
+    """
+
+    columns: list[tuple[np.ndarray, np.ndarray]]
+    bad_lines: list[str]
+    text_bytes: int
+    consumed: int
+    part: bool = False
+    last: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(tokens) for tokens, _ in self.columns)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns a block of bytes into tokens; small to send to a process, which builds the tokenizer once."""
+
+    spec: TokenizerSpec
+    keys: tuple[str, ...]
+    append_eod: bool
+    skip_bad_lines: bool
+
+    def __call__(self, block: TextBlock | Part) -> EncodedBlock:
+        return self._encode_part(block) if isinstance(block, Part) else self._encode_block(block)
+
+    def _encode_block(self, block: TextBlock) -> EncodedBlock:
+        bad_lines: list[str] = []
+        documents = list(parse_block(block, self.keys, bad_lines if self.skip_bad_lines else None))
+        try:
+            columns = self._columns([texts for _, texts in documents])
+        except TokenizerError:
+            documents = [document for document in documents if self._can_encode(block.path, *document, bad_lines)]
+            columns = self._columns([texts for _, texts in documents])
+        text_bytes = sum(len(text.encode()) for _, texts in documents for text in texts)
+        return EncodedBlock(columns, bad_lines, text_bytes, block.consumed)
+
+    def _encode_part(self, part: Part) -> EncodedBlock:
+        try:
+            columns = self._columns([parse_part(part)], ends=part.last)
+        except DataError as error:
+            if not self.skip_bad_lines:
+                raise
+            return EncodedBlock([], [str(error)], 0, part.consumed, True, part.last)
+        return EncodedBlock(columns, [], sum(map(len, part.texts)), part.consumed, True, part.last)
+
+    def _columns(self, documents: list[tuple[str, ...]], ends: bool = True) -> list[tuple[np.ndarray, np.ndarray]]:
+        tokenizer = _tokenizer(self.spec)
+        after = tokenizer.eod if self.append_eod and ends else None
+        dtype = token_dtype(tokenizer.vocab_size)
+        batches = (tokenizer.encode_batch([texts[k] for texts in documents], after) for k in range(len(self.keys)))
+        return [(tokens.astype(dtype, copy=False), lengths) for tokens, lengths in batches]
+
+    def _can_encode(self, path: str, line: int, texts: tuple[str, ...], bad_lines: list[str]) -> bool:
+        try:
+            _tokenizer(self.spec).encode_batch(texts)
+        except TokenizerError as error:
+            problem = f"{path}, line {line}: {error}"
+            if not self.skip_bad_lines:
+                raise DataError(problem) from error
+            bad_lines.append(problem)
+            return False
+        return True
+
+
+def preprocess(
+    inputs: Sequence[str],
+    output_prefix: str,
+    encoder: Encoder,
+    *,
+    workers: int = 1,
+    log_interval: int | None = None,
+) -> str:
+    """Write `<output_prefix>_<key>_document.{bin,idx}` for each key; returns a summary for the user.
+
+    Memory use does not grow with the inputs. Files of an earlier run are replaced, once the new ones are
+    complete; after an error or an interrupt they are as they were.
+
+    Raises:
+        ConfigError, TokenizerError: the tokenizer cannot be built.
+        DataError: an input is missing or holds a bad line (unless they are skipped), there is no document at all, or a
+            key cannot name a file of its own.
+    """
+    _check_keys(encoder.keys)
+    files = find_inputs(inputs)
+    tokenizer = _tokenizer(encoder.spec)
+    dtype = token_dtype(tokenizer.vocab_size)
+    prefixes = [f"{output_prefix}_{key}_document" for key in encoder.keys]
+    progress = CorpusProgress(sum(map(os.path.getsize, files)), log_interval)
+    bad = BadLines()
+    with terminate_cleanly(), ExitStack() as stack:
+        writers = [stack.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes]
+        stack.callback(progress.finish)
+        parts = read_parts(files, encoder.keys, tokenizer.cutter)
+        output = Output(writers, progress, bad)
+        for block in stack.enter_context(ordered_map(encoder, parts, workers, threads=tokenizer.threads)):
+            output.add(block)
+        if not progress.documents:
+            raise DataError(f"no document in {', '.join(files)}{bad}")
+    return (
+        f"{progress.documents:,} documents, {progress.tokens:,} tokens ({dtype.name}) "
+        f"in {progress.seconds():.1f} s: {progress.rates()}\n"
+        f"wrote {', '.join(f'{prefix}.bin and .idx' for prefix in prefixes)}{bad}"
+        f"{removed_line(writers)}"
+    )
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    problems = [
+        f"--json-keys: {key!r} is given {keys.count(key)} times, but each key gets files of its own; give it once"
+        for key in dict.fromkeys(keys)
+        if keys.count(key) > 1
+    ]
+    problems += [
+        f"--json-keys: {key!r} cannot be part of a file's name because of {bad!r}; rename the key in the input"
+        for key in dict.fromkeys(keys)
+        for bad in ("/", "\0")
+        if bad in key
+    ]
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+class Output:
+    """Where the encoded documents go, in order."""
+
+    def __init__(self, writers: list[IndexedDatasetWriter], progress: CorpusProgress, bad: BadLines):
+        self._writers, self._progress, self._bad = writers, progress, bad
+        self._tokens = self._text_bytes = 0  # counted of the document under way, of which parts have come
+        self._forgetting = False  # one of its parts was bad
+
+    def add(self, block: EncodedBlock) -> None:
+        if block.part:
+            return self._add_part(block)
+        for writer, column in zip(self._writers, block.columns, strict=True):
+            writer.add_documents(*column)
+        self._bad.add(block.bad_lines)
+        self._progress.update(block.consumed, len(block.columns[0][1]), block.num_tokens, block.text_bytes)
+
+    def _add_part(self, block: EncodedBlock) -> None:
+        if block.bad_lines and not self._forgetting:
+            self._forgetting = True
+            self._bad.add(block.bad_lines)
+            for writer in self._writers:
+                writer.forget_parts()
+            self._progress.update(block.consumed, 0, -self._tokens, -self._text_bytes)
+        if not self._forgetting:
+            for writer, (tokens, _) in zip(self._writers, block.columns, strict=True):
+                writer.add_part(tokens, last=block.last)
+            self._progress.update(block.consumed, int(block.last), block.num_tokens, block.text_bytes)
+            self._tokens += block.num_tokens
+            self._text_bytes += block.text_bytes
+        if block.last:
+            self._tokens = self._text_bytes = 0
+            self._forgetting = False
+
+
+class BadLines:
+    """Counts skipped lines and remembers the first few; its text is empty if there were none."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._examples: list[str] = []
+
+    def add(self, problems: list[str]) -> None:
+        self._count += len(problems)
+        self._examples += problems[: BAD_LINES_SHOWN - len(self._examples)]
+
+    def __str__(self) -> str:
+        more = self._count - len(self._examples)
+        lines = [
+            f"skipped {self._count:,} bad lines:",
+            *self._examples,
+            *([f"... and {more:,} more"] if more else []),
+        ]
+        return "".join(f"\n{line}" for line in lines) if self._count else ""

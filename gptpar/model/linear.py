@@ -1,0 +1,87 @@
+"""The linear layers of a GPT's blocks: all are made here, so that another number format or kernel is a change here.
+
+The gradient of a linear layer's bias is the sum of its output's gradient over all tokens. Some functions that read the
+output form that sum together with the output's gradient (:mod:`gptpar.kernels.bias_gradient`), which saves a pass over
+memory. Whether they do is decided here and nowhere else: a reader takes the layer's ``unsummed_bias``, which is
+``None`` where nothing is left for it to do.
+
+The LM head is no layer of a block: its products are in :mod:`gptpar.tensor_parallel.cross_entropy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from gptpar.config import ModelConfig
+from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
+
+
+class Reader(Enum):
+    """What reads a linear layer's output."""
+
+    HEADS = "split into queries, keys and values"
+    ACTIVATION = "the MLP's activation function"
+    STREAM = "added to the residual stream, of which a norm follows"
+    OTHER = "something that sums no bias gradient"
+
+
+def rotated_width(config: ModelConfig) -> int:
+    """Channels of each head that rotary positions turn."""
+    assert config.kv_channels
+    return int(config.kv_channels * config.rotary_percent) if config.position_embedding_type == "rope" else 0
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Makes the linear layers of one block on one tensor rank.
+
+    Args:
+        axis: this process's place on the tensor axis.
+        residual_norm: whether the norms of the residual stream are :class:`~gptpar.model.norm.ResidualLayerNorm`.
+    """
+
+    config: ModelConfig
+    axis: TensorAxis = ALONE
+    residual_norm: bool = False
+
+    def column(
+        self, in_features: int, out_features: int, *, bias: bool, reader: Reader, parts: int = 1
+    ) -> ColumnParallelLinear:
+        """A layer of which each tensor rank has some output features."""
+        return ColumnParallelLinear(
+            in_features,
+            out_features,
+            bias=bias,
+            std=self.config.init_method_std,
+            parts=parts,
+            axis=self.axis,
+            bias_gradient=not self._is_summed_by(reader),
+        )
+
+    def row(self, in_features: int, out_features: int, *, bias: bool, reader: Reader) -> RowParallelLinear:
+        """A layer of which each tensor rank has some input features, and which writes to the residual stream.
+
+        Its weights start with std / sqrt(2 x layers) (Megatron's and GPT-2's scale).
+        """
+        assert self.config.num_layers
+        return RowParallelLinear(
+            in_features,
+            out_features,
+            bias=bias,
+            std=self.config.init_method_std / (2 * self.config.num_layers) ** 0.5,
+            axis=self.axis,
+            bias_gradient=not self._is_summed_by(reader),
+        )
+
+    def _is_summed_by(self, reader: Reader) -> bool:
+        config = self.config
+        match reader:
+            case Reader.HEADS:  # turned or normalised, the heads' gradients are put together by what does so
+                return not rotated_width(config) and not config.qk_layernorm
+            case Reader.ACTIVATION:
+                return not config.swiglu
+            case Reader.STREAM:  # with dropout between, the bias gets a part of the stream's gradient only
+                return self.residual_norm and config.hidden_dropout == 0
+            case Reader.OTHER:
+                return False

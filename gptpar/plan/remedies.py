@@ -1,0 +1,74 @@
+"""What to change where a plan does not fit: single steps in the space of layouts, and the last resorts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from gptpar.errors import ConfigError
+from gptpar.plan.planner import Plan, Planner
+from gptpar.plan.space import dimensions as d
+from gptpar.plan.space.candidate import Changes
+
+
+def remedies(planner: Planner, plan: Plan) -> list[Plan]:
+    """Changes that lower the need for memory: those with which it fits, fastest first, then the others.
+
+    Each is a single one, but for the last resorts where none suffices.
+    """
+    single = list(_single_changes(plan))
+    found = list(_with_less(planner, plan, single))
+    if not any(changed.fits for changed in found):
+        found += _with_less(planner, plan, [changes for changes in _last_resorts(plan) if changes not in single])
+    return sorted(found, key=lambda p: (not p.fits, p.time.total if p.fits else p.need))
+
+
+def _with_less(planner: Planner, plan: Plan, several: Iterable[Changes]) -> Iterator[Plan]:
+    """Those of several changes that can be had and need less memory than a plan."""
+    for changes in several:
+        try:
+            changed = planner.plan(changes)
+        except ConfigError:
+            continue
+        if changed.need < plan.need or changed.host_need < plan.host_need:
+            yield changed
+
+
+def _single_changes(plan: Plan) -> Iterator[Changes]:
+    parallel, layout = plan.job.config.parallel, plan.job.layout
+    if plan.job.config.recompute.checkpoint_in_cpu and not plan.fits_host:
+        yield {**plan.changes, "recompute.checkpoint_in_cpu": False}
+    if plan.job.config.recompute.recompute_granularity != "full":
+        yield {**plan.changes, **d.RECOMPUTED}
+    yield from _offloads(plan)
+    if plan.job.micro_batch_size > 1:
+        yield {**plan.changes, d.MICRO_BATCH: plan.job.micro_batch_size // 2}
+    if layout.data > 1:
+        for stage in range(plan.job.zero_stage + 1, 4):
+            yield {**plan.changes, d.ZERO_STAGE: stage}
+    if layout.tensor > 1 and not parallel.sequence_parallel:
+        yield {**plan.changes, d.SEQUENCE_PARALLEL: True}
+    for name, size in ((d.TENSOR, layout.tensor), (d.PIPELINE, layout.pipeline)):
+        yield {**plan.changes, name: 2 * size}
+
+
+def _offloads(plan: Plan) -> Iterator[Changes]:
+    """What leaves the GPU for the host's memory: the optimizer, its gradients at once, the parameters."""
+    offload = plan.job.config.offload
+    if plan.fits_gpu:
+        return
+    if plan.job.ratio < 1:
+        yield {**plan.changes, **d.ON_CPU}
+    if offload.cpu_optimizer and not offload.gradients_leave_at_once:
+        yield {**plan.changes, d.OFFLOAD_GRADIENTS: "on"}
+    if not offload.cpu_parameters:
+        yield {**plan.changes, **d.PARAMETERS_ON_CPU}
+
+
+def _last_resorts(plan: Plan) -> Iterator[Changes]:
+    """Everything that can go to host memory does; the same with all activations of the blocks recomputed."""
+    if plan.fits_gpu:
+        return
+    moved = {**plan.changes, **(d.ON_CPU if plan.job.ratio < 1 else {}), **d.PARAMETERS_ON_CPU}
+    yield moved
+    if plan.job.config.recompute.recompute_granularity != "full":
+        yield {**moved, **d.RECOMPUTED}

@@ -1,0 +1,130 @@
+"""What layouts can differ in: sizes of the axes, ZeRO stage, virtual stages, recomputation, offload."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptpar.plan.space.candidate import UNCHANGED, Changes, Dimension, Option
+from gptpar.topology.layout import Layout
+
+TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+VIRTUAL_STAGES = "parallel.num_virtual_stages_per_pipeline_rank"
+LAYERS_PER_VIRTUAL_STAGE = "parallel.num_layers_per_virtual_pipeline_stage"
+PARTITION = "parallel.pipeline_partition_method"
+ZERO_STAGE = "parallel.zero_stage"
+SEQUENCE_PARALLEL = "parallel.sequence_parallel"
+MICRO_BATCH, GLOBAL_BATCH = "batch.micro_batch_size", "batch.global_batch_size"
+RECOMPUTE = "recompute.recompute_granularity"
+CPU_OPTIMIZER, CPU_RATIO = "offload.cpu_optimizer", "offload.cpu_optimizer_ratio"
+CPU_PARAMETERS, OFFLOAD_GRADIENTS = "offload.cpu_parameters", "offload.offload_gradients"
+
+ON_CPU: Changes = {CPU_OPTIMIZER: True, CPU_RATIO: "auto"}
+PARAMETERS_ON_CPU: Changes = {CPU_PARAMETERS: True}
+RECOMPUTED: Changes = {RECOMPUTE: "full", "recompute.recompute_modules": None}
+
+
+def layouts(
+    num_processes: int, tensor_sizes: Iterable[int] | None = None, stages: Callable[[int], Iterable[int]] | None = None
+) -> Iterator[Layout]:
+    """Every (data, tensor, pipeline) whose product is the number of processes, by tensor and then pipeline size.
+
+    Args:
+        tensor_sizes: instead of all that divide the number of processes.
+        stages: pipeline sizes of the number of processes that a tensor size leaves, instead of all that divide it.
+    """
+    for tensor in divisors(num_processes) if tensor_sizes is None else tensor_sizes:
+        rest = num_processes // max(1, tensor)
+        for pipeline in (divisors if stages is None else stages)(rest):
+            yield sized(num_processes, tensor, pipeline)
+
+
+def sized(num_processes: int, tensor: int, pipeline: int) -> Layout:
+    """The layout of two sizes, whose data axis has the rest of the processes."""
+    return Layout(max(1, num_processes // max(1, tensor * pipeline)), tensor, pipeline)
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """All of a number, up to ``most``."""
+    return [i for i in range(1, min(number, most or number) + 1) if number % i == 0]
+
+
+def powers_of_two(most: int) -> list[int]:
+    """All up to ``most``."""
+    return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+
+
+def sizes(layout: Layout) -> list[Option]:
+    """The layout itself, as flags."""
+    return [Option({TENSOR: layout.tensor, PIPELINE: layout.pipeline}, layout.describe())]
+
+
+def zero_stages(layout: Layout) -> range:
+    """ZeRO shards among data-parallel processes: alone, one stage is as good as the others."""
+    return range(4) if layout.data > 1 else range(1)
+
+
+def virtual_stages(layout: Layout, counts: Sequence[int], most: int | None = None) -> list[int]:
+    """Virtual stages that each pipeline rank can have: more than one interleaves the work of a pipeline.
+
+    Args:
+        most: of all ranks together.
+    """
+    if layout.pipeline == 1:
+        return [1]
+    return [count for count in counts if count == 1 or most is None or count * layout.pipeline <= most]
+
+
+def fixed(*options: Option) -> Dimension:
+    """The same options in each layout."""
+    return lambda layout: options
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A dimension that is one field of the configuration.
+
+    Attributes:
+        field: as ``section.field``.
+        values: those that a layout can have; ``None`` leaves the field as it is.
+        label: of a value in a candidate's name; empty where it is not told.
+    """
+
+    field: str
+    values: Callable[[Layout], Iterable[Any]]
+    label: str = ""
+
+    def __call__(self, layout: Layout) -> list[Option]:
+        """The options of a layout."""
+        return [
+            UNCHANGED if value is None else Option({self.field: value}, self.label.format(value))
+            for value in self.values(layout)
+        ]
+
+
+def wished(field: str, chosen: Sequence[Any] | None, unset: Any = None) -> Choices:
+    """A field's values as somebody lists them, in each layout.
+
+    Args:
+        chosen: ``None`` where nobody chooses.
+        unset: the value that leaves the field as it is.
+    """
+    values = [None if value == unset else value for value in dict.fromkeys(chosen or [None])]
+    return Choices(field, lambda layout: values)
+
+
+def layout_sizes(text: str) -> dict[str, int]:
+    """An argparse type: ``dp2tp2``, ``tp2pp2``, ``dp4``; axes that are not named have one process, or the rest."""
+    if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*x?)+", text):
+        raise argparse.ArgumentTypeError(f"{text} is not a layout such as dp4, tp2pp2 or dp2xtp2")
+    return {axis: int(size) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", text)}
+
+
+def cpu_ratio(text: str) -> str:
+    """An argparse type: a share from 0 to 1, or ``auto``."""
+    if text != "auto" and not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return text

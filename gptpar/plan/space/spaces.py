@@ -1,0 +1,206 @@
+"""The three spaces: what a search predicts, what a sweep measures, what check-layouts proves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gptpar.config import Config
+from gptpar.plan.space import dimensions as d
+from gptpar.plan.space.candidate import UNCHANGED, Candidate, Changes, Option, product
+from gptpar.topology.layout import Layout
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+VIRTUAL_STAGES = (1, 2, 4)
+MAX_STAGES = 64
+MAX_VIRTUAL_STAGES = 48
+"""Of an interleaved pipeline in a search: balancing more takes a second each."""
+
+
+def to_predict(
+    config: Config, given: Collection[str], num_processes: int, gpus_per_node: int, offload: Option = UNCHANGED
+) -> Iterator[Candidate]:
+    """All layouts that a search looks at; what was typed stays as it is.
+
+    Args:
+        given: the fields that were typed, as ``section.field``.
+        offload: what goes to host memory in all of them, one of :func:`offloads`.
+    """
+    parallel = config.parallel
+    typed_tensor, typed_pipeline = d.TENSOR in given, d.PIPELINE in given
+    within_a_node = d.powers_of_two(min(gpus_per_node, num_processes))
+    found = d.layouts(
+        num_processes,
+        [parallel.tensor_model_parallel_size] if typed_tensor else within_a_node,
+        lambda rest: [parallel.pipeline_model_parallel_size] if typed_pipeline else d.divisors(rest, MAX_STAGES),
+    )
+
+    searched = [
+        d.Choices(d.TENSOR, lambda at: [at.tensor], "tp{}"),
+        d.Choices(d.PIPELINE, lambda at: [at.pipeline], "pp{}"),
+        d.Choices(d.VIRTUAL_STAGES, lambda at: d.virtual_stages(at, VIRTUAL_STAGES, MAX_VIRTUAL_STAGES), "chunks {}"),
+        d.Choices(d.ZERO_STAGE, d.zero_stages, "ZeRO-{}"),
+        d.Choices(d.SEQUENCE_PARALLEL, lambda at: [at.tensor > 1]),
+        d.Choices(d.PARTITION, lambda at: ["flops" if at.pipeline > 1 else None]),
+        d.Choices(d.MICRO_BATCH, lambda at: MICRO_BATCH_SIZES, "micro-batch {}"),
+        d.Choices(d.RECOMPUTE, lambda at: [None, "full"], "recompute {}"),
+    ]
+    return product(found, [*(one for one in searched if _is_open(one.field, given)), d.fixed(offload)])
+
+
+def _is_open(field: str, given: Collection[str]) -> bool:
+    """Whether the command line leaves a field to the search."""
+    if field == d.RECOMPUTE:
+        return not any(name.startswith("recompute.") for name in given)
+    return field not in given and not (field == d.VIRTUAL_STAGES and d.LAYERS_PER_VIRTUAL_STAGE in given)
+
+
+def offloads(given: Collection[str]) -> list[Option]:
+    """What a search moves to host memory, the fastest first; what was typed stays as it is.
+
+    With the optimizer go its gradients: by ``--offload-gradients auto``, when they are used or when they are final.
+    """
+    found, changes, words = [UNCHANGED], dict[str, Any](), list[str]()
+    for more, word in ((d.ON_CPU, "--cpu-optimizer"), (d.PARAMETERS_ON_CPU, "--cpu-parameters")):
+        new = {name: value for name, value in more.items() if name not in given}
+        changes = {**changes, **new}
+        words += [word] if True in new.values() else []
+        if new:
+            found.append(Option(changes, ", ".join(words)))
+    return found
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What somebody lists to be measured; ``None``: what the command line says.
+
+    Attributes:
+        layouts: sizes of axes by ``dp``, ``tp`` and ``pp``; ``None``: all that the command line allows.
+        cpu_ratios: shares of the optimizer on the CPU, as typed; 0 is without it, unless the command line has it.
+    """
+
+    layouts: Sequence[Mapping[str, int]] | None = None
+    micro_batches: Sequence[int] | None = None
+    recompute: Sequence[str] | None = None
+    zero: Sequence[int] | None = None
+    virtual_stages: Sequence[int] | None = None
+    cpu_ratios: Sequence[str] | None = None
+
+
+CHOSEN = {
+    "layouts": (d.TENSOR, d.PIPELINE),
+    "micro_batches": (d.MICRO_BATCH,),
+    "recompute": (d.RECOMPUTE,),
+    "zero": (d.ZERO_STAGE,),
+    "virtual_stages": (d.VIRTUAL_STAGES,),
+    "cpu_ratios": (d.CPU_RATIO,),
+}
+"""The fields of a configuration that each wish chooses."""
+
+
+def to_measure(config: Config, given: Collection[str], num_processes: int, wishes: Wishes) -> Iterator[Candidate]:
+    """Every combination of what is wished, in the order in which they are to run; those that cannot be, too.
+
+    Where the command line has no global batch, all get the smallest that each of them can cut into micro-batches.
+    """
+    found = _wished(config, given, num_processes, wishes.layouts)
+    micro_batches = wishes.micro_batches or [config.batch.micro_batch_size or 0]
+    common: Changes = {}
+    if config.batch.global_batch_size is None and all(micro_batches):
+        data = [layout.data for layout in found if layout.world_size == num_processes]
+        common = {d.GLOBAL_BATCH: math.lcm(*(size * ranks for size in micro_batches for ranks in data))}
+    tokens_split = config.parallel.sequence_parallel  # in all layouts that have a tensor axis, or in none
+    return product(
+        found,
+        [
+            d.fixed(Option(common)),
+            d.sizes,
+            d.Choices(d.SEQUENCE_PARALLEL, lambda at: [at.tensor > 1 if tokens_split else None]),
+            d.wished(d.MICRO_BATCH, wishes.micro_batches),
+            d.wished(d.RECOMPUTE, wishes.recompute, unset="none"),
+            d.wished(d.ZERO_STAGE, wishes.zero),
+            d.wished(d.VIRTUAL_STAGES, wishes.virtual_stages, unset=1),
+            d.fixed(*(_cpu_share(ratio, config.offload.cpu_optimizer) for ratio in wishes.cpu_ratios or (None,))),
+        ],
+    )
+
+
+def _wished(
+    config: Config, given: Collection[str], num_processes: int, wished: Sequence[Mapping[str, int]] | None
+) -> list[Layout]:
+    if wished is None:
+        typed = config.parallel
+        return [
+            layout
+            for layout in d.layouts(num_processes)
+            if d.TENSOR not in given or layout.tensor == typed.tensor_model_parallel_size
+            if d.PIPELINE not in given or layout.pipeline == typed.pipeline_model_parallel_size
+        ]
+    rest = [d.sized(num_processes, sizes.get("tp", 1), sizes.get("pp", 1)) for sizes in wished]
+    return [Layout(sizes.get("dp", at.data), at.tensor, at.pipeline) for sizes, at in zip(wished, rest, strict=True)]
+
+
+def _cpu_share(ratio: str | None, has_cpu_optimizer: bool) -> Option:
+    if ratio is None or (ratio != "auto" and float(ratio) == 0 and not has_cpu_optimizer):
+        return UNCHANGED
+    return Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: ratio})
+
+
+VARIANTS = (
+    UNCHANGED,
+    Option({d.RECOMPUTE: "full"}, "full recompute"),
+    Option(
+        {d.RECOMPUTE: "full", "recompute.recompute_method": "uniform", "recompute.recompute_num_layers": 2}, "every 2"
+    ),
+    Option({d.RECOMPUTE: "selective", "recompute.recompute_modules": ("core_attn", "mlp", "layernorm")}, "selective"),
+    Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: "0.6"}, "CPU optimizer 0.6"),
+    Option({d.CPU_OPTIMIZER: True, d.CPU_PARAMETERS: True}, "all on the CPU"),
+)
+"""Recomputation and offload, each proved in every layout."""
+
+GRADIENTS_LEAVE = (
+    Option({d.CPU_OPTIMIZER: True, d.OFFLOAD_GRADIENTS: "on"}, "gradients on the host"),
+    Option(
+        {d.CPU_OPTIMIZER: True, d.CPU_PARAMETERS: True, d.OFFLOAD_GRADIENTS: "on"},
+        "parameters and gradients on the host",
+    ),
+)
+"""Gradients leave at once where they are no sums: in one process whose micro-batch is the whole batch."""
+
+
+def to_prove(config: Config, num_processes: int) -> Iterator[Candidate]:
+    """Every layout x ZeRO stage x token split x schedule x recomputation or offload."""
+    if num_processes == 1 and not config.model.has_dropout:  # another micro-batch has other masks
+        whole_batch = {d.MICRO_BATCH: config.batch.global_batch_size or config.batch.micro_batch_size}
+        for option in GRADIENTS_LEAVE:
+            yield Candidate({**option.changes, **whole_batch}, option.name)
+    yield from product(
+        d.layouts(num_processes),
+        [
+            d.sizes,
+            lambda at: [Option({d.ZERO_STAGE: n}, f"ZeRO-{n}" if at.data > 1 else "") for n in d.zero_stages(at)],
+            lambda at: [UNCHANGED, *[Option({d.SEQUENCE_PARALLEL: True}, "sequence parallel")] * (at.tensor > 1)],
+            lambda at: [UNCHANGED, *[Option({d.VIRTUAL_STAGES: 2}, "interleaved")] * (at.pipeline > 1)],
+            d.fixed(*VARIANTS),
+        ],
+    )
+
+
+_CPU = {"device": "cpu"}
+MODULE_VARIANTS = (
+    UNCHANGED,
+    Option({"offload_optimizer": {**_CPU, "ratio": 0.6}}, "CPU optimizer 0.6"),
+    Option({"offload_optimizer": _CPU}, "CPU optimizer"),
+    Option({"offload_optimizer": _CPU, "offload_param": _CPU}, "all on the CPU"),
+)
+
+
+def to_prove_of_a_module(num_processes: int) -> Iterator[Option]:
+    """Every ZeRO stage x offload of a user's module, as section ``zero_optimization`` of its configuration."""
+    several = num_processes > 1
+    for stage in d.zero_stages(Layout(data=num_processes)):
+        for variant in MODULE_VARIANTS:
+            words = [f"{num_processes} process{'es' * several}", f"ZeRO-{stage}" if several else "", variant.name]
+            yield Option({"stage": stage, **variant.changes}, ", ".join(filter(None, words)))

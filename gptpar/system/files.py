@@ -1,0 +1,89 @@
+"""Writing a file so that a reader, or a crash, never meets half of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from gptpar.system.processes import is_running
+
+# What FUSE and CIFS mounts answer; such a mount writes directories through, or cannot be helped from here.
+_CANNOT_SYNC_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def temporary_name(path: str | os.PathLike[str]) -> Path:
+    """The name under which this process writes what will be `path`; it says whose it is, by host and process id."""
+    path = Path(path)
+    return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+
+
+def remove_abandoned(path: str | os.PathLike[str]) -> list[str]:
+    """Remove temporary files of `path` whose processes, on this host, are gone; returns their names."""
+    path = Path(path)
+    named = re.compile(re.escape(f"{path.name}.{os.uname().nodename}.") + r"(\d+)\.tmp")
+    removed = []
+    with suppress(OSError):  # no such folder yet
+        for name in sorted(os.listdir(path.parent)):
+            found = named.fullmatch(name)
+            if found and not is_running(int(found[1])):
+                with suppress(OSError):  # another process was quicker, or it is not ours to remove
+                    os.unlink(path.parent / name)
+                    removed.append(name)
+    return removed
+
+
+@contextmanager
+def atomic_output(path: str | os.PathLike[str], temporary: Path | None = None) -> Iterator[IO[bytes]]:
+    """A binary file that takes the name `path` when the block ends, and vanishes if the block raises.
+
+    Args:
+        temporary: its name until then, in the same folder (default: one that says whose it is).
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary or temporary_name(path)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            sync_file(file)
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace_synced(path: Path, text: str) -> None:
+    """Write a file atomically and return when it is on the disk."""
+    with atomic_output(path, path.with_name(f".{path.name}.tmp")) as file:
+        file.write(text.encode())
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file and return when it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(text.encode())
+        sync_file(file)
+
+
+def sync_file(file: IO[bytes]) -> None:
+    """Return when everything that was written to an open file is on the disk."""
+    if file.writable():
+        file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Return when the directory's entries are on the disk, on file systems that can be asked for that."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_DIRECTORIES:
+            raise
+    finally:
+        os.close(fd)

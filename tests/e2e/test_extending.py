@@ -1,0 +1,60 @@
+"""The worked examples of docs/extending.md are applied to a copy of the package, and their commands run there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT, blocks
+
+PAGE = ROOT / "docs/extending.md"
+EXAMPLES = {
+    "Another norm": "combinations compute the same as one process",
+    "A family": "596.05 M parameters",
+}
+"""What the commands of an example print. Qwen3-0.6B is published with 596,049,920 parameters."""
+
+
+def edits(heading: str) -> dict[str, list[tuple[str, str]]]:
+    """File -> (text, what takes its place) of every example's changes."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one in blocks(PAGE):
+        if (one.heading, one.language) == (heading, "diff"):
+            first, *lines = one.text.splitlines(keepends=True)
+            assert first.startswith("--- ") and all(line[:1] in " +-\n" for line in lines), one.text
+            old = "".join(line[1:] for line in lines if line[0] != "+")
+            new = "".join(line[1:] for line in lines if line[0] != "-")
+            found.setdefault(first.removeprefix("--- ").strip(), []).append((old, new))
+    return found
+
+
+def applied(heading: str, folder: Path) -> None:
+    """A copy of the package with an example's changes."""
+    shutil.copytree(ROOT / "gptpar", folder / "gptpar", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    for file, changes in edits(heading).items():
+        text = (folder / file).read_text()
+        for old, new in changes:
+            assert text.count(old) == 1, f"{file} holds {text.count(old)} times: {old}"
+            text = text.replace(old, new)
+        (folder / file).write_text(text)
+
+
+@pytest.mark.parametrize("heading", EXAMPLES)
+def test_an_example_works_and_touches_two_packages_at_most(heading: str, tmp_path: Path) -> None:
+    applied(heading, tmp_path)
+    packages = {Path(file).parts[1] for file in edits(heading)}
+    assert 1 <= len(packages) <= 2
+    commands = "".join(one.text for one in blocks(PAGE) if (one.heading, one.language) == (heading, "sh"))
+    script = f'set -e\ngptpar() {{ "{sys.executable}" -m gptpar "$@"; }}\n{commands}'
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert EXAMPLES[heading] in done.stdout, done.stdout

@@ -1,0 +1,104 @@
+"""The space of layouts: what is enumerated, how a candidate is applied and printed, and what stays as it was typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptpar.cli.check_layouts import MODELS, SMALL
+from gptpar.config import Config
+from gptpar.config.flags import parse_flags
+from gptpar.errors import ConfigError
+from gptpar.plan.space import dimensions as d
+from gptpar.plan.space.candidate import UNCHANGED, Candidate, Option, configured, flags_of, product, with_changes
+from gptpar.plan.space.spaces import CHOSEN, Wishes, offloads, to_measure, to_predict, to_prove, to_prove_of_a_module
+from gptpar.topology.layout import Layout
+
+WORDS = [*SMALL.split(), "--fp64"]
+
+
+def typed(words: list[str]) -> Config:
+    parsed = parse_flags(words)
+    assert not parsed.problems
+    return parsed.config
+
+
+@pytest.mark.parametrize("candidate", list(to_prove(typed(WORDS), 4)), ids=lambda candidate: candidate.name)
+def test_flags_say_what_is_applied(candidate: Candidate) -> None:
+    assert typed([*WORDS, *candidate.flags]) == candidate.applied_to(typed(WORDS))
+
+
+def test_every_layout_is_proved_in_every_way() -> None:
+    assert [len(list(to_prove(typed(WORDS), n))) for n in (1, 2, 4)] == [8, 48, 168]
+    names = [candidate.name for candidate in to_prove(typed(WORDS), 4)]
+    assert len(set(names)) == 168 and names[0] == "dp4 x tp1 x pp1, ZeRO-0"
+    assert "dp2 x tp2 x pp1, ZeRO-3, sequence parallel, all on the CPU" in names
+    assert "dp1 x tp2 x pp2, interleaved, every 2" in names
+
+
+def test_gradients_that_leave_at_once_are_proved_with_the_whole_batch_and_without_dropout() -> None:
+    first, second, *_ = to_prove(typed(WORDS), 1)
+    assert first.changes["batch.micro_batch_size"] == 8
+    assert second.name == "parameters and gradients on the host"
+    masked = typed([*WORDS, "--hidden-dropout", "0.1"])
+    assert len(list(to_prove(masked, 1))) == 6
+
+
+def test_a_search_looks_at_everything_that_is_not_typed() -> None:
+    """4 GPUs: 6 layouts; with data parallelism 4 ZeRO stages, with a pipeline 3 schedules; 6 batches, twice."""
+    every = list(to_predict(Config(), set(), 4, 8))
+    assert len(every) == 6 * 2 * (4 + 4 + 1 + 3 * 4 + 3 + 3)
+    assert every[0].name == "tp1, pp1, chunks 1, ZeRO-0, micro-batch 1"
+    config = typed(["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--micro-batch-size", "4"])
+    given = {d.TENSOR, d.ZERO_STAGE, d.MICRO_BATCH}
+    few = list(to_predict(config, given, 4, 8))
+    assert {one.layout for one in few} == {Layout(2, 2, 1), Layout(1, 2, 2)}
+    assert not given & {name for one in few for name in one.changes}
+    assert {one.name for one in few} == {
+        f"pp{pp}, chunks {chunks}{recompute}"
+        for pp, chunks in ((1, 1), (2, 1), (2, 2), (2, 4))
+        for recompute in ("", ", recompute full")
+    }
+
+
+def test_a_search_stays_within_a_node_and_below_its_limits() -> None:
+    every = list(to_predict(Config(), set(), 256, 8))
+    assert max(one.layout.tensor for one in every) == 8
+    assert max(one.layout.pipeline for one in every) == 64
+    interleaved = [one for one in every if one.changes[d.VIRTUAL_STAGES] > 1]
+    assert max(one.layout.pipeline * one.changes[d.VIRTUAL_STAGES] for one in interleaved) <= 48
+
+
+def test_offloads_go_from_nothing_to_everything_that_is_not_typed() -> None:
+    assert [option.name for option in offloads(set())] == ["", "--cpu-optimizer", "--cpu-optimizer, --cpu-parameters"]
+    assert [option.changes for option in offloads({d.CPU_OPTIMIZER, d.CPU_RATIO})] == [{}, {d.CPU_PARAMETERS: True}]
+    assert offloads({d.CPU_OPTIMIZER, d.CPU_RATIO, d.CPU_PARAMETERS}) == [UNCHANGED]
+
+
+def test_wishes_are_multiplied_and_what_cannot_be_is_kept() -> None:
+    wishes = Wishes(layouts=[d.layout_sizes(text) for text in ("dp4", "tp3", "dp2")], micro_batches=[2, 3], zero=[0, 2])
+    found = list(to_measure(typed(["--seq-length", "16"]), set(), 4, wishes))
+    assert [one.layout for one in found[::4]] == [Layout(4, 1, 1), Layout(1, 3, 1), Layout(2, 1, 1)]
+    assert {one.changes[d.GLOBAL_BATCH] for one in found} == {24}  # of dp4 alone: the others are no 4 processes
+    assert set(CHOSEN) == set(vars(wishes))
+
+
+def test_what_cannot_be_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="4 processes cannot be cut into groups of 3 x 1"):
+        configured(with_changes(typed(WORDS), {d.TENSOR: 3}), 4)
+    llama = [*WORDS, *MODELS["llama"].split()]
+    assert configured(typed(llama), 1).model.padded_vocab_size == 128
+
+
+def test_what_is_off_has_no_word_and_the_last_dimension_varies_fastest() -> None:
+    assert flags_of({d.SEQUENCE_PARALLEL: False, d.RECOMPUTE: None, "recompute.recompute_modules": ("mlp", "moe")}) == [
+        *("--recompute-modules", "mlp", "moe")
+    ]
+    dimensions = [d.sizes, d.fixed(Option(name="a"), Option(name="b")), d.wished(d.MICRO_BATCH, [1, 2])]
+    found = list(product([Layout()], dimensions))
+    assert [one.name for one in found] == [f"dp1 x tp1 x pp1, {letter}" for letter in "aabb"]
+    assert [one.changes[d.MICRO_BATCH] for one in found] == [1, 2, 1, 2]
+
+
+def test_a_module_is_proved_with_every_stage_and_offload() -> None:
+    assert [len(list(to_prove_of_a_module(n))) for n in (1, 2)] == [4, 16]
+    assert list(to_prove_of_a_module(2))[-1].name == "2 processes, ZeRO-3, all on the CPU"

@@ -1,0 +1,23 @@
+"""Which package may import which: the packages from the bottom up."""
+
+from __future__ import annotations
+
+# A room may import itself and the rooms of the rows above its own.
+ROWS = [
+    ["errors"],
+    ["system"],
+    ["topology", "kernels"],
+    ["config"],
+    ["tensor_parallel"],
+    ["model"],
+    ["pipeline"],
+    ["optim"],
+    ["engine"],
+    ["reporting"],
+    ["offload"],
+    ["any_module"],
+    ["plan"],
+    ["training"],
+    ["cli"],
+    ["__init__", "__main__"],
+]

@@ -47,7 +47,7 @@ def test_attached_is_bit_for_bit_the_same(
     ratio: float, speculation: str, dtype: torch.dtype, closing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clipping in some steps makes speculation wrong: it is done again."""
-    monkeypatch.setattr(SameMemory, "later", lambda self, number: LateNorm(number))
+    monkeypatch.setattr(SameMemory, "read_scalar", lambda self, number: LateNorm(number))
     models = [Model(dtype), Model(dtype)]
     optimizers = [
         closing(TwinFlowAdamW(two_groups(m), offload_ratio=ratio, max_norm=0.45, speculation=speculation))
@@ -289,7 +289,7 @@ def test_an_optimizer_whose_device_does_not_answer_is_left_behind(monkeypatch: p
             return self._number.item()
 
     monkeypatch.setattr(host_optimizer, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(SameMemory, "later", lambda self, number: Stuck(number))
+    monkeypatch.setattr(SameMemory, "read_scalar", lambda self, number: Stuck(number))
     before, model = threading.active_count(), Model()
     optimizer = TwinFlowAdamW(model.parameters(), speculation="on")
     optimizer.attach(model)

@@ -103,6 +103,8 @@ OTHER: dict[str, Any] = {
     "optimizer.adam_beta1": 0.8,
     "optimizer.adam_beta2": 0.8,
     "optimizer.adam_eps": 1e-6,
+    "optimizer.lion_beta1": 0.8,
+    "optimizer.lion_beta2": 0.9,
     "precision.fp16": True,
     "precision.bf16": True,
     "precision.fp64": True,

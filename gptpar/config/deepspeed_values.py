@@ -13,7 +13,7 @@ from typing import Any
 
 from gptpar.config import Flags
 from gptpar.config.deepspeed_keys import DEFAULTS_SINCE, OPTIMIZER_SECTIONS, SCHEDULE_DEFAULTS, Tree
-from gptpar.config.deepspeed_reader import Reader, Said
+from gptpar.config.deepspeed_reader import KeyReader, Said
 from gptpar.config.jsonc import JsonError, read_object
 
 
@@ -33,7 +33,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{error}; correct it.") from None
 
 
-def read_values(raw: Mapping[str, Any], tree: Tree, flags: Flags, *, micro_is_known: bool) -> Reader:
+def read_values(raw: Mapping[str, Any], tree: Tree, flags: Flags, *, micro_is_known: bool) -> KeyReader:
     """What the file says by the keys of ``tree``, and what DeepSpeed assumes; what depends on nothing is left out.
 
     Args:
@@ -41,7 +41,7 @@ def read_values(raw: Mapping[str, Any], tree: Tree, flags: Flags, *, micro_is_kn
         flags: what is said elsewhere, which may turn on what the file's keys are about.
         micro_is_known: whether it says the micro-batch size.
     """
-    reader, defaults = Reader(tree), Reader(tree, default=True)
+    reader, defaults = KeyReader(tree), KeyReader(tree, default=True)
     plain = without_auto(raw)
     reader.walk(raw)
     defaults.walk(_absent(_defaults(plain, micro_is_known), plain))
@@ -159,7 +159,7 @@ def _absent(defaults: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def _leave_out_unused(reader: Reader, flags: Flags) -> None:
+def _leave_out_unused(reader: KeyReader, flags: Flags) -> None:
     """Move what depends on something that is off, or that another key overrules, to what has no effect."""
     on = {s.field for s in reader.said if s.value is True}
     devices = {s.raw for s in reader.said if s.key.endswith("offload_optimizer.device")}

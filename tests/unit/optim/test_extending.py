@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from gptpar.config.sections.optimizer import OptimizerConfig
 
 from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Tensors
+from gptpar.config.sections.optimizer import OptimizerConfig
 from gptpar.data.loader import MicroBatch
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.optimizers import OPTIMIZERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gptpar.cli.check_layouts import MODELS, SMALL
-from gptpar.config import Config
+from gptpar.config import Flags
 from gptpar.config.flags import parse_flags
 from gptpar.errors import ConfigError
 from gptpar.plan.space import dimensions as d
@@ -16,7 +16,7 @@ from gptpar.topology.layout import Layout
 WORDS = [*SMALL.split(), "--fp64"]
 
 
-def typed(words: list[str]) -> Config:
+def typed(words: list[str]) -> Flags:
     parsed = parse_flags(words)
     assert not parsed.problems
     return parsed.flags
@@ -45,7 +45,7 @@ def test_gradients_that_leave_at_once_are_proved_with_the_whole_batch_and_withou
 
 def test_a_search_looks_at_everything_that_is_not_typed() -> None:
     """4 GPUs: 6 layouts; with data parallelism 4 ZeRO stages, with a pipeline 3 schedules; 6 batches, twice."""
-    every = list(to_predict(Config(), set(), 4, 8))
+    every = list(to_predict(Flags(), set(), 4, 8))
     assert len(every) == 6 * 2 * (4 + 4 + 1 + 3 * 4 + 3 + 3)
     assert every[0].name == "tp1, pp1, chunks 1, ZeRO-0, micro-batch 1"
     config = typed(["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--micro-batch-size", "4"])
@@ -61,7 +61,7 @@ def test_a_search_looks_at_everything_that_is_not_typed() -> None:
 
 
 def test_a_search_stays_within_a_node_and_below_its_limits() -> None:
-    every = list(to_predict(Config(), set(), 256, 8))
+    every = list(to_predict(Flags(), set(), 256, 8))
     assert max(one.layout.tensor for one in every) == 8
     assert max(one.layout.pipeline for one in every) == 64
     interleaved = [one for one in every if one.changes[d.VIRTUAL_STAGES] > 1]

@@ -36,7 +36,7 @@ class Said:
 
 
 @dataclass
-class Reader:
+class KeyReader:
     """Collects what the keys say.
 
     Attributes:

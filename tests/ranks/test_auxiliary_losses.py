@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from gptpar.cli.check_layouts.cases import VARIANTS, Case
-from gptpar.cli.check_layouts.main import SMALL, case_config
 from torch import nn
 
+from gptpar.cli.check_layouts import SMALL, case_config
 from gptpar.cli.check_layouts.compare import difference, step_difference
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 from gptpar.cli.check_layouts.training import CaseRun
@@ -20,17 +19,21 @@ from gptpar.model.block import Block
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.pipeline.stage import Stage
+from gptpar.plan.space import spaces
+from gptpar.plan.space.candidate import flags_of
 from gptpar.tensor_parallel import ALONE, TensorAxis
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.initial_values import Normal
 from gptpar.topology.layout import Layout
 from gptpar.topology.placement import REPLICATED, ParameterSpec
 from gptpar.training import gpt as gpt_engine
+from tests.ranks.layout_cases import case
 from tests.spawn import spawn
 
 WORDS = [*SMALL.split(), "--num-layers", "4", "--fp64"]
 TOLERANCE = 1e-10
 SEQUENCE = ("--sequence-parallel",)
+VARIANTS = {option.name: flags_of(option.changes) for option in spaces.VARIANTS}
 RECOMPUTED = tuple(VARIANTS["full recompute"])
 INTERLEAVED = ("--num-virtual-stages-per-pipeline-rank", "2")
 CASES = [
@@ -82,8 +85,7 @@ def described(config: ModelConfig, axis: TensorAxis = ALONE, **kwargs: Any) -> M
 
 
 def config_of(layout: Layout, flags: tuple[str, ...]) -> Config:
-    sizes = ("--tensor-model-parallel-size", str(layout.tensor), "--pipeline-model-parallel-size", str(layout.pipeline))
-    return case_config(WORDS, Case("", layout, (*sizes, *flags)), layout.world_size)
+    return case_config(WORDS, case(layout, *flags), layout.world_size)
 
 
 def trained(layout: Layout, flags: tuple[str, ...], topology: Topology) -> Outcome:

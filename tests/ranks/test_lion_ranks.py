@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from gptpar.cli.check_layouts.cases import Case
-from gptpar.cli.check_layouts.main import case_config
 
+from gptpar.cli.check_layouts import case_config
 from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
+from tests.ranks.layout_cases import case
 from tests.spawn import spawn
-from tests.unit.optim.test_lion import STEPS, TOLERANCE, WORDS, plain_loop
+from tests.unit.optim.lion_runs import STEPS, TOLERANCE, WORDS, plain_loop
 
 DATA, TENSOR, PIPELINE = Layout(data=2), Layout(tensor=2), Layout(pipeline=2)
 CASES = [
@@ -38,7 +38,7 @@ def run_all(rank: int, folder: Path) -> list[Outcome]:
     for number, (layout, flags) in enumerate(CASES):
         if layout not in topologies:
             topologies[layout] = make_topology(layout, rank, torch.device("cpu"))
-        run = CaseRun(case_config(WORDS, Case(flags, layout, tuple(flags.split())), 2), topologies[layout])
+        run = CaseRun(case_config(WORDS, case(layout, *flags.split()), 2), topologies[layout])
         run.train(0, STEPS - 1)
         run.save(folder / str(number), STEPS - 1)
         run.resume(folder / str(max(0, number - 1)))

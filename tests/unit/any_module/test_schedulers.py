@@ -16,6 +16,7 @@ from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import SchedulerOptions
 from gptpar.any_module.schedulers import WarmupCosineLR, WarmupDecayLR, WarmupLR, scheduler_of
 from gptpar.errors import GptparError
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import Schedule
 
@@ -28,7 +29,7 @@ def groups(*rates: float) -> list[dict[str, Any]]:
 
 
 def optimizer_of(*rates: float) -> EngineOptimizer:
-    return EngineOptimizer(groups(*rates), lambda: None, lambda: None, LossScale(1.0, dynamic=False))
+    return EngineOptimizer(ADAMW, groups(*rates), lambda: None, lambda: None, LossScale(1.0, dynamic=False))
 
 
 def rates_of(make: Callable[[EngineOptimizer], LRScheduler], steps: int, *lr: float) -> list[Any]:
@@ -116,7 +117,7 @@ def test_no_schedule() -> None:
 def test_a_clients_scheduler_over_the_optimizer_that_was_taken_over() -> None:
     client = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     theirs = LambdaLR(client, lambda n: 1 / (n + 1))
-    optimizer = EngineOptimizer(client.param_groups, lambda: None, lambda: None, LossScale(1.0, dynamic=False))
+    optimizer = EngineOptimizer(ADAMW, client.param_groups, lambda: None, lambda: None, LossScale(1.0, dynamic=False))
     configured = SchedulerOptions("WarmupLR", {})
     scheduler = scheduler_of(theirs, optimizer, configured)
     assert scheduler is theirs

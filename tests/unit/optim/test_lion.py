@@ -2,72 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from gptpar.cli.check_layouts.cases import Case
-from gptpar.cli.check_layouts.main import MODELS, SMALL, case_config
 
 from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Tensors
-from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config.flags import parse_flags
 from gptpar.errors import CheckpointError, ConfigError
-from gptpar.model.gpt import gpt_model
 from gptpar.optim.elementwise import UpdateVectors
 from gptpar.optim.lion import LION, LionHyperparameters
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
-from gptpar.pipeline import Stage
-from gptpar.topology.groups import Topology
-from gptpar.topology.layout import Layout
 from gptpar.training import resume
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.training.test_resume import DONE, inputs_of
-
-WORDS = [
-    *SMALL.split(),
-    *MODELS["llama"].split(),
-    *("--fp64", "--num-layers", "2", "--optimizer", "lion", "--lion-beta2", "0.95"),
-    *("--lr", "1e-3", "--weight-decay", "0.3"),
-]
-"""A model without key biases: their gradient is zero but for rounding, and Lion would take the sign of that."""
-
-STEPS = 3
-TOLERANCE = 1e-12
-
-
-def plain_loop(steps: int) -> list[Tensors]:
-    """Every parameter after each step; nothing but torch, in fp64."""
-    run = alone(())
-    model = Stage(gpt_model(run.config.model).specs)
-    model.place({name: value.clone() for name, value in run.outcome.initial.items()})
-    named, found = model.global_parameters(), []
-    momenta = {name: torch.zeros_like(p) for name, p in named.items()}
-    for step in range(steps):
-        model.zero_grad()
-        for batch in run._batches(step):
-            logits = model(batch.tokens_BS, {"seq_length": batch.tokens_BS.shape[1]})
-            (F.cross_entropy(logits, batch.labels_BS.flatten()) / len(run._batches(step))).backward()
-        torch.nn.utils.clip_grad_norm_(list(named.values()), 0.5)
-        lr = run.trainer.schedule.learning_rate(8.0 * (step + 1))
-        with torch.no_grad():
-            for name, p in named.items():
-                assert p.grad is not None
-                p.mul_(1 - lr * (0.3 if p.dim() > 1 else 0.0))
-                p.sub_(lr * torch.sign(0.9 * momenta[name] + (1 - 0.9) * p.grad))
-                momenta[name] = 0.95 * momenta[name] + (1 - 0.95) * p.grad
-        found.append({name: p.detach().clone() for name, p in named.items()})
-    run.trainer.close()
-    return found
-
-
-def alone(flags: Sequence[str]) -> CaseRun:
-    config = case_config(WORDS, Case("alone", Layout(), tuple(flags)), 1)
-    return CaseRun(config, Topology(Layout(), 0, torch.device("cpu")))
+from tests.unit.optim.lion_runs import STEPS, TOLERANCE, alone, plain_loop
+from tests.unit.training.saved_runs import DONE, inputs_of
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ def check_model(flags: Flags) -> Iterator[str]:
     m = flags.model
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(m, name) is None:
-            yield Missing(f"the model's {name} is not known: give {flag_name(name)}, or a --preset such as 350M.")
+            what = name.replace("_", " ")
+            yield Missing(f"the model's {what} is not known: give {flag_name(name)}, or a --preset such as 350M.")
     hidden, heads = m.hidden_size, m.num_attention_heads
     if hidden and heads and hidden % heads and m.kv_channels == hidden // heads > 0:
         yield (

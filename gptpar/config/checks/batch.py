@@ -19,21 +19,35 @@ def check_batch(flags: Flags, world_size: int) -> Iterator[str]:
     """Whether every step's batch can be cut evenly."""
     b = flags.batch
     data_parallel = flags.parallel.data_parallel_size(world_size)
-    steps = b.gradient_accumulation_steps
     yield from _schedule(flags, data_parallel)
-    if b.micro_batch_size is None and b.global_batch_size and steps and steps > 0:
-        yield (
+    if b.micro_batch_size is None:
+        yield _why_no_micro_batch(b, data_parallel)
+    elif b.batch_sizes is None:
+        unit = b.micro_batch_size * data_parallel
+        yield from _global(b, data_parallel, unit)
+        if b.rampup_batch_size is not None:
+            yield from _rampup(b.rampup_batch_size, b.global_batch_size or unit, unit)
+
+
+def _why_no_micro_batch(b: BatchFlags, data_parallel: int) -> str:
+    """It is missing, or the numbers that it follows from do not divide."""
+    steps = b.gradient_accumulation_steps
+    if b.global_batch_size and steps and steps > 0:
+        return (
             f"--global-batch-size {b.global_batch_size} is not a multiple of --gradient-accumulation-steps {steps} x "
             f"{data_parallel} data-parallel process(es) = {steps * data_parallel}, so there is no --micro-batch-size "
             "for it: change one of them."
         )
-        return
-    if b.micro_batch_size is None:
-        yield Missing("--micro-batch-size is missing: the number of samples one process runs at once, for example 4.")
-        return
-    unit = b.micro_batch_size * data_parallel
-    if b.batch_sizes is not None:
-        return
+    return Missing("--micro-batch-size is missing: the number of samples one process runs at once, for example 4.")
+
+
+def _global(b: BatchFlags, data_parallel: int, unit: int) -> Iterator[str]:
+    """Whether micro-batches make up the global batch.
+
+    Args:
+        unit: samples of one micro-batch on all data-parallel processes.
+    """
+    steps = b.gradient_accumulation_steps
     if b.global_batch_size is not None and b.global_batch_size % unit:
         yield (
             f"--global-batch-size {b.global_batch_size} is not a multiple of --micro-batch-size "
@@ -46,8 +60,6 @@ def check_batch(flags: Flags, world_size: int) -> Iterator[str]:
             f"--gradient-accumulation-steps {steps} x {data_parallel} data-parallel process(es) = {unit * steps}: drop "
             "one of the three, or make them agree."
         )
-    if b.rampup_batch_size is not None:
-        yield from _rampup(b.rampup_batch_size, b.global_batch_size or unit, unit)
 
 
 def _rampup(ramp: tuple[int, ...], target: int, unit: int) -> Iterator[str]:

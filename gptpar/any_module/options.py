@@ -289,14 +289,20 @@ def _pipeline_problems(values: _Values, world: int, model: ModelKind) -> Iterato
         yield "pipeline.activation_checkpoint_interval is negative: 0 recomputes nothing."
     if model is not ModelKind.MODULE:
         yield from _problems_of_layers(values)
-    told = " and ".join(f"{key} {number}" for key, number in numbers.items() if number > 1)
-    if model is not ModelKind.LAYERS and told:
-        has = {ModelKind.MODULE: "is no list of layers", ModelKind.PIPELINE: "is a PipelineModule, which has its own"}
-        yield f"{told}: the model {has[model]}: drop it, or pass the list of layers as the model."
-    elif model is ModelKind.LAYERS and stages > 0 and world % stages:
+    if model is not ModelKind.LAYERS:
+        yield from _problems_of_undivided({key: number for key, number in numbers.items() if number > 1}, model)
+    elif stages > 0 and world % stages:
         yield f"pipeline.stages is {stages}, of which {world} process(es) are no multiple: start a multiple."
     elif virtual_stages > 1 and stages == 1:
         yield f"gptpar.virtual_stages is {virtual_stages}: it needs pipeline.stages of at least 2."
+
+
+def _problems_of_undivided(numbers: Mapping[str, int], model: ModelKind) -> Iterator[str]:
+    """Numbers of stages above 1, for a model that the configuration does not divide."""
+    has = {ModelKind.MODULE: "is no list of layers", ModelKind.PIPELINE: "is a PipelineModule, which has its own"}
+    if numbers:
+        told = " and ".join(f"{key} {number}" for key, number in numbers.items())
+        yield f"{told}: the model {has[model]}: drop it, or pass the list of layers as the model."
 
 
 def _problems_of_layers(values: _Values) -> Iterator[str]:

@@ -142,14 +142,11 @@ class Reporter:
     def _averaged(self) -> IterationRecord:
         """The window as one record: times and losses averaged, skips summed, the rest as in the last step."""
         window, last = self._window, self._window[-1]
-        good = [r for r in window if not r.num_skipped and r.lm_loss is not None]
-        ms = sum(r.elapsed_ms for r in window) / len(window)
+        ms = _mean([r.elapsed_ms for r in window])
         speed = last.elapsed_ms / ms * sum(r.global_batch_size for r in window) / len(window) / last.global_batch_size
         speeds = {name: value for name in SPEEDS if (value := getattr(last, name)) is not None}
-        return replace(
+        averaged = replace(
             last,
-            lm_loss=sum(r.lm_loss or 0.0 for r in good) / len(good) if good else None,
-            auxiliary_losses=_averaged_losses([r.auxiliary_losses for r in good]),
             elapsed_ms=ms,
             eta_s=last.eta_s / speed,
             num_skipped=sum(r.num_skipped for r in window),
@@ -157,6 +154,7 @@ class Reporter:
             cpu_optimizer=_averaged_times([r.cpu_optimizer for r in window]),
             **{name: value * speed for name, value in speeds.items()},
         )
+        return _with_averaged_losses(averaged, [r for r in window if not r.num_skipped and r.lm_loss is not None])
 
     def validation(self, record: ValidationRecord) -> None:
         """Report an evaluation."""
@@ -175,13 +173,23 @@ class Reporter:
             sink.close()
 
 
-def _averaged_losses(losses: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each; nothing of no step."""
-    return {name: sum(of[name] for of in losses) / len(losses) for name in (losses[-1] if losses else ())}
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _with_averaged_losses(record: IterationRecord, good: Sequence[IterationRecord]) -> IterationRecord:
+    """The record with the mean losses of ``good``; without a loss where there are none."""
+    if not good:
+        return replace(record, lm_loss=None, auxiliary_losses={})
+    return replace(
+        record,
+        lm_loss=_mean([r.lm_loss or 0.0 for r in good]),
+        auxiliary_losses={name: _mean([r.auxiliary_losses[name] for r in good]) for name in record.auxiliary_losses},
+    )
 
 
 def _averaged_times(found: Sequence[CpuOptimizerTimes | None]) -> CpuOptimizerTimes | None:
-    """The mean of those that were measured; times that were updated again are added up."""
+    """Mean times of those that were measured; what was redone is added up."""
     times = [one for one in found if one is not None]
     if not times:
         return None

@@ -78,7 +78,7 @@ def initialize(
         mpu: an object that describes which processes share what; refused unless that is data parallelism alone.
         dist_init_required: ``False``: the caller has initialised ``torch.distributed``.
         collate_fn: of the loader.
-        config, config_params: DeepSpeed's JSON as a path or a dictionary; the latter is the former name, and goes first.
+        config, config_params: DeepSpeed's JSON, a path or a dictionary; the latter is the former name, and goes first.
         mesh_param: sizes (data-parallel, sequence-parallel): there is none of the latter.
         recording: what :func:`gptpar.deferred_init` returned, if the model was built under it.
         loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:

@@ -118,13 +118,10 @@ def _schedule(flags: Flags, data_parallel: int) -> Iterator[str]:
 def check_duration(flags: Flags) -> Iterator[str]:
     """How long to train, and when to save."""
     b, c = flags.batch, flags.checkpoint
-    if flags.logging.skip_train:
-        if not c.load:
-            yield "--skip-train evaluates a checkpoint: give --load."
-    elif b.train_iters is None and b.train_samples is None and b.train_tokens is None:
-        yield Missing("how long to train is not said: give --train-iters, --train-samples or --train-tokens.")
-    elif b.train_iters is not None and b.train_samples is not None:
-        yield "how long to train is said twice (--train-iters and --train-samples): keep one."
+    if not flags.logging.skip_train:
+        yield from _length(b)
+    elif not c.load:
+        yield "--skip-train evaluates a checkpoint: give --load."
     if b.rampup_batch_size is not None and b.train_iters is not None:
         yield "--rampup-batch-size needs --train-samples or --train-tokens alone: with it, steps differ in size."
     if b.train_minutes is not None:
@@ -132,6 +129,14 @@ def check_duration(flags: Flags) -> Iterator[str]:
     if c.save_interval is not None and not c.save:
         yield "--save-interval is given but --save is not: say where to save."
     yield from _countable(flags)
+
+
+def _length(b: BatchFlags) -> Iterator[str]:
+    """The run's length is said once."""
+    if b.train_iters is None and b.train_samples is None and b.train_tokens is None:
+        yield Missing("how long to train is not said: give --train-iters, --train-samples or --train-tokens.")
+    elif b.train_iters is not None and b.train_samples is not None:
+        yield "how long to train is said twice (--train-iters and --train-samples): keep one."
 
 
 def _countable(flags: Flags) -> Iterator[str]:

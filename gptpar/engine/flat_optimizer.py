@@ -13,16 +13,16 @@ from gptpar.optim.spans import ALIGNMENT, GPT_FAMILIES, Family, GroupSpan, spans
 from gptpar.optim.torch_kernels import make_device_kernel
 
 ContiguousRange = tuple[int, int, torch.Tensor | None]
-"""First element, the one behind the last, and the model parameters to write; ``None``: those are the master weights."""
+"""(start, stop, model parameters to write); ``None``: the model parameters are the master weights themselves."""
 
 
 @dataclass(frozen=True)
 class FlatState:
-    """[n] vectors of one process.
+    """The vectors [n] that one process's update reads and writes.
 
     Attributes:
         vectors: master weights and the optimizer's state vectors.
-        grad: of any number format not wider than the others.
+        grad: the gradient, in a number format not wider than that of ``vectors``.
         steps: updates made, those of skipped steps not counted (fp64 scalar on the device).
     """
 
@@ -32,12 +32,12 @@ class FlatState:
 
 
 class FlatOptimizer:
-    """Nothing waits for a GPU, whether a step is skipped or not.
+    """Updates flat vectors without ever waiting for the GPU, even to learn whether a step is skipped.
 
     Args:
-        optimizer: which update.
+        optimizer: defines the update.
         spans: which elements are updated, and the group of each.
-        families: of the groups. Of one family, what lies together is updated by one launch.
+        families: of the groups. One launch updates adjacent elements of one family.
 
     Raises:
         ValueError: a group is not in one family.
@@ -67,7 +67,7 @@ class FlatOptimizer:
                 self._calls[number].append(self._call(self._families[number], low, high, part))
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(family's number, start, stop) of what one launch can update in a range; gaps are padding."""
+        """(family's number, start, stop) of each launch that a range takes; gaps are padding."""
         spans = spans_between(self._spans, start, stop)
         for number, neighbours in groupby(spans, key=lambda span: self._family_of[span.group]):
             ends = [(span.start, span.stop) for span in neighbours]
@@ -80,7 +80,7 @@ class FlatOptimizer:
         return UpdateVectors(vectors, parameters, spans, _decaying_blocks(spans, stop - start, s.grad.device))
 
     def check(self, hyperparameters: Sequence[Hyperparameters]) -> None:
-        """Whether a step's hyperparameters, by group, are what the families say.
+        """Raise unless a step's hyperparameters, by group, differ inside a family by the weight decay alone.
 
         Raises:
             ValueError: groups of one family differ by more than the weight decay.
@@ -121,7 +121,7 @@ class FlatOptimizer:
 
 
 def _decaying_blocks(spans: Sequence[tuple[int, int, bool]], length: int, device: torch.device) -> torch.Tensor | None:
-    """[blocks] which blocks of ``ALIGNMENT`` elements decay; ``None``: all do."""
+    """[blocks] whether each block of ``ALIGNMENT`` elements decays; ``None``: all blocks do."""
     if all(decays for *_, decays in spans):
         return None
     found = torch.zeros(-(-length // ALIGNMENT), dtype=torch.bool)
@@ -145,7 +145,7 @@ def _joined(ranges: Sequence[ContiguousRange]) -> list[ContiguousRange]:
 
 
 def _goes_on(before: ContiguousRange, start: int, parameters: torch.Tensor | None) -> bool:
-    """Whether a range can be joined to the one before: it begins a block there, as its parameters do in memory."""
+    """Whether a range continues the range ``before``, at a multiple of ``ALIGNMENT``, and its parameters do so, too."""
     first, stop, other = before
     if stop != start or (start - first) % ALIGNMENT:
         return False

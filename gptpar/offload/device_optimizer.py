@@ -1,4 +1,4 @@
-"""An elementwise optimizer over those elements of any parameters that the device updates, not the CPU optimizer."""
+"""The device's half of an elementwise optimizer over any parameters; the CPU optimizer is the other half."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gptpar.optim.torch_kernels import make_device_kernel
 
 @dataclass
 class _StepGroup:
-    """Units of one parameter group that have taken the same steps, so that one set of numbers updates them.
+    """Units of one parameter group with equal numbers of steps: one bias correction applies to all of them.
 
     Attributes:
-        steps: how many (fp64 scalar on the device).
+        steps: number of steps taken (fp64 scalar on the device).
     """
 
     group: int
@@ -27,12 +27,12 @@ class _StepGroup:
 
 
 class DeviceOptimizer:
-    """Nothing waits for the device.
+    """Updates the device's elements, and never waits for the device.
 
     Args:
-        optimizer: which update.
+        optimizer: defines the update.
         parameters: unit -> [n] the model parameters' memory, all in one number format, or 16-bit and fp32. 16-bit
-            ones get fp32 master weights; the others are their own.
+            parameters get fp32 master weights; the others are their own master weights.
         groups: unit -> number of its group.
 
     Attributes:
@@ -65,13 +65,13 @@ class DeviceOptimizer:
         max_norm: float,
         grads: Mapping[str, torch.Tensor],
     ) -> None:
-        """Update masters and parameters, unless the norm is not finite.
+        """Update master weights and parameters, unless the norm is not finite.
 
         Args:
-            norm: the whole gradient's, without the loss scale (fp64 scalar on the device).
+            norm: norm of the whole gradient, without the loss scale (fp64 scalar on the device).
             hyperparameters: by group.
             max_norm: the gradient is clipped to this norm (0: never).
-            grads: unit -> [n]; units without one stay as they are.
+            grads: unit -> [n] its gradient; units without a gradient do not change.
         """
         self._separate(grads)
         for step_group in self._step_groups:
@@ -87,7 +87,7 @@ class DeviceOptimizer:
         return UpdateVectors(vectors, self._parameters.get(unit), ((0, len(grad), True),))
 
     def _separate(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """Count apart, from now on, what takes a step and what does not."""
+        """Split step groups in which some units take this step and others do not: their counts differ from now on."""
         for step_group in list(self._step_groups):
             staying = [unit for unit in step_group.units if unit not in grads]
             if staying and len(staying) < len(step_group.units):
@@ -98,7 +98,7 @@ class DeviceOptimizer:
         return _StepGroup(group, steps, make_device_kernel(self._optimizer, self.masters[units[0]]), units)
 
     def _take_steps(self, steps: Mapping[str, int]) -> None:
-        """Go on as if each unit had taken so many steps."""
+        """Continue as if each unit had taken ``steps[unit]`` steps."""
         alike: dict[tuple[int, int], list[str]] = defaultdict(list)
         for unit, count in steps.items():
             alike[self._groups[unit], count].append(unit)
@@ -108,12 +108,12 @@ class DeviceOptimizer:
             self._step_groups.append(self._new_step_group(group, counter, units))
 
     def values(self, unit: str, kind: str) -> torch.Tensor:
-        """[n] ``weights`` or one of the states; of a unit that is not here, none."""
+        """[n] ``weights`` or one of the states of a unit; empty if the device has no elements of it."""
         return self._vectors[unit][kind] if unit in self._vectors else torch.empty(0)
 
     @property
     def steps_taken(self) -> dict[str, int]:
-        """Each unit's updates so far; waits for the device."""
+        """Unit -> number of its updates so far; waits for the device."""
         return {unit: int(step_group.steps.item()) for step_group in self._step_groups for unit in step_group.units}
 
     @steps_taken.setter

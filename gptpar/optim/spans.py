@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
-"""Elements; every parameter starts on a multiple, so that its views are aligned for vector and tensor-core loads."""
+"""Every parameter starts at a multiple of this number of elements: aligned for vector and tensor-core loads."""
 
 DECAYS, DECAYS_NOT = 0, 1
 """The parameter groups of a GPT."""
 
 Family = tuple[int, ...]
-"""Parameter groups whose hyperparameters are equal in every step, but that all except the first have no weight decay.
+"""Parameter groups with equal hyperparameters in every step, except that only the first group has weight decay.
 
-One launch of a GPU's kernel updates all groups of a family."""
+One launch of a GPU kernel updates all groups of a family."""
 
 GPT_FAMILIES: tuple[Family, ...] = ((DECAYS, DECAYS_NOT),)
 """The families of a GPT's parameter groups."""
@@ -22,10 +22,10 @@ GPT_FAMILIES: tuple[Family, ...] = ((DECAYS, DECAYS_NOT),)
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """Elements ``start`` to ``stop`` of a flat vector, which an update treats alike.
+    """Elements ``start:stop`` of a flat vector, all in one optimizer group.
 
     Attributes:
-        group: number of the optimizer group whose learning rate, weight decay and so on apply.
+        group: number of the optimizer group, which gives learning rate, weight decay and so on.
     """
 
     start: int
@@ -35,12 +35,12 @@ class GroupSpan:
 
 @dataclass(frozen=True)
 class OffloadedPartition:
-    """Elements of one unit that the CPU optimizer updates, as one flat vector.
+    """The elements of one unit that the CPU optimizer updates, as one flat vector.
 
     Attributes:
-        length: elements, with padding.
-        spans: elements that are treated alike; they cover those of every parameter.
-        counted: (start, stop) of the elements that this process counts in sums over the model.
+        length: number of elements, with padding.
+        spans: ranges of one optimizer group each, which cover all parameters.
+        counted: (start, stop) of elements that this process counts in sums over the model.
     """
 
     unit: str
@@ -49,14 +49,14 @@ class OffloadedPartition:
     counted: tuple[tuple[int, int], ...]
 
     def between(self, low: int, high: int) -> OffloadedPartition:
-        """The elements from ``low`` to ``high``, numbered from ``low``."""
+        """The partition of elements ``low:high``; positions count from ``low``."""
         spans = spans_between(self.spans, low, high)
         counted = tuple((max(a, low) - low, min(b, high) - low) for a, b in self.counted if a < high and low < b)
         return OffloadedPartition(self.unit, high - low, spans, counted)
 
 
 def spans_between(spans: Sequence[GroupSpan], low: int, high: int) -> tuple[GroupSpan, ...]:
-    """What of the spans lies between two places, numbered from ``low``."""
+    """The spans' intersections with ``low:high``; positions count from ``low``."""
     return tuple(
         GroupSpan(max(span.start, low) - low, min(span.stop, high) - low, span.group)
         for span in spans

@@ -1,6 +1,7 @@
 """AdamW on a GPU as :mod:`gptpar.optim.adam_update` defines it (N1 to N6, E1 to E4), in one pass over memory.
 
-Triton fuses products with sums, divides approximately and has libdevice flush denormals, unless it is told otherwise.
+By default Triton fuses products with sums, divides approximately, and flushes denormals in libdevice: the kernels here
+turn all three off.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import triton
 import triton.language as tl
 
 ELEMENTS, NUM_WARPS = 2048, 8
-"""Of a program."""
+"""Elements and warps of one Triton program."""
 
 NUM_NUMBERS = 8
-"""scale, rest1, beta2, rest2, floor, size, decay; and one that is not 0 where nothing changes."""
+"""scale, rest1, beta2, rest2, floor, size, decay, skipped (not 0: nothing changes)."""
 
 IEEE = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
-"""Options of a launch: every operation is rounded by itself, denormals are kept."""
+"""Launch options: every operation is rounded by itself, denormals are kept."""
 
 
 @triton.jit
@@ -61,8 +62,7 @@ def step_numbers(
     """Count a step and write its numbers.
 
     Args:
-        given: [8] fp64: lr, beta1, beta2, eps, weight decay, loss scale, largest norm (0: any) and what is added to the
-            norm.
+        given: [8] fp64: lr, beta1, beta2, eps, weight decay, loss scale, largest norm (0: any), clipping's epsilon.
         norm: of the gradient, without the loss scale (fp64 scalar); if it is not finite, the step does not count.
         steps: steps so far (fp64 scalar).
         out: [NUM_NUMBERS] fp32.
@@ -105,11 +105,12 @@ def update(
     block: int,
     numbers: torch.Tensor,
 ) -> None:
-    """[n] vectors, fp32 but for the gradient and the live parameters.
+    """Update vectors [n]; all are fp32 but the gradient and the model parameters.
 
     Args:
-        decays: [blocks] which blocks decay; ``None``: all.
-        block: elements of one.
+        live: the model parameters to write; ``None``: the weights are the model parameters.
+        decays: [blocks] whether each block decays; ``None``: all do.
+        block: elements of a block.
         numbers: as :func:`step_numbers` writes them.
     """
     length = len(weights)

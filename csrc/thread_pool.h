@@ -1,8 +1,8 @@
 // A pool of threads that take blocks of work from a shared counter, and stay between calls.
 //
 // Why not OpenMP: torch brings its own OpenMP runtime, and a second one in the process can clash with it. A team of
-// OpenMP threads belongs to the thread that opens the parallel region, so the training loop and the updating thread would each keep a
-// full team. After a fork the teams' threads are gone, and the next region may hang. And how long idle threads look for
+// OpenMP threads belongs to the thread that opens the parallel region, so the training loop and the updating thread
+// would each keep a full team. After a fork the teams' threads are gone, and the next region may hang. And how long idle threads look for
 // work before they sleep is set by environment variables for the whole process, torch's threads included.
 
 #pragma once

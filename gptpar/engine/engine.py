@@ -25,7 +25,7 @@ from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
-from gptpar.optim.spans import GPT_FAMILIES, Family
+from gptpar.optim.group_ranges import GPT_FAMILIES, Family
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import memory_for
 from gptpar.tensor_parallel import TensorAxis

@@ -13,7 +13,7 @@ from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.spans import GPT_FAMILIES, Family
+from gptpar.optim.group_ranges import GPT_FAMILIES, Family
 from gptpar.topology.tensor_parts import TensorParts
 
 
@@ -62,7 +62,7 @@ class MasterOptimizer:
         self.masters = self._table.split(self.master)
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = FlatState(tuple(self.vectors.values()), grad, self._steps)
-        self._flat = FlatOptimizer(optimizer, state, table.device_spans(), families)
+        self._flat = FlatOptimizer(optimizer, state, table.device_group_ranges(), families)
         ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
         written = ((parameters or {}).get(unit) for unit in table.on_device)
         self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])

@@ -17,7 +17,7 @@ import torch
 
 from gptpar.engine.ranges import Home, Place, Range, device_lengths, extents, merged
 from gptpar.engine.units import GroupOf, Param, Unit, group_by_decay
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.pipeline.stage import BufferInfo, ParameterInfo
 from gptpar.topology.tensor_parts import TensorParts, parts_of_flat
 
@@ -113,13 +113,13 @@ class ParameterTable:
         first, stop, order = one.first, one.first + one.length, info.memory_order
         return parts_of_flat(info.full_shape, info.shape, info.offsets, first, stop, values, order)
 
-    def spans(self, unit: str) -> list[GroupSpan]:
+    def group_ranges(self, unit: str) -> list[GroupRange]:
         """Ranges of one optimizer group in this process's shard of a unit, padding between parameters included."""
-        return [GroupSpan(*span) for span in merged((a, b, param.group) for a, b, param in self._extents(unit))]
+        return [GroupRange(*one) for one in merged((a, b, param.group) for a, b, param in self._extents(unit))]
 
-    def device_spans(self) -> list[GroupSpan]:
+    def device_group_ranges(self) -> list[GroupRange]:
         """Ranges of one optimizer group among the device's elements of all units in a row."""
-        return [GroupSpan(*span) for span in merged((a, b, param.group) for a, b, param in self._on_device())]
+        return [GroupRange(*one) for one in merged((a, b, param.group) for a, b, param in self._on_device())]
 
     def counted(self, unit: str) -> list[tuple[int, int]]:
         """(start, stop) in the shard of elements that this process counts in sums over the model, padding included."""
@@ -140,8 +140,8 @@ class ParameterTable:
         for unit in self.units:
             low, high = self.on_device[unit.name], unit.shard_length
             if low < high:
-                spans, counted = tuple(self.spans(unit.name)), tuple(self.counted(unit.name))
-                found.append(OffloadedPartition(unit.name, high, spans, counted).between(low, high))
+                group_ranges, counted = tuple(self.group_ranges(unit.name)), tuple(self.counted(unit.name))
+                found.append(OffloadedPartition(unit.name, high, group_ranges, counted).between(low, high))
         return found
 
     def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:

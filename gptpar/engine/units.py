@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
+from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
 
 GroupOf = Callable[[str, ParameterInfo], int]

@@ -66,7 +66,7 @@ def backward(
     rstd_N1: torch.Tensor,
     weight_D: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the gradient of ``sum_ND``, and [3, D]: gradients of weight and bias, and the first result's sum over N."""
+    """Returns the gradient of ``sum_ND``, and [3, D]: gradients of weight and bias, the first result's sum over N."""
     if gpu.takes(sum_ND) and sum_ND.shape[1] <= gpu.norm.WIDEST:
         return gpu.norm.norm_backward(grad_normed_ND, grad_sum_ND, sum_ND, mean_N1, rstd_N1, weight_D)
     grad_ND, of_weight_D, of_bias_D = torch.ops.aten.native_layer_norm_backward(

@@ -16,7 +16,7 @@ from gptpar.offload.events import What
 from gptpar.offload.index_ranges import outside
 from gptpar.offload.step_request import StepHyperparameters
 from gptpar.offload.transfers import D2HCopy, H2DCopy, Slot
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.system import pages
 
 BUCKET_ELEMENTS = 1 << 23
@@ -65,7 +65,8 @@ class Bucket:
 
     Attributes:
         start, stop: position of its elements in the unit's offloaded range.
-        spans, counted: see :class:`~gptpar.optim.spans.OffloadedPartition`; positions count from the bucket's start.
+        group_ranges, counted: see :class:`~gptpar.optim.group_ranges.OffloadedPartition`; positions count from the
+            bucket's start.
         buffers: the valid state.
         double_buffer: the memory of a speculated state; ``None``: this bucket does not speculate.
         parameters: the model parameters on the device.
@@ -86,7 +87,7 @@ class Bucket:
     unit: str
     start: int
     stop: int
-    spans: tuple[GroupSpan, ...]
+    group_ranges: tuple[GroupRange, ...]
     counted: tuple[tuple[int, int], ...]
     buffers: Buffers
     parameters: torch.Tensor
@@ -160,7 +161,7 @@ def buckets_of(
         stop = min(start + size, partition.length)
         part = partition.between(start, stop)
         state = new_buffers(names, stop - start, dtype, folder)
-        yield Bucket(partition.unit, start, stop, part.spans, part.counted, state, parameters[start:stop])
+        yield Bucket(partition.unit, start, stop, part.group_ranges, part.counted, state, parameters[start:stop])
 
 
 def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:

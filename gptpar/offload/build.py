@@ -15,8 +15,8 @@ from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.transfers import RING_BYTES
+from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.optimizers import OPTIMIZERS
-from gptpar.optim.spans import OffloadedPartition
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import place_on_machine
 

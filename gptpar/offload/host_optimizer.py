@@ -30,7 +30,7 @@ from gptpar.offload.switch_interval import SWITCH_INTERVAL
 from gptpar.offload.transfers import Transfers
 from gptpar.offload.updating_thread import UpdatingThread
 from gptpar.optim.elementwise import HostKernel, Hyperparameters
-from gptpar.optim.spans import OffloadedPartition
+from gptpar.optim.group_ranges import OffloadedPartition
 
 SWITCH_SECONDS = 5e-5
 """How long a thread may keep Python's lock. With the default of 5 ms, the updating thread would wait 5 ms after each

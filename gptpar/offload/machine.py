@@ -14,7 +14,7 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
 from gptpar.optim.cpu_adam import default_threads
 from gptpar.optim.elementwise import ElementwiseOptimizer
-from gptpar.optim.spans import OffloadedPartition
+from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.torch_kernels import make_host_kernel
 from gptpar.system.host import available_memory, place_on_machine, share_of_cores
 

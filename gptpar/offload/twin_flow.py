@@ -30,7 +30,7 @@ from gptpar.offload.saved_state import follow_parameters, gather_state, place_st
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 
 
 class TwinFlowAdamW(torch.optim.Optimizer):
@@ -138,7 +138,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         host = build_host_optimizer(
             ADAMW,
             [
-                OffloadedPartition(p.unit, n := p.offloaded, (GroupSpan(0, n, p.group),), ((0, n),))
+                OffloadedPartition(p.unit, n := p.offloaded, (GroupRange(0, n, p.group),), ((0, n),))
                 for p in offloaded.values()
             ],
             {unit: local.flat[local.on_device :] for unit, local in offloaded.items()},

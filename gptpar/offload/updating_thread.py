@@ -243,7 +243,7 @@ class UpdatingThread:
         grad, copy = bucket.grad.tensor(), self._parameter_copy(bucket)
         self._record(What.ARRIVED, bucket)
         groups = self._groups_of(hyperparameters, bucket.steps + 1)
-        ranges = [(span.start, span.stop, groups[span.group]) for span in bucket.spans]
+        ranges = [(one.start, one.stop, groups[one.group]) for one in bucket.group_ranges]
         new = None if into is None else into.all()
         wait = self._kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
         self._finish_update()

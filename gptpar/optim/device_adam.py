@@ -18,7 +18,7 @@ from gptpar.optim.elementwise import (
     UpdateVectors,
     clipped_divisor,
 )
-from gptpar.optim.spans import ALIGNMENT
+from gptpar.optim.group_ranges import ALIGNMENT
 
 
 def device_adam(like: torch.Tensor) -> DeviceKernel | None:
@@ -55,7 +55,7 @@ class _CpuStep:
         if self.how is None:
             return
         without_decay = AdamStep(**{**vars(self.how), "weight_decay": 0.0})
-        ranges = [(start, stop, self.how if decays else without_decay) for start, stop, decays in this.spans]
+        ranges = [(start, stop, self.how if decays else without_decay) for start, stop, decays in this.ranges]
         *state, grad = this.vectors
         self.kernel.steps(state, grad, ranges, low=this.parameters)
 

@@ -86,7 +86,7 @@ class _TorchStep:
 
     def update(self, this: UpdateVectors) -> None:
         scale, decay, own = self.numbers
-        for start, stop, decays in this.spans:
+        for start, stop, decays in this.ranges:
             *state, grad = (vector[start:stop] for vector in this.vectors)
             low = None if this.parameters is None else this.parameters[start:stop]
             factor = decay if decays else 1.0

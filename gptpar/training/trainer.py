@@ -14,9 +14,9 @@ from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.elementwise import Hyperparameters
+from gptpar.optim.group_ranges import DECAYS
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
-from gptpar.optim.spans import DECAYS
 from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity

@@ -29,7 +29,7 @@ from gptpar.offload.transfers import OUTGOING, DeviceEvent
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.unit.offload.tiny_runs import ALL
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 UNITS = tuple(
-    OffloadedPartition(name, 128, (GroupSpan(0, 128, 0),), ((0, 128),))
+    OffloadedPartition(name, 128, (GroupRange(0, 128, 0),), ((0, 128),))
     for name in ("first", "second", "third", "fourth")
 )
 

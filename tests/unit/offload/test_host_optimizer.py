@@ -25,7 +25,7 @@ from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
-from gptpar.optim.spans import OffloadedPartition
+from gptpar.optim.group_ranges import OffloadedPartition
 from tests.unit.offload.host_shares import RATES, TWO_PIECES, WHOLE, SlowNorm, make_share, wait_until
 
 

@@ -23,7 +23,7 @@ from gptpar.offload.transfers import (
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import GroupSpan, OffloadedPartition, spans_between
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition, group_ranges_between
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.tensor_parts import TensorParts
@@ -231,12 +231,12 @@ def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tm
 
 
 def test_spans_and_counted_elements_are_numbered_from_where_they_are_cut() -> None:
-    spans = (GroupSpan(0, 10, 0), GroupSpan(10, 30, 1))
-    whole = OffloadedPartition("unit", 30, spans, ((0, 10),))
-    assert whole.between(5, 12) == OffloadedPartition("unit", 7, (GroupSpan(0, 5, 0), GroupSpan(5, 7, 1)), ((0, 5),))
-    assert whole.between(10, 30) == OffloadedPartition("unit", 20, (GroupSpan(0, 20, 1),), ())
-    assert spans_between(spans, 5, 12) == (GroupSpan(0, 5, 0), GroupSpan(5, 7, 1))
-    assert spans_between(spans, 30, 40) == ()
+    group_ranges = (GroupRange(0, 10, 0), GroupRange(10, 30, 1))
+    whole = OffloadedPartition("unit", 30, group_ranges, ((0, 10),))
+    assert whole.between(5, 12) == OffloadedPartition("unit", 7, (GroupRange(0, 5, 0), GroupRange(5, 7, 1)), ((0, 5),))
+    assert whole.between(10, 30) == OffloadedPartition("unit", 20, (GroupRange(0, 20, 1),), ())
+    assert group_ranges_between(group_ranges, 5, 12) == (GroupRange(0, 5, 0), GroupRange(5, 7, 1))
+    assert group_ranges_between(group_ranges, 30, 40) == ()
 
 
 def test_zeros_and_norms_count_both_shares() -> None:

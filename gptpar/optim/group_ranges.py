@@ -21,7 +21,7 @@ GPT_FAMILIES: tuple[Family, ...] = ((DECAYS, DECAYS_NOT),)
 
 
 @dataclass(frozen=True)
-class GroupSpan:
+class GroupRange:
     """Elements ``start:stop`` of a flat vector, all in one optimizer group.
 
     Attributes:
@@ -39,26 +39,26 @@ class OffloadedPartition:
 
     Attributes:
         length: number of elements, with padding.
-        spans: ranges of one optimizer group each, which cover all parameters.
+        group_ranges: ranges of one optimizer group each, which cover all parameters.
         counted: (start, stop) of elements that this process counts in sums over the model.
     """
 
     unit: str
     length: int
-    spans: tuple[GroupSpan, ...]
+    group_ranges: tuple[GroupRange, ...]
     counted: tuple[tuple[int, int], ...]
 
     def between(self, low: int, high: int) -> OffloadedPartition:
         """The partition of elements ``low:high``; positions count from ``low``."""
-        spans = spans_between(self.spans, low, high)
+        group_ranges = group_ranges_between(self.group_ranges, low, high)
         counted = tuple((max(a, low) - low, min(b, high) - low) for a, b in self.counted if a < high and low < b)
-        return OffloadedPartition(self.unit, high - low, spans, counted)
+        return OffloadedPartition(self.unit, high - low, group_ranges, counted)
 
 
-def spans_between(spans: Sequence[GroupSpan], low: int, high: int) -> tuple[GroupSpan, ...]:
-    """The spans' intersections with ``low:high``; positions count from ``low``."""
+def group_ranges_between(group_ranges: Sequence[GroupRange], low: int, high: int) -> tuple[GroupRange, ...]:
+    """The intersections of the ranges with ``low:high``; positions count from ``low``."""
     return tuple(
-        GroupSpan(max(span.start, low) - low, min(span.stop, high) - low, span.group)
-        for span in spans
-        if span.start < high and low < span.stop
+        GroupRange(max(one.start, low) - low, min(one.stop, high) - low, one.group)
+        for one in group_ranges
+        if one.start < high and low < one.stop
     )

@@ -2,8 +2,8 @@
 //
 // Why not OpenMP: torch brings its own OpenMP runtime, and a second one in the process can clash with it. A team of
 // OpenMP threads belongs to the thread that opens the parallel region, so the training loop and the updating thread
-// would each keep a full team. After a fork the teams' threads are gone, and the next region may hang. And how long idle threads look for
-// work before they sleep is set by environment variables for the whole process, torch's threads included.
+// would each keep a full team. After a fork the teams' threads are gone, and the next region may hang. And environment
+// variables set how long idle threads look for work before they sleep: for the whole process, torch's threads included.
 
 #pragma once
 

@@ -15,7 +15,7 @@ from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
 from gptpar.offload.events import What
 from gptpar.offload.index_ranges import outside
 from gptpar.offload.step_request import StepHyperparameters
-from gptpar.offload.transfers import D2HCopy, H2DCopy, Slot
+from gptpar.offload.transfers import D2HCopy, H2DCopy, StagingBuffer
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.system import pages
 
@@ -72,7 +72,7 @@ class Bucket:
         parameters: the model parameters on the device.
         own_copy: this bucket's own H2D copy, in whose host memory speculated values wait until they are sent; ``None``:
             the bucket uses the shared copies.
-        own_slot: host memory for this bucket's final gradients; ``None``: they come through the ring.
+        own_staging: host memory for this bucket's final gradients; ``None``: they come through the ring.
         state: how far the bucket is in the coming step.
         due: whether a step was requested that this bucket has not done.
         grad: the D2H copy of the gradient that the thread uses.
@@ -93,7 +93,7 @@ class Bucket:
     parameters: torch.Tensor
     double_buffer: Buffers | None = None
     own_copy: H2DCopy | None = None
-    own_slot: Slot | None = None
+    own_staging: StagingBuffer | None = None
     state: BucketState = BucketState.IDLE
     due: bool = False
     grad: D2HCopy | None = None

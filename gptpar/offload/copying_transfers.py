@@ -13,7 +13,15 @@ from collections import deque
 import torch
 
 from gptpar.offload.buckets import BUCKET_ELEMENTS
-from gptpar.offload.transfers import OUTGOING, D2HCopy, DeviceEvent, GpuTransfers, Passed, SameMemory, Slot
+from gptpar.offload.transfers import (
+    NUM_H2D_BUFFERS,
+    D2HCopy,
+    DeviceEvent,
+    GpuTransfers,
+    Passed,
+    SameMemory,
+    StagingBuffer,
+)
 from gptpar.system.pinned import PinnedMemory
 
 ALIGNMENT = 4096
@@ -31,7 +39,7 @@ def copying_bytes(elements: float, itemsize: int, num_units: int = 1) -> int:
         num_units: number of units with offloaded elements.
     """
     most_buckets = int(elements // BUCKET_ELEMENTS) + num_units  # each unit may have a bucket that is not full
-    return int(elements * itemsize) + most_buckets * ALIGNMENT + OUTGOING * BUCKET_ELEMENTS * itemsize
+    return int(elements * itemsize) + most_buckets * ALIGNMENT + NUM_H2D_BUFFERS * BUCKET_ELEMENTS * itemsize
 
 
 def slots_bytes(lengths: list[int], itemsize: int) -> int:
@@ -130,10 +138,10 @@ class CopyingSameMemory(SameMemory):
     def __init__(self, max_bytes: int):
         self._under_way = CopiesUnderWay(max_bytes)
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         return torch.empty(num_bytes, dtype=torch.uint8), Passed()
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
         return self._under_way.add(GradientCopy(grad, values, *self.copy(grad, values)))
 
@@ -160,19 +168,19 @@ class CopyingGpuTransfers(GpuTransfers):
         self._unused = self._pinned[-1].data
         self._under_way = CopiesUnderWay(max_bytes_waiting(lengths, itemsize))
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         slot = self._unused[:num_bytes]
         self._unused = self._unused[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
         return slot, Passed()
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
         is_made = torch.cuda.current_stream().record_event()
         # One stream copies all gradients in order, so the bucket's previous gradient is there before this one.
-        with torch.cuda.stream(self.inward):
-            self.inward.wait_event(is_made)
+        with torch.cuda.stream(self.d2h_stream):
+            self.d2h_stream.wait_event(is_made)
             values.copy_(grad, non_blocking=True)
-            is_there = self.inward.record_event()
+            is_there = self.d2h_stream.record_event()
         return self._under_way.add(GradientCopy(grad, values, is_made, is_there))
 
     def hold_back(self) -> None:
@@ -183,6 +191,6 @@ class CopyingGpuTransfers(GpuTransfers):
         super().close()
 
 
-def _values_in(slot: Slot | None, grad: torch.Tensor) -> torch.Tensor:
+def _values_in(slot: StagingBuffer | None, grad: torch.Tensor) -> torch.Tensor:
     assert slot is not None and len(slot[0]) >= grad.nbytes, "a bucket's slot is as large as its gradient"
     return slot[0][: grad.nbytes].view(grad.dtype)

@@ -90,7 +90,7 @@ class HostOptimizer(UpdatingThread):
         self._of_unit: dict[str, list[Bucket]] = {partition.unit: [] for partition in partitions}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
-            bucket.own_slot = transfers.own_slot(bucket.parameters.nbytes)
+            bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
         self.waited_s, self.num_elements = 0.0, sum(partition.length for partition in partitions)
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
@@ -104,8 +104,8 @@ class HostOptimizer(UpdatingThread):
         """Reserve host memory for partial gradients in those of the unit's buckets that have a double buffer."""
         for bucket in self._of_unit[unit]:
             if bucket.double_buffer is not None:
-                bucket.own_copy = self._transfers.keeping(bucket.parameters)
-                bucket.own_slot = self._transfers.reserve_slot()
+                bucket.own_copy = self._transfers.keeping_h2d_copy(bucket.parameters)
+                bucket.own_staging = self._transfers.reserve_staging()
                 self.partial_unit = unit
                 self._record(What.PREPARED, bucket)
 
@@ -146,7 +146,7 @@ class HostOptimizer(UpdatingThread):
                     raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
                 part = grad[bucket.start : bucket.stop]
                 if formed is None:
-                    bucket.take(self._transfers.fetch(part, bucket.own_slot))
+                    bucket.take(self._transfers.fetch(part, bucket.own_staging))
                     self._advance(bucket, What.SUBMITTED)
                 elif open_ranges is not None and self._takes_partial(bucket, formed):
                     its_open_ranges = between(open_ranges, bucket.start, bucket.stop) - bucket.start

@@ -26,7 +26,7 @@ and it would wait for ever."""
 NUMBERS = 16
 """Places for scalars that are being copied, used in turn; at most two are in use at once."""
 
-OUTGOING = 3
+NUM_H2D_BUFFERS = 3
 """Slots for new parameters: one is being filled, one will be filled next, one is being copied."""
 
 
@@ -49,7 +49,7 @@ class Passed:
     def synchronize(self) -> None: ...
 
 
-Slot = tuple[torch.Tensor, DeviceEvent]
+StagingBuffer = tuple[torch.Tensor, DeviceEvent]
 """Host memory (uint8) for a copy from the device, and the event at the end of the last copy to it."""
 
 
@@ -108,26 +108,26 @@ class Transfers(Protocol):
     def enter_thread(self) -> None:
         """The updating thread calls this once when it begins."""
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         """Begin the D2H copy of a gradient; the copy follows the work launched so far.
 
         Args:
             slot: this bucket's own; the gradient in it is overwritten. ``None``: take one from the ring.
         """
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         """Reserve host memory for one bucket's gradients; ``None``: they go through the ring."""
 
     def hold_back(self) -> None:
         """Wait while submitted gradients keep too much of the device's memory. The caller must not hold a lock."""
 
-    def reserve_slot(self) -> Slot | None:
+    def reserve_staging(self) -> StagingBuffer | None:
         """Take a slot out of the ring for one bucket's partial gradients; ``None``: none is needed, or none is free."""
 
-    def outgoing(self, target: torch.Tensor) -> H2DCopy:
+    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         """Prepare an H2D copy to ``target``. At most two may be unsent at a time."""
 
-    def keeping(self, target: torch.Tensor) -> H2DCopy:
+    def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         """Prepare an H2D copy to ``target`` with its own host memory, which keeps the values until they are sent."""
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
@@ -142,21 +142,21 @@ class SameMemory:
 
     def enter_thread(self) -> None: ...
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         return _CpuGradient(grad)
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         return None
 
     def hold_back(self) -> None: ...
 
-    def reserve_slot(self) -> Slot | None:
+    def reserve_staging(self) -> StagingBuffer | None:
         return None
 
-    def outgoing(self, target: torch.Tensor) -> H2DCopy:
+    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         return _WrittenInPlace(target)
 
-    def keeping(self, target: torch.Tensor) -> H2DCopy:
+    def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         return _CopiedWhenSent(torch.empty_like(target), target)
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
@@ -220,9 +220,9 @@ def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
         num_buckets: number of buckets whose gradients come through the ring.
     """
     if not num_buckets:
-        return 0, OUTGOING
-    total = max(RESERVED + 1 + OUTGOING, RING_BYTES // max(1, bucket_bytes))
-    return min(num_buckets + RESERVED, total - OUTGOING), OUTGOING
+        return 0, NUM_H2D_BUFFERS
+    total = max(RESERVED + 1 + NUM_H2D_BUFFERS, RING_BYTES // max(1, bucket_bytes))
+    return min(num_buckets + RESERVED, total - NUM_H2D_BUFFERS), NUM_H2D_BUFFERS
 
 
 def ring_bytes(num_buckets: int, bucket_bytes: int) -> int:
@@ -251,48 +251,50 @@ class GpuTransfers:
         # Allocated as pinned, not registered later: so the GPU sees it at the same address as the host.
         self._numbers = itertools.cycle(torch.zeros(NUMBERS * 8, dtype=torch.uint8, pin_memory=True).split(8))
         slots = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
-        self.free: list[Slot] = [*slots[:incoming]]
+        self.free: list[StagingBuffer] = [*slots[:incoming]]
         self._out = slots[incoming:]
         self._turn, self._shared = 0, incoming // 2
-        self.inward, self.overtaking, self._reserved, self._outward = (torch.cuda.Stream(device) for _ in range(4))
+        self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream = (
+            torch.cuda.Stream(device) for _ in range(4)
+        )
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         coming = _GpuD2HCopy(self, grad, slot)
         if slot is not None:
             coming.start(self._reserved)
         elif len(self.free) > RESERVED:
-            coming.start(self.inward)
+            coming.start(self.d2h_stream)
         return coming
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         return None
 
     def hold_back(self) -> None: ...
 
-    def reserve_slot(self) -> Slot | None:
+    def reserve_staging(self) -> StagingBuffer | None:
         return self.free.pop() if len(self.free) > max(self._shared, RESERVED + 1) else None
 
-    def outgoing(self, target: torch.Tensor) -> H2DCopy:
+    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":  # the model parameters live in host memory, too
             return _WrittenInPlace(target)
         slot, left = self._out[self._turn]
         self._turn = (self._turn + 1) % len(self._out)
-        return _GpuH2DCopy(slot[: target.nbytes].view(target.dtype), target, left, self._outward)
+        return _GpuH2DCopy(slot[: target.nbytes].view(target.dtype), target, left, self._h2d_stream)
 
-    def keeping(self, target: torch.Tensor) -> H2DCopy:
+    def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":
             return _CopiedWhenSent(torch.empty_like(target), target)
         self._pinned.append(PinnedMemory(target.nbytes))
-        return _GpuH2DCopy(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._outward)
+        return _GpuH2DCopy(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._h2d_stream)
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
         return _GpuScalar(number.to(self._device), next(self._numbers))
 
     def close(self) -> None:
-        for stream in (self.inward, self.overtaking, self._reserved, self._outward):
+        for stream in (self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream):
             stream.synchronize()
         self.free, self._out = [], []
         for memory in self._pinned:
@@ -341,7 +343,7 @@ class _GpuScalar:
 class _GpuD2HCopy:
     """A gradient that stays on the device until a slot of the ring is free, or is copied to its bucket's own slot."""
 
-    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: Slot | None):
+    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: StagingBuffer | None):
         self._transfers, self._grad = transfers, grad
         self._made, self._there = torch.cuda.Event(), torch.cuda.Event()
         self._made.record()
@@ -355,7 +357,7 @@ class _GpuD2HCopy:
 
     def begin(self, *, urgent: bool) -> bool:
         if self._slot is None and len(self._transfers.free) > (0 if urgent else RESERVED):
-            self.start(self._transfers.overtaking)
+            self.start(self._transfers.urgent_stream)
         return self._slot is not None
 
     def start(self, stream: torch.cuda.Stream) -> None:

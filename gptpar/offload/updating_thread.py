@@ -298,7 +298,7 @@ class UpdatingThread:
     def _parameter_copy(self, bucket: Bucket) -> H2DCopy:
         if bucket.own_copy is not None:
             return bucket.own_copy
-        return self._transfers.outgoing(bucket.parameters)
+        return self._transfers.h2d_copy(bucket.parameters)
 
     def _advance(self, bucket: Bucket, what: What) -> None:
         """Change a bucket's state. The caller holds the lock, or the bucket is due and belongs to the thread alone."""

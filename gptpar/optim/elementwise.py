@@ -143,8 +143,8 @@ class UpdateVectors:
         vectors: [n] master weights, state vectors, and the gradient, in a dtype that is not wider than theirs.
         parameters: [n] model parameters to write, in their own dtype; ``None``: the master weights are the model's
             parameters.
-        ranges: (start, stop, whether they decay) of the elements to update. A kernel may update other elements, too, so their
-            gradients have to be zero.
+        ranges: (start, stop, whether they decay) of the elements to update. A kernel may update other elements, too,
+            so their gradients have to be zero.
         decays: [blocks] whether elements decay, by blocks of ``ALIGNMENT``; ``None``: all do.
     """
 

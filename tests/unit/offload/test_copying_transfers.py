@@ -25,7 +25,7 @@ from gptpar.offload.copying_transfers import (
     slots_bytes,
 )
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import OUTGOING, DeviceEvent
+from gptpar.offload.transfers import NUM_H2D_BUFFERS, DeviceEvent
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
@@ -165,7 +165,7 @@ def test_only_what_is_above_the_bound_is_waited_for() -> None:
 
 def test_the_bound_is_two_of_the_largest() -> None:
     assert max_bytes_waiting([3, 10, 7], 2) == MAX_UNITS_WAITING * 20
-    outgoing = OUTGOING * buckets.BUCKET_ELEMENTS * 2
+    outgoing = NUM_H2D_BUFFERS * buckets.BUCKET_ELEMENTS * 2
     assert copying_bytes(1000, 2) == 2000 + ALIGNMENT + outgoing
     full = buckets.BUCKET_ELEMENTS
     for lengths in ([1000], [full], [full, full], [full + 1, 64, 3 * full - 1], [64] * 50):

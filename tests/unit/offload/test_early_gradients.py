@@ -11,7 +11,7 @@ import torch
 
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import D2HCopy, SameMemory, Slot
+from gptpar.offload.transfers import D2HCopy, SameMemory, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.offload_log import starts_of
@@ -49,7 +49,7 @@ class FarBehind(SlowNorm):
         super().__init__()
         self.made: list[threading.Event] = []
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         self.made.append(threading.Event())
         return Made(grad.clone(), self.made[-1])
 

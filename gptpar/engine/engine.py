@@ -199,14 +199,14 @@ class Engine:
         if self.subscriber is not None:
             self.subscriber.publish()
         if self._copies_at_start:
-            self.parameters.copy_from(self.optimizer.masters)
+            self.parameters.copy_from(self.optimizer.master_weights)
         self.gatherer.changed()
 
     def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
         """See :meth:`MasterOptimizer.step`; the model's parameters follow, each before it is used."""
         skipped = self.optimizer.step(norm, hyperparameters, loss_scale)
         if self._copies_each_step:
-            self.parameters.copy_from(self.optimizer.masters)
+            self.parameters.copy_from(self.optimizer.master_weights)
         self.gatherer.changed()
         return skipped
 

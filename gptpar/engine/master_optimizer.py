@@ -38,7 +38,7 @@ class MasterOptimizer:
     Attributes:
         optimizer: see above.
         vectors: ``weights`` and each of the optimizer's states -> all of the device's elements in a row.
-        masters: unit -> its master weights on the device.
+        master_weights: unit -> its master weights on the device.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MasterOptimizer:
         self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
         states = {name: torch.zeros_like(grad, dtype=wide) for name in optimizer.states}
         self.vectors = {"weights": self.master, **states}
-        self.masters = self._table.split(self.master)
+        self.master_weights = self._table.split(self.master)
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = FlatState(tuple(self.vectors.values()), grad, self._steps)
         self._flat = FlatOptimizer(optimizer, state, table.device_group_ranges(), families)

@@ -121,15 +121,15 @@ class ParameterMemory:
             self.shards[unit.name].copy_(self.full[unit.name][low : low + unit.shard_length])
             self.free(unit.name)
 
-    def copy_from(self, masters: Mapping[str, torch.Tensor]) -> None:
+    def copy_from(self, master_weights: Mapping[str, torch.Tensor]) -> None:
         """Round master weights to the model parameters in the shards.
 
         Args:
-            masters: unit -> master weights of the first elements of its shard; a subscriber writes the others.
+            master_weights: unit -> master weights of the first elements of its shard; a subscriber writes the others.
         """
-        targets = [self.shards[unit][: len(values)] for unit, values in masters.items()]
+        targets = [self.shards[unit][: len(values)] for unit, values in master_weights.items()]
         if self.stream is None:
-            torch._foreach_copy_(targets, list(masters.values()))
+            torch._foreach_copy_(targets, list(master_weights.values()))
             return
-        for target, values in zip(targets, masters.values(), strict=True):
+        for target, values in zip(targets, master_weights.values(), strict=True):
             target.copy_(values.to(target.dtype), non_blocking=True)

@@ -36,21 +36,21 @@ class DeviceOptimizer:
         groups: unit -> number of its group.
 
     Attributes:
-        masters: unit -> [n] master weights.
+        master_weights: unit -> [n] master weights.
     """
 
     def __init__(
         self, optimizer: ElementwiseOptimizer, parameters: Mapping[str, torch.Tensor], groups: Mapping[str, int]
     ):
         self._optimizer = optimizer
-        self.masters = {
+        self.master_weights = {
             unit: values.detach().to(torch.promote_types(values.dtype, torch.float32))
             for unit, values in parameters.items()
         }
         self._parameters = {unit: values for unit, values in parameters.items() if values.dtype.itemsize == 2}
         self._vectors = {
             unit: {"weights": p, **{name: torch.zeros_like(p) for name in optimizer.states}}
-            for unit, p in self.masters.items()
+            for unit, p in self.master_weights.items()
         }
         self._groups = dict(groups)
         self._step_groups: list[_StepGroup] = []
@@ -95,7 +95,7 @@ class DeviceOptimizer:
                 self._step_groups.append(self._new_step_group(step_group.group, step_group.steps.clone(), staying))
 
     def _new_step_group(self, group: int, steps: torch.Tensor, units: list[str]) -> _StepGroup:
-        return _StepGroup(group, steps, make_device_kernel(self._optimizer, self.masters[units[0]]), units)
+        return _StepGroup(group, steps, make_device_kernel(self._optimizer, self.master_weights[units[0]]), units)
 
     def _take_steps(self, steps: Mapping[str, int]) -> None:
         """Continue as if each unit had taken ``steps[unit]`` steps."""
@@ -104,7 +104,7 @@ class DeviceOptimizer:
             alike[self._groups[unit], count].append(unit)
         self._step_groups = []
         for (group, count), units in alike.items():
-            counter = torch.full((), float(count), dtype=torch.float64, device=self.masters[units[0]].device)
+            counter = torch.full((), float(count), dtype=torch.float64, device=self.master_weights[units[0]].device)
             self._step_groups.append(self._new_step_group(group, counter, units))
 
     def values(self, unit: str, kind: str) -> torch.Tensor:
@@ -118,4 +118,4 @@ class DeviceOptimizer:
 
     @steps_taken.setter
     def steps_taken(self, steps: Mapping[str, int]) -> None:
-        self._take_steps({unit: steps[unit] for unit in self.masters})
+        self._take_steps({unit: steps[unit] for unit in self.master_weights})

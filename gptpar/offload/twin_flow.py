@@ -38,7 +38,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     The device updates the first elements, in the order of the parameters. Masters and moments of the others are in host
     memory. Where an element is updated changes no bit of it (:mod:`gptpar.optim.adam_update`). 16-bit parameters get
-    fp32 masters on both sides. Where parameters are sharded or split over processes (FSDP2, tensor or pipeline
+    fp32 master weights on both sides. Where parameters are sharded or split over processes (FSDP2, tensor or pipeline
     parallelism), each process updates its own elements.
 
     :meth:`step` returns when everything is done, unless the module was :meth:`attached <attach>`. A step in which the

@@ -168,7 +168,7 @@ class Job:
 
     @property
     def masters_are_live(self) -> bool:
-        """Whether forward and backward passes use the masters themselves."""
+        """Whether forward and backward passes use the master weights themselves."""
         everything_here = not self.ratio and not self.config.offload.cpu_parameters
         return self.element_size == self.wide_size and self.shards == 1 and everything_here
 

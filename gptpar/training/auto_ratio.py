@@ -67,7 +67,7 @@ def _measured(config: Config, topology: Topology) -> float:
 
 
 def bytes_saved_without_host(trainer: Trainer) -> int:
-    """Parameters that are the masters themselves when the host has nothing, and lie beside them otherwise.
+    """Model parameters that are also the master weights if nothing is offloaded, and are separate from them otherwise.
 
     Several processes take the highest ratio, which may be above 0 where 0 would fit one of them: they count on nothing.
     """

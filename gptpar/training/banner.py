@@ -62,9 +62,9 @@ def offload_line(engine: Engine, host: HostOptimizer) -> str:
     on_device = table.elements(Home.DEVICE) * engine.optimizer.bytes_an_element
     return (
         f"optimizer: the CPU updates {offloaded}: "
-        f"{state} of masters and moments, {doubled} of double buffers for speculation; {host.kernel}; "
+        f"{state} of master weights and moments, {doubled} of double buffers for speculation; {host.kernel}; "
         "the device the others: "
-        f"{format_bytes(on_device)} of masters, moments and gradients"
+        f"{format_bytes(on_device)} of master weights, moments and gradients"
     )
 
 

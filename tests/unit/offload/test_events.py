@@ -67,7 +67,7 @@ def submit(host: HostOptimizer, unit: str, chance: random.Random, values: torch.
 
 
 def run(speculated: int, seed: int, log: EventLog | None = None) -> tuple[list[torch.Tensor], HostOptimizer]:
-    """Parameters after each step, then masters and moments."""
+    """Parameters after each step, then master weights and moments."""
     chance, values = random.Random(seed), torch.Generator().manual_seed(seed)
     host, live = make(speculated, log)
     seen = []

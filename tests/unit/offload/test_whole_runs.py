@@ -106,7 +106,7 @@ def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.731, 1.0])
 @pytest.mark.parametrize("speculate", [False, True])
 def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(ratio: float, speculate: bool) -> None:
-    """The same gradients for torch's AdamW on fp32 masters; warm-up; every third step is clipped, some overflow."""
+    """The same gradients for torch's AdamW on fp32 master weights: warm-up, every third step clipped, some overflow."""
     generator = torch.Generator().manual_seed(0)
     made = units([(40, 30), (30,)], [(50, 30), (7,)])
     total = sum(unit.length for unit in made)
@@ -169,7 +169,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
         share.finish()
     for unit in made:
         here = table.on_device[unit.name]
-        live[unit.name][:here] = optimizer.masters[unit.name].bfloat16()
+        live[unit.name][:here] = optimizer.master_weights[unit.name].bfloat16()
         for name, view in unit.views(live[unit.name]).items():
             assert bf16_distance(view, reference[name].detach().bfloat16()) <= 2, name
     assert optimizer.steps_taken == 45

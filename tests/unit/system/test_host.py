@@ -130,7 +130,7 @@ def test_the_smallest_ratio_that_fits() -> None:
 
 
 def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
-    """In fp32 the parameters are the masters then; from 0.001 on they lie beside them."""
+    """In fp32 the parameters are the master weights then; from 0.001 on they lie beside them."""
     assert smallest_ratio(16 * 750, 1000, 16, saved=4 * 1000) == 0.0
     assert smallest_ratio(16 * 750 - 1, 1000, 16, saved=4 * 1000) == 0.251
     for flags, saved in (("", True), ("--bf16", False), ("--cpu-parameters", False)):

@@ -40,7 +40,7 @@ struct GptparAdamStep {
   float decay;                // 1 - lr * weight_decay
 };
 
-static_assert(sizeof(GptparAdamStep) == 104 && sizeof(GptparStretch) == 24, "gptpar.optim.cpu_adam packs these");
+static_assert(sizeof(GptparAdamStep) == 104 && sizeof(GptparGroupRange) == 24, "gptpar.optim.cpu_adam packs these");
 
 // Elements [start, stop), in the order of a [number, 2] array.
 struct GptparRange {
@@ -155,14 +155,14 @@ const Loops* loops_of(int32_t isa) {
 
 bool known(int32_t type) { return type >= kFloat && type <= kHalf; }
 
-// The intersection of the stretches with the ranges; all stretches if ranges is null.
-std::vector<Stretch> within(const Stretch* stretches, int64_t count, const Range* ranges, int64_t num_ranges) {
-  if (!ranges) return {stretches, stretches + count};
-  std::vector<Stretch> parts;
+// The intersection of the group ranges with the ranges; all group ranges if `ranges` is null.
+std::vector<GroupRange> within(const GroupRange* group_ranges, int64_t count, const Range* ranges, int64_t num_ranges) {
+  if (!ranges) return {group_ranges, group_ranges + count};
+  std::vector<GroupRange> parts;
   parts.reserve(count + num_ranges);
   const Range* range = ranges;
   const Range* const end = ranges + num_ranges;
-  for (const Stretch* s = stretches; s < stretches + count; ++s) {
+  for (const GroupRange* s = group_ranges; s < group_ranges + count; ++s) {
     while (range < end && range->stop <= s->start) ++range;
     for (const Range* r = range; r < end && r->start < s->stop; ++r)
       parts.push_back({std::max(s->start, r->start), std::min(s->stop, r->stop), s->of});
@@ -180,15 +180,15 @@ bool ascending(const Range* ranges, int64_t count) {
 }
 
 // Sums work(piece, next) over the pieces of all blocks, in their order; `next` is the start of the thread's next piece.
-// One pool call processes all blocks, so threads do not wait for each other between stretches.
+// One pool call processes all blocks, so threads do not wait for each other between group ranges.
 template <class Work>
 double sum_pieces(const Blocks& blocks, int threads, const Work& work) {
   std::vector<double> sums(blocks.count());
   of_this_process<ThreadPool>().run(blocks.count(), threads, [&](int64_t i) {
     const IeeeMode mode;  // the pool's threads inherit the mode of whichever thread started them
     double sum = 0;
-    const Stretch* const end = blocks.end(i);
-    for (const Stretch* piece = blocks.begin(i); piece < end; ++piece)
+    const GroupRange* const end = blocks.end(i);
+    for (const GroupRange* piece = blocks.begin(i); piece < end; ++piece)
       sum += work(*piece, piece + 1 < end ? piece[1].start : piece->stop);
     fence();
     sums[i] = sum;
@@ -208,11 +208,12 @@ int32_t error_in(const Step* steps, int32_t num_steps, const Range* ranges, int6
 }
 
 // See cpu_adam_step. The sum of squares depends on the blocks; the updated elements do not.
-int32_t take(const Step* steps, const std::vector<Stretch>& stretches, int threads, int32_t isa, double* squares) try {
+int32_t take(const Step* steps, const std::vector<GroupRange>& group_ranges, int threads, int32_t isa,
+             double* squares) try {
   const Loops* loops = loops_of(isa);
   std::atomic<bool> finite{true};
-  const Blocks blocks(stretches.data(), stretches.size(), squares ? 0 : threads);
-  const double sum = sum_pieces(blocks, threads, [&](const Stretch& piece, int64_t next) {
+  const Blocks blocks(group_ranges.data(), group_ranges.size(), squares ? 0 : threads);
+  const double sum = sum_pieces(blocks, threads, [&](const GroupRange& piece, int64_t next) {
     const Step& s = steps[piece.of];
     // The square's pass leaves the piece's gradients in the cache.
     const double part = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
@@ -235,25 +236,25 @@ const char* cpu_adam_isa(int32_t isa) {
   return loops ? loops->name : nullptr;
 }
 
-// Takes one step over `count` stretches, each with the numbers of one of `num_steps` steps. ranges: null, or ascending
-// ranges that limit the update to their elements. squares: null, or gets the sum of the gradients' squares (before
+// Takes one step over `count` group ranges, each with the numbers of one of `num_steps` steps. ranges: null, or
+// ascending ranges that limit the update to their elements. squares: null, or gets the sum of the gradients' squares (before
 // scaling). Returns 1 if every gradient was finite, 0 if not (all elements are updated all the same), or a negative
 // Error.
-int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
-                      const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
+int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const GptparGroupRange* group_ranges,
+                      int64_t count, const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
                       double* squares) try {
   if (const int32_t error = gptpar::error_in(steps, num_steps, ranges, num_ranges, isa)) return error;
-  return gptpar::take(steps, gptpar::within(stretches, count, ranges, num_ranges), threads, isa, squares);
+  return gptpar::take(steps, gptpar::within(group_ranges, count, ranges, num_ranges), threads, isa, squares);
 } catch (const std::bad_alloc&) {
   return gptpar::kNoMemory;
 }
 
 // Like cpu_adam_step, in the background: orders run one after the other. Returns a ticket, or a negative Error.
-int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
-                       const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa) try {
+int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const GptparGroupRange* group_ranges,
+                       int64_t count, const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa) try {
   if (const int32_t error = gptpar::error_in(steps, num_steps, ranges, num_ranges, isa)) return error;
   const std::vector<GptparAdamStep> kept(steps, steps + num_steps);
-  const auto pieces = gptpar::within(stretches, count, ranges, num_ranges);
+  const auto pieces = gptpar::within(group_ranges, count, ranges, num_ranges);
   return gptpar::of_this_process<gptpar::JobQueue>().submit(
       [=] { return gptpar::take(kept.data(), pieces, threads, isa, nullptr); });
 } catch (const std::bad_alloc&) {
@@ -280,8 +281,8 @@ int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t 
   if (!loops) return gptpar::kNoSuchSet;
   if (!gptpar::known(grad_type)) return gptpar::kNoSuchType;
   const auto square = loops->square[grad_type - 1];
-  const GptparStretch whole{0, n, 0};
-  *sum = gptpar::sum_pieces(gptpar::Blocks(&whole, 1, 0), threads, [&](const gptpar::Stretch& piece, int64_t) {
+  const GptparGroupRange whole{0, n, 0};
+  *sum = gptpar::sum_pieces(gptpar::Blocks(&whole, 1, 0), threads, [&](const gptpar::GroupRange& piece, int64_t) {
     return square(grad, piece.start, piece.stop);
   });
   return 1;

@@ -26,7 +26,7 @@ _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam
 
 # struct packs twice as fast as ctypes' structures. That matters, because each bucket's call comes with cold caches.
 _STEP = struct.Struct("8P2i7f4x")  # GptparAdamStep in csrc/cpu_adam.cpp, field by field
-_RANGE = struct.Struct("3q")  # GptparStretch in csrc/blocks.h
+_RANGE = struct.Struct("3q")  # GptparGroupRange in csrc/blocks.h
 
 
 class _Kernels(NamedTuple):

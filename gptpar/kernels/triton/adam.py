@@ -72,8 +72,8 @@ def step_numbers(
 
 @triton.jit
 def _update(
-    weights, exp_avg, exp_avg_sq, grad, live, decays, numbers, length,
-    BLOCK: tl.constexpr, WRITES_LIVE: tl.constexpr, SOME_DECAY: tl.constexpr, ELEMENTS: tl.constexpr,
+    weights, exp_avg, exp_avg_sq, grad, parameters, decays, numbers, length,
+    BLOCK: tl.constexpr, WRITES_PARAMETERS: tl.constexpr, SOME_DECAY: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < length
@@ -91,8 +91,8 @@ def _update(
         tl.store(weights + at, w, mask=inside)
         tl.store(exp_avg + at, m, mask=inside)
         tl.store(exp_avg_sq + at, v, mask=inside)
-        if WRITES_LIVE:
-            tl.store(live + at, w.to(live.dtype.element_ty), mask=inside)
+        if WRITES_PARAMETERS:
+            tl.store(parameters + at, w.to(parameters.dtype.element_ty), mask=inside)
 
 
 def update(
@@ -100,7 +100,7 @@ def update(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
-    live: torch.Tensor | None,
+    parameters: torch.Tensor | None,
     decays: torch.Tensor | None,
     block: int,
     numbers: torch.Tensor,
@@ -108,15 +108,15 @@ def update(
     """Update vectors [n]; all are fp32 but the gradient and the model parameters.
 
     Args:
-        live: the model parameters to write; ``None``: the weights are the model parameters.
+        parameters: [n] the model parameters to write; ``None``: the weights are the model parameters.
         decays: [blocks] whether each block decays; ``None``: all do.
         block: elements of a block.
         numbers: as :func:`step_numbers` writes them.
     """
     length = len(weights)
     _update[(triton.cdiv(length, ELEMENTS),)](
-        weights, exp_avg, exp_avg_sq, grad, weights if live is None else live,
+        weights, exp_avg, exp_avg_sq, grad, weights if parameters is None else parameters,
         weights if decays is None else decays, numbers, length,
-        BLOCK=block, WRITES_LIVE=live is not None, SOME_DECAY=decays is not None, ELEMENTS=ELEMENTS,
+        BLOCK=block, WRITES_PARAMETERS=parameters is not None, SOME_DECAY=decays is not None, ELEMENTS=ELEMENTS,
         num_warps=NUM_WARPS, **IEEE,
     )  # fmt: skip

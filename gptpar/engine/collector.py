@@ -43,7 +43,7 @@ class GradientCollector:
     def __init__(
         self,
         units: Sequence[Unit],
-        chunks: Sequence[Sequence[str]],
+        virtual_stages: Sequence[Sequence[str]],
         memory: GradientMemory,
         reducer: GradientReducer,
         done: Callable[[str], None],
@@ -68,14 +68,15 @@ class GradientCollector:
         self._handed_on: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self._nested: set[str] = set()
-        self._chunks = [list(dict.fromkeys(names)) for names in chunks]
+        self._virtual_stages = [list(dict.fromkeys(names)) for names in virtual_stages]
         # Backward passes of a micro-batch go from the last virtual stage to the first.
-        self._last_chunk = {name: chunk for chunk, names in reversed(list(enumerate(self._chunks))) for name in names}
+        last_first = reversed(list(enumerate(self._virtual_stages)))
+        self._last_stage = {name: stage for stage, names in last_first for name in names}
 
     @property
     def shares_units(self) -> bool:
         """Whether several virtual stages add to one unit's gradient."""
-        return sum(map(len, self._chunks)) > len(self._last_chunk)
+        return sum(map(len, self._virtual_stages)) > len(self._last_stage)
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take the gradients of these parameters, by global name, and leave ``.grad`` empty.
@@ -97,14 +98,14 @@ class GradientCollector:
         for forgotten in (self._arrived, self._fresh, self._missing, self._waiting, self._handed_on, self.late):
             forgotten.clear()
 
-    def begin_backward(self, chunk: int, *, last: bool) -> None:
+    def begin_backward(self, virtual_stage: int, *, last: bool) -> None:
         """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
-        self._missing = {name: self._expected[name] for name in self._chunks[chunk]}
+        self._missing = {name: self._expected[name] for name in self._virtual_stages[virtual_stage]}
         self._handed_on.clear()
         self._outer_task, self._in_pass = None, True
         self._arrivals.clear()
-        for name in reversed(self._chunks[chunk]):
-            final = last and self._last_chunk[name] == chunk
+        for name in reversed(self._virtual_stages[virtual_stage]):
+            final = last and self._last_stage[name] == virtual_stage
             if final or not self._memory.keeps_all:
                 self._waiting.append((self._units[name], final))
         self._hands_on = bool(self._waiting)

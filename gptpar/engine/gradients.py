@@ -36,9 +36,9 @@ class Gradients:
         """A forward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
         self.collector.in_last_forward = last
 
-    def begin_backward(self, chunk: int, *, last: bool) -> None:
+    def begin_backward(self, virtual_stage: int, *, last: bool) -> None:
         """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
-        self.collector.begin_backward(chunk, last=last)
+        self.collector.begin_backward(virtual_stage, last=last)
 
     def end_backward(self) -> None:
         """The pass is over: a parameter without a gradient counts as zero."""

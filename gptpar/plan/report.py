@@ -49,9 +49,9 @@ def _facts(plan: Plan) -> list[Row]:
     job, cluster = plan.job, plan.cluster
     m, recompute = job.config.model, job.config.recompute
     count = format_count(job.num_parameters)
-    rounds = rounds_idle(job.layout.pipeline, job.num_micro_batches, job.num_chunks)
+    rounds = rounds_idle(job.layout.pipeline, job.num_micro_batches, job.num_virtual_stages)
     bubble = f", idle {100 * rounds / (job.num_micro_batches + rounds):.1f} % with even stages"
-    pieces = "1F1B" if job.num_chunks == 1 else f"interleaved 1F1B, {job.num_chunks} pieces a stage"
+    pieces = "1F1B" if job.num_virtual_stages == 1 else f"interleaved 1F1B, {job.num_virtual_stages} pieces a stage"
     again = recompute.recompute_granularity or "nothing is computed again"
     return [
         Row("model", f"{count} parameters", f"{m.num_layers} layers x {m.hidden_size} x {m.num_attention_heads} heads"),
@@ -125,7 +125,7 @@ def memory_table(plan: Plan) -> str:
 def timelines(plan: Plan) -> tuple[list[list[Span]], int]:
     """(spans of every stage in seconds, micro-batches drawn): a long step is drawn with fewer micro-batches."""
     job, time = plan.job, plan.time
-    stages, chunks = job.layout.pipeline, job.num_chunks
+    stages, chunks = job.layout.pipeline, job.num_virtual_stages
     most = max(stages, MAX_DRAWN_ACTIONS // (2 * stages * chunks))
     count = min(job.num_micro_batches, most, 4 * stages)
     slowest = max(time.stages, key=lambda stage: stage.both)
@@ -140,7 +140,7 @@ def _schedule(plan: Plan) -> list[str]:
         return [_title("schedule"), f"  {stages} stages: --png FILE draws them"]
     _, count = timelines(plan)
     shown = "" if count == plan.job.num_micro_batches else f", drawn with {count} micro-batches"
-    chart = schedules.chart(schedules.simulate(stages, count, plan.job.num_chunks), 98)
+    chart = schedules.chart(schedules.simulate(stages, count, plan.job.num_virtual_stages), 98)
     return [_title(f"schedule: letters are micro-batches, capitals forward{shown}"), chart]
 
 

@@ -89,6 +89,6 @@ def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
     """Micro-batches of anything: as many as are ever alive at once, and two where there are several to be summed."""
     model, batch = config.model, config.batch
     count = batch.global_batch_size // (batch.micro_batch_size * topology.layout.data)
-    enough = min(count, topology.layout.pipeline * config.parallel.num_chunks * 2)
+    enough = min(count, topology.layout.pipeline * config.parallel.num_virtual_stages * 2)
     tokens = torch.zeros(batch.micro_batch_size, model.seq_length, dtype=torch.int64)
     return [MicroBatch(tokens, tokens) for _ in range(max(min(2, count), enough))]

@@ -152,7 +152,7 @@ def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit
     if layout.pipeline == 1:
         return []
     num_micro = plan.full // (config.batch.micro_batch_size * layout.data)
-    chunks = config.parallel.num_chunks
+    chunks = config.parallel.num_virtual_stages
     idle = idle_share(simulate(layout.pipeline, num_micro, chunks))
     layers = [split.layers_of(stage) for stage in range(layout.pipeline)]
     rows = [

@@ -1,4 +1,4 @@
-// Vectors cut into blocks, of which a thread takes one at a time.
+// Divides vectors into blocks, for threads that each take one block at a time.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 extern "C" {
 
 // Elements [start, stop) of the vectors of steps[of]. gptpar.optim.cpu_adam packs the same struct.
-struct GptparStretch {
+struct GptparGroupRange {
   int64_t start, stop, of;
 };
 
@@ -17,21 +17,22 @@ struct GptparStretch {
 
 namespace gptpar {
 
-using Stretch = GptparStretch;
+using GroupRange = GptparGroupRange;
 
-// Elements of a block: where blocks are alike, and where they are not.
+// Elements of a block: kBlock if all blocks are equal, else between the two others.
 constexpr int64_t kBlock = 1 << 16, kLargestBlock = 1 << 18, kSmallestBlock = 1 << 14;
 
-// Stretches, which may be one vector or thousands of rows, cut and gathered.
+// Blocks of a list of ranges, which may be one long vector or thousands of short rows: a block may be a part of a range
+// or many ranges.
 class Blocks {
  public:
-  // threads: how many share the work. Each block is a part of what is left (guided self-scheduling: Polychronopoulos and
-  // Kuck 1987): large ones cost less, and small ones at the end let threads finish together. 0: all blocks but the last
-  // have kBlock elements, whoever works on them.
-  Blocks(const Stretch* stretches, int64_t count, int threads) {
+  // threads: number of threads that share the work. A block is a fraction of the remaining elements (guided
+  // self-scheduling: Polychronopoulos and Kuck 1987): large blocks cost less overhead, and small blocks at the end let
+  // the threads finish together. 0: all blocks but the last have kBlock elements, so they do not depend on the threads.
+  Blocks(const GroupRange* group_ranges, int64_t count, int threads) {
     int64_t left = 0, room = 0;
-    for (const Stretch* s = stretches; s < stretches + count; ++s) left += s->stop - s->start;
-    for (const Stretch* s = stretches; s < stretches + count; ++s) {
+    for (const GroupRange* s = group_ranges; s < group_ranges + count; ++s) left += s->stop - s->start;
+    for (const GroupRange* s = group_ranges; s < group_ranges + count; ++s) {
       for (int64_t first = s->start; first < s->stop;) {
         if (room == 0) {
           begins_.push_back(pieces_.size());
@@ -48,8 +49,8 @@ class Blocks {
   }
 
   int64_t count() const { return begins_.size() - 1; }
-  const Stretch* begin(int64_t block) const { return pieces_.data() + begins_[block]; }
-  const Stretch* end(int64_t block) const { return pieces_.data() + begins_[block + 1]; }
+  const GroupRange* begin(int64_t block) const { return pieces_.data() + begins_[block]; }
+  const GroupRange* end(int64_t block) const { return pieces_.data() + begins_[block + 1]; }
 
  private:
   static int64_t share(int64_t left, int threads) {
@@ -57,7 +58,7 @@ class Blocks {
     return std::max(kSmallestBlock, std::min(kLargestBlock, half));
   }
 
-  std::vector<Stretch> pieces_;
+  std::vector<GroupRange> pieces_;
   std::vector<size_t> begins_;
 };
 

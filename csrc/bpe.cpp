@@ -1,9 +1,9 @@
-// GPT-2's byte-level BPE for the ASCII parts of a text, which is most of what English and code are made of.
+// GPT-2's byte-level BPE for the ASCII parts of a text; English and code are mostly ASCII.
 // Plain C ABI, loaded with ctypes.
 //
 // Cutting follows GPT-2's pattern  's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 // (Radford et al. 2019; its published encoder.py). Whether a character beyond ASCII is a letter depends on a version of
-// Unicode, so the parts that touch one are left as gaps for the caller's own encoder, which decides that alone.
+// Unicode. So parts next to such a character are left as gaps, and the caller's own encoder encodes them.
 
 #include <cstdint>
 #include <cstring>
@@ -84,7 +84,7 @@ class Vocabulary {
   std::vector<Slot> slots_;
 };
 
-struct Gap {  // bytes [start, end) of the texts, whose tokens belong before out[token]
+struct Gap {  // bytes [start, end) of the texts; their tokens belong before out[token]
   int64_t start, end, token, text;
 };
 
@@ -92,9 +92,9 @@ struct Entry {
   uint64_t low = 0, high = 0;  // the piece's bytes, and its length in the last one; no piece is all zero
   uint32_t count = 0, ids[kKept] = {};
 };
-using Cache = std::vector<Entry>;  // short pieces met lately, each at the place that its hash names
+using Cache = std::vector<Entry>;  // recent short pieces, each at the index of its hash
 
-// Encodes texts into out and gaps, which it advances; of a gap it leaves `text` alone.
+// Encodes texts into out and gaps, and advances both pointers; does not set a gap's `text`.
 class Encoder {
  public:
   Encoder(const Vocabulary& vocabulary, Cache& cache, const uint8_t* text, uint32_t* out, Gap* gaps)
@@ -123,7 +123,7 @@ class Encoder {
  private:
   Class at(int64_t i) const { return static_cast<Class>(kClasses.of[text_[i]]); }
 
-  // End of the piece that starts at i; where that is a byte beyond ASCII, which may belong to the piece, `high` is set.
+  // End of the piece that starts at i. Sets `high` if a byte beyond ASCII is there, which may belong to the piece.
   int64_t piece_end(int64_t i, bool& high) const {
     Class kind = at(i);
     int64_t j = i;
@@ -145,8 +145,8 @@ class Encoder {
     return (a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l') ? 3 : 0;
   }
 
-  // Where encoding may go on after the byte beyond ASCII at i: no piece goes on from an ASCII character that is not a
-  // blank to one that is.
+  // The next position after the byte beyond ASCII at i where encoding may continue: before a blank that follows another
+  // ASCII character, because no piece contains both in this order.
   int64_t gap_end(int64_t i) const {
     int64_t cut = -1;
     for (; i < end_; ++i) {
@@ -195,7 +195,7 @@ class Encoder {
       *out++ = whole;
   }
 
-  // Joins the two neighbours that make the token of the lowest id, the leftmost of equals, until none make a token.
+  // Joins the two neighbours whose token has the lowest id (the leftmost of equals), until no two form a token.
   void merge(const uint8_t* piece, int length) {
     int starts[kLongest + 1], parts = length;
     uint32_t ranks[kLongest];  // of parts k and k + 1 together
@@ -225,7 +225,7 @@ class Encoder {
   int64_t end_ = 0;
 };
 
-// One table for all threads, and a cache for each call that is under way.
+// One table for all threads, and a cache for each running call.
 class Tokenizer {
  public:
   Tokenizer(const uint8_t* bytes, const int64_t* ends, const uint32_t* ids, int64_t count)
@@ -262,12 +262,12 @@ void* bpe_new(const uint8_t* bytes, const int64_t* ends, const uint32_t* ids, in
 
 void bpe_delete(void* tokenizer) { delete static_cast<Tokenizer*>(tokenizer); }
 
-// Room that bpe_encode needs for the gaps of `size` bytes in `count` texts: their ends are kQuiet bytes apart.
+// Maximum number of gaps that bpe_encode finds in `count` texts of `size` bytes: their ends are kQuiet bytes apart.
 int64_t bpe_gaps(int64_t size, int64_t count) { return size / kQuiet + 2 * count; }
 
-// Encodes texts that lie end to end: text t is utf8[ends[t - 1], ends[t]). After each that is not empty comes the id
-// `after`, unless that is negative. `out` needs room for a token a byte, one a text and kKept more; lengths[t] becomes
-// the number of tokens of text t without those of its gaps. Any thread may call. Returns the number of gaps.
+// Encodes concatenated texts: text t is utf8[ends[t - 1], ends[t]). Each text that is not empty is followed by the id
+// `after`, unless that is negative. `out` needs room for one token per byte, one per text, and kKept more. lengths[t]
+// becomes the number of tokens of text t without those of its gaps. Any thread may call. Returns the number of gaps.
 int64_t bpe_encode(void* handle, const uint8_t* utf8, const int64_t* ends, int64_t count, int64_t after, uint32_t* out,
                    int64_t* lengths, Gap* gaps) {
   Tokenizer& tokenizer = *static_cast<Tokenizer*>(handle);

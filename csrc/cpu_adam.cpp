@@ -1,9 +1,9 @@
-// AdamW (Loshchilov and Hutter 2019) as one pass over memory, with the instructions that the processor has.
+// AdamW (Loshchilov and Hutter 2019) in one pass over memory, with the best instruction set of the processor.
 // Plain C ABI, loaded with ctypes.
 //
-// All instruction sets give the same bits, for any number of threads and any cutting of a vector into calls: the
-// operations are those of gptpar.optim.adam_update, in the same order, each rounded once to nearest, denormals included.
-// The compiler may not fuse a product with a sum (-ffp-contract=off). Which NaN comes of several NaNs is left open.
+// All instruction sets give the same bits, for any number of threads and any division of a vector into calls: the
+// operations are those of gptpar.optim.adam_update in the same order, each rounded once to nearest, denormals included.
+// The compiler may not fuse a product with a sum (-ffp-contract=off). Only the payload of a NaN is not defined.
 
 #include <algorithm>
 #include <atomic>
@@ -25,8 +25,8 @@
 
 extern "C" {
 
-// Vectors and the numbers of a step. p, m, v and their outputs: floats, either the same places (in place) or apart.
-// grad: gradients of type grad_type; low: parameters of type low_type to be written, if that is not kNone.
+// The vectors and numbers of a step. The outputs of p, m and v are the inputs themselves (in place) or do not overlap
+// them. grad has type grad_type; low gets the parameters in type low_type, unless that is kNone.
 // gptpar.optim.cpu_adam packs the same struct.
 struct GptparAdamStep {
   const float *p, *m, *v;
@@ -40,7 +40,7 @@ struct GptparAdamStep {
   float decay;                // 1 - lr * weight_decay
 };
 
-static_assert(sizeof(GptparAdamStep) == 104 && sizeof(GptparStretch) == 24, "gptpar.optim.cpu_adam packs these");
+static_assert(sizeof(GptparAdamStep) == 104 && sizeof(GptparGroupRange) == 24, "gptpar.optim.cpu_adam packs these");
 
 // Elements [start, stop), in the order of a [number, 2] array.
 struct GptparRange {
@@ -54,13 +54,13 @@ namespace gptpar {
 using Step = GptparAdamStep;
 using Range = GptparRange;
 
-// Which outputs bypass the caches. Only whole lines that are not read are worth it.
+// Which outputs bypass the caches. That is faster only for whole lines that are not read.
 struct Streams {
   bool state = false, low = false;
 };
 
-// How many elements from `first` on until the outputs that should bypass the caches start a line, and which they are.
-// Outputs that never start one together are written normally: all of them, or if that helps only the 16-bit ones.
+// Returns the number of elements from `first` on until all outputs that bypass the caches start a cache line together,
+// and sets `streams` to these outputs. If they never do, it tries without the low outputs, then without any.
 inline int64_t elements_to_alignment(const Step& s, int64_t first, Streams* streams) {
   const bool apart = s.p_out != s.p;
   const int64_t low_size = s.low_type == kFloat ? 4 : 2;
@@ -80,7 +80,7 @@ inline int64_t elements_to_alignment(const Step& s, int64_t first, Streams* stre
   return 0;
 }
 
-// Non-temporal stores are ordered after others only by this.
+// Orders non-temporal stores before all later stores; nothing else does.
 inline void fence() {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -140,13 +140,13 @@ const Loops kLoops[] = {GPTPAR_LOOPS(scalar)};
 int ask_processor() { return 0; }
 #endif
 
-// Asked once: in a virtual machine each question is the host's to answer, which takes longer than to prepare a step.
+// Asked once: in a virtual machine cpuid traps to the hypervisor, which takes longer than the preparation of a step.
 int best_set() {
   static const int best = ask_processor();
   return best;
 }
 
-// isa: -1 the best that there is, 0 scalar, 1 AVX2, 2 AVX-512. Null if the processor lacks it.
+// isa: -1 the best available, 0 scalar, 1 AVX2, 2 AVX-512. Null if the processor lacks it.
 const Loops* loops_of(int32_t isa) {
   const int best = best_set();
   if (isa < -1 || isa > best) return nullptr;
@@ -155,14 +155,14 @@ const Loops* loops_of(int32_t isa) {
 
 bool known(int32_t type) { return type >= kFloat && type <= kHalf; }
 
-// What of the stretches lies in the ranges; all of them if there are no ranges (null).
-std::vector<Stretch> within(const Stretch* stretches, int64_t count, const Range* ranges, int64_t num_ranges) {
-  if (!ranges) return {stretches, stretches + count};
-  std::vector<Stretch> parts;
+// The intersection of the group ranges with the ranges; all group ranges if `ranges` is null.
+std::vector<GroupRange> within(const GroupRange* group_ranges, int64_t count, const Range* ranges, int64_t num_ranges) {
+  if (!ranges) return {group_ranges, group_ranges + count};
+  std::vector<GroupRange> parts;
   parts.reserve(count + num_ranges);
   const Range* range = ranges;
   const Range* const end = ranges + num_ranges;
-  for (const Stretch* s = stretches; s < stretches + count; ++s) {
+  for (const GroupRange* s = group_ranges; s < group_ranges + count; ++s) {
     while (range < end && range->stop <= s->start) ++range;
     for (const Range* r = range; r < end && r->start < s->stop; ++r)
       parts.push_back({std::max(s->start, r->start), std::min(s->stop, r->stop), s->of});
@@ -179,16 +179,16 @@ bool ascending(const Range* ranges, int64_t count) {
   return true;
 }
 
-// Sum over the pieces of blocks, in their order, of what work(piece, next) gives for each; `next` is where the thread's
-// next piece starts. All blocks are handed out together: threads do not wait for each other between stretches.
+// Sums work(piece, next) over the pieces of all blocks, in their order; `next` is the start of the thread's next piece.
+// One pool call processes all blocks, so threads do not wait for each other between group ranges.
 template <class Work>
 double sum_pieces(const Blocks& blocks, int threads, const Work& work) {
   std::vector<double> sums(blocks.count());
   of_this_process<ThreadPool>().run(blocks.count(), threads, [&](int64_t i) {
     const IeeeMode mode;  // the pool's threads inherit the mode of whichever thread started them
     double sum = 0;
-    const Stretch* const end = blocks.end(i);
-    for (const Stretch* piece = blocks.begin(i); piece < end; ++piece)
+    const GroupRange* const end = blocks.end(i);
+    for (const GroupRange* piece = blocks.begin(i); piece < end; ++piece)
       sum += work(*piece, piece + 1 < end ? piece[1].start : piece->stop);
     fence();
     sums[i] = sum;
@@ -198,7 +198,7 @@ double sum_pieces(const Blocks& blocks, int threads, const Work& work) {
   return total;
 }
 
-// A negative Error if a step cannot be taken with these, else 0.
+// A negative Error if the arguments are not valid, else 0.
 int32_t error_in(const Step* steps, int32_t num_steps, const Range* ranges, int64_t num_ranges, int32_t isa) {
   if (!loops_of(isa)) return kNoSuchSet;
   for (const Step* s = steps; s < steps + num_steps; ++s) {
@@ -207,12 +207,13 @@ int32_t error_in(const Step* steps, int32_t num_steps, const Range* ranges, int6
   return ranges && !ascending(ranges, num_ranges) ? kNotAscending : 0;
 }
 
-// See cpu_adam_step. The sum of squares depends on the blocks; what each element becomes does not.
-int32_t take(const Step* steps, const std::vector<Stretch>& stretches, int threads, int32_t isa, double* squares) try {
+// See cpu_adam_step. The sum of squares depends on the blocks; the updated elements do not.
+int32_t take(const Step* steps, const std::vector<GroupRange>& group_ranges, int threads, int32_t isa,
+             double* squares) try {
   const Loops* loops = loops_of(isa);
   std::atomic<bool> finite{true};
-  const Blocks blocks(stretches.data(), stretches.size(), squares ? 0 : threads);
-  const double sum = sum_pieces(blocks, threads, [&](const Stretch& piece, int64_t next) {
+  const Blocks blocks(group_ranges.data(), group_ranges.size(), squares ? 0 : threads);
+  const double sum = sum_pieces(blocks, threads, [&](const GroupRange& piece, int64_t next) {
     const Step& s = steps[piece.of];
     // The square's pass leaves the piece's gradients in the cache.
     const double part = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
@@ -235,33 +236,33 @@ const char* cpu_adam_isa(int32_t isa) {
   return loops ? loops->name : nullptr;
 }
 
-// One step of `count` stretches, each by the numbers of one of `num_steps` steps; with ranges (null: none), which
-// ascend, of what lies in them. squares: null, or where the sum of the gradients' squares goes (of what is in grad:
-// before scaling). Returns 1 if every gradient was finite, 0 if not (the arithmetic is done all the same), or a negative
+// Takes one step over `count` group ranges, each with the numbers of one of `num_steps` steps. ranges: null, or
+// ascending ranges that limit the update to their elements. squares: null, or gets the sum of the gradients' squares (before
+// scaling). Returns 1 if every gradient was finite, 0 if not (all elements are updated all the same), or a negative
 // Error.
-int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
-                      const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
+int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const GptparGroupRange* group_ranges,
+                      int64_t count, const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
                       double* squares) try {
   if (const int32_t error = gptpar::error_in(steps, num_steps, ranges, num_ranges, isa)) return error;
-  return gptpar::take(steps, gptpar::within(stretches, count, ranges, num_ranges), threads, isa, squares);
+  return gptpar::take(steps, gptpar::within(group_ranges, count, ranges, num_ranges), threads, isa, squares);
 } catch (const std::bad_alloc&) {
   return gptpar::kNoMemory;
 }
 
-// Like cpu_adam_step, later: each order when those before it are done. Returns a ticket, or a negative Error.
-int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const GptparStretch* stretches, int64_t count,
-                       const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa) try {
+// Like cpu_adam_step, in the background: orders run one after the other. Returns a ticket, or a negative Error.
+int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const GptparGroupRange* group_ranges,
+                       int64_t count, const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa) try {
   if (const int32_t error = gptpar::error_in(steps, num_steps, ranges, num_ranges, isa)) return error;
   const std::vector<GptparAdamStep> kept(steps, steps + num_steps);
-  const auto pieces = gptpar::within(stretches, count, ranges, num_ranges);
+  const auto pieces = gptpar::within(group_ranges, count, ranges, num_ranges);
   return gptpar::of_this_process<gptpar::JobQueue>().submit(
       [=] { return gptpar::take(kept.data(), pieces, threads, isa, nullptr); });
 } catch (const std::bad_alloc&) {
   return gptpar::kNoMemory;
 }
 
-// Returns what cpu_adam_step does, once what was ordered is done, and when that began and ended; once a ticket. Without
-// `block`, kNotYet as long as it is not.
+// Waits for an order. Returns the result of cpu_adam_step, and the order's begin and end; a ticket can be used once.
+// Without `block`, returns kNotYet if the order is not done.
 int32_t cpu_adam_wait(int64_t ticket, int32_t block, double* begin, double* end) {
   gptpar::JobQueue& queue = gptpar::of_this_process<gptpar::JobQueue>();
   if (!block && !queue.is_done(ticket)) return gptpar::kNotYet;
@@ -271,7 +272,7 @@ int32_t cpu_adam_wait(int64_t ticket, int32_t block, double* begin, double* end)
   return done.code;
 }
 
-// Has threads that sleep look for a step, which will come in a moment.
+// Wakes sleeping threads for an order that will come in a moment.
 void cpu_adam_wake() { gptpar::of_this_process<gptpar::ThreadPool>().rouse(); }
 
 // Sum of the squares of n gradients of type grad_type, in double precision. Returns 1 or a negative Error.
@@ -280,8 +281,8 @@ int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t 
   if (!loops) return gptpar::kNoSuchSet;
   if (!gptpar::known(grad_type)) return gptpar::kNoSuchType;
   const auto square = loops->square[grad_type - 1];
-  const GptparStretch whole{0, n, 0};
-  *sum = gptpar::sum_pieces(gptpar::Blocks(&whole, 1, 0), threads, [&](const gptpar::Stretch& piece, int64_t) {
+  const GptparGroupRange whole{0, n, 0};
+  *sum = gptpar::sum_pieces(gptpar::Blocks(&whole, 1, 0), threads, [&](const gptpar::GroupRange& piece, int64_t) {
     return square(grad, piece.start, piece.stop);
   });
   return 1;

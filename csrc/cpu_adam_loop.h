@@ -1,10 +1,10 @@
-// The loops of cpu_adam.cpp, included once for each instruction set with VARIANT (namespace), VECTOR (its operations)
-// and TARGET (the attribute that every function needs that is to use them).
+// The loops of cpu_adam.cpp, included once for each instruction set. VARIANT is its namespace, VECTOR its operations,
+// TARGET the attribute with which a function may use them.
 
 namespace gptpar {
 namespace VARIANT {
 
-// A call's numbers, spread over vectors.
+// A step's numbers, each broadcast to a vector.
 template <class V>
 struct Spread {
   typename V::Floats scale, rest1, beta2, rest2, floor, size, decay;
@@ -16,8 +16,8 @@ TARGET GPTPAR_INLINE Spread<V> spread(const Step& s) {
           V::all(s.floor), V::all(s.size),  V::all(s.decay)};
 }
 
-// State of elements [i, i + V::width); returns their new parameters. Operations E1 to E4 of gptpar.optim.adam_update:
-// every product, sum, quotient and root is rounded by itself and in this order, whatever the width.
+// Updates the state of elements [i, i + V::width), and returns their new parameters. Operations E1 to E4 of
+// gptpar.optim.adam_update: every product, sum, quotient and root is rounded by itself and in this order, at any width.
 template <class V, class Grad>
 TARGET GPTPAR_INLINE typename V::Floats advance(const Step& s, const Spread<V>& k, int64_t i, bool stream,
                                                 typename V::Marks& marks) {
@@ -35,8 +35,8 @@ TARGET GPTPAR_INLINE typename V::Floats advance(const Step& s, const Spread<V>& 
   return p_new;
 }
 
-// `count` vectors from element i on. Their 16-bit outputs are stored together: half a line that bypasses the caches and
-// waits for its other half is in the way of the other outputs' lines.
+// Updates `count` vectors from element i on, and stores their 16-bit outputs together. A store that bypasses the caches
+// waits in a buffer until its line is full; half-full lines would take the buffers of the other outputs.
 template <class V, class Grad, int count>
 TARGET GPTPAR_INLINE void advance_run(const Step& s, const Spread<V>& k, int64_t i, Streams streams,
                                       typename V::Marks& marks) {
@@ -46,7 +46,7 @@ TARGET GPTPAR_INLINE void advance_run(const Step& s, const Spread<V>& k, int64_t
 #pragma GCC unroll 4
   for (int j = 0; j < count; ++j) {
     const int64_t at = i + j * V::width;
-    switch (s.low_type) {  // the same way for every element, so the processor foresees it
+    switch (s.low_type) {  // the same for every element, so the processor predicts the branch
       case kFloat: V::store(static_cast<float*>(s.low) + at, fresh[j], streams.low); break;
       case kBfloat: V::store(static_cast<Bfloat*>(s.low) + at, fresh[j], streams.low); break;
       case kHalf: V::store(static_cast<Half*>(s.low) + at, fresh[j], streams.low); break;
@@ -54,7 +54,7 @@ TARGET GPTPAR_INLINE void advance_run(const Step& s, const Spread<V>& k, int64_t
   }
 }
 
-// Elements [first, last); those after them that the same thread comes to begin at `next`.
+// Updates elements [first, last). The same thread's next elements begin at `next`, for prefetching.
 template <class Grad>
 TARGET bool adam(const Step& s, int64_t first, int64_t last, int64_t next) {
   Streams streams;

@@ -1,4 +1,4 @@
-// 16-bit floats and one-element "vectors" in plain C++: the reference of the vector paths, and their tails.
+// 16-bit floats and one-element "vectors" in plain C++: the reference for the vector paths, and the ends of vectors.
 
 #pragma once
 
@@ -62,9 +62,9 @@ GPTPAR_INLINE void narrow(float x, Half* out) {
 
 constexpr int kLine = 64;  // bytes of a cache line
 constexpr int kRun = 32;   // elements whose 16-bit outputs fill a line
-constexpr int kAhead = 512;  // elements between what is worked on and what is asked for
+constexpr int kAhead = 512;  // distance of the prefetched elements from the current ones
 
-// Asks for the lines of kRun elements. The hardware looks ahead by itself, but only within a page.
+// Prefetches the lines of kRun elements. The hardware prefetches by itself, but only within a page.
 template <class T>
 GPTPAR_INLINE void prefetch_lines(const T* x) {
 #pragma GCC unroll 2

@@ -95,7 +95,7 @@ struct Avx512 {
     __m256i* place = static_cast<__m256i*>(out);
     stream ? _mm256_stream_si256(place, bits) : _mm256_storeu_si256(place, bits);
   }
-  // Not vcvtneps2bf16: it takes denormals for zero.
+  // Not vcvtneps2bf16: it treats denormals as zero.
   GPTPAR_OP void store(Bfloat* out, Floats x, bool stream) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

@@ -1,4 +1,4 @@
-// IEEE 754 arithmetic for a while: rounding to nearest even, denormals kept.
+// A scope with IEEE 754 arithmetic: rounding to nearest even, denormals kept.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace gptpar {
 
-// Sets the calling thread's mode, and restores what it found. Some libraries, those built with -ffast-math among them,
-// have their process flush denormals to zero.
+// Sets the calling thread's mode, and restores the previous mode. Some libraries make their process flush denormals to
+// zero, for instance those built with -ffast-math.
 class IeeeMode {
  public:
 #if defined(__x86_64__)

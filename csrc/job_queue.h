@@ -1,4 +1,4 @@
-// Work that is done in order of arrival, on a thread of its own, while whoever ordered it prepares what comes next.
+// A queue of jobs that one background thread does in order, while the caller prepares the next job.
 
 #pragma once
 
@@ -19,14 +19,14 @@ namespace gptpar {
 
 struct Done {
   int32_t code;
-  double begin, end;  // seconds of the clock that only goes forward
+  double begin, end;  // seconds of the monotonic clock
 };
 
 class JobQueue {
  public:
   using Work = std::function<int32_t()>;
 
-  // Returns a ticket for wait(). Without a thread (the limit of threads is reached) the work is done here and now.
+  // Returns a ticket for wait(). If no thread can be started (there are too many), does the work before returning.
   int64_t submit(Work work) {
     std::unique_lock<std::mutex> lock(mutex_);
     const int64_t ticket = ++last_ticket_;
@@ -47,7 +47,7 @@ class JobQueue {
     return done_.count(ticket) > 0;
   }
 
-  // What the work has returned, and when it was done. Each ticket is good for one call.
+  // Waits for the job; returns its result and its times. A ticket can be used once.
   Done wait(int64_t ticket) {
     std::unique_lock<std::mutex> lock(mutex_);
     finished_.wait(lock, [&] { return done_.count(ticket) > 0; });

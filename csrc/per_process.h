@@ -1,4 +1,4 @@
-// Objects of which each process has one.
+// One object of a type for each process.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace gptpar {
 
-// This process's T. A forked child gets one of its own: the threads of its parent's do not exist there. Never destroyed:
-// T's threads sleep on, and touch nothing that the end of the process destroys.
+// This process's T. A forked child gets a new T, because the threads of its parent's T do not exist in the child.
+// A T is never destroyed: its sleeping threads may outlive main(), and must find their mutexes intact.
 template <class T>
 T& of_this_process() {
   struct Owned {

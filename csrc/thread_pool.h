@@ -1,4 +1,9 @@
-// Threads that stay between calls and take blocks of work from a shared counter.
+// A pool of threads that take blocks of work from a shared counter, and stay between calls.
+//
+// Why not OpenMP: torch brings its own OpenMP runtime, and a second one in the process can clash with it. A team of
+// OpenMP threads belongs to the thread that opens the parallel region, so the training loop and the updating thread
+// would each keep a full team. After a fork the teams' threads are gone, and the next region may hang. And environment
+// variables set how long idle threads look for work before they sleep: for the whole process, torch's threads included.
 
 #pragma once
 
@@ -21,10 +26,10 @@
 
 namespace gptpar {
 
-constexpr int kLooks = 5000;  // some 0.2 ms, before a thread goes to sleep
+constexpr int kLooks = 5000;  // how often a thread looks for work before it sleeps: about 0.2 ms
 
-// Rounds to nearest and keeps denormals while it lives. A thread starts with the modes of whoever started it, so
-// without this a caller's flush-to-zero would reach some blocks of a call and not others.
+// A scope in which the thread rounds to nearest and keeps denormals. A thread inherits these modes from the thread that
+// started it: without this class, a flush-to-zero of one caller would affect some blocks of a call and not others.
 class PlainArithmetic {
 #if defined(__x86_64__)
   unsigned saved_ = _mm_getcsr();
@@ -40,7 +45,7 @@ class PlainArithmetic {
   PlainArithmetic(const PlainArithmetic&) = delete;
 };
 
-// While it lives, threads that are started are not interrupted by signals: those are for the program's own threads.
+// A scope in which new threads start with all signals blocked: signals are for the program's own threads.
 class NoSignals {
   sigset_t before_;
 
@@ -56,8 +61,8 @@ class NoSignals {
 
 class ThreadPool {
  public:
-  // work(block) for every block in [0, num_blocks), each once, on up to `threads` threads, this one included.
-  // Calls from several threads go one after the other.
+  // Calls work(block) once for every block in [0, num_blocks), on up to `threads` threads including the caller's.
+  // Calls from several threads run one after the other.
   template <class Work>
   void run(int64_t num_blocks, int threads, const Work& work) {
     const int helpers = static_cast<int>(std::min<int64_t>(threads, num_blocks)) - 1;
@@ -78,8 +83,8 @@ class ThreadPool {
     done_.wait(lock, [&] { return busy_ == 0; });
   }
 
-  // Threads that sleep look for work again, for a moment. Does not wait until they do: that took up to 1.5 ms in a
-  // virtual machine, in which a call would have begun with those that were there.
+  // Wakes sleeping threads, which then look for work for a moment. Does not wait until they are awake: in a virtual
+  // machine that took up to 1.5 ms, and a call can begin with the threads that are awake.
   void rouse() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -104,7 +109,7 @@ class ThreadPool {
     }
   };
 
-  // Calls often follow each other closely: to be woken for each would cost more than to look for the next one.
+  // Looks for a condition in a busy loop before sleeping: calls follow each other closely, and waking up costs more.
   template <class Condition>
   static void look_for(const Condition& condition) {
     for (int i = 0; i < kLooks && !condition(); ++i) {
@@ -120,7 +125,7 @@ class ThreadPool {
     const NoSignals quiet;
     try {
       for (; size_ < helpers; ++size_) std::thread(&ThreadPool::serve, this, size_, round_.load()).detach();
-    } catch (const std::system_error&) {  // the limit of threads is reached: those that there are do the work
+    } catch (const std::system_error&) {  // the process has too many threads: the existing ones do the work
     }
   }
 

@@ -134,25 +134,25 @@ class _PassObserver:
     activity: Activity
     num_micro_batches: int
 
-    def before_forward(self, micro_batch: int, chunk: int) -> None:
-        self._note(micro_batch, chunk, "forward")
+    def before_forward(self, micro_batch: int, virtual_stage: int) -> None:
+        self._note(micro_batch, virtual_stage, "forward")
         self.engine.gradients.begin_forward(last=self._is_last(micro_batch))
 
-    def before_backward(self, micro_batch: int, chunk: int, output: torch.Tensor) -> None:
-        self._note(micro_batch, chunk, "backward")
-        self.engine.gradients.begin_backward(chunk, last=self._is_last(micro_batch))
+    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None:
+        self._note(micro_batch, virtual_stage, "backward")
+        self.engine.gradients.begin_backward(virtual_stage, last=self._is_last(micro_batch))
         if output.requires_grad:
             collector = self.engine.gradients.collector
             output.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
 
-    def after_backward(self, micro_batch: int, chunk: int) -> None:
+    def after_backward(self, micro_batch: int, virtual_stage: int) -> None:
         self.engine.gradients.end_backward()
-        for units in self.stages.stages[chunk].units_by_layer().values():
+        for units in self.stages.stages[virtual_stage].units_by_layer().values():
             for unit in units:  # frozen ones get no gradient that would tell
                 self.engine.gatherer.backward_done(unit)
 
     def _is_last(self, micro_batch: int) -> bool:
         return micro_batch == self.num_micro_batches - 1
 
-    def _note(self, micro_batch: int, chunk: int, what: str) -> None:
-        self.activity.note(f"micro-batch {micro_batch + 1}, virtual stage {chunk + 1}, {what}")
+    def _note(self, micro_batch: int, virtual_stage: int, what: str) -> None:
+        self.activity.note(f"micro-batch {micro_batch + 1}, virtual stage {virtual_stage + 1}, {what}")

@@ -1,4 +1,4 @@
-"""The backward pass at work in this process, whichever engine has begun it."""
+"""The backward pass that runs in this process, whichever engine began it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 class BackwardPasses:
     """Tells engines of each other's backward passes.
 
-    A loss may lead through modules of several engines, as a GAN's generator learns through the discriminator. Autograd
-    then computes gradients for all of them, and the pass is that of one engine: the others drop theirs. Autograd's
-    threads belong to the process, so one object knows: :data:`BACKWARD_PASSES`.
+    A loss may lead through modules of several engines: a GAN's generator learns through the discriminator. Autograd
+    then computes gradients for all these modules, but the pass belongs to one engine, and the others drop their
+    gradients. Autograd's threads belong to the process, so the process has one object: :data:`BACKWARD_PASSES`.
     """
 
     def __init__(self) -> None:
@@ -20,12 +20,12 @@ class BackwardPasses:
 
     @property
     def is_running(self) -> bool:
-        """Whether an engine has begun a pass that is not over."""
+        """Whether a backward pass of any engine is running."""
         return self._depth > 0
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Around a backward pass."""
+        """A context that lasts for one backward pass."""
         self._depth += 1
         try:
             yield
@@ -35,7 +35,7 @@ class BackwardPasses:
                 self._at_end.popitem()[0]()
 
     def at_end(self, act: Callable[[], None]) -> None:
-        """Act when the pass at work is over, also after an error, and once however often it is asked for."""
+        """Call ``act`` once when the running pass ends, also after an error; asking again changes nothing."""
         if self._depth:
             self._at_end[act] = None
 

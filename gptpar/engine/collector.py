@@ -18,32 +18,32 @@ from gptpar.errors import GptparError
 
 
 class GradientCollector:
-    """Hands complete units on to the reducer.
+    """Adds gradients to their units' sums, and hands complete units on to the reducer.
 
-    Units are handed on in a fixed order, the reverse of the forward pass, even if they complete in another one:
-    processes match collectives by their order alone, and one whose autograd differed would hang or add up the wrong
-    units.
+    Units are handed on in a fixed order, the reverse of the forward pass, even if they complete in another order.
+    Processes match collectives by their order alone: if autograd's order differed on one process, the collectives would
+    hang or add up different units.
 
-    A unit is complete when each of its parameters has got a gradient in a backward pass. In a module that is not ours
-    a parameter may get several, from backward passes nested in it (reentrant recomputation): how many is learned in the
-    first pass, which hands such units on at its end.
+    A unit is complete when each of its parameters has got a gradient in a backward pass. In a user's module a parameter
+    may get several gradients, from nested backward passes (reentrant recomputation). The first pass counts them, and
+    hands these units on at its end.
 
     Args:
         units: in forward order.
-        chunks: names of the units of each of this process's virtual stages, in forward order.
+        virtual_stages: names of the units of each of this process's virtual stages, in forward order.
         done: called with a unit's name when its gradients of a backward pass are complete and being reduced.
-        kept: called instead in a pass whose sums stay here, of which nothing is reduced.
+        kept: called instead of ``done`` in a pass that only adds to the sums and reduces nothing.
         learns: whether backward passes may be nested.
 
     Attributes:
-        in_last_forward: whether the forward pass at work is the step's last of its stage.
+        in_last_forward: whether the running forward pass is the step's last of its stage.
         late: parameters that got a gradient in this step after their unit had been handed on: it was not added.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        chunks: Sequence[Sequence[str]],
+        virtual_stages: Sequence[Sequence[str]],
         memory: GradientMemory,
         reducer: GradientReducer,
         done: Callable[[str], None],
@@ -68,19 +68,20 @@ class GradientCollector:
         self._handed_on: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self._nested: set[str] = set()
-        self._chunks = [list(dict.fromkeys(names)) for names in chunks]
+        self._virtual_stages = [list(dict.fromkeys(names)) for names in virtual_stages]
         # Backward passes of a micro-batch go from the last virtual stage to the first.
-        self._last_chunk = {name: chunk for chunk, names in reversed(list(enumerate(self._chunks))) for name in names}
+        last_first = reversed(list(enumerate(self._virtual_stages)))
+        self._last_stage = {name: stage for stage, names in last_first for name in names}
 
     @property
     def shares_units(self) -> bool:
         """Whether several virtual stages add to one unit's gradient."""
-        return sum(map(len, self._chunks)) > len(self._last_chunk)
+        return sum(map(len, self._virtual_stages)) > len(self._last_stage)
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take these parameters' gradients, by global name; their ``.grad`` is always empty afterwards.
+        """Take the gradients of these parameters, by global name, and leave ``.grad`` empty.
 
-        Gradients of another engine's backward pass, whose loss led through this module, are dropped.
+        A gradient from another engine's backward pass is dropped: that engine's loss led through this module.
         """
         for name, parameter in parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
@@ -97,24 +98,24 @@ class GradientCollector:
         for forgotten in (self._arrived, self._fresh, self._missing, self._waiting, self._handed_on, self.late):
             forgotten.clear()
 
-    def begin_backward(self, chunk: int, *, last: bool) -> None:
+    def begin_backward(self, virtual_stage: int, *, last: bool) -> None:
         """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
-        self._missing = {name: self._expected[name] for name in self._chunks[chunk]}
+        self._missing = {name: self._expected[name] for name in self._virtual_stages[virtual_stage]}
         self._handed_on.clear()
         self._outer_task, self._in_pass = None, True
         self._arrivals.clear()
-        for name in reversed(self._chunks[chunk]):
-            final = last and self._last_chunk[name] == chunk
+        for name in reversed(self._virtual_stages[virtual_stage]):
+            final = last and self._last_stage[name] == virtual_stage
             if final or not self._memory.keeps_all:
                 self._waiting.append((self._units[name], final))
         self._hands_on = bool(self._waiting)
 
     def enter_backward(self, task: int) -> None:
-        """Autograd has begun the pass as this task; a nested one will have another number."""
+        """Autograd has begun the pass as graph task number ``task``; a nested pass has another number."""
         self._outer_task = task
 
     def end_backward(self) -> None:
-        """The pass is over: what got no gradient counts as zero."""
+        """The pass is over: a parameter without a gradient counts as zero."""
         self._in_pass = False
         for unit in list(self._fresh):
             self._add(self._units[unit])
@@ -157,11 +158,11 @@ class GradientCollector:
         self._arrivals[unit.name] = self._arrivals.get(unit.name, 0) + 1
         if torch._C._current_graph_task_id() != self._outer_task and unit.name not in self._nested:
             self._nested.add(unit.name)
-            self._missing[unit.name] = sys.maxsize  # this once
+            self._missing[unit.name] = sys.maxsize  # in this pass, the unit waits for the end: more gradients may come
 
     @torch.no_grad()
     def _add(self, unit: Unit) -> None:
-        """Add a unit's gradients to its sum, together: launched one by one they would keep the host busy."""
+        """Add a unit's gradients to its sum in one launch: a launch for each would keep the host busy."""
         fresh, total = self._fresh.pop(unit.name), self._memory.sum_of(unit)
         views = {name: unit.params[name].view(total) for name in fresh}
         known, first = ([name for name in fresh if (name in self._arrived) == is_known] for is_known in (True, False))

@@ -16,13 +16,18 @@ def wait_without_limit(work: Any) -> None:
 
 @dataclass(frozen=True)
 class DataAxis:
-    """The data-parallel processes and how far they share state.
+    """The data-parallel processes, and what ZeRO shards over them.
+
+    One axis serves both batches and shards: the processes that read different samples are the ones that hold equal
+    copies of the parameters, so one reduction both sums the gradients and leaves each process its shard.
 
     Attributes:
+        size: number of processes.
+        rank: this process's position on the axis.
         group: ``None`` when alone.
         zero_stage: 0: every process holds everything; 1: optimizer state is sharded; 2: gradients too; 3: parameters
             too.
-        wait_for: returns when an asynchronous collective is done; on a GPU, when what follows will find it so.
+        wait_for: waits for an asynchronous collective. On a GPU it makes the current stream wait, not the host.
     """
 
     size: int = 1
@@ -33,10 +38,10 @@ class DataAxis:
 
     @property
     def shards(self) -> int:
-        """Pieces into which optimizer state is cut."""
+        """Number of shards of the optimizer state."""
         return self.size if self.zero_stage else 1
 
     @property
     def shard(self) -> int:
-        """The piece this process owns."""
+        """Index of the shard that this process owns."""
         return self.rank if self.zero_stage else 0

@@ -25,7 +25,7 @@ from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
-from gptpar.optim.spans import GPT_FAMILIES, Family
+from gptpar.optim.group_ranges import GPT_FAMILIES, Family
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import memory_for
 from gptpar.tensor_parallel import TensorAxis
@@ -35,19 +35,19 @@ class EngineStage(Protocol):
     """Layers that this process calls one after the other: a pipeline's virtual stage, or a whole module."""
 
     def call_through(self, gatherer: ParameterGatherer) -> None:
-        """Have each layer's parameters brought before it is called."""
+        """Have the gatherer call the layers: it brings each layer's parameters first."""
 
     def call_order(self) -> list[str]:
-        """Layers' names as forward calls them, as far as that is known."""
+        """Layers' names in the order of the forward pass, as far as it is known."""
 
     def units_by_layer(self) -> dict[str, tuple[str, ...]]:
-        """Layer's name -> the units with its parameters."""
+        """Layer's name -> the units that hold its parameters."""
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
-        """Global name -> parameter, of those that get gradients."""
+        """Global name -> parameter, for all parameters that get gradients."""
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
-        """Give every parameter, and every buffer without storage, the memory it lives in."""
+        """Point every parameter, and every buffer without storage, to its memory in ``storage``, by global name."""
 
 
 def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio: float) -> ParameterTable:
@@ -71,12 +71,12 @@ def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine keeps and moves numbers.
+    """The engine's number formats, and what it does beside the update.
 
     Attributes:
         dtype: of the model's parameters, and of the gradients that autograd produces.
-        reduce_dtype: number format of gradients on their way between processes.
-        adds_gradients: whether a step's gradient is a sum, over micro-batches or processes; such are kept wide.
+        reduce_dtype: number format in which processes exchange gradients.
+        adds_gradients: whether a step's gradient is a sum over micro-batches or processes; sums are kept wide.
         records_steps: whether steps are recorded as graphs.
         counts_zeros: whether zeros in gradients are counted.
     """
@@ -199,14 +199,14 @@ class Engine:
         if self.subscriber is not None:
             self.subscriber.publish()
         if self._copies_at_start:
-            self.parameters.copy_from(self.optimizer.masters)
+            self.parameters.copy_from(self.optimizer.master_weights)
         self.gatherer.changed()
 
     def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
         """See :meth:`MasterOptimizer.step`; the model's parameters follow, each before it is used."""
         skipped = self.optimizer.step(norm, hyperparameters, loss_scale)
         if self._copies_each_step:
-            self.parameters.copy_from(self.optimizer.masters)
+            self.parameters.copy_from(self.optimizer.master_weights)
         self.gatherer.changed()
         return skipped
 
@@ -231,21 +231,21 @@ class Engine:
         self.gradients.begin(num_micro_batches)
 
     def square_of_grad(self) -> torch.Tensor:
-        """This process's addend of the whole gradient's sum of squares (fp64)."""
+        """This process's contribution to the sum of squares of the model's gradient (fp64)."""
         return self.gradients.square() / self._owners
 
     def square_of_weights(self) -> torch.Tensor:
-        """This process's addend of all master weights' sum of squares (fp64)."""
+        """This process's contribution to the sum of squares of all master weights (fp64)."""
         return self.optimizer.square_of_weights() / self._owners
 
     def own_zeros(self) -> torch.Tensor:
-        """This process's addend of the number of zeros in the gradient (fp64)."""
+        """This process's contribution to the number of zeros in the gradient (fp64)."""
         count = torch.tensor(float(self.optimizer.zeros_in_grad()), dtype=torch.float64, device=self.device)
         return (count + self.gradients.router.zeros) / self._owners
 
     @property
     def _owners(self) -> int:
-        """Data-parallel processes that have the same elements."""
+        """Number of data-parallel processes that hold the same elements: each contributes this fraction."""
         return self.table.place.replicas
 
 

@@ -9,20 +9,20 @@ from itertools import groupby
 import torch
 
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters, UpdateVectors
-from gptpar.optim.spans import ALIGNMENT, GPT_FAMILIES, Family, GroupSpan, spans_between
+from gptpar.optim.group_ranges import ALIGNMENT, GPT_FAMILIES, Family, GroupRange, group_ranges_between
 from gptpar.optim.torch_kernels import make_device_kernel
 
 ContiguousRange = tuple[int, int, torch.Tensor | None]
-"""First element, the one behind the last, and the model parameters to write; ``None``: those are the master weights."""
+"""(start, stop, model parameters to write); ``None``: the model parameters are the master weights themselves."""
 
 
 @dataclass(frozen=True)
 class FlatState:
-    """[n] vectors of one process.
+    """The vectors [n] that one process's update reads and writes.
 
     Attributes:
         vectors: master weights and the optimizer's state vectors.
-        grad: of any number format not wider than the others.
+        grad: the gradient, in a number format not wider than that of ``vectors``.
         steps: updates made, those of skipped steps not counted (fp64 scalar on the device).
     """
 
@@ -32,12 +32,12 @@ class FlatState:
 
 
 class FlatOptimizer:
-    """Nothing waits for a GPU, whether a step is skipped or not.
+    """Updates flat vectors without ever waiting for the GPU, even to learn whether a step is skipped.
 
     Args:
-        optimizer: which update.
-        spans: which elements are updated, and the group of each.
-        families: of the groups. Of one family, what lies together is updated by one launch.
+        optimizer: defines the update.
+        group_ranges: which elements are updated, and the group of each.
+        families: of the groups. One launch updates adjacent elements of one family.
 
     Raises:
         ValueError: a group is not in one family.
@@ -47,19 +47,19 @@ class FlatOptimizer:
         self,
         optimizer: ElementwiseOptimizer,
         state: FlatState,
-        spans: Sequence[GroupSpan],
+        group_ranges: Sequence[GroupRange],
         families: Sequence[Family] = GPT_FAMILIES,
     ):
-        self._state, self._spans, self._families = state, spans, tuple(families)
+        self._state, self._group_ranges, self._families = state, group_ranges, tuple(families)
         self._family_of = {group: number for number, family in enumerate(families) for group in family}
-        known, wanted = sorted(group for family in families for group in family), {span.group for span in spans}
+        known, wanted = sorted(group for family in families for group in family), {one.group for one in group_ranges}
         if len(known) > len(self._family_of) or not wanted <= self._family_of.keys():
             raise ValueError(f"each of the groups {sorted(wanted)} has to be in one of the families {list(families)}")
         self._kernels = [make_device_kernel(optimizer, state.vectors[0]) for _ in families]
         self._calls: list[list[UpdateVectors]] = [[] for _ in families]
 
     def lay_out(self, ranges: Sequence[ContiguousRange]) -> None:
-        """Set the ranges to update. Inside a range, spans begin at multiples of ``ALIGNMENT``."""
+        """Set the ranges to update. Inside a range, group ranges begin at multiples of ``ALIGNMENT``."""
         self._calls = [[] for _ in self._families]
         for start, stop, parameters in _joined(ranges):
             for number, low, high in self._parts(start, stop):
@@ -67,20 +67,20 @@ class FlatOptimizer:
                 self._calls[number].append(self._call(self._families[number], low, high, part))
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(family's number, start, stop) of what one launch can update in a range; gaps are padding."""
-        spans = spans_between(self._spans, start, stop)
-        for number, neighbours in groupby(spans, key=lambda span: self._family_of[span.group]):
-            ends = [(span.start, span.stop) for span in neighbours]
+        """(family's number, start, stop) of each launch that a range takes; gaps are padding."""
+        group_ranges = group_ranges_between(self._group_ranges, start, stop)
+        for number, neighbours in groupby(group_ranges, key=lambda one: self._family_of[one.group]):
+            ends = [(one.start, one.stop) for one in neighbours]
             yield number, start + ends[0][0], start + ends[-1][1]
 
     def _call(self, family: Family, start: int, stop: int, parameters: torch.Tensor | None) -> UpdateVectors:
-        s, inside = self._state, spans_between(self._spans, start, stop)
-        spans = [(span.start, span.stop, span.group == family[0]) for span in inside]
+        s, inside = self._state, group_ranges_between(self._group_ranges, start, stop)
+        ranges = [(one.start, one.stop, one.group == family[0]) for one in inside]
         vectors = tuple(vector[start:stop] for vector in (*s.vectors, s.grad))
-        return UpdateVectors(vectors, parameters, spans, _decaying_blocks(spans, stop - start, s.grad.device))
+        return UpdateVectors(vectors, parameters, ranges, _decaying_blocks(ranges, stop - start, s.grad.device))
 
     def check(self, hyperparameters: Sequence[Hyperparameters]) -> None:
-        """Whether a step's hyperparameters, by group, are what the families say.
+        """Raise unless a step's hyperparameters, by group, differ inside a family by the weight decay alone.
 
         Raises:
             ValueError: groups of one family differ by more than the weight decay.
@@ -120,12 +120,12 @@ class FlatOptimizer:
         return steps[0].skipped
 
 
-def _decaying_blocks(spans: Sequence[tuple[int, int, bool]], length: int, device: torch.device) -> torch.Tensor | None:
-    """[blocks] which blocks of ``ALIGNMENT`` elements decay; ``None``: all do."""
-    if all(decays for *_, decays in spans):
+def _decaying_blocks(ranges: Sequence[tuple[int, int, bool]], length: int, device: torch.device) -> torch.Tensor | None:
+    """[blocks] whether each block of ``ALIGNMENT`` elements decays; ``None``: all blocks do."""
+    if all(decays for *_, decays in ranges):
         return None
     found = torch.zeros(-(-length // ALIGNMENT), dtype=torch.bool)
-    for start, stop, decays in spans:
+    for start, stop, decays in ranges:
         found[start // ALIGNMENT : -(-stop // ALIGNMENT)] = decays
     return found.to(device)
 
@@ -145,7 +145,7 @@ def _joined(ranges: Sequence[ContiguousRange]) -> list[ContiguousRange]:
 
 
 def _goes_on(before: ContiguousRange, start: int, parameters: torch.Tensor | None) -> bool:
-    """Whether a range can be joined to the one before: it begins a block there, as its parameters do in memory."""
+    """Whether a range continues the range ``before``, at a multiple of ``ALIGNMENT``, and its parameters do so, too."""
     first, stop, other = before
     if stop != start or (start - first) % ALIGNMENT:
         return False

@@ -1,4 +1,4 @@
-"""The parameters that forward and backward passes use, gathered in time where they are sharded."""
+"""Gathers sharded parameters in time for the forward and backward passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gptpar.topology.groups import all_gather_single
 
 @dataclass(frozen=True)
 class _Copied:
-    """A copy on a stream of its own, in the form of a collective."""
+    """A copy on its own stream, which is waited for as a collective is."""
 
     event: torch.cuda.Event
 
@@ -29,33 +29,32 @@ class _Copied:
 
 
 class PresenceWatch(Protocol):
-    """Is told when units can be read, and when not."""
+    """Is told when a unit's parameters become readable, and when they stop being so."""
 
     def arrived(self, unit: str) -> None:
-        """What is launched from now on finds the unit's parameters; it may be told again."""
+        """Kernels launched from now on read the unit's current parameters; may be called twice in a row."""
 
     def left(self, unit: str) -> None:
-        """The unit's parameters are old, or nowhere, until they arrive; it may be told again."""
+        """The unit's parameters are outdated or freed until ``arrived``; may be called twice in a row."""
 
 
 class ParameterGatherer:
     """Brings each layer's parameters before it is called; a :class:`~gptpar.pipeline.stage.LayerCaller`.
 
-    Under ZeRO-1 and 2 each process refreshes its shard after a step and the shards are gathered while the next forward
-    pass runs: a layer waits for its own parameters only. Under ZeRO-3 a layer's parameters exist from shortly before
-    its forward pass to its end, and again in the backward pass until its gradients are complete; the following layer's
-    are gathered meanwhile. The same holds, at any stage, where the parameters' home is the host's memory: they come to
-    the device for as long as a layer needs them.
+    Under ZeRO-1 and 2 each process updates its shard in a step, and the shards are gathered while the next forward pass
+    runs: a layer waits for its own parameters only. Under ZeRO-3 a layer's parameters exist from shortly before its
+    forward pass to its end, and again in the backward pass until its gradients are complete; meanwhile the following
+    layer's parameters are gathered. Parameters that live in host memory are handled like this at any ZeRO stage.
 
     Args:
-        layers: name -> its units, whose parameters are brought together.
-        subscriber: updates some of the parameters; a layer waits for its own before they are used.
-        cuts: where the subscriber is waited for.
+        layers: name -> the layer's units, which are gathered together.
+        subscriber: updates some of the parameters; a layer waits until its own are updated.
+        cuts: where the host waits for the subscriber, also in a recorded step.
         frozen: units that no step changes.
 
     Attributes:
-        watch: is told which units are there; ``None``: nobody is.
-        changes: how often shards got new values.
+        watch: is told which units are readable; ``None``: nobody is told.
+        changes: how often the shards got new values.
     """
 
     def __init__(
@@ -84,12 +83,12 @@ class ParameterGatherer:
 
     @property
     def transient(self) -> bool:
-        """Whether parameters come and go."""
+        """Whether whole parameters exist only while a layer needs them."""
         return self._memory.transient
 
     @property
     def brings(self) -> bool:
-        """Whether a layer's parameters have to be waited for before it is called."""
+        """Whether a layer has to wait for its parameters before it is called."""
         return self._travels or self._subscriber is not None
 
     @property
@@ -99,33 +98,35 @@ class ParameterGatherer:
 
     @property
     def arrives_alone(self) -> bool:
-        """Whether a unit can be brought without a collective, and stays until the next step."""
+        """Whether this process can bring a unit without a collective in this step, and the unit then stays."""
         return not self._memory.transient and (self._axis.shards == 1 or self._subscriber is None)
 
     def is_present(self, unit: str) -> bool:
-        """Whether a unit's parameters are there, or on their way."""
+        """Whether a unit's parameters are on the device, or being gathered."""
         return unit in self._present
 
     def layer_of(self, unit: str) -> str:
-        """The layer with which a unit is brought."""
+        """The layer whose units are gathered together with this unit."""
         return self._layer_of[unit]
 
     def units_of(self, name: str) -> tuple[str, ...]:
-        """The units that are brought with a layer."""
+        """The units that are gathered for a layer."""
         return self._units[name]
 
     def merge(self, name: str, into: str) -> None:
-        """Bring a layer's units with another one from now on, and at once."""
+        """Gather the units of layer ``name`` with those of layer ``into``, now and from now on."""
         moved, self._units[name] = self._units[name], ()
         self._units[into] += moved
         self._layer_of |= dict.fromkeys(moved, into)
         self._acquire(into)
 
     def follow(self, orders: Sequence[Sequence[str]], stays: Collection[str] = ()) -> None:
-        """Expect layers to be called in this order, a list for each virtual stage: the next one's values come early.
+        """Prefetch layers in this order.
 
-        The last layer of a list stays after its forward pass, because its backward pass follows at once; and so do
-        those that ``stays`` names.
+        Args:
+            orders: for each virtual stage, its layers in the order of calls. The last layer's parameters stay after its
+                forward pass, because its backward pass follows at once.
+            stays: more layers whose parameters stay.
         """
         self._last = {names[-1] for names in orders if names} | set(stays)
         self._next.clear()
@@ -136,11 +137,11 @@ class ParameterGatherer:
                 self._previous[after] = before
 
     def changed(self) -> None:
-        """The shards have new values; they are in place when a layer is called."""
+        """The shards have new values: each layer gets them before its next call."""
         self.changes += 1
         if self._memory.transient:
             holds, self._holds = self._holds, 0
-            self._release_all()  # what is held is old, too
+            self._release_all()  # inside held() as well: those values are outdated, too
             self._holds = holds
         elif self._axis.shards > 1:
             self._present = set(self._frozen)
@@ -182,16 +183,16 @@ class ParameterGatherer:
         return y
 
     def before_forward(self, name: str) -> None:
-        """Return when a layer's parameters are in place; the next layer's follow."""
+        """Bring a layer's parameters, and begin to gather the next layer's."""
         self._acquire(name)
         if self._travels and not self._in_backward and name not in self._last:
-            self._start_layer(self._next.get(name))  # but not while activations are computed again
+            self._start_layer(self._next.get(name))  # not in recomputation: the backward pass goes the other way
 
     def after_forward(self, name: str, output: torch.Tensor | None) -> None:
         """A layer was called.
 
         Args:
-            output: through which gradients come back to it, if they do.
+            output: the layer's output, if the backward pass will come through it; else ``None``.
         """
         if not self._memory.transient:
             return
@@ -209,28 +210,28 @@ class ParameterGatherer:
         self._start_layer(self._previous.get(name))
 
     def backward_done(self, unit: str) -> None:
-        """A unit's gradients are complete: its parameters are not needed again in this pass."""
+        """A unit's gradients are complete: this backward pass does not need its parameters again."""
         if self._memory.transient:
             self._in_backward.discard(self._layer_of[unit])
             self._release(unit)
 
     def bring(self, name: str) -> None:
-        """Have a layer's parameters in place, outside of its forward."""
+        """Bring a layer's parameters for use outside of its forward."""
         self._acquire(name)
 
     def let_go(self, name: str) -> None:
-        """A layer's parameters are not needed outside of its forward any more."""
+        """End the use that :meth:`bring` began."""
         if self._memory.transient:
             self._release_layer(name)
 
     def let_all_go(self) -> None:
-        """No layer's parameters are needed any more: a whole backward pass is over, for one."""
+        """Free all layers' parameters, for instance when a backward pass has ended."""
         if self._memory.transient:
             self._release_all()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, all parameters are there, whatever is called; the shards keep their values."""
+        """A context in which all parameters are on the device, whichever layers are called."""
         self._holds += 1
         try:
             for name in self._units:
@@ -241,14 +242,14 @@ class ParameterGatherer:
             self.let_all_go()
 
     def bring_held(self) -> None:
-        """Bring the new values to those inside :meth:`held`, after :meth:`changed`."""
+        """Inside :meth:`held`, after :meth:`changed`: gather the new values."""
         for name in self._units if self._holds else ():
             self._acquire(name)
 
     def wait_for_all(self) -> None:
-        """Before a step that is launched as one: let everything that is on its way arrive before it.
+        """Finish all gathers that have begun: a recorded step cannot wait for work from outside of its recording.
 
-        Where a subscriber updates parameters, each layer will wait for its own instead.
+        Where a subscriber updates parameters, each layer waits for its own parameters in the step instead.
         """
         if self._subscriber is not None:
             self._present = set(self._frozen)

@@ -1,4 +1,4 @@
-"""Where gradients are added up: each unit's sum over micro-batches, and this process's shard of the sum over all."""
+"""The memory of gradient sums: each unit's sum over micro-batches, and this process's shard of the reduced sum."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gptpar.engine.units import Unit
 class GradientMemory:
     """Owns the memory of gradient sums.
 
-    Under ZeRO-0 and 1 a unit's whole sum is kept until the step's last backward pass; under ZeRO-2 and 3 it lives for
-    one micro-batch, and only this process's shard of the sum over micro-batches stays. Of a unit that the device's
-    optimizer does not update wholly, nothing is kept that a single micro-batch does not need.
+    Under ZeRO-0 and 1 a unit's whole sum is kept until the step's last backward pass. Under ZeRO-2 and 3 the whole sum
+    lives for one micro-batch, and only this process's shard of the sum over micro-batches stays. A unit that has
+    elements for the subscriber has no permanent memory: in a step of one micro-batch its sum is freed after use.
 
     Args:
         table: of this process's parameters.
@@ -24,8 +24,8 @@ class GradientMemory:
         ahead: see the attribute.
 
     Attributes:
-        ahead: whether to take the memory of sums that are not kept at the beginning of a step, so that the step uses it
-            for nothing else: a recording of the step would do so before a subscriber has fetched them.
+        ahead: whether temporary sums get their memory at the beginning of a step. A recorded step needs this: its
+            allocator would otherwise give a sum's memory to later kernels before the subscriber has fetched the sum.
         shard: the final gradient of the elements that the device's optimizer updates: all units' in a row.
         shards: the same by unit.
         keeps_all: whether whole sums are kept over micro-batches.
@@ -62,7 +62,7 @@ class GradientMemory:
 
     @property
     def adds_shards(self) -> bool:
-        """Whether micro-batches are added up after the reduction over processes, not before."""
+        """Whether a shard's micro-batches are added up after the reduction over processes, not before."""
         return not self.keeps_all and not self.single
 
     def begin(self, num_micro_batches: int) -> None:
@@ -72,10 +72,11 @@ class GradientMemory:
             self.sum_of(unit)
 
     def sum_of(self, unit: Unit) -> torch.Tensor:
-        """[unit.length] the sum of this process's gradients; new memory is zero where it is padding."""
+        """[unit.length] the sum of this process's gradients; its padding is zero."""
         if unit.name not in self._sums:
             dtype = (unit.dtype or self._arriving_dtype) if self._alone and self.single else self._dtype
-            # What is taken ahead holds the last step's gradient until the subscriber has it: only padding is written.
+            # Memory taken ahead may still hold the last step's gradient, which the subscriber reads: only the padding
+            # is zeroed here.
             ahead = self.ahead and unit.name in self._divided
             new = torch.empty if ahead else torch.zeros
             total = self._sums[unit.name] = new(unit.length, dtype=dtype, device=self.shard.device)
@@ -84,7 +85,7 @@ class GradientMemory:
         return self._sums[unit.name]
 
     def release(self, unit: Unit) -> None:
-        """The unit's sum has been handed on: whoever needs it holds it."""
+        """The unit's sum has been handed on: the receiver holds a reference as long as it needs one."""
         if unit.name not in self._fixed and (self.single or not self.keeps_all):
             self._sums.pop(unit.name, None)
 
@@ -98,5 +99,5 @@ class GradientMemory:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All memory in use; some of it may be the same."""
+        """All tensors in use; some may be views of the same memory."""
         return [self.shard, *self._sums.values(), *self._shard_sums.values()]

@@ -1,4 +1,4 @@
-"""A step's gradients: collected from autograd, reduced over the data axis, routed to who updates."""
+"""A step's gradients: collected from autograd, reduced over the data axis, routed to the optimizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gptpar.engine.router import GradientRouter
 
 
 class Gradients:
-    """Says to all who handle gradients where in the step they are.
+    """Tells the collector, the reducer and the router how far the step is.
 
     Attributes:
         shard: the final gradient of the elements that the device's optimizer updates: all units' in a row.
@@ -29,22 +29,23 @@ class Gradients:
         self.router.begin()
         self._reducer.begin()
         self.collector.begin()
-        self.memory.begin(num_micro_batches + self.collector.shares_units)  # a second addend of such a unit
+        # A unit that two virtual stages share gets a second gradient even in a step of one micro-batch.
+        self.memory.begin(num_micro_batches + self.collector.shares_units)
 
     def begin_forward(self, *, last: bool) -> None:
         """A forward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
         self.collector.in_last_forward = last
 
-    def begin_backward(self, chunk: int, *, last: bool) -> None:
+    def begin_backward(self, virtual_stage: int, *, last: bool) -> None:
         """A backward pass of a virtual stage begins; ``last``: it is the step's last for that stage."""
-        self.collector.begin_backward(chunk, last=last)
+        self.collector.begin_backward(virtual_stage, last=last)
 
     def end_backward(self) -> None:
-        """The pass is over: what got no gradient counts as zero."""
+        """The pass is over: a parameter without a gradient counts as zero."""
         self.collector.end_backward()
 
     def finish(self) -> None:
-        """All passes are over: wait for the sums, and complete what others add to."""
+        """All passes are over: wait for the reductions, and sum the gradients of tied units over their stages."""
         self._reducer.finish()
         self.router.finish()
 

@@ -1,4 +1,4 @@
-"""An elementwise optimizer that owns fp32 master weights."""
+"""The optimizer of this process's fp32 master weights, on the device and at the subscriber."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.spans import GPT_FAMILIES, Family
+from gptpar.optim.group_ranges import GPT_FAMILIES, Family
 from gptpar.topology.tensor_parts import TensorParts
 
 
@@ -25,20 +25,20 @@ class MasterOptimizer:
     updates the others.
 
     Args:
-        optimizer: which update.
+        optimizer: defines the update.
         table: of this process's parameters.
         grad: the gradient sum of the device's elements of all units in a row.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         host: updates the other elements; ``None`` where there are none.
         families: of the parameter groups; each group is in one. A family takes launches of its own.
-        master: memory for the master weights, where the model's parameters are their own masters.
-        parameters: unit -> the model parameters that :meth:`step` writes in the same pass, as long as the unit's master
-            weights.
+        master: memory for the master weights; ``None``: new memory. An fp32 model passes its own parameters.
+        parameters: unit -> the model parameters that :meth:`step` writes in the same pass; equally long as the unit's
+            master weights on the device.
 
     Attributes:
         optimizer: see above.
         vectors: ``weights`` and each of the optimizer's states -> all of the device's elements in a row.
-        masters: unit -> the device's piece of the master weights.
+        master_weights: unit -> its master weights on the device.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class MasterOptimizer:
         self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
         states = {name: torch.zeros_like(grad, dtype=wide) for name in optimizer.states}
         self.vectors = {"weights": self.master, **states}
-        self.masters = self._table.split(self.master)
+        self.master_weights = self._table.split(self.master)
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = FlatState(tuple(self.vectors.values()), grad, self._steps)
-        self._flat = FlatOptimizer(optimizer, state, table.device_spans(), families)
+        self._flat = FlatOptimizer(optimizer, state, table.device_group_ranges(), families)
         ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
         written = ((parameters or {}).get(unit) for unit in table.on_device)
         self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])
 
     @property
     def bytes_an_element(self) -> int:
-        """Of the device's memory: master weight, state and gradient."""
+        """Bytes of device memory that one element takes: master weight, state and gradient."""
         return self.optimizer.state_bytes(self.master.element_size()) + self.grad.element_size()
 
     def square_of_weights(self) -> torch.Tensor:
-        """Sum of squares (fp64) of the master weights that this process counts, the host's too."""
+        """Sum of squares (fp64) of the master weights that this process counts, on device and host."""
         square = square_of([self.master[start:stop] for start, stop in self._table.device_counted()], self.grad.device)
         return square if self.host is None else square + self.host.square_of_weights()
 
@@ -85,12 +85,12 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self, norm: torch.Tensor, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> torch.Tensor:
-        """Update the masters from the gradient sum.
+        """Update the master weights from the gradient sum.
 
         Args:
             norm: L2 norm of the whole model's gradient before clipping, without the loss scale (fp64 scalar).
             hyperparameters: this step's, by group.
-            loss_scale: what the gradient sum is to be divided by.
+            loss_scale: the factor in the gradient sum, by which the update divides.
 
         Returns:
             1.0 where the gradient was not finite and nothing was changed, else 0.0, on the device.
@@ -104,7 +104,7 @@ class MasterOptimizer:
         return self._flat.step(hyperparameters, norm, loss_scale, self.clip_grad)
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
-        """What :meth:`step` will probably be called with: the host may begin during the backward pass."""
+        """Announce the probable arguments of :meth:`step`: the host may begin during the backward pass."""
         if self.host is not None:
             self.host.expect_step(hyperparameters, loss_scale)
 
@@ -113,14 +113,16 @@ class MasterOptimizer:
         return {kind: self.parts(kind) for kind in self.vectors}
 
     def parts(self, kind: str) -> dict[str, TensorParts]:
-        """The parameters' pieces here, on device and host, of ``weights``, one of the states, or ``grad``.
+        """This process's parts of each parameter, on device and host.
 
-        Values of the state are no copies. Gradients are in the master weights' format: one that nothing is added to may
-        have another on the device than on the host. The host's are there between the end of the backward pass and the
-        step.
+        Gradients are converted to the master weights' number format, because device and host may keep different ones.
+        The host has gradients only between the end of the backward pass and the step.
+
+        Args:
+            kind: ``weights`` or one of the states, whose values are views, or ``grad``.
         """
         params, dtype = self._table.params.items(), self.master.dtype
-        # An empty parameter has no range anywhere; that it exists is known all the same.
+        # An empty parameter has no range, but a checkpoint lists it all the same.
         shapes = {name: param.info.full_shape for name, param in params if not param.info.full_shape.numel()}
         found = {name: TensorParts(shape, (), dtype) for name, shape in shapes.items()}
         for one, values in self._held(kind):
@@ -131,7 +133,7 @@ class MasterOptimizer:
         return found
 
     def _held(self, kind: str) -> Iterator[tuple[Range, torch.Tensor]]:
-        """Every range on the device and on the host, or as much of it as lies together, with its values."""
+        """Each range with its values; a range that the host keeps in several buckets comes in several parts."""
         device = self._table.split(self.grad if kind == "grad" else self.vectors[kind])
         for one in self._table.ranges(home=Home.DEVICE):
             yield one, device[one.unit][one.start : one.stop]

@@ -12,21 +12,21 @@ from gptpar.system.pinned import PinnedMemory
 
 
 class ParameterMemory:
-    """Owns the memory.
+    """Owns the memory of the model's parameters.
 
-    Under ZeRO-3, or where the parameters' home is host memory, a whole unit is on the device only while a layer needs
-    it; else always, and a shard is a part of it.
+    Under ZeRO-3, or where the shards live in host memory, a whole unit is on the device only while a layer needs it.
+    Otherwise the whole unit stays on the device, and the shard is a view of it.
 
     Args:
         units: in forward order.
-        dtype: of units that do not say theirs.
+        dtype: of units that declare none.
         on_host: whether the shards live in host memory.
 
     Attributes:
-        full: unit -> [length] its memory on the device, which need not be there all the time.
+        full: unit -> [length] the unit's parameters on the device; without storage while a transient unit is freed.
         shards: unit -> [shard_length] this process's shard.
-        transient: whether whole units come and go.
-        everything: [sum of lengths] all units in a row, where they stay and have one dtype; else empty.
+        transient: whether whole units exist only while a layer needs them.
+        everything: [sum of lengths] all units in a row, if they are not transient and have one dtype; else empty.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ParameterMemory:
         self._views: dict[str, torch.Tensor] = {}
         self._pinned: list[PinnedMemory] = []
         self.everything = torch.empty(0, dtype=dtype, device=device)
-        # A stream on which shards leave host memory.
+        # The stream of copies from host memory to the device.
         self.stream = torch.cuda.Stream(device) if on_host and device.type == "cuda" else None
         if self.transient:
             self._place_shards(units)
@@ -79,7 +79,7 @@ class ParameterMemory:
         return found
 
     def _on_host(self, lengths: dict[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-        """Zeros in host memory, one vector for each name, all in one piece."""
+        """Zeros in host memory, one vector for each name, in one allocation."""
         num_bytes = sum(lengths.values()) * dtype.itemsize
         if device.type == "cuda":
             self._pinned.append(PinnedMemory(num_bytes))
@@ -89,7 +89,7 @@ class ParameterMemory:
         return dict(zip(lengths, memory.view(dtype).split(list(lengths.values())), strict=True))
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Each parameter's memory on the device, by its global name; it need not be there all the time."""
+        """Each parameter's view of the device's memory, by global name; without storage while its unit is freed."""
         return dict(self._views)
 
     def allocate(self, unit: str) -> None:
@@ -101,16 +101,16 @@ class ParameterMemory:
     def free(self, unit: str) -> None:
         """Give up a transient unit's memory on the device."""
         storage = self.full[unit].untyped_storage()
-        if storage.resizable():  # not where an array of numpy shows it
+        if storage.resizable():  # it is not while a numpy array shares the memory
             storage.resize_(0)
 
     @torch.no_grad()
     def fill(self, unit: Unit, shard: int, values: Mapping[str, torch.Tensor]) -> None:
-        """Give a unit that no optimizer updates its values.
+        """Set the values of a unit that no optimizer updates.
 
         Args:
-            shard: this process's.
-            values: of every parameter, by name.
+            shard: index of this process's shard.
+            values: parameter's name -> its values, for all parameters of the unit.
         """
         if self.transient:
             self.allocate(unit.name)
@@ -121,15 +121,15 @@ class ParameterMemory:
             self.shards[unit.name].copy_(self.full[unit.name][low : low + unit.shard_length])
             self.free(unit.name)
 
-    def copy_from(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Round master weights to the shards.
+    def copy_from(self, master_weights: Mapping[str, torch.Tensor]) -> None:
+        """Round master weights to the model parameters in the shards.
 
         Args:
-            masters: unit -> the beginning of this process's shard; a subscriber writes the rest of it.
+            master_weights: unit -> master weights of the first elements of its shard; a subscriber writes the others.
         """
-        targets = [self.shards[unit][: len(values)] for unit, values in masters.items()]
+        targets = [self.shards[unit][: len(values)] for unit, values in master_weights.items()]
         if self.stream is None:
-            torch._foreach_copy_(targets, list(masters.values()))
+            torch._foreach_copy_(targets, list(master_weights.values()))
             return
-        for target, values in zip(targets, masters.values(), strict=True):
+        for target, values in zip(targets, master_weights.values(), strict=True):
             target.copy_(values.to(target.dtype), non_blocking=True)

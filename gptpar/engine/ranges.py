@@ -13,7 +13,7 @@ Key = TypeVar("Key")
 
 
 class Home(Enum):
-    """Where an element's master weight and optimizer state are, and where its update happens."""
+    """Where an element's master weight and optimizer state live, and where the element is updated."""
 
     DEVICE = "device"
     HOST = "host"
@@ -21,12 +21,12 @@ class Home(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands on the named axes, as far as its parameters depend on it.
+    """A process's position on the named axes that its parameters depend on.
 
     Attributes:
-        shards: equal shards into which the data axis cuts each unit.
-        shard: this process's.
-        replicas: processes of the data axis that have the same shard.
+        shards: number of equal shards of each unit over the data axis.
+        shard: index of this process's shard.
+        replicas: number of processes of the data axis that hold the same shard.
         tensor_rank: position on the tensor axis.
         stage: position on the pipeline axis.
     """
@@ -44,11 +44,11 @@ class Range:
 
     Attributes:
         param: the parameter's global name.
-        start, stop: of the elements in the shard.
-        first: the first element's number among the parameter's on this tensor-parallel rank, in the order of memory.
+        start, stop: position of the elements in the shard.
+        first: position of the first element in the parameter's split on this tensor-parallel rank, in memory order.
         group: number of the optimizer group.
-        counted: whether this process counts the elements in sums over the model. Of replicas on the tensor axis and
-            of tied copies on other stages one is counted; replicas on the data axis share the count.
+        counted: whether this process counts the elements in sums over the model. One replica on the tensor axis and one
+            tied copy among the stages is counted; replicas on the data axis each contribute a fraction.
     """
 
     unit: str
@@ -66,7 +66,7 @@ class Range:
         return self.stop - self.start
 
     def between(self, low: int, high: int) -> Range | None:
-        """What of the range lies between two places of the shard, if anything does."""
+        """The range's intersection with ``low:high`` of the shard; ``None`` if it is empty."""
         start, stop = max(self.start, low), min(self.stop, high)
         if start >= stop:
             return None
@@ -74,7 +74,7 @@ class Range:
 
 
 def extents(unit: Unit, shard: int) -> Iterator[tuple[int, int, Param]]:
-    """(start, stop, parameter) of each parameter's elements in a shard, and of the padding behind them."""
+    """(start, stop, parameter) of each parameter in a shard, including the padding behind it."""
     low, high = shard * unit.shard_length, (shard + 1) * unit.shard_length
     for param in unit.params.values():
         start, stop = max(low, param.start), min(high, param.end)
@@ -83,19 +83,19 @@ def extents(unit: Unit, shard: int) -> Iterator[tuple[int, int, Param]]:
 
 
 def device_lengths(units: Sequence[Unit], shard: int, ratio: float) -> tuple[dict[str, int], int, int]:
-    """Divide a process's elements between host and device, exact to the element; the device has the first layers.
+    """Divide a process's elements between host and device, exact to the element; the device gets the first layers.
 
     The device's elements are updated at once, and the next forward pass needs the first layers first. Tensor-parallel
-    ranks cut at the same places, because they sum the gradients of replicated parameters; where their splits of the
-    vocabulary are uneven, the longest counts for all.
+    ranks divide at the same positions, because they sum the gradients of replicated parameters. Where their splits of
+    the vocabulary are uneven, all ranks use the longest split's length.
 
     Args:
         units: in forward order.
         ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
 
     Returns:
-        (unit -> how many of its shard's elements, the first ones, the device updates; the process's elements without
-        padding; those of them that the host updates)
+        (unit -> number of elements at the beginning of its shard that the device updates; number of the process's
+        elements without padding; number of elements that the host updates)
     """
     reserved = {unit.name: list(_reserved(unit, shard)) for unit in units}
     total = sum(stop - start for ranges in reserved.values() for start, stop in ranges)
@@ -115,7 +115,7 @@ def device_lengths(units: Sequence[Unit], shard: int, ratio: float) -> tuple[dic
 
 
 def _reserved(unit: Unit, shard: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of what the longest tensor-parallel splits take of a shard."""
+    """(start, stop) of each parameter in a shard, with the length of its longest tensor-parallel split."""
     low, high = shard * unit.shard_length, (shard + 1) * unit.shard_length
     for param in unit.params.values():
         start, stop = max(low, param.start), min(high, param.start + param.longest)
@@ -124,7 +124,7 @@ def _reserved(unit: Unit, shard: int) -> Iterator[tuple[int, int]]:
 
 
 def merged(pieces: Iterable[tuple[int, int, Key]]) -> list[tuple[int, int, Key]]:
-    """(start, stop, key) pieces in order, neighbours with the same key as one."""
+    """Join adjacent (start, stop, key) ranges that have the same key."""
     found: list[tuple[int, int, Key]] = []
     for start, stop, key in pieces:
         if start >= stop:

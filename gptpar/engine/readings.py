@@ -22,13 +22,13 @@ class Moment:
             self._event.record()
 
     def wait(self, timeout_s: float = float("inf"), check: Callable[[], None] = lambda: None) -> None:
-        """Return when the device has got here.
+        """Return when the device has reached this point.
 
         Args:
-            check: is called meanwhile, and may raise.
+            check: is called repeatedly while waiting, and may raise.
 
         Raises:
-            GptparError: it did not in time. A transfer that waits for another process looks like this from the host.
+            GptparError: ``timeout_s`` passed first. A transfer that waits for another process looks like this.
         """
         started = time.perf_counter()
         while self._event is not None and not self._event.query():
@@ -41,17 +41,17 @@ class Moment:
             time.sleep(POLL_SECONDS)
 
     def seconds_since(self, earlier: Moment) -> float:
-        """Time that passed on the device; both moments must have been waited for or lie in the past."""
+        """Time between two points on the device, which must have reached both."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._host - earlier._host
 
 
 class Readings:
-    """Numbers on their way from the device; the host goes on until it asks for them.
+    """Numbers that the device copies to the host in the background, until :meth:`read` waits for them.
 
     Attributes:
-        moment: when they were ready.
+        moment: the point in the device's work at which they are on the host.
     """
 
     def __init__(self, numbers: Sequence[torch.Tensor], timeout_s: float, check: Callable[[], None] = lambda: None):
@@ -62,6 +62,6 @@ class Readings:
         self.moment = Moment(stacked.device)
 
     def read(self) -> list[float]:
-        """Wait for this step, not for what was queued after it; see :meth:`Moment.wait`."""
+        """Wait for these numbers, not for work queued after them; see :meth:`Moment.wait`."""
         self.moment.wait(self._timeout_s, self._check)
         return self._host.tolist()

@@ -16,14 +16,14 @@ from gptpar.engine.units import Unit
 from gptpar.topology.groups import reduce_scatter_single
 
 MAX_IN_FLIGHT = 2
-"""Reductions whose whole-unit buffers are alive at once under ZeRO-2 and 3."""
+"""Under ZeRO-2 and 3, the number of reductions that may hold a whole unit's buffer at once."""
 
 
 class GradientReducer:
-    """Leaves this process's shard of each unit's sum, and hands it on to the router when it is final.
+    """Reduces each unit's gradient to this process's shard, and hands the final shard on to the router.
 
     Args:
-        dtype: number format of gradients on their way.
+        dtype: number format in which processes exchange gradients.
     """
 
     def __init__(self, memory: GradientMemory, axis: DataAxis, dtype: torch.dtype, router: GradientRouter):
@@ -44,7 +44,7 @@ class GradientReducer:
 
         Args:
             total: [unit.length] this process's sum.
-            last: it is final then.
+            last: whether the reduced sum is final.
         """
         sent = total if self._axis.group is None else total.to(self._dtype)
         if self._axis.shards > 1:
@@ -63,7 +63,8 @@ class GradientReducer:
     def _completion(self, work: Any, unit: Unit, shard: torch.Tensor, last: bool) -> Callable[[], None]:
         """Returns the completion: a call that makes the reduction's result usable.
 
-        A shard that a subscriber waits for is not queued behind the layers whose backward pass is already launched.
+        A shard for a subscriber is completed on a side stream: on the current stream it would be queued behind the
+        layers that have been launched meanwhile.
         """
         if self._side_stream is None:
 
@@ -79,18 +80,18 @@ class GradientReducer:
         return lambda: torch.cuda.current_stream().wait_event(there)
 
     def _add(self, unit: Unit, shard: torch.Tensor, last: bool) -> None:
-        """Add a micro-batch's shard to those before, where that was not done before the reduction."""
+        """Add a micro-batch's shard to the earlier ones, unless micro-batches are added before the reduction."""
         if self._memory.adds_shards:
             total = self._memory.shard_sum_of(unit)
-            # A new sum begins here and not with the step: the CPU may still be reading the last one until it has
-            # updated this unit, and the forward pass has waited for that.
+            # A new sum begins here and not with the step: the subscriber may read the last step's sum until it has
+            # updated the unit. By now it has, because the unit's forward pass waited for the update.
             shard = total.add_(shard) if unit.name in self._summed else total.copy_(shard)
             self._summed.add(unit.name)
         if last:
             self._router.route(unit, shard)
 
     def _complete_one(self) -> None:
-        complete, _in_use = self._pending.popleft()  # until then other streams read or write these
+        complete, _in_use = self._pending.popleft()  # holds the tensors: other streams use them until it is complete
         complete()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Final gradients on their way to whoever updates the elements: the device's optimizer or a subscriber."""
+"""Routes final gradients to the device's optimizer and to the subscriber."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from gptpar.topology.layout import TENSOR
 
 
 class GradientRouter:
-    """Completes, measures and divides gradients that are final over the data axis.
+    """Sums gradients over the tensor axis, measures their norm, and divides them between device and subscriber.
 
-    Everything that sums is done with a unit's whole shard before it is divided: neither the norm nor the gradient
-    depends on where the division is. Sums travel as they are; a gradient that comes once, in 16 bits, does so, too.
+    Sums and norms are formed over a unit's whole shard before it is divided. So neither the norm nor the gradient
+    depends on the twin-flow ratio. No number format changes here.
 
-    Units that the device updates wholly are completed together at the end of the step, others as they come.
+    Units that the device updates wholly are completed together at the end of the step, others when they are routed.
 
     Args:
         table: of this process's parameters.
-        tensor_group: the ranks that share each layer; ``None`` when alone.
+        tensor_group: the ranks that split each layer; ``None`` when alone.
         tied: units that other stages have, too, with the group that sums their gradients at the end of the step.
-        subscriber: updates the elements behind the device's; ``None``: their gradients are dropped.
+        subscriber: updates the elements that the device does not; ``None``: their gradients are dropped.
         counts_zeros: whether zeros are counted.
 
     Attributes:
-        divides: whether a subscriber gets elements of any unit, while the backward pass still runs.
+        divides: whether any unit has elements for the subscriber, which gets them during the backward pass.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GradientRouter:
     def route(self, unit: Unit, shard: torch.Tensor) -> None:
         """This process's shard of a unit's gradient is final over the data axis.
 
-        A subscriber's part of its memory stays as it is until the unit's next backward pass.
+        The subscriber's elements of ``shard`` must not change until the unit's next backward pass.
         """
         on_device = self._memory.shards[unit.name]
         if on_device.numel() == unit.shard_length:
@@ -76,12 +76,12 @@ class GradientRouter:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All units were routed: complete those that waited for the end of the step."""
+        """All units were routed: complete those that wait for the end of the step."""
         shards = self._undivided
         sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)
         for name, group in self._tied.items():
             held = self._held_back.pop(name, None)
-            # The stages that share the unit may divide it differently.
+            # Sum the whole shard: the stages that have the unit may divide it at different elements.
             sum_together([self._memory.shards[name] if held is None else held[1]], group)
             if held is not None:
                 self._divide(*held)
@@ -101,7 +101,7 @@ class GradientRouter:
         return {unit.name: self._memory.shards[unit.name] for unit in self._memory.undivided}
 
     def _addends(self, unit: str, shard: torch.Tensor) -> list[torch.Tensor]:
-        """What is still to be summed over the tensor axis."""
+        """The parts of a unit's gradient that are still to be summed over the tensor axis."""
         return [shard[start:stop] for start, stop in self._messages[unit]]
 
     @torch.no_grad()
@@ -113,7 +113,7 @@ class GradientRouter:
         on_device.copy_(shard[:low])
         if self._counts_zeros:
             self._count_zeros(unit, shard)
-        # The norms, too: a replay writes them where the recording did, whatever steps were launched in between.
+        # Each replay hands over the recording's norms anew: steps launched since have put their own in their place.
         self._cuts.at(partial(self._hand_over, unit.name, norms, shard[low:]))
 
     def _hand_over(self, unit: str, norms: Measured, offloaded: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class GradientRouter:
 
 
 def sum_together(parts: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sum each part over a group, in one message; ``None``: this process is alone there."""
+    """Sum each part over a group, in one message; ``None``: this process is alone in the group."""
     if group is not None and any(part.numel() for part in parts):
         flat = torch.cat(parts)
         dist.all_reduce(flat, group=group)

@@ -1,9 +1,9 @@
 """Forward and backward of a step as CUDA graphs.
 
-A step of many small pieces of work (pipeline and tensor parallelism cut it into hundreds) is limited by the host that
-launches its kernels one by one. Recorded once, the same kernels and transfers are launched as one. Where the host has
-to act in between, for instance wait until the CPU optimizer has updated a layer's parameters, the recording is cut:
-each part is launched as one, and the host acts between them.
+Pipeline and tensor parallelism divide a step into hundreds of short kernels, and the host that launches them one by one
+becomes the limit. A CUDA graph records the kernels and transfers once and launches them together. Where the host has to
+act in between, for instance to wait until the CPU optimizer has updated a layer's parameters, the recording is cut into
+parts: each part is one launch, and the host acts between them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from gptpar.engine.tensors import Outline, mapped, outline, tensors_in
 
 LAUNCHED_STEPS = 2
-"""Equal steps that run launch by launch first: kernels are compiled and chosen, connections made, buffers found."""
+"""Equal steps that run without a graph first: they compile kernels, open connections and allocate buffers."""
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -31,14 +31,14 @@ class Cuts:
     """Lets the host act amid a step's launches; while a step is recorded, the recording is cut there.
 
     Attributes:
-        recorder: takes the actions of a step that is being recorded.
+        recorder: takes the actions while a step is recorded; ``None`` at other times.
     """
 
     def __init__(self) -> None:
         self.recorder: Callable[[Action], None] | None = None
 
     def at(self, action: Action) -> None:
-        """Act here, now or in each replay."""
+        """Act now, or, while a step is recorded, at this point of each replay."""
         if self.recorder is None:
             action()
         else:
@@ -46,16 +46,16 @@ class Cuts:
 
 
 class Recorder(Protocol):
-    """Takes up what is launched, part by part, and launches it again."""
+    """Records launches, part by part, for replays."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Around all parts of a recording."""
+        """A context around all parts of a recording."""
 
     def begin_part(self) -> None:
-        """What is launched from now on is recorded, and not done."""
+        """From now on launches are recorded, not executed."""
 
     def end_part(self) -> Action:
-        """Returns what does the part."""
+        """Returns a call that replays the part."""
 
     def release(self) -> None:
         """Forget all parts."""
@@ -64,20 +64,19 @@ class Recorder(Protocol):
 class StepGraph(Generic[Given, Result]):
     """Calls ``work`` with a step's micro-batches: the first times as it is, then as a recording of it.
 
-    What ``work`` does on the host happens while it is recorded, and not again, except for what it does at ``cuts``. So
-    a step is recorded when the steps before it were alike, in everything but the numbers in tensors; one whose
-    micro-batches differ from the recorded ones runs launch by launch.
+    A replay repeats no work on the host, except for the actions at ``cuts``. So a step is recorded only after equal
+    steps: all but the numbers in tensors was the same. A step that differs from the recorded one runs without a graph.
 
     Args:
         work: forward and backward on micro-batches that are on the device; waits for nothing on the host, and leaves
             everything it began finished. Its result is of the same kinds as micro-batches
             (:mod:`gptpar.engine.tensors`). Torch's default generator goes on in replays, others do not.
         before: called before each recording and each replay; must leave nothing pending that ``work`` would wait for.
-        let_go: called before each launched step and each recording: the last step is done afterwards, and nobody holds
-            memory of its gradients, so that the step may take it anew.
+        let_go: called before each launched step and each recording: it ends the last step, and frees the memory of
+            that step's gradients for this step.
         cuts: where the host acts in between, with tensors that nothing else in the step writes to.
-        launched_steps: how many alike come before a recording.
-        given_up: told why ``work`` cannot be recorded, and is launched from then on; ``None``: that is an error.
+        launched_steps: number of equal steps before a recording.
+        given_up: told why ``work`` cannot be recorded; all later steps run without a graph. ``None``: raise instead.
         recorder: default: of CUDA graphs.
     """
 
@@ -156,7 +155,7 @@ class StepGraph(Generic[Given, Result]):
         try:
             result = self._work(inputs)
         except Exception:
-            with contextlib.suppress(RuntimeError):  # what was told first is the reason
+            with contextlib.suppress(RuntimeError):  # the first error is the reason
                 self._recorder.end_part()
             raise
         finally:
@@ -178,12 +177,12 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """What would wait for the device raises an error, before it can spoil the recording."""
+        """A context in which a call that waits for the device raises, before it can spoil the recording."""
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
         waiting = torch.cuda.get_sync_debug_mode()
-        # The backward pass on this thread, too: a part has to end on the thread on which it began.
+        # The backward pass, too, runs on this thread: a part has to end on the thread on which it began.
         with torch.cuda.stream(self._stream), torch.autograd.set_multithreading_enabled(False):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -197,7 +196,7 @@ class CudaRecorder:
         pool = self._graphs[0].pool() if self._graphs else None
         self._graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.stream(self._stream):
-            # thread_local: the loader's threads and NCCL's go on with their own calls meanwhile
+            # thread_local: the loader's and NCCL's threads may make any calls during the recording
             self._graphs[-1].capture_begin(pool, capture_error_mode="thread_local")
 
     def end_part(self) -> Action:

@@ -1,4 +1,4 @@
-"""What the engine tells whoever updates the elements that the device's optimizer does not."""
+"""The interface of a subscriber: it updates the elements that the device's optimizer does not."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Subscriber(Protocol):
     """
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
-        """The coming step's probable numbers, by group; the work may begin with them."""
+        """The probable hyperparameters of the coming step, by group: the subscriber may begin to update with them."""
 
     def submit_gradient(self, unit: str, grad: torch.Tensor) -> None:
-        """A unit's gradient is final; the memory stays as it is until the unit's next gradient."""
+        """A unit's gradient is final; its memory does not change until the unit's next backward pass."""
 
     def step(
         self,
@@ -30,19 +30,27 @@ class Subscriber(Protocol):
         loss_scale: float,
         without: frozenset[str] = frozenset(),
     ) -> None:
-        """All gradients are submitted; the norm (fp64 scalar on the device) may still be being computed."""
+        """All gradients are submitted: update, with a norm (fp64 scalar) that the device may still be computing.
+
+        Args:
+            without: units that this step leaves as they are.
+        """
 
     def wait(self, unit: str, *, block: bool = False) -> None:
-        """Return when what is put on the device afterwards finds the unit's new parameters."""
+        """Return when kernels launched afterwards read the unit's new parameters.
+
+        Args:
+            block: whether the new parameters are on the device when this returns.
+        """
 
     def finish(self) -> None:
-        """Return when the last step is done and no gradient of it is needed any more."""
+        """Return when the last step is done and its gradients are no longer needed."""
 
     def publish(self) -> None:
         """Copy all master weights to the model's parameters."""
 
     def parts(self, kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(unit, first element, values, no copies) of ``weights``, one of the optimizer's states, or ``grad``."""
+        """(unit, first element, view of the values) of ``weights``, one of the optimizer's states, or ``grad``."""
 
     def square_of_weights(self) -> float:
         """Sum of squares of the master weights that this process counts."""

@@ -1,10 +1,10 @@
-"""The parameter table: for each element of a process who owns it, where it is updated, and what is summed. Pure.
+"""The parameter table says for each element of a process who owns it, where it is updated, and what is summed. Pure.
 
-One picture: parameter -> ranges -> owner -> update. A layer is a unit, its parameters in one flat range. The data axis
-cuts every unit into equal shards, and the twin-flow ratio cuts each shard into elements that the device updates, the
-first ones, and elements that the host updates. What remains are ranges: contiguous elements of one parameter that are
-all treated alike. Whatever has to know where an element is asks the table. A table needs no other process: any rank's
-can be made anywhere.
+One picture: parameter -> ranges -> owner -> update. A unit is one layer's parameters in one flat range. The data axis
+divides every unit into equal shards. The twin-flow ratio divides each shard: the device updates the first elements, the
+host updates the others. The results are ranges: contiguous elements of one parameter that are all treated alike. All
+code that has to know where an element is asks the table. A table needs no other process: any process can make any
+rank's table.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 from gptpar.engine.ranges import Home, Place, Range, device_lengths, extents, merged
 from gptpar.engine.units import GroupOf, Param, Unit, group_by_decay
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.pipeline.stage import BufferInfo, ParameterInfo
 from gptpar.topology.tensor_parts import TensorParts, parts_of_flat
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A unit that several pipeline stages have a copy of: their gradients are summed, one copy is counted.
+    """Several pipeline stages have copies of a unit: their gradients are summed, and one copy is counted.
 
     Attributes:
         stages: in rising order.
@@ -39,7 +39,7 @@ class ParameterTable:
 
     Args:
         units: in forward order.
-        place: the process's.
+        place: the process's position on the axes.
         ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
         tied: unit -> the stages that have a copy of it, for units of several stages.
         buffers: of the layers, by global name.
@@ -47,9 +47,9 @@ class ParameterTable:
     Attributes:
         units: in forward order.
         params: by global name, in the units' order.
-        ties: by unit, of units that other stages have a copy of.
+        ties: unit -> its tie, for units that other stages have a copy of.
         buffers: as given.
-        on_device: unit -> how many of its shard's elements, the first ones, the device updates.
+        on_device: unit -> number of elements at the beginning of its shard that the device updates.
     """
 
     def __init__(
@@ -83,10 +83,11 @@ class ParameterTable:
         group_of: GroupOf = group_by_decay,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> ParameterTable:
-        """Lay out a process's layers: name -> its parameters' declarations by global name, both in forward order.
+        """Lay out a process's layers.
 
         Args:
-            dtypes: by unit, of those whose parameters are not in the engine's.
+            layers: layer's name -> its parameters' declarations by global name, both in forward order.
+            dtypes: unit -> number format of its parameters, where it is not the engine's.
         """
         dtype_of = dtypes or {}
         units = [
@@ -107,25 +108,25 @@ class ParameterTable:
         return {unit.name: tuple(self._ranges_of(unit)) for unit in self.units}
 
     def parts(self, one: Range, values: torch.Tensor) -> TensorParts:
-        """The boxes of the global parameter that a range covers, each with its view of the range's values [n]."""
+        """The boxes of the global parameter that a range covers, each with a view of the range's values [n]."""
         info = self.params[one.param].info
         first, stop, order = one.first, one.first + one.length, info.memory_order
         return parts_of_flat(info.full_shape, info.shape, info.offsets, first, stop, values, order)
 
-    def spans(self, unit: str) -> list[GroupSpan]:
-        """What the optimizer treats alike of this process's shard of a unit, padding between parameters included."""
-        return [GroupSpan(*span) for span in merged((a, b, param.group) for a, b, param in self._extents(unit))]
+    def group_ranges(self, unit: str) -> list[GroupRange]:
+        """Ranges of one optimizer group in this process's shard of a unit, padding between parameters included."""
+        return [GroupRange(*one) for one in merged((a, b, param.group) for a, b, param in self._extents(unit))]
 
-    def device_spans(self) -> list[GroupSpan]:
-        """The same of the device's elements of all units in a row."""
-        return [GroupSpan(*span) for span in merged((a, b, param.group) for a, b, param in self._on_device())]
+    def device_group_ranges(self) -> list[GroupRange]:
+        """Ranges of one optimizer group among the device's elements of all units in a row."""
+        return [GroupRange(*one) for one in merged((a, b, param.group) for a, b, param in self._on_device())]
 
     def counted(self, unit: str) -> list[tuple[int, int]]:
-        """(start, stop) in the shard of what this process counts in sums over the model, padding included."""
+        """(start, stop) in the shard of elements that this process counts in sums over the model, padding included."""
         return _only_true(merged((a, b, param.name in self._counted) for a, b, param in self._extents(unit)))
 
     def device_counted(self) -> list[tuple[int, int]]:
-        """The same of the device's elements of all units in a row."""
+        """Like :meth:`counted`, among the device's elements of all units in a row."""
         return _only_true(merged((a, b, param.name in self._counted) for a, b, param in self._on_device()))
 
     def messages(self, unit: str, axis: str) -> list[tuple[int, int]]:
@@ -134,30 +135,30 @@ class ParameterTable:
         return _only_true(merged(pieces))
 
     def offloaded(self) -> list[OffloadedPartition]:
-        """What of each unit the host updates, in forward order; units that the device updates alone are left out."""
+        """The host's partition of each unit, in forward order; units that the device updates wholly have none."""
         found = []
         for unit in self.units:
             low, high = self.on_device[unit.name], unit.shard_length
             if low < high:
-                spans, counted = tuple(self.spans(unit.name)), tuple(self.counted(unit.name))
-                found.append(OffloadedPartition(unit.name, high, spans, counted).between(low, high))
+                group_ranges, counted = tuple(self.group_ranges(unit.name)), tuple(self.counted(unit.name))
+                found.append(OffloadedPartition(unit.name, high, group_ranges, counted).between(low, high))
         return found
 
     def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Unit -> its piece of a vector [length(Home.DEVICE)] of the device's elements of all units in a row."""
+        """Unit -> its view of a vector [length(Home.DEVICE)] of the device's elements of all units in a row."""
         return dict(zip(self.on_device, vector.split(list(self.on_device.values())), strict=True))
 
     def elements(self, home: Home | None = None) -> int:
-        """This process's elements without padding; of splits that are uneven over the tensor axis, the longest's."""
+        """Number of this process's elements without padding; an uneven tensor-parallel split counts as the longest."""
         return self._elements[home]
 
     def length(self, home: Home | None = None) -> int:
-        """This process's elements with padding: what buffers of its shards take."""
+        """Number of this process's elements with padding: the length of buffers for its shards."""
         return self._lengths[home]
 
     @property
     def ratio(self) -> float:
-        """Which fraction of the elements the host updates: the wished ratio, rounded to whole elements."""
+        """The fraction of elements that the host updates: the requested ratio, rounded to whole elements."""
         total = self._elements[None]
         return self._elements[Home.HOST] / total if total else 0.0
 
@@ -174,7 +175,7 @@ class ParameterTable:
         return extents(self._unit_of[unit], self.place.shard)
 
     def _on_device(self) -> Iterator[tuple[int, int, Param]]:
-        """The device's extents of all units in a row."""
+        """(start, stop, parameter) among the device's elements of all units in a row."""
         base = 0
         for unit, length in self.on_device.items():
             for start, stop, param in self._extents(unit):

@@ -1,4 +1,4 @@
-"""The tensors in what layers and modules are given and return: nested tuples, lists, mappings and dataclasses."""
+"""Finds and replaces tensors in the arguments and results of layers: nested tuples, lists, mappings, dataclasses."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 def outline(value: Any) -> Outline:
-    """What two values must have in common for the same work to be done on them: all but the numbers in tensors.
+    """Everything in a value except the numbers in its tensors: a recorded step fits all values of equal outlines.
 
-    Where a value has objects whose contents are not known, its outline equals no other one.
+    If a value has an object of unknown contents, its outline equals no other outline.
     """
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.shape, value.dtype, value.device, value.requires_grad

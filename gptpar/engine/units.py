@@ -1,7 +1,6 @@
-"""Where each parameter lies in the flat buffers. Pure.
+"""Lays out each layer's parameters in one flat range, a unit. Pure.
 
-A unit is one layer's parameters as one flat range: what is reduced, gathered and released at a time. It is padded so
-that it can be cut into one equal shard for each data-parallel process.
+A unit is reduced, gathered and released at a time. Its padding lets the data axis divide it into equal shards.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
+from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.pipeline.stage import ParameterInfo
 
 GroupOf = Callable[[str, ParameterInfo], int]
@@ -29,11 +28,12 @@ class Param:
     """One parameter of a unit: ``unit[start:stop]`` with the declared shape and strides.
 
     Attributes:
-        name: global.
-        info: what its layer declares: shape, placement of value and gradient, initial values.
+        name: its global name.
+        info: its layer's declaration: shape, placement of value and gradient, initial values.
         group: number of its optimizer group.
-        end: where the next parameter begins; every tensor-parallel rank has the same, however uneven their splits.
-        longest: elements of the longest split of any tensor-parallel rank.
+        start, stop: position of its elements in the unit.
+        end: start of the next parameter. It is the same on every tensor-parallel rank, even if splits are uneven.
+        longest: number of elements of the longest tensor-parallel split.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Param:
 
     @property
     def shape(self) -> torch.Size:
-        """Of this rank's split."""
+        """Shape of this rank's split."""
         return self.info.shape
 
     @property
@@ -68,8 +68,9 @@ class Unit:
 
     Attributes:
         name: the layer's.
+        params: global name -> parameter.
         length: elements with padding, a multiple of ``shards * ALIGNMENT``; 0 without parameters.
-        shards: equal ones into which the data axis cuts it.
+        shards: number of equal shards over the data axis.
         dtype: of the model's parameters; ``None``: the engine's. All master weights and states have one wide dtype.
     """
 
@@ -88,9 +89,10 @@ class Unit:
         group_of: GroupOf = group_by_decay,
         dtype: torch.dtype | None = None,
     ) -> Unit:
-        """Lay out a layer, given in forward order; parameters that are treated alike lie next to each other.
+        """Lay out a layer; parameters that are treated alike lie next to each other.
 
         Args:
+            parameters: global name -> declaration, in forward order.
             group_of: says each parameter's optimizer group; default: a GPT's.
             dtype: of the model's parameters; ``None``: the engine's.
         """

@@ -1,1 +1,1 @@
-"""Passes over memory that a compiler does not make one of: kernels for GPUs, and the same in torch's operators."""
+"""Fused kernels that torch.compile does not produce, in Triton for GPUs and in torch's operators."""

@@ -1,8 +1,8 @@
-"""Gradients of biases, summed in the pass that forms the gradient of what the bias was added to.
+"""Sums a bias's gradient in the same pass that computes the gradient of the layer's output.
 
-A bias' gradient is the sum over all tokens of the gradient of its layer's output. Left to a compiler, that is one more
-pass over a large tensor just written. Here the layer adds its bias without differentiating it
-(``bias_gradient=False``), and the function that reads the layer's output returns both gradients.
+A bias's gradient is the sum over all tokens of the gradient of its layer's output. A compiler would sum in a second
+pass over that large tensor. Here the layer adds its bias without differentiating it (``bias_gradient=False``), and the
+function that reads the layer's output returns both gradients.
 
 Legend: N tokens, F features, B batch, S sequence, G groups of heads, Q queries of one group, K width of a head.
 """
@@ -19,14 +19,14 @@ from gptpar.kernels import gpu
 
 
 def gelu(x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
-    """GELU (tanh form) of the output of a layer with this bias: the bias, if there is one, gets its gradient here."""
+    """GELU (tanh form) of a layer's output; its backward pass also returns the gradient of the layer's bias."""
     return F.gelu(x_NF, approximate="tanh") if bias_F is None else _Gelu.apply(x_NF, bias_F)
 
 
 def split_heads(
     qkv: torch.Tensor, bias: torch.Tensor | None, seq_length: int, queries: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`heads` of the output of a layer with this bias: the bias, if there is one, gets its gradient here."""
+    """:func:`heads` of a layer's output; its backward pass also returns the gradient of the layer's bias."""
     if bias is None:
         return heads(qkv, seq_length, queries, width)
     return _SplitHeads.apply(qkv, bias, seq_length, queries, width)

@@ -1,4 +1,4 @@
-"""Triton's kernels, where torch comes with it: torch for CPUs does not."""
+"""Imports the Triton kernels where Triton is installed; torch for CPUs comes without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ except ImportError as missing:
 
 
 def takes(tensor: torch.Tensor) -> bool:
-    """Whether the kernels are there for such tensors: on a GPU and of at most 32 bits."""
+    """Whether the kernels support a tensor: it is on a GPU, and its numbers have at most 32 bits."""
     return loss is not None and tensor.is_cuda and tensor.dtype != torch.float64
 
 

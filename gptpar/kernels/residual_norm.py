@@ -1,7 +1,8 @@
-"""LayerNorm (Ba et al. 2016) of the residual stream, with the stream's own gradient added in the same pass.
+"""LayerNorm (Ba et al. 2016) of the residual stream; one backward pass over memory computes all its gradients.
 
-What enters a norm also goes around it, so that two gradients meet there; and the bias of the layer that was added last
-has the sum of these gradients over all tokens for its own. Here all of that is one pass over memory.
+The residual stream both enters the norm and bypasses it, so its gradient is the sum of two. The bias of the layer that
+was last added to the stream gets the sum of this gradient over all tokens. The kernel does both additions in the pass
+that computes the norm's gradient.
 
 Legend: N tokens, D width.
 """
@@ -23,11 +24,11 @@ def residual_norm(
     bias_D: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x + added`` and its normalised values.
+    """Returns ``x + added`` and its normalised values.
 
     Args:
-        added_ND: the output of a layer, if there is one.
-        added_bias_D: that layer's bias, which ``added`` contains: it gets its gradient here.
+        added_ND: the output of a layer; ``None``: nothing is added.
+        added_bias_D: that layer's bias, already contained in ``added``; the backward pass here returns its gradient.
     """
     return _ResidualNorm.apply(x_ND, added_ND, added_bias_D, weight_D, bias_D, eps)
 
@@ -65,7 +66,7 @@ def backward(
     rstd_N1: torch.Tensor,
     weight_D: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of what was normalised and, as one tensor, those of weight and bias and its sum over tokens."""
+    """Returns the gradient of ``sum_ND``, and [3, D]: gradients of weight and bias, the first result's sum over N."""
     if gpu.takes(sum_ND) and sum_ND.shape[1] <= gpu.norm.WIDEST:
         return gpu.norm.norm_backward(grad_normed_ND, grad_sum_ND, sum_ND, mean_N1, rstd_N1, weight_D)
     grad_ND, of_weight_D, of_bias_D = torch.ops.aten.native_layer_norm_backward(

@@ -1,1 +1,1 @@
-"""The optimizer's state in host memory and its update by the CPU, beside the device's work."""
+"""Keeps optimizer state in host memory and updates it on the CPU while the device computes."""

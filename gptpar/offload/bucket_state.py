@@ -1,19 +1,19 @@
-"""The states of a bucket in the course of a step, and what moves it from one to the next.
+"""The states of a bucket during a step, and the events that change them.
 
-The training loop submits gradients and requests the step. Everything else is the updating thread's::
+The training loop submits gradients and requests the step. The updating thread causes all other events::
 
     IDLE -> FINAL -> UPDATING -> IDLE                                 without speculation
     IDLE -> FINAL -> SPECULATED -> IDLE                               the speculation was right: committed
-    IDLE -> FINAL -> SPECULATED -> UPDATING -> IDLE                   it was wrong: computed again from the old state
+    IDLE -> FINAL -> SPECULATED -> UPDATING -> IDLE                   it was wrong: updated again from the old state
     IDLE -> PARTIAL -> SPECULATED_PARTIAL
          -> SPECULATED_AND_FINAL -> COMPLETING -> IDLE                a gradient that was submitted before it was final
-    PARTIAL -> PARTIAL_AND_FINAL -> FINAL                             nothing was speculated until it was final
+    PARTIAL -> PARTIAL_AND_FINAL -> FINAL                             it was final before anything was speculated
     FINAL -> REPLACED -> UPDATING                                     a second gradient: it may be replaced again
     SPECULATED -> STALE -> UPDATING                                   a second gradient, after a speculation
 
-A skipped step leads to IDLE from every state but COMPLETING and UPDATING. What was speculated with a final
-gradient was sent to the device at once. What was speculated with a partial one waits in host memory of its bucket
-(``own_copy``), since the loop still computes with the old parameters, and is sent when it is committed.
+A skipped step leads to IDLE from every state but COMPLETING and UPDATING. Parameters speculated with a final gradient
+are sent to the device at once. Parameters speculated with a partial gradient wait in the bucket's own host memory
+(``own_copy``) until the commit, because the training loop still computes with the old ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptpar.offload.events import What
 
 
 class BucketState(StrEnum):
-    """How far a bucket is with the coming step."""
+    """How far a bucket is in the coming step."""
 
     IDLE = "no gradient yet"
     PARTIAL = "a partial gradient"
@@ -42,11 +42,11 @@ class BucketState(StrEnum):
 _S, _W = BucketState, What
 
 SPECULABLE = frozenset({_S.PARTIAL, _S.PARTIAL_AND_FINAL, _S.FINAL})
-"""A gradient that will hold, at least outside known ranges, and nothing done with it. One that was replaced may be
-replaced again."""
+"""The bucket has an unused gradient that will not change, at least outside of known ranges. ``REPLACED`` is missing: a
+gradient that was replaced once may be replaced again."""
 
 HOLDS_SPECULATION = frozenset({_S.SPECULATED_PARTIAL, _S.SPECULATED_AND_FINAL, _S.SPECULATED, _S.STALE})
-"""The double buffer has a state that is, or is not, that of the coming step; the parameters may have its values."""
+"""The double buffer holds a speculated state, right or wrong; the device's parameters may already have its values."""
 
 HAS_FINAL = frozenset({_S.PARTIAL_AND_FINAL, _S.FINAL, _S.REPLACED, _S.SPECULATED_AND_FINAL, _S.SPECULATED, _S.STALE})
 """A step may be requested."""
@@ -80,7 +80,7 @@ TRANSITIONS: dict[tuple[BucketState, What], BucketState] = {
 
 
 class ForbiddenEvent(RuntimeError):
-    """Something happened to a bucket that its state does not allow: a fault of the program, not of its user."""
+    """An event that the bucket's state does not allow: a fault of the program, not of its user."""
 
     def __init__(self, what: What, unit: str, start: int, stop: int, state: str):
         super().__init__(f"'{what}' cannot follow where elements {start} to {stop} of {unit} have '{state}'")
@@ -91,7 +91,7 @@ def event_of_step(state: BucketState, same_numbers: bool, has_open_ranges: bool)
 
     Args:
         same_numbers: whether the step's hyperparameters are those of the speculation.
-        has_open_ranges: whether the speculation has left out ranges of a partial gradient.
+        has_open_ranges: whether the speculation left out ranges of a partial gradient.
     """
     if same_numbers and state == BucketState.SPECULATED:
         return What.COMMITTED

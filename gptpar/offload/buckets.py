@@ -1,4 +1,4 @@
-"""The optimizer's state in host memory, cut into buckets: the ranges that are updated, and copied, at a time."""
+"""Buckets: the optimizer's state in host memory, in ranges that are each updated and copied at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
 from gptpar.offload.events import What
 from gptpar.offload.index_ranges import outside
 from gptpar.offload.step_request import StepHyperparameters
-from gptpar.offload.transfers import D2HCopy, H2DCopy, Slot
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.offload.transfers import D2HCopy, H2DCopy, StagingBuffer
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.system import pages
 
 BUCKET_ELEMENTS = 1 << 23
-"""Elements of a bucket, at most. After the backward pass the bucket at work delays what the next forward pass waits
-for: small ones do so less, but have to take longer than Python needs between two."""
+"""Maximum length of a bucket. The next forward pass waits until the bucket in the kernel is done, which favours small
+buckets. But updating a bucket must take longer than Python needs to prepare the next one."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Buffers:
         return self.vectors["weights"]
 
     def all(self) -> tuple[torch.Tensor, ...]:
-        """As the kernel takes them."""
+        """The vectors in the order of the kernel's arguments."""
         return tuple(self.vectors.values())
 
     @property
@@ -49,9 +49,10 @@ class Buffers:
 
 @dataclass(frozen=True)
 class PartialRanges:
-    """Which ranges (:mod:`~gptpar.offload.index_ranges`) of a partial gradient will change, and which will not.
+    """The ranges (:mod:`~gptpar.offload.index_ranges`) of a partial gradient that may still change, and the others.
 
-    Both are made when it is submitted: numpy would make the updating thread wait for Python.
+    The training loop computes both when it submits the gradient: in the updating thread, numpy would wait for Python's
+    lock.
     """
 
     open: np.ndarray
@@ -63,35 +64,36 @@ class Bucket:
     """A range of one unit's offloaded elements.
 
     Attributes:
-        start, stop: its elements, counted within the unit's offloaded range.
-        spans, counted: see :class:`~gptpar.optim.spans.OffloadedPartition`; numbered from the first element.
+        start, stop: position of its elements in the unit's offloaded range.
+        group_ranges, counted: see :class:`~gptpar.optim.group_ranges.OffloadedPartition`; positions count from the
+            bucket's start.
         buffers: the valid state.
-        double_buffer: where a speculated state is written; ``None``: nothing is speculated here.
-        parameters: their memory on the device.
-        own_copy: an H2D copy that only this bucket uses, whose host memory keeps speculated values until they are
-            sent; ``None``: it uses the shared ones.
-        own_slot: host memory for its final gradients alone; ``None``: they come through the ring.
-        state: how far it is with the coming step.
-        due: whether a step was requested that is not done here yet.
-        grad: the D2H copy of the gradient that the thread works with.
-        newer: that of the gradient which is to replace it.
-        partial: of a partial gradient, what will change.
+        double_buffer: the memory of a speculated state; ``None``: this bucket does not speculate.
+        parameters: the model parameters on the device.
+        own_copy: this bucket's own H2D copy, in whose host memory speculated values wait until they are sent; ``None``:
+            the bucket uses the shared copies.
+        own_staging: host memory for this bucket's final gradients; ``None``: they come through the ring.
+        state: how far the bucket is in the coming step.
+        due: whether a step was requested that this bucket has not done.
+        grad: the D2H copy of the gradient that the thread uses.
+        newer: the D2H copy of a gradient that will replace ``grad``.
+        partial: the open and closed ranges if ``grad`` is partial.
         speculated_with: the hyperparameters of the state in the double buffer.
         steps: updates made so far.
-        sent: lets later work on the device wait for the new parameters, or, given ``True``, returns when they are
-            there; ``None``: there is nothing to wait for.
+        sent: makes later work on the device wait for the new parameters; called with ``True``, it returns when they are
+            on the device. ``None``: there is nothing to wait for.
     """
 
     unit: str
     start: int
     stop: int
-    spans: tuple[GroupSpan, ...]
+    group_ranges: tuple[GroupRange, ...]
     counted: tuple[tuple[int, int], ...]
     buffers: Buffers
     parameters: torch.Tensor
     double_buffer: Buffers | None = None
     own_copy: H2DCopy | None = None
-    own_slot: Slot | None = None
+    own_staging: StagingBuffer | None = None
     state: BucketState = BucketState.IDLE
     due: bool = False
     grad: D2HCopy | None = None
@@ -102,10 +104,10 @@ class Bucket:
     sent: Callable[[bool], None] | None = None
 
     def advance(self, what: What) -> None:
-        """Move to the state after an event.
+        """Change the state as the event ``what`` says.
 
         Raises:
-            ForbiddenEvent: the state does not allow it; naming bucket, state and event.
+            ForbiddenEvent: the state does not allow the event.
         """
         following = TRANSITIONS.get((self.state, what))
         if following is None:
@@ -113,11 +115,11 @@ class Bucket:
         self.state = following
 
     def take_partial(self, grad: D2HCopy, open_ranges: np.ndarray) -> None:
-        """Work with a gradient that is final but for these ranges."""
+        """Use a gradient that is final outside of ``open_ranges``."""
         self.grad, self.partial = grad, PartialRanges(open_ranges, outside(open_ranges, self.stop - self.start))
 
     def take(self, grad: D2HCopy) -> None:
-        """Work with a gradient, or keep it until the thread is done with the one before."""
+        """Use a gradient; if there is an earlier one, keep it as ``newer`` until the thread is done with that."""
         if self.grad is None:
             self.grad = grad
         else:
@@ -126,14 +128,14 @@ class Bucket:
             self.newer = grad
 
     def use_newer(self) -> None:
-        """Go on with the newer gradient, if there is one."""
+        """Replace the gradient by the newer one, if there is one."""
         if self.newer is not None:
             assert self.grad is not None
             self.grad.release()
             self.grad, self.newer = self.newer, None
 
     def forget_gradient(self) -> None:
-        """The step is done: release the gradient, and what was speculated with it."""
+        """The step is done: release the gradient, and forget the speculation."""
         if self.grad is not None:
             self.grad.release()
         self.grad = self.partial = self.speculated_with = None
@@ -146,23 +148,24 @@ def buckets_of(
     dtype: torch.dtype,
     folder: Path | None,
 ) -> Iterator[Bucket]:
-    """A partition's buckets, with state that is zero; with a folder, in files there.
+    """Yields a partition's buckets, with state that is zero.
 
-    Equal ones: a small one would cost as much time at its begin and end as a large one.
+    Buckets are equally long, because each costs a fixed time at its beginning and end.
 
     Args:
         names: of the vectors that the optimizer updates.
+        folder: for files that hold the state; ``None``: the state is in memory.
     """
     size = -(-partition.length // -(-partition.length // BUCKET_ELEMENTS))
     for start in range(0, partition.length, size):
         stop = min(start + size, partition.length)
         part = partition.between(start, stop)
         state = new_buffers(names, stop - start, dtype, folder)
-        yield Bucket(partition.unit, start, stop, part.spans, part.counted, state, parameters[start:stop])
+        yield Bucket(partition.unit, start, stop, part.group_ranges, part.counted, state, parameters[start:stop])
 
 
 def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
-    """Allow speculation for some elements: the last ones of the model, since gradients come in that order."""
+    """Allow speculation for the model's last ``elements`` elements: their gradients are the first to come."""
     for bucket in reversed(buckets):
         elements -= bucket.stop - bucket.start
         if elements < 0:
@@ -174,7 +177,7 @@ def add_double_buffers(buckets: Sequence[Bucket], elements: int) -> None:
 def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, torch.Tensor]]:
     """(unit, first element within its offloaded range, values) of ``weights``, one of the states, or ``grad``.
 
-    Gradients, which may have come in 16 bits, are given in the masters' dtype.
+    Gradients may have come in 16 bits; they are given in the dtype of the master weights.
     """
     for bucket in buckets:
         if kind == "grad":
@@ -186,30 +189,31 @@ def parts_of(buckets: Sequence[Bucket], kind: str) -> Iterator[tuple[str, int, t
 
 
 def bytes_of(buckets: Sequence[Bucket]) -> tuple[int, int]:
-    """Memory of master weights and optimizer state, and of their double buffers."""
+    """Bytes of master weights and optimizer state, and bytes of their double buffers."""
     doubled = (b.double_buffer.nbytes for b in buckets if b.double_buffer is not None)
     return sum(b.buffers.nbytes for b in buckets), sum(doubled)
 
 
 def new_buffers(names: Sequence[str], length: int, dtype: torch.dtype, folder: Path | None = None) -> Buffers:
-    """State that is zero; written to, so that the memory is really there.
+    """State that is zero. All its pages are touched, so that the machine has really given the memory.
 
     Args:
         names: of the vectors.
+        folder: for files that hold the state; ``None``: it is in memory.
     """
     if folder is not None:
         return Buffers({name: _in_file(length, dtype, folder) for name in names})
     num_bytes = length * dtype.itemsize
     stride = -(-num_bytes // pages.LINE_BYTES) * pages.LINE_BYTES
-    memory = pages.zeros(len(names) * stride).split(stride)  # one mapping: a process may have only so many
+    memory = pages.zeros(len(names) * stride).split(stride)  # one mapping: their number per process is limited
     return Buffers({name: part[:num_bytes].view(dtype) for name, part in zip(names, memory, strict=True)})
 
 
 def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:
-    """A vector of zeros in a file without a name: its space is free again when the process ends, however it ends."""
+    """A vector of zeros in a file without a name: its disk space is freed even if the process is killed."""
     handle, name = tempfile.mkstemp(prefix="gptpar-optimizer-", dir=folder)
     try:
-        os.posix_fallocate(handle, 0, length * dtype.itemsize)  # a full disk is told now, not by a SIGBUS later
+        os.posix_fallocate(handle, 0, length * dtype.itemsize)  # a full disk raises now; later it would be a SIGBUS
         return torch.from_file(name, shared=True, size=length, dtype=dtype)
     finally:
         os.close(handle)

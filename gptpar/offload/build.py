@@ -1,4 +1,4 @@
-"""Makes the CPU optimizer as the configuration and the machine allow."""
+"""Builds the CPU optimizer from the configuration, as far as the machine's memory allows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gptpar.offload.copying_transfers import copying_bytes
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.offload.transfers import RING_BYTES
+from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.optimizers import OPTIMIZERS
-from gptpar.optim.spans import OffloadedPartition
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import place_on_machine
 
@@ -32,18 +32,18 @@ def make_host_optimizer(
     *,
     sums: bool = True,
 ) -> HostOptimizer | None:
-    """The CPU optimizer, or ``None`` where it has nothing to do.
+    """The CPU optimizer, or ``None`` if nothing is offloaded.
 
     Args:
         partitions: in forward order.
-        parameters: unit -> the model's parameters on the device, as long as the unit's partition.
+        parameters: unit -> the model's parameters on the device, of the same length as the unit's partition.
         dtype: of the model's parameters.
         wide: of master weights and optimizer state.
         partial_unit: the unit whose partial gradient will be submitted.
-        sums: whether gradients are sums, which travel in the masters' dtype.
+        sums: whether gradients are sums, which are copied to the host in the dtype of the master weights.
 
     Raises:
-        GptparError: the host's memory does not suffice; before the state is allocated.
+        GptparError: the host's memory does not suffice. It is raised before the state is allocated.
     """
     elements = sum(partition.length for partition in partitions)
     kept = sum(
@@ -81,7 +81,7 @@ def make_host_optimizer(
 def _speculated_elements(
     config: Config, elements: int, element_bytes: int, kept: int = 0, transfer_bytes: int = RING_BYTES
 ) -> int:
-    """For how many elements there is room for double buffers; see ``--offload-speculation``."""
+    """The number of elements whose double buffers fit in memory; see ``--offload-speculation``."""
     if config.offload.optimizer_nvme_path is not None:
         _require_disk(Path(config.offload.optimizer_nvme_path), element_bytes * elements * place_on_machine()[1])
         return 0

@@ -1,9 +1,9 @@
-"""Gradients leave the device as soon as they are final: for devices that have no room for all of them at once.
+"""Transfers for devices whose memory cannot hold all gradients at once: each leaves the device as soon as it is final.
 
-Usually a gradient stays on the device until the CPU has used it, in the worst case until the norm is known at the end
-of the backward pass: then all of them are there. Here each bucket has host memory of its own, the copy begins when the
-gradient is submitted, and the device's memory is given up when the copy is done. The backward pass waits when it is too
-far ahead of the copies. What travels is the same, so no bit changes.
+Usually a gradient stays on the device until the CPU has used it. In the worst case that is the end of the backward
+pass, when the norm is known, and then the device holds all gradients. Here each bucket has its own host memory. The
+copy begins when the gradient is submitted, and the device's memory is freed when the copy is done. The backward pass
+waits when it is too far ahead of the copies. The copied values are the same, so no bit changes.
 """
 
 from __future__ import annotations
@@ -13,29 +13,37 @@ from collections import deque
 import torch
 
 from gptpar.offload.buckets import BUCKET_ELEMENTS
-from gptpar.offload.transfers import OUTGOING, D2HCopy, DeviceEvent, GpuTransfers, Passed, SameMemory, Slot
+from gptpar.offload.transfers import (
+    NUM_H2D_BUFFERS,
+    D2HCopy,
+    DeviceEvent,
+    GpuTransfers,
+    Passed,
+    SameMemory,
+    StagingBuffer,
+)
 from gptpar.system.pinned import PinnedMemory
 
 ALIGNMENT = 4096
-"""Bytes: each slot begins on a page of its own."""
+"""Bytes: each slot begins at the beginning of a page."""
 
 MAX_UNITS_WAITING = 2
-"""Gradients that may wait for their copy on the device, in sizes of the largest: one travels, one is next."""
+"""Gradients that may wait on the device for their copies, in sizes of the largest: one is being copied, one is next."""
 
 
 def copying_bytes(elements: float, itemsize: int, num_units: int = 1) -> int:
-    """Pinned memory for gradients, and for parameters on their way: bytes that a GPU's transfers lock at most.
+    """Upper bound of the pinned memory (bytes) of a GPU's transfers, for gradients and for new parameters.
 
     Args:
         elements: of all gradients together.
-        num_units: over which they are spread.
+        num_units: number of units with offloaded elements.
     """
-    most_buckets = int(elements // BUCKET_ELEMENTS) + num_units  # in each unit one may be not full
-    return int(elements * itemsize) + most_buckets * ALIGNMENT + OUTGOING * BUCKET_ELEMENTS * itemsize
+    most_buckets = int(elements // BUCKET_ELEMENTS) + num_units  # each unit may have a bucket that is not full
+    return int(elements * itemsize) + most_buckets * ALIGNMENT + NUM_H2D_BUFFERS * BUCKET_ELEMENTS * itemsize
 
 
 def slots_bytes(lengths: list[int], itemsize: int) -> int:
-    """Pinned memory for the gradients alone.
+    """Pinned memory (bytes) for the gradients alone.
 
     Args:
         lengths: of the units' gradients, in elements.
@@ -45,7 +53,7 @@ def slots_bytes(lengths: list[int], itemsize: int) -> int:
 
 
 def max_bytes_waiting(lengths: list[int], itemsize: int) -> int:
-    """How many bytes of gradients may wait for their copies.
+    """Upper bound of the bytes of gradients that wait on the device for their copies.
 
     Args:
         lengths: of the units' gradients, in elements.
@@ -54,16 +62,16 @@ def max_bytes_waiting(lengths: list[int], itemsize: int) -> int:
 
 
 class GradientCopy:
-    """A gradient on its way to host memory of its own, which keeps it until the bucket's next gradient.
+    """A D2H copy of a gradient to its bucket's own host memory, which keeps it until the bucket's next gradient.
 
     Args:
-        grad: on the device; given up when it is known that the copy is done.
+        grad: on the device; freed once the copy is known to be done.
         values: the host memory, of the same length and type.
-        is_made: after the work that forms the gradient.
-        is_there: after the copy.
+        is_made: recorded after the kernels that compute the gradient.
+        is_there: recorded after the copy.
 
     Attributes:
-        num_bytes: of the device's memory.
+        num_bytes: size of the gradient on the device.
     """
 
     def __init__(self, grad: torch.Tensor, values: torch.Tensor, is_made: DeviceEvent, is_there: DeviceEvent):
@@ -91,14 +99,14 @@ class GradientCopy:
         return self._values
 
     def release(self) -> None:
-        """Nothing: the device has not kept the values, which may be needed again if the step turns out otherwise."""
+        """Does nothing: the host memory holds the only copy, which is needed again if the speculation was wrong."""
 
 
 class CopiesUnderWay:
-    """A queue of copies, oldest first; only the training loop uses it.
+    """A queue of running copies, oldest first; only the training loop uses it.
 
     Args:
-        max_bytes: gradients that may keep memory of the device.
+        max_bytes: upper bound of the device memory that gradients in the queue may keep.
     """
 
     def __init__(self, max_bytes: int):
@@ -107,13 +115,13 @@ class CopiesUnderWay:
         self._num_bytes = 0
 
     def add(self, copy: GradientCopy) -> GradientCopy:
-        """A copy that has begun."""
+        """Append a copy that has begun."""
         self._copies.append(copy)
         self._num_bytes += copy.num_bytes
         return copy
 
     def hold_back(self) -> None:
-        """Forget what has arrived; wait for the oldest copies while more than the bound have not."""
+        """Drop finished copies; wait for the oldest ones while the rest keeps more than ``max_bytes``."""
         while self._copies and (self._num_bytes > self._max_bytes or self._copies[0].arrived()):
             oldest = self._copies.popleft()
             oldest.tensor()
@@ -121,7 +129,7 @@ class CopiesUnderWay:
 
 
 class CopyingSameMemory(SameMemory):
-    """The device is the CPU; its gradients are copied and given up like those of a GPU.
+    """The device is the CPU; its gradients are copied and freed like those of a GPU.
 
     Args:
         max_bytes: see :class:`CopiesUnderWay`.
@@ -130,15 +138,15 @@ class CopyingSameMemory(SameMemory):
     def __init__(self, max_bytes: int):
         self._under_way = CopiesUnderWay(max_bytes)
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         return torch.empty(num_bytes, dtype=torch.uint8), Passed()
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
         return self._under_way.add(GradientCopy(grad, values, *self.copy(grad, values)))
 
     def copy(self, grad: torch.Tensor, values: torch.Tensor) -> tuple[DeviceEvent, DeviceEvent]:
-        """Copy; returns when the gradient was made and when it is there."""
+        """Copy; returns the events after the gradient's computation and after the copy."""
         values.copy_(grad)
         return Passed(), Passed()
 
@@ -160,18 +168,19 @@ class CopyingGpuTransfers(GpuTransfers):
         self._unused = self._pinned[-1].data
         self._under_way = CopiesUnderWay(max_bytes_waiting(lengths, itemsize))
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         slot = self._unused[:num_bytes]
         self._unused = self._unused[-(-num_bytes // ALIGNMENT) * ALIGNMENT :]
         return slot, Passed()
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         values = _values_in(slot, grad)
         is_made = torch.cuda.current_stream().record_event()
-        with torch.cuda.stream(self.inward):  # in order: the bucket's last gradient is there before this one
-            self.inward.wait_event(is_made)
+        # One stream copies all gradients in order, so the bucket's previous gradient is there before this one.
+        with torch.cuda.stream(self.d2h_stream):
+            self.d2h_stream.wait_event(is_made)
             values.copy_(grad, non_blocking=True)
-            is_there = self.inward.record_event()
+            is_there = self.d2h_stream.record_event()
         return self._under_way.add(GradientCopy(grad, values, is_made, is_there))
 
     def hold_back(self) -> None:
@@ -182,6 +191,6 @@ class CopyingGpuTransfers(GpuTransfers):
         super().close()
 
 
-def _values_in(slot: Slot | None, grad: torch.Tensor) -> torch.Tensor:
+def _values_in(slot: StagingBuffer | None, grad: torch.Tensor) -> torch.Tensor:
     assert slot is not None and len(slot[0]) >= grad.nbytes, "a bucket's slot is as large as its gradient"
     return slot[0][: grad.nbytes].view(grad.dtype)

@@ -1,4 +1,4 @@
-"""What happens to the optimizer state that the CPU updates, in order: for tests, and for who looks for a fault.
+"""A log of what happens to the CPU optimizer's buckets, in order: for tests and for debugging.
 
 Nothing is recorded unless a log is given to :class:`~gptpar.offload.host_optimizer.HostOptimizer`.
 """
@@ -29,10 +29,11 @@ class What(StrEnum):
     SENT = "parameters being copied to the device"
 
     WAITED = "waited"
-    """The training loop, for a unit."""
+    """The training loop waited for a unit."""
     STEP_REQUESTED = "step requested"
+    """The training loop requested the step of all buckets."""
     STEP_TAKEN = "step taken"
-    """The step is the training loop's whole one, then the thread's."""
+    """The thread has done the step of all buckets."""
 
 
 STEP_DONE = frozenset({What.COMMITTED, What.UPDATED, What.SKIPPED})
@@ -41,11 +42,11 @@ STEP_DONE = frozenset({What.COMMITTED, What.UPDATED, What.SKIPPED})
 
 @dataclass(frozen=True)
 class LogEntry:
-    """Something that happened.
+    """One event.
 
     Attributes:
-        unit: whose bucket; empty where it concerns the whole step.
-        start, stop: the bucket's elements within its unit's offloaded range.
+        unit: the bucket's unit; empty if the event concerns the whole step.
+        start, stop: position of the bucket's elements in the unit's offloaded range.
     """
 
     what: What
@@ -69,7 +70,7 @@ class EventLog:
         return [event for event in list(self.events) if event.what in what and unit in (None, event.unit)]
 
     def this_step(self, unit: str | None = None) -> Iterator[LogEntry]:
-        """What happened to each bucket, of all units or of one, since its last step was done."""
+        """The events of each bucket since its last step was done, of all units or of one."""
         events = list(self.events)
         done = {(e.unit, e.start): place for place, e in enumerate(events) if e.what in STEP_DONE}
         for place, event in enumerate(events):

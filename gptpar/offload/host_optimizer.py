@@ -1,14 +1,14 @@
 """An elementwise optimizer over elements whose master weights and state live in host memory.
 
-A thread of its own (:mod:`~gptpar.offload.updating_thread`) updates them in buckets while the device works: in the
-order of the forward pass, in which each layer waits for its own buckets only. Two ways to win time, with the same
-numbers:
+A thread of its own (:mod:`~gptpar.offload.updating_thread`) updates them in buckets while the device works. It takes
+buckets in the order of the forward pass, and each layer waits for its own buckets only. A bucket is updated at one of
+two times, with the same result:
 
-- After the backward pass the global gradient norm is known, and with it the factor of clipping: update in place.
-- Before that, where host memory holds a double buffer: assume that nothing will be clipped, and write the new values
-  there ("speculate"). If that turns out right, the buffers change places ("commit"); else the step is computed again
-  from the old values, which nothing has touched. After that the optimizer backs off for some steps. Of a partial
-  gradient, the elements that will change are left out until it is final.
+- After the backward pass, the global gradient norm and so the clipping factor are known: update in place.
+- Before that, if the bucket has a double buffer: assume that nothing will be clipped, and write the new values to the
+  double buffer ("speculate"). If the assumption was right, the two buffers are swapped ("commit"). If it was wrong, the
+  step is computed again from the old values, and the optimizer does not speculate for some steps ("back off"). In a
+  partial gradient, the elements that may still change are left out until the gradient is final.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from gptpar.offload.switch_interval import SWITCH_INTERVAL
 from gptpar.offload.transfers import Transfers
 from gptpar.offload.updating_thread import UpdatingThread
 from gptpar.optim.elementwise import HostKernel, Hyperparameters
-from gptpar.optim.spans import OffloadedPartition
+from gptpar.optim.group_ranges import OffloadedPartition
 
 SWITCH_SECONDS = 5e-5
-"""How long a thread may keep Python's lock. The default is 5 ms: so long the updating thread would wait after each
-bucket while the training loop launches work."""
+"""How long a thread may keep Python's lock. With the default of 5 ms, the updating thread would wait 5 ms after each
+bucket while the training loop launches kernels."""
 
 CLOSE_SECONDS = 60.0
 
 
 class HostOptimizer(UpdatingThread):
-    """What the training loop calls: a :class:`~gptpar.engine.subscriber.Subscriber` of the engine.
+    """The CPU optimizer: the engine's :class:`~gptpar.engine.subscriber.Subscriber`, which the training loop calls.
 
-    While it lives, Python switches between threads more often.
+    While it exists, Python switches between threads more often.
 
     Args:
         partitions: each unit's offloaded range, in forward order.
-        parameters: unit -> the model's parameters on the device, as long as the unit's offloaded range.
+        parameters: unit -> the model's parameters on the device, of the same length as the unit's offloaded range.
         dtype: of master weights and optimizer state.
         clip_grad: the largest gradient norm that is not clipped (0: any).
         kernel: updates buckets; its states are the optimizer's.
         transfers: copies between host and device.
-        folder: on a disk where the state is to be kept.
+        folder: for files that hold the state; ``None``: the state is in memory.
         cores: the only ones on which the thread, and the kernel's threads that it starts, may run.
         speculated_elements: see :meth:`add_double_buffers`.
         partial_unit: the unit whose partial gradients may be submitted; only its buckets with a double buffer use them.
         log: is told what happens to each bucket.
 
     Attributes:
-        waited_s: time that :meth:`wait` has cost since the start.
-        num_elements: that one step updates.
-        partial_unit: the unit whose partial gradients are of use, if any are.
+        waited_s: seconds spent in :meth:`wait` since the start.
+        num_elements: number of elements that one step updates.
+        partial_unit: the unit whose partial gradients are used; ``None``: there is none.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class HostOptimizer(UpdatingThread):
         partial_unit: str | None = None,
         log: EventLog | None = None,
     ):
-        # Buckets first: the thread's half works on them. Double buffers before what partial gradients need, which only
-        # buckets with a double buffer get. The thread starts last, when nothing is added any more.
+        # Buckets come first: the base class works on them. Double buffers come before the partial gradients' memory,
+        # which only buckets with a double buffer get. The thread starts last, when all it reads is there.
         names = ("weights", *kernel.states)
         buckets = [
             b
@@ -90,7 +90,7 @@ class HostOptimizer(UpdatingThread):
         self._of_unit: dict[str, list[Bucket]] = {partition.unit: [] for partition in partitions}
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
-            bucket.own_slot = transfers.own_slot(bucket.parameters.nbytes)
+            bucket.own_staging = transfers.own_staging(bucket.parameters.nbytes)
         self.waited_s, self.num_elements = 0.0, sum(partition.length for partition in partitions)
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
@@ -101,39 +101,40 @@ class HostOptimizer(UpdatingThread):
         self._thread.start()
 
     def _prepare_partial(self, unit: str) -> None:
-        """Give the unit's buckets that have a double buffer what partial gradients need."""
+        """Reserve host memory for partial gradients in those of the unit's buckets that have a double buffer."""
         for bucket in self._of_unit[unit]:
             if bucket.double_buffer is not None:
-                bucket.own_copy = self._transfers.keeping(bucket.parameters)
-                bucket.own_slot = self._transfers.reserve_slot()
+                bucket.own_copy = self._transfers.keeping_h2d_copy(bucket.parameters)
+                bucket.own_staging = self._transfers.reserve_staging()
                 self.partial_unit = unit
                 self._record(What.PREPARED, bucket)
 
     def add_double_buffers(self, elements: int) -> None:
-        """Allow speculation for some elements: the last ones of the model."""
+        """Allow speculation for the model's last ``elements`` elements."""
         add_double_buffers(self._buckets, elements)
 
     # A step.
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
-        """What the coming step will probably be, so that it may be begun during the backward pass."""
+        """Announce the coming step's probable hyperparameters: speculation with them may begin."""
         with self._changed:
             self._expected = StepHyperparameters(hyperparameters, loss_scale)
             self._changed.notify_all()
 
     def expect_open_ranges(self, unit: str, ranges: np.ndarray) -> None:
-        """In which ranges the coming step's gradient of a unit will change after it is submitted in part."""
+        """Announce the ranges in which a unit's partial gradient may still change in the coming step."""
         self._open_ranges[unit] = ranges
 
     def submit_gradient(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
-        """A unit's gradient is final on the device; the memory must stay as it is until the unit's next gradient.
+        """Take a unit's gradient from the device. Its memory must not change until the unit's next gradient.
 
-        A second one before the step replaces the first.
+        A second gradient before the step replaces the first.
 
         Args:
-            formed: how many of the gradient's elements, the first ones, are formed, where it is partial. They may still
-                change in the ranges that :meth:`expect_open_ranges` named. The step may be speculated with them. More
-                of the gradient may be submitted, and all of it when it is final; the memory may be the same.
+            formed: ``None``: the gradient is final. Otherwise it is partial: only its first ``formed`` elements are
+                computed, and they may still change in the ranges of :meth:`expect_open_ranges`. The optimizer may
+                speculate with them. More elements may be submitted later, and the final gradient has to be; all may
+                use the same memory.
 
         Raises:
             ForbiddenEvent: the unit's last step is not done.
@@ -145,17 +146,17 @@ class HostOptimizer(UpdatingThread):
                     raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
                 part = grad[bucket.start : bucket.stop]
                 if formed is None:
-                    bucket.take(self._transfers.fetch(part, bucket.own_slot))
+                    bucket.take(self._transfers.fetch(part, bucket.own_staging))
                     self._advance(bucket, What.SUBMITTED)
                 elif open_ranges is not None and self._takes_partial(bucket, formed):
                     its_open_ranges = between(open_ranges, bucket.start, bucket.stop) - bucket.start
                     bucket.take_partial(self._transfers.fetch(part), its_open_ranges)
                     self._advance(bucket, What.SUBMITTED_PARTIAL)
             self._changed.notify_all()
-        self._transfers.hold_back()  # without the lock: what is waited for may need the thread
+        self._transfers.hold_back()  # without the lock, which the thread needs while this waits
 
     def _takes_partial(self, bucket: Bucket, formed: int) -> bool:
-        """Whether a partial gradient is of use here, and new."""
+        """Whether a bucket can speculate with a partial gradient, and has none yet."""
         is_formed = bucket.stop <= formed and bucket.state is BucketState.IDLE
         return is_formed and bucket.own_copy is not None and not self.backs_off
 
@@ -166,24 +167,24 @@ class HostOptimizer(UpdatingThread):
         loss_scale: float,
         without: frozenset[str] = frozenset(),
     ) -> None:
-        """Request a step; the thread takes it.
+        """Request a step; the thread does it.
 
         Args:
             norm: the whole model's gradient norm without the loss scale, on the device; not finite: nothing changes.
             hyperparameters: by group.
-            without: units that stay as they are. All others must have been given a final gradient.
+            without: units that do not change. All others must have a final gradient.
 
         Raises:
-            ForbiddenEvent: one was not.
+            ForbiddenEvent: another unit has no final gradient.
         """
         unclipped = StepHyperparameters(hyperparameters, loss_scale)
         self._announce(StepRequest(self._transfers.read_scalar(norm), unclipped, without))
 
     def cancel(self, *, wait: bool = True) -> None:
-        """Forget the gradients of the coming step; parameters have the last step's values again.
+        """Forget the gradients of the coming step, and undo its speculation in the device's parameters.
 
         Args:
-            wait: whether to return only when they have.
+            wait: whether to return only when that is done.
         """
         not_finite = self._transfers.read_scalar(torch.tensor(float("nan")))
         self._announce(StepRequest(not_finite, None, frozenset(self._of_unit)))
@@ -203,20 +204,21 @@ class HostOptimizer(UpdatingThread):
             self._changed.notify_all()
 
     def wait(self, unit: str, *, block: bool = False) -> None:
-        """Return when a unit's last step is done; what is put on the device afterwards finds the new parameters.
+        """Return when a unit's last step is done. Kernels launched afterwards read the new parameters.
 
         Args:
-            block: whether to return only when they are there, for readers on streams other than the current one.
+            block: whether to return only when the new parameters are on the device, for readers on other streams than
+                the current one.
 
         Raises:
-            BaseException: what went wrong in the thread.
+            BaseException: the error that ended the thread.
         """
         if self.log is not None:
             self.log.record(What.WAITED, unit)
         self._wait_for(self._of_unit.get(unit, ()), block)
 
     def finish(self) -> None:
-        """Like :meth:`wait`, for everything."""
+        """Return when the last step of all units is done; see :meth:`wait`."""
         self._wait_for(self._buckets)
         with self._changed:
             self._changed.wait_for(lambda: self._request is None or self._failure is not None)
@@ -239,7 +241,7 @@ class HostOptimizer(UpdatingThread):
 
     @property
     def backs_off(self) -> bool:
-        """Whether nothing is speculated in the coming step, because that was wrong in a recent one."""
+        """Whether the coming step does not speculate, because a recent speculation was wrong."""
         return self._steps_to_back_off > 0
 
     # Between steps.
@@ -252,9 +254,9 @@ class HostOptimizer(UpdatingThread):
         self.finish()
 
     def close(self) -> None:
-        """End the thread, after a requested step, and give back what transfers have reserved.
+        """End the thread, after a requested step, and free the memory of the transfers.
 
-        A thread that waits for a device which does not answer is left behind: it ends with the process.
+        If the device does not answer, the thread waits for it, and ends with the process.
         """
         with self._changed:
             closed, self._closing = self._closing, True
@@ -277,7 +279,7 @@ class HostOptimizer(UpdatingThread):
             self.set_steps(unit, count)
 
     def steps_of(self, unit: str) -> int:
-        """A unit's updates so far, skipped ones and those without its gradient not counted."""
+        """Number of a unit's updates so far; skipped steps and steps without its gradient do not count."""
         self.finish()
         return self._of_unit[unit][0].steps
 
@@ -303,10 +305,10 @@ class HostOptimizer(UpdatingThread):
 
     @property
     def state_bytes(self) -> tuple[int, int]:
-        """Memory of master weights and optimizer state, and of their double buffers."""
+        """Bytes of master weights and optimizer state, and bytes of their double buffers."""
         return bytes_of(self._buckets)
 
     @property
     def kernel(self) -> str:
-        """What updates, in a few words."""
+        """The kernel's instruction set and number of threads, for the banner."""
         return f"{self._kernel.isa}, {self._kernel.threads} thread(s)"

@@ -1,4 +1,4 @@
-"""Ranges of elements as rows (first, one behind the last) of an int64 array: ascending, apart, thousands at a time."""
+"""Sets of elements as an int64 array [ranges, 2] of (start, stop), ascending and disjoint; for thousands of ranges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def ranges_of_rows(rows: np.ndarray, num_rows: int, width: int) -> np.ndarray:
     """The elements of some rows of a matrix [num_rows, width]; neighbouring rows are one range.
 
     Args:
-        rows: their numbers, in any order, as often as one likes.
+        rows: row numbers, in any order, also repeated.
     """
     marked = np.zeros(num_rows + 2, dtype=np.int8)  # with an unmarked row at either end
     marked[rows + 1] = 1
@@ -17,12 +17,12 @@ def ranges_of_rows(rows: np.ndarray, num_rows: int, width: int) -> np.ndarray:
 
 
 def between(ranges: np.ndarray, low: int, high: int) -> np.ndarray:
-    """What of the ranges lies in [low, high)."""
+    """The intersection of the ranges with [low, high)."""
     first, last = np.searchsorted(ranges[:, 1], low, "right"), np.searchsorted(ranges[:, 0], high, "left")
     return ranges[first:last].clip(low, high)
 
 
 def outside(ranges: np.ndarray, length: int) -> np.ndarray:
-    """What of [0, length) lies in none of the ranges."""
+    """The complement of the ranges in [0, length)."""
     gaps = np.concatenate([[0], ranges.ravel(), [length]]).reshape(-1, 2)
     return gaps[gaps[:, 0] < gaps[:, 1]]

@@ -1,4 +1,4 @@
-"""This process's elements of the parameters that an optimizer was given, and whether the optimizer can take them."""
+"""This process's elements of the parameters given to an optimizer, and checks that the optimizer supports them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class LocalParameter:
     """One parameter, and this process's elements of it.
 
     Attributes:
-        unit: the parameter's place among all, as text.
+        unit: the parameter's index among all parameters, as text.
         group: number of its group.
-        on_device: how many of the elements, the first ones, the device updates.
+        on_device: number of elements at the beginning that the device updates.
         local: this process's elements in the parameter's shape.
-        flat: [n] the same memory, for the optimizer's own writes.
+        flat: [n] the same memory, through which the optimizer writes.
     """
 
     parameter: torch.Tensor
@@ -36,12 +36,12 @@ class LocalParameter:
 
     @property
     def offloaded(self) -> int:
-        """Elements that the CPU updates."""
+        """Number of elements that the CPU updates."""
         return self.flat.numel() - self.on_device
 
     @property
     def has_masters(self) -> bool:
-        """Whether its masters are wider than itself."""
+        """Whether it has master weights, wider than itself."""
         return self.flat.dtype.itemsize == 2
 
     def gradient(self) -> torch.Tensor | None:
@@ -56,19 +56,19 @@ class LocalParameter:
         return None if grad is None else local_of(grad)
 
     def placed_alike(self, values: torch.Tensor) -> torch.Tensor:
-        """This process's elements as what the parameter is; a DTensor's stay in the memory they are in."""
+        """Wrap this process's elements like the parameter: as a DTensor of the same placement, if it is one."""
         spec = getattr(self.parameter, "_spec", None)
         return values if spec is None else DTensor(values, spec, requires_grad=False)
 
 
 def local_of(values: torch.Tensor) -> torch.Tensor:
-    """This process's elements: of a DTensor its shard, else everything; not recorded by autograd."""
+    """This process's elements, not recorded by autograd: the shard of a DTensor, all elements of another tensor."""
     with torch.no_grad():
         return values.to_local() if hasattr(values, "to_local") else values
 
 
 def version_of(values: torch.Tensor | None) -> tuple[int, int]:
-    """Changes whenever the values are written in place: a DTensor counts operations on itself, its shard others."""
+    """Changes whenever the values are written in place. A DTensor and its shard count their operations separately."""
     return (0, 0) if values is None else (values._version, local_of(values)._version)
 
 
@@ -81,13 +81,13 @@ def split_parameters(groups: Sequence[Mapping[str, Any]], ratio: float) -> list[
     for place, (parameter, group, values) in enumerate(local):
         on_device = min(left, values.numel())
         left -= on_device
-        # .data counts its own versions, so that the optimizer's writes are told from others'.
+        # .data counts its own versions: version_of() does not see the optimizer's writes, only those of others.
         split.append(LocalParameter(parameter, str(place), group, on_device, values, values.data.view(-1)))
     return split
 
 
 def tensors_of(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """(parameters or groups as lists, for torch; every entry that should be a tensor)"""
+    """(the parameters or groups as lists, for torch; all their entries, which should be tensors)"""
     given: list[Any] = [{**g, "params": _listed(g["params"])} if isinstance(g, dict) else g for g in _listed(params)]
     entries = [entry for item in given for entry in (item["params"] if isinstance(item, dict) else [item])]
     return given, [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
@@ -98,7 +98,7 @@ def _listed(params: Any) -> list[Any]:
 
 
 def problems_of(tensors: Sequence[Any]) -> list[str]:
-    """Sentences on what cannot be optimized."""
+    """Sentences that say which parameters cannot be optimized, and why."""
     if not tensors:
         return ["there are no parameters"]
     problems, fit = [], []
@@ -131,7 +131,7 @@ def _problems_of_one(tensor: Any) -> list[str]:
 
 
 def problems_of_hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Sentences on the groups' hyperparameters, each once."""
+    """Sentences that say what is wrong with the groups' hyperparameters, each once."""
     problems: dict[str, None] = {}
     for group in groups:
         wrong = [name for name in ("lr", "eps", "weight_decay") if name in group and not group[name] >= 0]
@@ -142,10 +142,13 @@ def problems_of_hyperparameters(groups: Iterable[Mapping[str, Any]]) -> list[str
 
 
 def sum_over_shards(parameters: Sequence[torch.Tensor]) -> NormFn | None:
-    """What makes the global sum of squares of the local one, as far as the parameters tell; ``None``: nothing to add.
+    """A function from this process's sum of squares to that of all processes, derived from the parameters' placements.
+
+    Returns:
+        ``None`` if no parameter is a DTensor.
 
     Raises:
-        ValueError: DTensors that are not all placed alike.
+        ValueError: the parameters' placements differ.
     """
     layouts = {(getattr(p, "device_mesh", None), getattr(p, "placements", ())) for p in parameters}
     if layouts == {(None, ())}:

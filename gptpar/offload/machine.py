@@ -1,4 +1,4 @@
-"""How the CPU optimizer fits the machine: its cores, its copies to the device, and its double buffers."""
+"""Fits the CPU optimizer to the machine: its cores, its copies to the device, and its double buffers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import RING_BYTES, GpuTransfers, SameMemory, Transfers
 from gptpar.optim.cpu_adam import default_threads
 from gptpar.optim.elementwise import ElementwiseOptimizer
-from gptpar.optim.spans import OffloadedPartition
+from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.torch_kernels import make_host_kernel
 from gptpar.system.host import available_memory, place_on_machine, share_of_cores
 
 KEPT_FREE = 0.1
-"""Part of the host's free memory that is left to everything else."""
+"""Fraction of the host's free memory that the CPU optimizer leaves to everything else."""
 
 
 def build_host_optimizer(
@@ -40,13 +40,13 @@ def build_host_optimizer(
     """The CPU optimizer on this process's cores, with copies to and from the device.
 
     Args:
-        optimizer: which update.
+        optimizer: defines the update.
         partitions: in forward order, at least one.
         parameters, partial_unit: see :class:`HostOptimizer`.
-        itemsize: bytes of the widest element that travels, in a gradient or in new parameters.
-        wide: of master weights and optimizer state.
-        folder: on a disk that the state is to be kept on.
-        threads: of the kernel; default: this process's cores but two.
+        itemsize: bytes of the widest element that is copied, in a gradient or in new parameters.
+        wide: dtype of master weights and optimizer state.
+        folder: for files that hold the state; ``None``: the state is in memory.
+        threads: of the kernel; default: all cores of this process but two.
         gradients_leave_at_once: see :mod:`gptpar.offload.copying_transfers`.
     """
     place, count = place_on_machine()
@@ -89,17 +89,18 @@ def room_for_speculation(
     option: str,
     remedy: str,
 ) -> int:
-    """For how many of the host's elements there is room for speculation.
+    """The number of offloaded elements whose double buffers fit in host memory.
 
     Args:
-        element_bytes: of an element's master weight and state.
-        wish: ``off``, ``on`` or ``auto``: as much as fits.
-        kept: bytes of parameters' values that are kept for those that speculate.
+        elements: number of offloaded elements.
+        element_bytes: bytes of one element's master weight and state.
+        wish: ``off``, ``on`` or ``auto`` (as many as fit).
+        kept: bytes of host memory for speculated parameters that wait for the commit.
         transfer_bytes: pinned memory for gradients and parameters.
-        asker, option, remedy: words of the error: who needs the memory, how it asked for speculation, what helps.
+        asker, option, remedy: words of the error: who needs the memory, the option that asks for speculation, a remedy.
 
     Raises:
-        GptparError: the memory that is free does not suffice.
+        GptparError: the free memory does not suffice.
     """
     _, processes = place_on_machine()
     free = int(available_memory() * (1 - KEPT_FREE)) // processes

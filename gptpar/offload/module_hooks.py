@@ -1,4 +1,4 @@
-"""Hooks: a module's forward pass waits for the optimizer, and a parameter's gradient is submitted when it is there."""
+"""Hooks that let a module's forward pass wait for the optimizer, and submit each gradient when it is computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that compute with parameters of modules inside them without calling those."""
+"""Modules that read their submodules' parameters without calling the submodules."""
 
 
 def watch_readers(
@@ -19,16 +19,16 @@ def watch_readers(
     before_forward: Callable[..., None],
     before_state_dict: Callable[..., None],
 ) -> Iterator[tuple[list[str], list[Any]]]:
-    """Put a hook before everything inside a module that reads parameters.
+    """Add hooks to every submodule that reads parameters.
 
     Args:
         unit_of: ``id`` of a parameter -> its name.
-        before_forward: is called with the names of the parameters that are about to be read, whether that happens on
-            other streams than the current one, and torch's arguments.
-        before_state_dict: is called with torch's arguments.
+        before_forward: called with the names of the parameters that are about to be read, a flag that tells whether
+            another stream than the current one reads them, and torch's arguments.
+        before_state_dict: called with torch's arguments.
 
     Yields:
-        (names, hooks that can be removed)
+        (names, removable hooks) of each such submodule
     """
     for inner in module.modules():
         gathers = _gathers(inner)
@@ -42,12 +42,12 @@ def watch_readers(
 
 
 def watch_gradient(parameter: torch.Tensor, ready: Callable[..., None]) -> list[Any]:
-    """Have ``ready`` called when a backward pass has added to ``.grad``; returns the hook, if there can be one."""
+    """Call ``ready`` when a backward pass has added to ``.grad``; returns the hook, if the parameter can have one."""
     return [parameter.register_post_accumulate_grad_hook(ready)] if parameter.requires_grad else []
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether it is one of FSDP2's, which gathers what it manages before its own forward, on streams of its own."""
+    """Whether a module is one of FSDP2's: it gathers its parameters on its own streams, before its forward."""
     return hasattr(module, "unshard")
 
 

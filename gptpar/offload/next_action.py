@@ -1,4 +1,4 @@
-"""What the updating thread does next, decided from the table of buckets."""
+"""Decides what the updating thread does next, from the buckets' states."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from gptpar.offload.bucket_state import SPECULABLE, BucketState
 from gptpar.offload.buckets import Bucket
 
 NEAR = 4
-"""Buckets whose gradients are copied to the host ahead of the one at work, whatever else is there."""
+"""Number of gradients copied to the host ahead of the kernel even if earlier copies have to give up their memory."""
 
 
 class Action(Enum):
-    """What there is to do."""
+    """An action of the updating thread."""
 
     TAKE_STEP = auto()
     SPECULATE = auto()
     FINISH_UPDATE = auto()
-    """Wait for the kernel, and send what it has computed."""
+    """Wait for the kernel, and send the new parameters."""
     WAKE = auto()
     """Wake the kernel's threads: there will be work in a moment."""
     WAIT = auto()
@@ -29,17 +29,17 @@ class Action(Enum):
 def next_action(
     candidates: Sequence[Bucket], *, step_known: bool, on_its_way: bool, at_work: bool, ending: bool
 ) -> tuple[Action, Bucket | None]:
-    """What to do, and with which bucket where that is to speculate.
+    """The next action, and its bucket if the action is to speculate.
 
-    The bucket is the one that the next forward pass needs first, of those whose gradients have arrived; not of those
-    that were submitted: the host runs far ahead of the device, and that one may be long in coming.
+    The bucket is the first in forward order whose gradient is in host memory. A submitted gradient does not count until
+    then: the host runs far ahead of the device, which may not compute that gradient for a long time.
 
     Args:
         candidates: buckets that may be speculated, in forward order.
-        step_known: whether a step is requested whose norm is known, or need not be waited for.
-        on_its_way: whether a candidate's gradient is being copied to the host.
-        at_work: whether the kernel has an update that was not sent yet.
-        ending: whether the thread is to end, with no step requested.
+        step_known: whether a step is requested, and either its norm is known or there is nothing left to speculate.
+        on_its_way: whether the gradient of a candidate is being copied to the host.
+        at_work: whether the kernel has an update whose result was not sent yet.
+        ending: whether the thread is to end, and no step is requested.
     """
     if step_known:
         return Action.TAKE_STEP, None
@@ -55,32 +55,33 @@ def next_action(
 
 
 def speculable(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Those that have a double buffer, and a gradient to speculate with."""
+    """The buckets that have a double buffer and a gradient to speculate with."""
     return [bucket for bucket in buckets if bucket.state in SPECULABLE and bucket.double_buffer is not None]
 
 
 def late_partials(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Those whose partial gradient was not used before the device had computed the final one."""
+    """The buckets whose partial gradient is unused although the device has computed the final one."""
     waiting = BucketState.PARTIAL_AND_FINAL
     return [b for b in buckets if b.state is waiting and b.newer is not None and b.newer.made()]
 
 
 def begin_copies(buckets: Sequence[Bucket]) -> bool:
-    """Begin the D2H copies of what is needed first; where the ring is full, what is needed last makes room.
+    """Begin the D2H copies of the gradients that are needed first; if the ring is full, the last ones make room.
 
-    Gradients arrive last layer first. If those that came early kept the ring, the thread would work on them, and leave
-    for the end of the step what the next forward pass begins with. Only partial gradients come with the last layers, or
-    before, and belong to the other end.
+    The backward pass produces the last layer's gradient first, but the next forward pass needs the first layer's
+    parameters first. If early gradients kept the ring, the thread would update the last layers and leave the first
+    layers for the end of the step. (A partial gradient is an exception: it comes early and belongs to the first layer.)
 
     Args:
         buckets: in forward order.
 
     Returns:
-        Whether the first gradient that the device has computed is being copied.
+        Whether the first computed gradient in forward order is being copied.
     """
     coming = [bucket.grad for bucket in buckets if bucket.grad is not None]
     first = list(takewhile(lambda grad: grad.made(), coming))
-    last = takewhile(lambda grad: grad.made(), reversed(coming[len(first) :]))  # those before are not computed either
+    # The backward pass goes from last to first: before a gradient that is not computed, none is.
+    last = takewhile(lambda grad: grad.made(), reversed(coming[len(first) :]))
     made = first + list(last)[::-1]
     near, later = made[:NEAR], made[NEAR:]
     begun = []

@@ -1,7 +1,7 @@
-"""When TwinFlowAdamW's gradients go to the CPU optimizer, and who waits for the parameters that come back.
+"""Overlaps TwinFlowAdamW's CPU optimizer with the passes of a module.
 
-Without a module everything happens in ``step()``. With one, each gradient goes as it becomes final in the last backward
-pass, and each module waits for its own parameters before its forward pass.
+Without an attached module everything happens in ``step()``. With one, each gradient is submitted when it becomes final
+in the last backward pass, and each submodule waits for its own parameters before its forward pass.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from gptpar.optim.elementwise import Hyperparameters
 
 
 class Overlap:
-    """The CPU optimizer's side of a step of any module.
+    """Submits a module's gradients to the CPU optimizer, and waits for the parameters.
 
     Args:
         host: the CPU optimizer.
-        parameters: unit -> the parameter, of those that have offloaded elements.
-        speculated_elements: for which the host has memory for double buffers, once a module is attached.
+        parameters: unit -> parameter, for all parameters that have offloaded elements.
+        speculated_elements: number of elements that get double buffers once a module is attached.
 
     Attributes:
         host, parameters: see above.
-        submitted: unit -> the gradient of the coming step that the host has, and that gradient's version then.
+        submitted: unit -> the gradient submitted for the coming step, and its version when it was submitted.
     """
 
     def __init__(self, host: HostOptimizer, parameters: Mapping[str, LocalParameter], speculated_elements: int):
@@ -41,9 +41,9 @@ class Overlap:
         self._attached = self._submits_early = self._in_last_backward = False
 
     def attach(self, module: nn.Module) -> None:
-        """Have the module's parts wait for their parameters, and its gradients submitted in the last backward pass."""
+        """Let submodules wait for their parameters, and submit gradients in the last backward pass."""
         self._attached = True
-        # DistributedDataParallel sums gradients after the hooks that tell of them.
+        # DistributedDataParallel sums gradients only after the hooks that would submit them.
         self._submits_early = not any(isinstance(part, DistributedDataParallel) for part in module.modules())
         if self._submits_early:
             self.host.add_double_buffers(self._speculated_elements)
@@ -60,11 +60,11 @@ class Overlap:
         return self._submits_early
 
     def end_last_backward(self) -> None:
-        """Gradients are not final any more."""
+        """From now on gradients are not final."""
         self._in_last_backward = False
 
     def submit(self, local: LocalParameter, grad: torch.Tensor | None, *, again: bool = False) -> None:
-        """Give the host its elements of a gradient, unless it has them and nobody has changed them since."""
+        """Submit the offloaded elements of a gradient, unless the host has them and they have not changed since."""
         if grad is None:
             return
         version = version_of(local.parameter.grad)
@@ -82,12 +82,12 @@ class Overlap:
         *,
         again: bool,
     ) -> None:
-        """Submit the gradients that the host has not, and request the step.
+        """Submit the gradients that the host does not have, and request the step.
 
         Args:
-            grads: unit -> the gradient in the parameter's shape; units without one stay as they are.
+            grads: unit -> the gradient in the parameter's shape; units without a gradient do not change.
             norm, hyperparameters, loss_scale: see :meth:`HostOptimizer.step`.
-            again: whether to submit all of them, because they were changed unnoticed.
+            again: whether to submit all gradients again, because they may have changed without a new version.
         """
         for unit, local in self.parameters.items():
             self.submit(local, grads[unit], again=again)
@@ -96,18 +96,18 @@ class Overlap:
         self.host.step(norm, hyperparameters, loss_scale, without)
 
     def cancel(self) -> None:
-        """Forget what was submitted of a step that will not be taken; parameters have their old values again."""
+        """Forget the submitted gradients of a step that will not be taken, and restore the parameters' values."""
         if self.submitted:
             self.submitted.clear()
             self.host.cancel()
 
     def finish(self) -> None:
-        """Return when parameters are those of the last step, for anyone to read."""
+        """Return when the parameters have the last step's values, for any reader."""
         self.cancel()
         self.host.finish()
 
     def wait_after_step(self, *, is_watched: bool) -> None:
-        """Wait for the parameters that no module waits for, or for all where somebody will look at them now."""
+        """Wait for the parameters that no submodule waits for; for all if a hook may read them after this step."""
         if is_watched or not self._attached:
             self.host.finish()
         else:
@@ -115,9 +115,9 @@ class Overlap:
                 self.host.wait(unit)
 
     def close(self) -> None:
-        """Let go of the module, and end the thread.
+        """Remove the hooks, and end the thread.
 
-        It is called when the process ends, too: a device that does not answer must not keep it.
+        This also runs when the process ends, so it does not wait for a device that may not answer.
         """
         for hook in self._hooks:
             hook.remove()
@@ -127,12 +127,12 @@ class Overlap:
         self.host.close()
 
     def __reduce__(self) -> tuple[Callable[[], Overlap], tuple[()]]:
-        return _of_a_copy, ()  # hooks are copied and pickled with their module
+        return _of_a_copy, ()  # a copied or pickled module has copies of the hooks, but no optimizer
 
     def before_forward(self, units: list[str], block: bool, *_: object) -> None:
         """A hook: see :func:`~gptpar.offload.module_hooks.watch_readers`."""
         if not self._in_last_backward or not self.submitted.keys().isdisjoint(units):
-            self.cancel()  # unless it is a block that is computed again in the backward pass
+            self.cancel()  # but not in recomputation: that forward is a part of the backward pass
         for unit in units:
             self.host.wait(unit, block=block)
 
@@ -151,7 +151,7 @@ class Overlap:
 
 
 class _NoHost:
-    """Updates nothing, so that there is nothing to wait for."""
+    """Stands for the CPU optimizer of a copied module: there is nothing to wait for."""
 
     def wait(self, unit: str, *, block: bool = False) -> None: ...
 
@@ -159,5 +159,5 @@ class _NoHost:
 
 
 def _of_a_copy() -> Overlap:
-    """What the hooks of a copied or loaded module call."""
+    """An overlap without optimizer, for the hooks of a copied or unpickled module."""
     return Overlap(cast(HostOptimizer, _NoHost()), {}, 0)

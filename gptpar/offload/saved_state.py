@@ -1,4 +1,4 @@
-"""The optimizer's state as torch's optimizers save it: by parameter, whoever updates which of its elements."""
+"""Converts the optimizer's state to and from torch's format: by parameter, whatever the twin-flow ratio."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gptpar.offload.local_parameters import LocalParameter, local_of
 from gptpar.optim.adamw import ADAMW
 
 Views = Callable[[str], Iterator[tuple[LocalParameter, int, torch.Tensor]]]
-"""(parameter, first element, values, no copies) of ``weights`` or one of AdamW's moments."""
+"""(parameter, first element, view of the values) of ``weights`` or one of AdamW's moments."""
 
 NAMES = (*((name, name) for name in ADAMW.states), ("weights", "master"))
-"""Names of the state here, and torch's names, which are saved."""
+"""(the kernel's name, the saved name) of each state vector; the saved names are torch's."""
 
 
 def gather_state(parameters: Sequence[LocalParameter], views: Views) -> dict[str, dict[str, torch.Tensor]]:
-    """unit -> name -> a copy in host memory, in the parameter's shape; ``master`` of 16-bit parameters only."""
+    """unit -> name -> a copy in host memory, in the parameter's shape; only 16-bit parameters have ``master``."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for local in parameters:
         wide = torch.promote_types(local.flat.dtype, torch.float32)
@@ -32,10 +32,12 @@ def gather_state(parameters: Sequence[LocalParameter], views: Views) -> dict[str
 
 
 def place_state(states: Mapping[str, Mapping[str, Any]], views: Views) -> None:
-    """Fill moments and masters; what is not there is zero, and masters are taken from the parameters.
+    """Fill the moments and master weights from a saved state.
+
+    A missing moment is zero. Missing master weights are taken from the parameters.
 
     Args:
-        states: unit -> what was saved of it.
+        states: unit -> its saved state, by name.
     """
     for kind, name in NAMES:
         for local, at, values in views(kind):
@@ -49,9 +51,10 @@ def place_state(states: Mapping[str, Mapping[str, Any]], views: Views) -> None:
 
 
 def follow_parameters(changed: set[str], views: Views) -> None:
-    """Let masters follow parameters that were changed from outside.
+    """Set the master weights of parameters that were changed from outside.
 
-    A master that rounds to the parameter stays: a model's checkpoint may be loaded after the optimizer's.
+    A master weight that rounds to its parameter stays, and keeps its low bits: a model's checkpoint may be loaded after
+    the optimizer's.
     """
     for local, at, master in views("weights"):
         if local.unit in changed:
@@ -62,7 +65,7 @@ def follow_parameters(changed: set[str], views: Views) -> None:
 def problems_of_state(
     parameters: Sequence[LocalParameter], states: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Sentences on what cannot be loaded."""
+    """Sentences that say what cannot be loaded, and why."""
     problems = [f"{word} is not supported" for word in ("amsgrad", "maximize") if any(g.get(word) for g in groups)]
     for local, state in zip(parameters, states, strict=False):
         for _, name in NAMES:

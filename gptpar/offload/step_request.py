@@ -1,4 +1,4 @@
-"""What the training loop asks of the updating thread: a step, whose norm the device may still be computing."""
+"""The training loop's request for a step, while the device may still be computing the gradient norm."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gptpar.optim.elementwise import Hyperparameters, clipped_divisor
 
 @dataclass(frozen=True)
 class StepHyperparameters:
-    """What one step does to each element.
+    """The numbers of one step's update.
 
     Attributes:
         groups: by parameter group.
-        divisor: what gradients are divided by: the loss scale times clipping.
+        divisor: of the gradients: the loss scale times the clipping factor.
     """
 
     groups: tuple[Hyperparameters, ...]
@@ -27,8 +27,8 @@ class StepRequest:
 
     Attributes:
         norm: of the whole gradient, without the loss scale.
-        unclipped: what the step does if the norm is small enough; ``None``: nothing, whatever the norm.
-        without: units that have no gradient and stay as they are.
+        unclipped: the step's hyperparameters if nothing is clipped; ``None``: the step is skipped, whatever the norm.
+        without: units that have no gradient and do not change.
     """
 
     norm: PendingScalar
@@ -36,7 +36,7 @@ class StepRequest:
     without: frozenset[str]
 
     def clipped(self, clip_grad: float) -> StepHyperparameters | None:
-        """What the step does, once the norm is known; ``None``: nothing, because a gradient is not finite.
+        """The step's hyperparameters with clipping; waits for the norm. ``None``: skip the step, it is not finite.
 
         Args:
             clip_grad: the largest norm that is not clipped (0: any).

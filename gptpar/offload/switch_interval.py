@@ -7,9 +7,9 @@ import threading
 
 
 class SwitchInterval:
-    """Shortens the interval while anybody wants that, and restores what it found when the last one is done.
+    """Shortens the interval while anybody wants that, and restores the original one after the last :meth:`restore`.
 
-    The interval is the process's, so one object owns it: :data:`SWITCH_INTERVAL`.
+    The interval belongs to the process, so one object owns it: :data:`SWITCH_INTERVAL`.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class SwitchInterval:
         self._before = 0.0
 
     def shorten(self, seconds: float) -> None:
-        """Let no thread keep Python for longer, until the same is given to :meth:`restore`."""
+        """Let no thread keep Python's lock for longer than ``seconds``, until a :meth:`restore` of the same number."""
         with self._lock:
             if not self._wanted:
                 self._before = sys.getswitchinterval()

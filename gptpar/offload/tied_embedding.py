@@ -1,9 +1,10 @@
-"""The tied embedding's gradient goes to the CPU optimizer in part before it is final.
+"""Submits a part of the tied embedding's gradient to the CPU optimizer before the gradient is final.
 
-A tied embedding gets its gradient as output layer first, before the backward pass of any other layer, and its gradient
-as lookup last; and the next forward pass begins with it. The lookup has a gradient only in the rows of its tokens. So
-the CPU optimizer gets the output layer's gradient, with what earlier micro-batches have added, at once ("partial
-gradient"). It updates the embedding while the device is at the other layers, and those rows ("open ranges") at the end.
+A tied embedding is also the LM head. The backward pass computes its gradient as LM head first and its gradient as
+embedding last, and the next forward pass needs the embedding first. But as embedding it has a gradient only in the rows
+of the tokens. So the CPU optimizer gets the LM head's gradient at once, added to that of earlier micro-batches
+("partial gradient"). It updates all other rows while the device works on the other layers, and the rows of the tokens
+("open ranges") at the end.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from gptpar.topology.layout import Layout
 
 
 def tied_unit(config: Config, layout: Layout, table: ParameterTable, shared: str | None) -> Unit | None:
-    """The tied embedding's unit, if its partial gradient may be submitted: on a single process, where it is offloaded.
+    """The tied embedding's unit if its partial gradient can be used: on a single process that offloads the unit.
 
-    On several processes a gradient is summed over them first, for which it must be final.
+    On several processes the gradient is summed over them first, and only a final gradient can be summed.
 
     Args:
         shared: name of the layer that is embedding and LM head at once; ``None``: there is none.
@@ -37,7 +38,7 @@ def tied_unit(config: Config, layout: Layout, table: ParameterTable, shared: str
     offload = config.offload
     if shared is None or layout.world_size > 1 or offload.offload_speculation == "off":
         return None
-    if offload.gradients_leave_at_once:  # this one would stay on the device during the whole backward pass
+    if offload.gradients_leave_at_once:  # a partial gradient would stay on the device during the whole backward pass
         return None
     embedding = next(unit for unit in table.units if unit.name == shared)
     (param,) = embedding.params.values()
@@ -46,14 +47,16 @@ def tied_unit(config: Config, layout: Layout, table: ParameterTable, shared: str
 
 
 class PartialGradient:
-    """Submits the tied embedding's partial gradient, and tells the CPU optimizer in which rows it will change.
+    """Submits the tied embedding's partial gradient, and tells the CPU optimizer which rows may still change.
+
+    The final gradient may be written to the same memory while the partial one is copied to the host: outside of the
+    open ranges both have the same bits. (If several micro-batches are summed, the sign of a zero may differ, which
+    changes no update.)
 
     Args:
         unit: see :func:`tied_unit`.
-        host: ``None``: nobody is told.
-        gradients: of the engine. Every row to which nothing is added later keeps its bits, so that the final gradient
-            may be written over memory on its way to the host (but the sign of a zero may differ where several
-            micro-batches are summed, which changes no update).
+        host: the CPU optimizer; ``None``: gradients are prepared, but not submitted.
+        gradients: of the engine.
         cuts: where the host acts amid the launches of a step.
     """
 
@@ -66,11 +69,12 @@ class PartialGradient:
     def of(
         unit: Unit | None, host: HostOptimizer | None, engine: Engine, stages: Sequence[Stage]
     ) -> PartialGradient | None:
-        """Watch for the gradient that the embedding has as output layer, if the CPU optimizer can use it.
+        """Take the embedding's gradient as LM head from its layer, if the CPU optimizer can use it.
 
         Args:
-            host: the CPU optimizer, attached for this unit.
-            stages: of the model on this process.
+            unit: see :func:`tied_unit`; ``None``: there is no partial gradient.
+            host: the CPU optimizer.
+            stages: this process's stages of the model.
         """
         if unit is None or (host is not None and host.partial_unit != unit.name):
             return None
@@ -81,9 +85,10 @@ class PartialGradient:
         return partial_gradient
 
     def expect_tokens(self, tokens: torch.Tensor) -> None:
-        """A step begins whose last micro-batch looks up these tokens: the sum has the changes of earlier ones already.
+        """A step begins, and its last micro-batch looks up these tokens: their rows are the open ranges.
 
-        Tokens that are on the device are not waited for: without knowing them, no partial gradient is used.
+        Earlier micro-batches do not matter, because the partial gradient includes them. Tokens on the device would have
+        to be waited for: the step then uses no partial gradient.
         """
         if self._host is None or tokens.device.type != "cpu":
             return
@@ -96,17 +101,17 @@ class PartialGradient:
     def begin(self, num_micro_batches: int) -> None:
         """A step's computation begins."""
         if num_micro_batches > 1:
-            # Taken with the step, not when it is needed: a recorded step must use this memory for nothing else.
+            # Allocated at the beginning of the step: a recorded step must not use this memory for anything else.
             memory = self._gradients.shard
             self._sum = torch.empty(self._unit.length - self._on_device, dtype=memory.dtype, device=memory.device)
 
     @torch.no_grad()
     def submit(self, grad: torch.Tensor, rows: slice) -> None:
-        """Some rows of the output layer's gradient are formed; the lookup will add something in some of them.
+        """Submit rows of the LM head's gradient, in some of which the embedding's gradient will be added.
 
         Args:
             grad: [vocabulary, width] of one micro-batch.
-            rows: those after the ones of the call before.
+            rows: the rows computed since the last call.
         """
         if not self._gradients.collector.in_last_forward:
             return
@@ -117,7 +122,7 @@ class PartialGradient:
         if memory.single:
             torch.add(flat[first:last], 0.0, out=total[first:last])  # as autograd will add zeros: -0 becomes 0
             submitted = total[low:]
-        else:  # the sum itself is not complete, and stays as it is
+        else:  # autograd has not added this micro-batch to the sum yet, so the sum must not change here
             torch.add(total[low:][part], flat[low:][part], out=self._sum[part])
             submitted = self._sum
         if self._host is not None:

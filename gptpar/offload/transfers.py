@@ -1,7 +1,7 @@
-"""How gradients come to the host and new parameters go to the device.
+"""Copies gradients to the host and new parameters to the device.
 
-On a GPU both travel through pinned buffers on streams of their own, in both directions at once; where the "device" is
-the CPU itself, nothing travels.
+On a GPU both are copied through pinned memory on their own streams, in both directions at once. If the device is the
+CPU itself, nothing is copied.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import torch
 from gptpar.system.pinned import PinnedMemory, as_device_memory
 
 RING_BYTES = 1 << 30
-"""Pinned memory for what is travelling, whatever the model's size."""
+"""Pinned memory for copies in flight, whatever the model's size."""
 
 RESERVED = 2
-"""Slots that only the updating thread may take. Without them, later gradients could fill the ring, and it would wait
-for ever."""
+"""Slots that only the updating thread may take. Without them, gradients that it does not need yet could fill the ring,
+and it would wait for ever."""
 
 NUMBERS = 16
-"""Places for scalars that are on their way, used in turn; two at most are."""
+"""Places for scalars that are being copied, used in turn; at most two are in use at once."""
 
-OUTGOING = 3
-"""Slots for new parameters: one being filled, one to be filled next, one on its way."""
+NUM_H2D_BUFFERS = 3
+"""Slots for new parameters: one is being filled, one will be filled next, one is being copied."""
 
 
 class DeviceEvent(Protocol):
     """A point in the device's work."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Whether the device has passed this point."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the device has passed this point."""
 
 
 class Passed:
-    """A point in the work of a CPU, which is done when the call returns."""
+    """A point that the CPU has passed already: its work is done when the call returns."""
 
     def query(self) -> bool:
         return True
@@ -49,31 +49,31 @@ class Passed:
     def synchronize(self) -> None: ...
 
 
-Slot = tuple[torch.Tensor, DeviceEvent]
-"""Host memory (uint8) that the device can write to, and an event after which it is no longer written to."""
+StagingBuffer = tuple[torch.Tensor, DeviceEvent]
+"""Host memory (uint8) for a copy from the device, and the event at the end of the last copy to it."""
 
 
 class D2HCopy(Protocol):
-    """A gradient on its way to the host."""
+    """The copy of a gradient from device to host."""
 
     def made(self) -> bool:
-        """Whether the device has computed it."""
+        """Whether the device has computed the gradient."""
 
     def begin(self, *, urgent: bool) -> bool:
-        """Start the transfer, if it has not started and there is room; what is urgent may take the last room.
+        """Start the copy if it has not started and a slot is free; an urgent copy may take a reserved slot.
 
         Returns:
-            Whether it has room.
+            Whether the copy has a slot.
         """
 
     def arrived(self) -> bool:
         """Whether :meth:`tensor` would return at once."""
 
     def tensor(self) -> torch.Tensor:
-        """Wait for the values in host memory; they are valid until :meth:`release`."""
+        """Wait for the copy; returns the values in host memory, which are valid until :meth:`release`."""
 
     def release(self) -> None:
-        """Give back the slot, if it has one; :meth:`begin` would copy the values once more."""
+        """Give back the slot, if there is one; :meth:`begin` would start the copy anew."""
 
 
 class PendingScalar(Protocol):
@@ -87,17 +87,18 @@ class PendingScalar(Protocol):
 
 
 class H2DCopy(Protocol):
-    """New parameters on their way to the device."""
+    """The copy of new parameters from host to device."""
 
     @property
     def values(self) -> torch.Tensor:
-        """Host memory to write them to. Waits until what was sent from it before has left."""
+        """The host memory to write the parameters to. Waits until the last copy from this memory is done."""
 
     def send(self) -> Callable[[bool], None]:
-        """Start the copy of what was written.
+        """Start the copy.
 
-        The result, called on any stream, makes later work on the device wait for the copy. Called with ``True``, it
-        returns when the copy is done.
+        Returns:
+            A call that makes later work on the current stream wait for the copy. With ``True``, it returns when the
+            copy is done.
         """
 
 
@@ -105,35 +106,35 @@ class Transfers(Protocol):
     """Copies between host memory and one device."""
 
     def enter_thread(self) -> None:
-        """To be called once by the updating thread."""
+        """The updating thread calls this once when it begins."""
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
-        """Begin the D2H copy of a final gradient, behind the work that the device was given so far.
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
+        """Begin the D2H copy of a gradient; the copy follows the work launched so far.
 
         Args:
-            slot: reserved for this bucket; the gradient that it held is not needed any more. ``None``: the ring's.
+            slot: this bucket's own; the gradient in it is overwritten. ``None``: take one from the ring.
         """
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         """Reserve host memory for one bucket's gradients; ``None``: they go through the ring."""
 
     def hold_back(self) -> None:
-        """Wait while too many submitted gradients keep memory of the device. To be called without a lock."""
+        """Wait while submitted gradients keep too much of the device's memory. The caller must not hold a lock."""
 
-    def reserve_slot(self) -> Slot | None:
+    def reserve_staging(self) -> StagingBuffer | None:
         """Take a slot out of the ring for one bucket's partial gradients; ``None``: none is needed, or none is free."""
 
-    def outgoing(self, target: torch.Tensor) -> H2DCopy:
+    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         """Prepare an H2D copy to ``target``. At most two may be unsent at a time."""
 
-    def keeping(self, target: torch.Tensor) -> H2DCopy:
-        """Prepare an H2D copy to ``target`` with host memory of its own, which keeps the values until they are sent."""
+    def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
+        """Prepare an H2D copy to ``target`` with its own host memory, which keeps the values until they are sent."""
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
-        """Begin to bring a scalar of the device to the host, for another thread to read."""
+        """Begin to copy a scalar from device to host, for another thread to read."""
 
     def close(self) -> None:
-        """Wait for all copies and give back the memory; there are no copies afterwards."""
+        """Wait for all copies and free the memory; afterwards no copy can be made."""
 
 
 class SameMemory:
@@ -141,21 +142,21 @@ class SameMemory:
 
     def enter_thread(self) -> None: ...
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         return _CpuGradient(grad)
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         return None
 
     def hold_back(self) -> None: ...
 
-    def reserve_slot(self) -> Slot | None:
+    def reserve_staging(self) -> StagingBuffer | None:
         return None
 
-    def outgoing(self, target: torch.Tensor) -> H2DCopy:
+    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         return _WrittenInPlace(target)
 
-    def keeping(self, target: torch.Tensor) -> H2DCopy:
+    def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         return _CopiedWhenSent(torch.empty_like(target), target)
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
@@ -213,19 +214,19 @@ class _CpuGradient:
 
 
 def ring_slots(num_buckets: int, bucket_bytes: int) -> tuple[int, int]:
-    """(slots for gradients, slots for parameters) within ``RING_BYTES``, or the fewest that work.
+    """(slots for gradients, slots for parameters) that fit in ``RING_BYTES``, or the minimum if that is more.
 
     Args:
-        num_buckets: those whose gradients come through the ring.
+        num_buckets: number of buckets whose gradients come through the ring.
     """
     if not num_buckets:
-        return 0, OUTGOING
-    total = max(RESERVED + 1 + OUTGOING, RING_BYTES // max(1, bucket_bytes))
-    return min(num_buckets + RESERVED, total - OUTGOING), OUTGOING
+        return 0, NUM_H2D_BUFFERS
+    total = max(RESERVED + 1 + NUM_H2D_BUFFERS, RING_BYTES // max(1, bucket_bytes))
+    return min(num_buckets + RESERVED, total - NUM_H2D_BUFFERS), NUM_H2D_BUFFERS
 
 
 def ring_bytes(num_buckets: int, bucket_bytes: int) -> int:
-    """Pinned memory of :class:`GpuTransfers`."""
+    """Bytes of pinned memory of :class:`GpuTransfers`."""
     slot_bytes = _slot_bytes(bucket_bytes)
     return sum(ring_slots(num_buckets, slot_bytes)) * slot_bytes
 
@@ -235,11 +236,11 @@ def _slot_bytes(bucket_bytes: int) -> int:
 
 
 class GpuTransfers:
-    """Pinned rings and streams. Gradients come in the order in which they are submitted, unless one is urgent.
+    """Copies through a pinned ring. Gradients are copied in the order of submission, unless one is urgent.
 
     Args:
-        num_buckets: buckets whose gradients share the ring.
-        bucket_bytes: size of the largest, in the dtype in which gradients or parameters travel.
+        num_buckets: number of buckets whose gradients share the ring.
+        bucket_bytes: size of the largest bucket, in the widest dtype in which gradients or parameters are copied.
     """
 
     def __init__(self, device: torch.device, num_buckets: int, bucket_bytes: int):
@@ -247,51 +248,53 @@ class GpuTransfers:
         slot_bytes = _slot_bytes(bucket_bytes)
         incoming, outgoing = ring_slots(num_buckets, slot_bytes)
         self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
-        # Not registered but allocated: that has the same address on every device.
+        # Allocated as pinned, not registered later: so the GPU sees it at the same address as the host.
         self._numbers = itertools.cycle(torch.zeros(NUMBERS * 8, dtype=torch.uint8, pin_memory=True).split(8))
         slots = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
-        self.free: list[Slot] = [*slots[:incoming]]
+        self.free: list[StagingBuffer] = [*slots[:incoming]]
         self._out = slots[incoming:]
         self._turn, self._shared = 0, incoming // 2
-        self.inward, self.overtaking, self._reserved, self._outward = (torch.cuda.Stream(device) for _ in range(4))
+        self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream = (
+            torch.cuda.Stream(device) for _ in range(4)
+        )
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         coming = _GpuD2HCopy(self, grad, slot)
         if slot is not None:
             coming.start(self._reserved)
         elif len(self.free) > RESERVED:
-            coming.start(self.inward)
+            coming.start(self.d2h_stream)
         return coming
 
-    def own_slot(self, num_bytes: int) -> Slot | None:
+    def own_staging(self, num_bytes: int) -> StagingBuffer | None:
         return None
 
     def hold_back(self) -> None: ...
 
-    def reserve_slot(self) -> Slot | None:
+    def reserve_staging(self) -> StagingBuffer | None:
         return self.free.pop() if len(self.free) > max(self._shared, RESERVED + 1) else None
 
-    def outgoing(self, target: torch.Tensor) -> H2DCopy:
-        if target.device.type == "cpu":  # parameters that live in host memory, too
+    def h2d_copy(self, target: torch.Tensor) -> H2DCopy:
+        if target.device.type == "cpu":  # the model parameters live in host memory, too
             return _WrittenInPlace(target)
         slot, left = self._out[self._turn]
         self._turn = (self._turn + 1) % len(self._out)
-        return _GpuH2DCopy(slot[: target.nbytes].view(target.dtype), target, left, self._outward)
+        return _GpuH2DCopy(slot[: target.nbytes].view(target.dtype), target, left, self._h2d_stream)
 
-    def keeping(self, target: torch.Tensor) -> H2DCopy:
+    def keeping_h2d_copy(self, target: torch.Tensor) -> H2DCopy:
         if target.device.type == "cpu":
             return _CopiedWhenSent(torch.empty_like(target), target)
         self._pinned.append(PinnedMemory(target.nbytes))
-        return _GpuH2DCopy(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._outward)
+        return _GpuH2DCopy(self._pinned[-1].data.view(target.dtype), target, torch.cuda.Event(), self._h2d_stream)
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
         return _GpuScalar(number.to(self._device), next(self._numbers))
 
     def close(self) -> None:
-        for stream in (self.inward, self.overtaking, self._reserved, self._outward):
+        for stream in (self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream):
             stream.synchronize()
         self.free, self._out = [], []
         for memory in self._pinned:
@@ -307,7 +310,7 @@ class _GpuH2DCopy:
 
     @property
     def values(self) -> torch.Tensor:
-        if not self.left.query():  # which does not let other threads have Python
+        if not self.left.query():  # query() keeps Python's lock; synchronize() would give it away even with no wait
             self.left.synchronize()
         return self.memory
 
@@ -321,7 +324,7 @@ class _GpuH2DCopy:
 
 
 class _GpuScalar:
-    """A number that a kernel writes into host memory: a copy would queue behind those of gradients."""
+    """A number that a kernel writes to host memory: a copy would be queued behind the copies of gradients."""
 
     def __init__(self, number: torch.Tensor, memory: torch.Tensor):
         self._here = memory[: number.nbytes].view(number.dtype)[0]
@@ -338,9 +341,9 @@ class _GpuScalar:
 
 
 class _GpuD2HCopy:
-    """A gradient that stays on the device until a slot of the ring is free, unless it has a slot of its own."""
+    """A gradient that stays on the device until a slot of the ring is free, or is copied to its bucket's own slot."""
 
-    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: Slot | None):
+    def __init__(self, transfers: GpuTransfers, grad: torch.Tensor, own: StagingBuffer | None):
         self._transfers, self._grad = transfers, grad
         self._made, self._there = torch.cuda.Event(), torch.cuda.Event()
         self._made.record()
@@ -354,14 +357,14 @@ class _GpuD2HCopy:
 
     def begin(self, *, urgent: bool) -> bool:
         if self._slot is None and len(self._transfers.free) > (0 if urgent else RESERVED):
-            self.start(self._transfers.overtaking)
+            self.start(self._transfers.urgent_stream)
         return self._slot is not None
 
     def start(self, stream: torch.cuda.Stream) -> None:
         self._slot = self._own or self._transfers.free.pop()
         with torch.cuda.stream(stream):
             stream.wait_event(self._made)
-            # what was released unread may still be on its way there
+            # A copy that was released unread may still be writing to the slot.
             stream.wait_event(cast(torch.cuda.Event, self._slot[1]))
             self._here = self._slot[0][: self._grad.nbytes].view(self._grad.dtype)
             self._here.copy_(self._grad, non_blocking=True)

@@ -1,4 +1,4 @@
-"""AdamW for any module, whose state and work are split between the device and the host's memory and cores."""
+"""AdamW for any module; device and host divide its state and its work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gptpar.offload.saved_state import follow_parameters, gather_state, place_st
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.grad_norm import square_of
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 
 
 class TwinFlowAdamW(torch.optim.Optimizer):
@@ -38,7 +38,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     The device updates the first elements, in the order of the parameters. Masters and moments of the others are in host
     memory. Where an element is updated changes no bit of it (:mod:`gptpar.optim.adam_update`). 16-bit parameters get
-    fp32 masters on both sides. Where parameters are sharded or split over processes (FSDP2, tensor or pipeline
+    fp32 master weights on both sides. Where parameters are sharded or split over processes (FSDP2, tensor or pipeline
     parallelism), each process updates its own elements.
 
     :meth:`step` returns when everything is done, unless the module was :meth:`attached <attach>`. A step in which the
@@ -118,7 +118,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         self._say_it_has_state()
 
     def _say_it_has_state(self) -> None:
-        """torch.distributed.checkpoint steps optimizers whose ``state`` is empty, to see what they will have there."""
+        """Make ``state`` not empty: torch.distributed.checkpoint steps an optimizer with an empty one to fill it."""
         self.state.update((local.parameter, {}) for local in self._parameters)
 
     def _make_overlap(self, speculation: str, threads: int | None) -> Overlap:
@@ -135,7 +135,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         host = build_host_optimizer(
             ADAMW,
             [
-                OffloadedPartition(p.unit, n := p.offloaded, (GroupSpan(0, n, p.group),), ((0, n),))
+                OffloadedPartition(p.unit, n := p.offloaded, (GroupRange(0, n, p.group),), ((0, n),))
                 for p in offloaded.values()
             ],
             {unit: local.flat[local.on_device :] for unit, local in offloaded.items()},
@@ -154,7 +154,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         """Take a step with the gradients in ``.grad``.
 
         Args:
-            closure: computes loss and gradients; its result is returned.
+            closure: computes gradients and returns the loss, which this method returns.
 
         Raises:
             RuntimeError: the optimizer is closed, a gradient is sparse, or a parameter was moved to other memory.
@@ -192,7 +192,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         return tuple(ADAMW.of_group(group) for group in self.param_groups)
 
     def _catch_up(self) -> None:
-        """Let masters follow parameters that were changed from outside."""
+        """Set the master weights of parameters that were changed from outside."""
         if self._closed:
             raise RuntimeError("TwinFlowAdamW is closed: make a new one and load this one's state_dict() into it.")
         if moved := [p.unit for p in self._parameters if local_of(p.parameter).data_ptr() != p.flat.data_ptr()]:
@@ -201,12 +201,13 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         versions = [version_of(local.parameter) for local in self._parameters]
         pairs = zip(self._parameters, self._versions, versions, strict=True)
         changed = {local.unit for local, old, new in pairs if old != new}
-        if changed and (self._overlap is None or not self._overlap.submitted):  # else they may hold coming values
+        # While gradients are submitted, the optimizer itself may have changed parameters by speculation.
+        if changed and (self._overlap is None or not self._overlap.submitted):
             follow_parameters(changed, self._state)
         self._versions = versions
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; what :meth:`last_backward` has sent of a step that was not taken is forgotten."""
+        """As torch's; also forgets gradients that :meth:`last_backward` has submitted for a step not taken."""
         if self._overlap is not None:
             self._overlap.cancel()
             if not set_to_none:
@@ -214,14 +215,14 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For the constructor; afterwards a ``RuntimeError``."""
+        """Only the constructor may add groups; afterwards this raises a ``RuntimeError``."""
         if self._parameters:
             raise RuntimeError("TwinFlowAdamW's elements are divided and it takes no further group: make a new one.")
         super().add_param_group(param_group)
 
     @property
     def homes(self) -> list[tuple[int, int]]:
-        """For each parameter how many of this process's elements have their state on the device, and on the host."""
+        """(elements with their state on the device, elements with it on the host) of each parameter on this process."""
         counts = {local.unit: [0, 0] for local in self._parameters}
         for local, at, values in self._state("weights"):
             counts[local.unit][at >= local.on_device] += values.numel()
@@ -229,7 +230,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     @property
     def num_redone(self) -> int:
-        """Steps that the host computed twice, because what it had assumed about clipping was wrong."""
+        """Number of steps that the host computed twice: it had speculated that nothing would be clipped."""
         return 0 if self._overlap is None else self._overlap.host.num_redone
 
     def finish(self) -> None:
@@ -238,7 +239,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             self._overlap.finish()
 
     def close(self) -> None:
-        """Finish and end the thread; afterwards there are no steps."""
+        """Finish, and end the thread; afterwards no step can be taken."""
         if not self._closed:
             self.finish()
             if self._overlap is not None:
@@ -256,8 +257,8 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     def attach(self, module: nn.Module) -> None:
         """Overlap the CPU optimizer's work with the module's: :meth:`step` then returns at once.
 
-        Before its forward each module inside waits for its own parameters, and ``state_dict`` of modules for all.
-        Whoever reads them otherwise calls :meth:`finish` first.
+        Each submodule waits for its own parameters before its forward pass; ``state_dict`` waits for all parameters.
+        Other readers have to call :meth:`finish` first.
 
         Raises:
             RuntimeError: a module is attached already.
@@ -270,12 +271,12 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Gradients of backward passes done inside are final, and go to the host as they come.
+        """A context for the last micro-batch's backward pass, after :meth:`attach`: its gradients are final.
 
-        It is for the last micro-batch, after :meth:`attach`. Until :meth:`step` or :meth:`zero_grad` parameters may
-        hold coming values; a forward pass or :meth:`finish` before that gives them the old ones back. Gradients that
-        are changed afterwards all the same are sent once more. Under DistributedDataParallel, which sums gradients
-        later, nothing is sent ahead.
+        Each gradient is submitted to the CPU optimizer as soon as it is computed. From then until :meth:`step` or
+        :meth:`zero_grad`, parameters may hold speculated values; a forward pass or :meth:`finish` restores the old
+        values. Gradients that are changed after their submission are submitted again. DistributedDataParallel sums
+        gradients later: under it, nothing is submitted before :meth:`step`.
         """
         if not self.attached:
             raise RuntimeError("last_backward() needs attach(module) first.")
@@ -294,7 +295,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
     # State.
 
     def _state(self, kind: str) -> Iterator[tuple[LocalParameter, int, torch.Tensor]]:
-        """(parameter, first element, values, no copies) of ``weights`` or a moment, in order."""
+        """(parameter, first element, view of the values) of ``weights`` or a moment, in order."""
         for local in self._parameters:
             if local.on_device:
                 yield local, 0, self._device.values(local.unit, kind)
@@ -303,7 +304,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             yield local, local.on_device + at, values
 
     def _steps(self) -> dict[str, int]:
-        """Updates of each parameter; of one without elements here, as many as any has had."""
+        """Unit -> its number of updates; for a parameter without elements on this process, the largest number."""
         known = self._device.steps_taken
         if self._overlap is not None:
             known |= {unit: self._overlap.host.steps_of(unit) for unit in self._overlap.parameters}
@@ -311,10 +312,10 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.AdamW``'s, whatever the ratio, which can load it; a copy in host memory.
+        """The state in the format of ``torch.optim.AdamW``, which can load it; a copy in host memory.
 
-        16-bit parameters have ``master`` (fp32) besides ``step`` and the two moments. The state of
-        DTensors is DTensors, placed as they are.
+        It does not depend on the ratio. 16-bit parameters have ``master`` (fp32) besides ``step`` and the two moments.
+        The state of a DTensor is a DTensor with the same placement.
         """
         self.finish()
         found, steps = gather_state(self._parameters, self._state), self._steps()
@@ -329,12 +330,12 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state and the groups' numbers of any ratio, or of ``torch.optim.AdamW``.
+        """Load the state and the groups' hyperparameters, saved at any ratio or by ``torch.optim.AdamW``.
 
-        Masters that are not in it are taken from the parameters.
+        Master weights that are not saved are taken from the parameters.
 
         Raises:
-            ValueError: naming everything that does not fit; nothing is changed then.
+            ValueError: names everything that does not fit; nothing was changed.
         """
         self.finish()
         groups: list[Mapping[str, Any]] = state_dict["param_groups"]

@@ -1,6 +1,6 @@
-"""What a CPU optimizer's thread does: it takes each gradient from its D2H copy to the kernel, and the result back.
+"""The CPU optimizer's thread: it passes each gradient from its D2H copy to the kernel, and copies the result back.
 
-The kernel works on one bucket while Python sends off the one before and prepares the next.
+The kernel works on one bucket while Python sends the previous bucket's parameters and prepares the next bucket.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from gptpar.optim.elementwise import Done, HostKernel
 POLL_SECONDS = 2e-4
 
 BACK_OFF_STEPS = 10
-"""Steps without speculation after one in which it was wrong: clipping comes in spells."""
+"""Steps without speculation after a wrong one: a step that clips is often followed by others."""
 
 NUM_LATEST_UPDATES = 1 << 14
-"""Updates whose times are kept: several steps of the largest models."""
+"""Number of updates whose times are kept: several steps of the largest models."""
 
 
 class _AtWork(NamedTuple):
-    """An update that the kernel was given.
+    """An update that the kernel is working on.
 
     Attributes:
-        copy: takes the new parameters to the device.
+        copy: copies the new parameters to the device.
         wait: returns when the kernel is done.
-        read: the gradient; released afterwards where the update does not end the bucket's step.
-        ends_with: the event that does; ``None``: the step goes on.
-        sends: whether the new parameters are sent at once.
+        read: the gradient that the kernel reads; released after the update if ``ends_with`` is ``None``.
+        ends_with: the event with which the update ends the bucket's step; ``None``: it does not end the step.
+        sends: whether the new parameters are sent when the kernel is done.
     """
 
     bucket: Bucket
@@ -53,9 +53,9 @@ class _AtWork(NamedTuple):
 class UpdatingThread:
     """The thread's half of a :class:`~gptpar.offload.host_optimizer.HostOptimizer`.
 
-    Both halves share the table of buckets under one lock, ``_changed``. The training loop submits gradients and
-    requests steps; after that only the thread moves a bucket's state, and the loop waits until it is ``due`` no more.
-    The memory of a submitted gradient stays as it is until then. Who writes what:
+    Both halves share the buckets under one lock, ``_changed``. The training loop submits gradients and requests steps.
+    After a request only the thread changes a bucket's state, and the loop waits until the bucket is no longer ``due``.
+    Until then the memory of a submitted gradient must not change. Who writes what:
 
     ================================  ===============================  ========================================
     a bucket's state, grad, newer     loop and thread                  under the lock; while due: the thread
@@ -77,8 +77,8 @@ class UpdatingThread:
     Attributes:
         busy_s: time in which the kernel worked.
         latest_updates: unit, begin and end (:func:`time.monotonic`) of the latest updates.
-        num_redone: steps in which a speculation was wrong.
-        num_ahead: elements, over all steps, for which it was right: they were updated before the norm was known.
+        num_redone: number of steps in which a speculation was wrong.
+        num_ahead: number of elements, over all steps, in which a speculation was committed.
     """
 
     def __init__(
@@ -109,27 +109,27 @@ class UpdatingThread:
     def _run(self) -> None:
         try:
             if self._cores is not None and hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, self._cores)  # of this thread, and of those that it starts
+                os.sched_setaffinity(0, self._cores)  # for this thread; the kernel's threads, which it starts, inherit
             self._transfers.enter_thread()
             while self._do_next():
                 pass
-        except BaseException as error:  # told to whoever waits
+        except BaseException as error:  # the training loop raises it when it waits
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
     def _do_next(self) -> bool:
-        """Wait for something to do, and do it; returns whether to go on."""
+        """Wait for the next action, and do it; returns whether to go on."""
         with self._changed:
             action, bucket = self._wait_for_action()
             request, expected = self._request, self._expected_now()
-            if bucket is not None:  # under the lock: the loop may submit another gradient in a moment
+            if bucket is not None:  # under the lock: the loop may submit another gradient at any time
                 self._advance(bucket, What.SPECULATION_BEGUN)
                 bucket.speculated_with, partial = expected, bucket.partial
         if action is Action.SPECULATE:
             assert bucket is not None and expected is not None
-            # Of a partial gradient the closed ranges alone, and their parameters wait in host memory: the training loop
-            # may still compute with the old ones.
+            # With a partial gradient, update the closed ranges alone, and keep the new parameters in host memory: the
+            # training loop may still compute with the old ones.
             closed = None if partial is None else partial.closed
             self._begin(bucket, expected, bucket.double_buffer, None, only=closed, sends=partial is None)
         elif action is Action.TAKE_STEP:
@@ -142,7 +142,7 @@ class UpdatingThread:
         return action is not Action.END
 
     def _wait_for_action(self) -> tuple[Action, Bucket | None]:
-        """What there is to do, as soon as there is something, and with which bucket; the caller has the lock."""
+        """Wait until there is an action, and return it with its bucket; the caller holds the lock."""
         while True:
             request = self._request
             candidates = self._candidates() if self._expected_now() is not None else []
@@ -158,7 +158,7 @@ class UpdatingThread:
             self._changed.wait(POLL_SECONDS if candidates else None)
 
     def _expected_now(self) -> StepHyperparameters | None:
-        """What the coming step will do if nothing is clipped, as far as that is known."""
+        """The coming step's hyperparameters if nothing is clipped; ``None``: they are not known yet."""
         return self._expected if self._request is None else self._request.unclipped
 
     def _candidates(self) -> list[Bucket]:
@@ -187,7 +187,7 @@ class UpdatingThread:
         self.num_redone += redone
         self._steps_to_back_off = BACK_OFF_STEPS if redone else max(0, self._steps_to_back_off - 1)
         with self._changed:
-            if self._request is request:  # not the next one, requested since the last bucket was done
+            if self._request is request:  # the loop may have requested the next step since the last bucket was done
                 self._request = None
             self._changed.notify_all()
 
@@ -202,12 +202,12 @@ class UpdatingThread:
         return event_of_step(bucket.state, bucket.speculated_with == hyperparameters, has_open_ranges)
 
     def _follow(self, bucket: Bucket, event: What, hyperparameters: StepHyperparameters | None) -> bool:
-        """Make the bucket's state that of the step, or begin to; returns whether a speculation was in vain."""
+        """Do the bucket's part of the step, or begin to; returns whether a speculation was wrong."""
         before = bucket.state
         if event is What.SKIPPED or event is What.COMMITTED:
             if event is What.SKIPPED and before in HOLDS_SPECULATION:
                 self._send_weights(bucket)
-            elif before is BucketState.SPECULATED_AND_FINAL:  # its parameters have waited in host memory
+            elif before is BucketState.SPECULATED_AND_FINAL:  # the speculated parameters wait in host memory
                 assert bucket.own_copy is not None
                 self._send(bucket, bucket.own_copy)
             self._end_step(bucket, event)
@@ -231,26 +231,26 @@ class UpdatingThread:
         only: np.ndarray | None = None,
         sends: bool = True,
     ) -> None:
-        """Give the kernel an update, and see to the one before while it works on this one.
+        """Give the kernel an update, and finish the previous update while the kernel works.
 
         Args:
-            into: where the new state goes; ``None``: in place of the old one.
+            into: the memory for the new state; ``None``: update in place.
             ends_with: see :class:`_AtWork`.
-            only: ranges to which the update keeps.
-            sends: whether the new parameters are sent when it is done.
+            only: the ranges to update; ``None``: all elements.
+            sends: see :class:`_AtWork`.
         """
         assert bucket.grad is not None
         grad, copy = bucket.grad.tensor(), self._parameter_copy(bucket)
         self._record(What.ARRIVED, bucket)
         groups = self._groups_of(hyperparameters, bucket.steps + 1)
-        ranges = [(span.start, span.stop, groups[span.group]) for span in bucket.spans]
+        ranges = [(one.start, one.stop, groups[one.group]) for one in bucket.group_ranges]
         new = None if into is None else into.all()
         wait = self._kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
         self._finish_update()
         self._at_work = _AtWork(bucket, copy, wait, bucket.grad, ends_with, sends)
 
     def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[Any]:
-        """What the kernel is told of each group; most buckets of a step are told the same."""
+        """The kernel's arguments for each group, kept from the last call: most buckets of a step have the same ones."""
         if self._groups_are_of != (hyperparameters, step):
             self._groups_are_of = (hyperparameters, step)
             divisor = hyperparameters.divisor
@@ -258,7 +258,7 @@ class UpdatingThread:
         return self._groups
 
     def _finish_update(self) -> None:
-        """Wait for the update at work, if there is one, and send its result."""
+        """Wait for the kernel's update, if there is one, and send its result."""
         work, self._at_work = self._at_work, None
         if work is None:
             return
@@ -298,10 +298,10 @@ class UpdatingThread:
     def _parameter_copy(self, bucket: Bucket) -> H2DCopy:
         if bucket.own_copy is not None:
             return bucket.own_copy
-        return self._transfers.outgoing(bucket.parameters)
+        return self._transfers.h2d_copy(bucket.parameters)
 
     def _advance(self, bucket: Bucket, what: What) -> None:
-        """Move a bucket to its next state; the caller has the lock, or the bucket is due and so the thread's alone."""
+        """Change a bucket's state. The caller holds the lock, or the bucket is due and belongs to the thread alone."""
         bucket.advance(what)
         if self.log is not None:
             self.log.record(what, bucket.unit, bucket.start, bucket.stop)
@@ -312,6 +312,6 @@ class UpdatingThread:
 
 
 def _begin_copy_if_needed(bucket: Bucket, event: What) -> None:
-    """Begin the D2H copy of a gradient that the step will read; it may take the last slot of the ring."""
+    """Begin the D2H copy of a gradient that the step will read; it may take a reserved slot of the ring."""
     if bucket.grad is not None and (event is What.UPDATE_BEGUN or event is What.COMPLETION_BEGUN):
         bucket.grad.begin(urgent=True)

@@ -1,1 +1,1 @@
-"""The optimizer, its schedules, gradient sums and loss scale."""
+"""Optimizers' updates, learning-rate schedules, the gradient norm and loss scales."""

@@ -1,4 +1,4 @@
-"""What AdamW's kernels on the CPU are given, and everything that can be wrong with it."""
+"""The arguments of AdamW's CPU kernels, and their checks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class AdamStep:
     """One group's hyperparameters in one step.
 
     Attributes:
-        step: how many steps there will have been after this one, at least 1. Bias corrections follow from it, so a
-            resumed run goes on bit for bit.
-        divisor: what gradients are divided by: loss scale times clipping. Beyond fp32's range nothing is left of them.
+        step: number of this step, from 1. Bias corrections follow from it, so a resumed run continues bit for bit.
+        divisor: of the gradients: loss scale times clipping factor. If it exceeds fp32's range, gradients become zero.
     """
 
     lr: float
@@ -34,7 +33,7 @@ class AdamStep:
     divisor: float = 1.0
 
     def numbers(self) -> UpdateNumbers:
-        """What the elements are updated with."""
+        """The numbers of the update of each element."""
         how = AdamHyperparameters(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
         return step_numbers(how, self.step, self.divisor)
 
@@ -80,7 +79,7 @@ def check_arguments(
 
 
 def _problems_of_ranges(only: np.ndarray, length: int) -> list[str]:
-    """Whether they ascend, the kernel looks: numpy would let other threads have Python meanwhile."""
+    """Checks all but the order, which the kernel checks: numpy would give Python's lock to other threads meanwhile."""
     if only.dtype != np.int64 or only.ndim != 2 or only.shape[1] != 2 or not only.flags.c_contiguous:
         return [f"only is {only.dtype} {only.shape}, not int64 (number of ranges, 2) in one piece"]
     if len(only) and (only[0, 0] < 0 or only[-1, 1] > length):
@@ -104,7 +103,7 @@ def _problems_of_numbers(how: AdamStep) -> list[str]:
 
 
 def problems_of_tensor(name: str, tensor: Tensor, length: int, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    """What speaks against a vector, each in a few words."""
+    """Sentences that say why a vector cannot be an argument."""
     problems = []
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(t).removeprefix("torch.") for t in dtypes)
@@ -119,10 +118,10 @@ def problems_of_tensor(name: str, tensor: Tensor, length: int, dtypes: tuple[tor
 
 
 def _overlaps(given: Mapping[str, Tensor]) -> list[str]:
-    """Outputs that share memory with another tensor: the order of reads and writes would decide what they hold.
+    """Sentences that name outputs sharing memory with another tensor: their values would depend on the order of writes.
 
-    An output may lie exactly where the state that it replaces does, and the low-precision parameters where the
-    gradient does: each element is read before it is written.
+    Two cases are allowed, because each element is read before it is written: an output may be the state that it
+    replaces, and the low-precision parameters may be the gradient.
     """
     places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in given.values()]
     end = 0

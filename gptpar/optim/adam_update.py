@@ -1,9 +1,9 @@
 """The update of AdamW (Loshchilov and Hutter 2019), defined once.
 
-Every implementation takes these operations, in this order, and rounds each to nearest by itself: no product is fused
-with a sum, no denormal is flushed. So an element becomes the same bits wherever it is updated. Besides the functions
-here, which torch's operators compute, ``csrc/cpu_adam_loop.h`` computes the elements for each instruction set, and
-``kernels/triton/adam.py`` both parts.
+Every implementation does these operations in this order, and rounds each to nearest by itself: no product is fused with
+a sum, no denormal is flushed. So an element gets the same bits wherever it is updated. There are three implementations:
+the functions here use torch's operators, ``csrc/cpu_adam_loop.h`` updates the elements (E1 to E4) with each CPU
+instruction set, and ``kernels/triton/adam.py`` does both parts on a GPU.
 
 The numbers of a step, in fp64, from the gradient's norm and the step's number t = 1, 2, ...::
 
@@ -14,18 +14,18 @@ The numbers of a step, in fp64, from the gradient's norm and the step's number t
     N5  floor   = eps * root
     N6  size    = (lr * root) / (1 - power(beta1, t))
 
-``power(b, t)`` (:func:`~gptpar.optim.elementwise.power`) multiplies the squares b, b^2, b^4, ... that t's binary
-digits name, the lowest first. Each number is then rounded once to the dtype of the master weights, in which the
-elements follow::
+``power(b, t)`` (:func:`~gptpar.optim.elementwise.power`) multiplies those of b, b^2, b^4, ... whose binary digit in t
+is 1, from the lowest digit on. Each number is then rounded once to the dtype of the master weights. The elements are
+updated in that dtype::
 
     E1  g = grad * scale
     E2  m = m + rest1 * (g - m)
     E3  v = beta2 * v + (rest2 * g) * g
     E4  p = decay * p - size * (m / (sqrt(v) + floor))
 
-The root of the second moment's bias correction, r, is taken out of the denominator of E4: m / (sqrt(v) / r + eps) is
-r * m / (sqrt(v) + r * eps), which is a division less for each element. Every elementwise optimizer shares N1, N2,
-``decay``, E1 and the difference in E4 (:mod:`gptpar.optim.elementwise`).
+E4 saves one division per element. With the root r of the second moment's bias correction, AdamW's
+m / (sqrt(v) / r + eps) equals r * m / (sqrt(v) + r * eps). Every elementwise optimizer shares N1, N2, ``decay``, E1 and
+the difference in E4 (:mod:`gptpar.optim.elementwise`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class AdamHyperparameters(NamedTuple):
 
 
 class UpdateNumbers(NamedTuple):
-    """What the elements of one group are updated with (N2 to N6), in fp64 and in the order of the C struct."""
+    """The numbers N2 to N6 of one group, in fp64 and in the order of the C struct."""
 
     scale: float
     rest1: float
@@ -66,7 +66,7 @@ class UpdateNumbers(NamedTuple):
 
     @property
     def own(self) -> tuple[float, ...]:
-        """What :func:`change` takes."""
+        """The numbers that :func:`change` takes."""
         return self[1:6]
 
 
@@ -91,7 +91,7 @@ def numbers(how: Any, step: Tensor) -> tuple[Tensor, ...]:
 
 
 def change(g: Tensor, state: Sequence[Tensor], numbers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """E2 to E4: what is subtracted from the decayed weights, and the new moments."""
+    """E2 to E4: returns the subtrahend of the decayed weights, and the new moments."""
     (m, v), (rest1, beta2, rest2, floor, size) = state, numbers
     m = m + rest1 * (g - m)
     v = beta2 * v + (rest2 * g) * g

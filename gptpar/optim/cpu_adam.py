@@ -24,17 +24,17 @@ from gptpar.system.host import cores
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # enum Type in csrc/cpu_adam_scalar.h
 _NO_MEMORY, _NOT_ASCENDING, _NOT_YET = -3, -4, -5  # enum Error in csrc/cpu_adam.cpp
 
-# Packed: ctypes' structures take twice as long, which shows where a call's code is not in the caches.
+# struct packs twice as fast as ctypes' structures. That matters, because each bucket's call comes with cold caches.
 _STEP = struct.Struct("8P2i7f4x")  # GptparAdamStep in csrc/cpu_adam.cpp, field by field
-_RANGE = struct.Struct("3q")  # GptparStretch in csrc/blocks.h
+_RANGE = struct.Struct("3q")  # GptparGroupRange in csrc/blocks.h
 
 
 class _Kernels(NamedTuple):
-    """The same library twice.
+    """The same library, loaded in two ways.
 
     Attributes:
-        lasting: calls let other threads have Python meanwhile.
-        brief: calls keep it. To get it back takes longer than they do, while the training loop is busy.
+        lasting: a call releases Python's lock.
+        brief: a call keeps the lock, because getting it back from a busy training loop takes longer than the call.
     """
 
     lasting: ctypes.CDLL
@@ -64,15 +64,15 @@ def _library() -> _Kernels | None:
 
 
 CORES_LEFT_FREE = 2
-"""For the threads that launch the device's work and order updates: with one, the CPU optimizer held them up."""
+"""For the threads that launch the device's kernels and order updates: with one core, the CPU optimizer delayed them."""
 
 SHARE_LEFT_FREE = 5
-"""One core in five is left free, where that is more than CORES_LEFT_FREE. On 16 cores, 14 threads needed up to 4 % less
-time for the updates than 13, but the steps were no shorter, and on a busy host longer; 15 needed a quarter more."""
+"""One core in five is left free if that is more than CORES_LEFT_FREE. On 16 cores, 14 threads updated up to 4 % faster
+than 13, but the steps were no shorter, and longer on a busy host; 15 threads took a quarter more time."""
 
 
 def default_threads(mine: Sequence[int] | None = None) -> int:
-    """All of these cores, by default those that this process may use, but a few that are left free; at least 1."""
+    """Number of threads for these cores (default: this process's), with a few cores left free; at least 1."""
     count = len(cores() if mine is None else mine)
     return max(1, count - max(CORES_LEFT_FREE, count // SHARE_LEFT_FREE))
 
@@ -80,9 +80,9 @@ def default_threads(mine: Sequence[int] | None = None) -> int:
 class CpuAdam:
     """AdamW over flat CPU tensors, as :mod:`gptpar.optim.adam_update` defines it.
 
-    The bits are the same for every instruction set, number of threads and cutting of a vector into calls, and without
-    the compiled kernel (which NaN comes out of several is left open). It releases the GIL, and does not record what it
-    does for autograd.
+    The result does not depend, in any bit, on the instruction set, the number of threads, the division of a vector into
+    calls, or whether the compiled kernel is used (except for the payload of a NaN). The kernel releases the GIL and is
+    not recorded by autograd.
 
     Args:
         threads: threads for each call; default: default_threads().
@@ -111,7 +111,7 @@ class CpuAdam:
         return self._kernels.lasting.cpu_adam_isa(self._isa).decode() if self._kernels else "torch"
 
     def step_of(self, how: AdamHyperparameters, step: int, divisor: float) -> AdamStep:
-        """What :meth:`order` is told of one group's elements."""
+        """The argument of :meth:`order` for one group's elements."""
         return AdamStep(*how, step, divisor)
 
     def step(
@@ -138,25 +138,23 @@ class CpuAdam:
         low: Tensor | None = None,
         only: np.ndarray | None = None,
     ) -> bool:
-        """One step; returns whether every gradient was finite (before the division by ``divisor``).
+        """Take one step; returns whether every gradient was finite (before the division by ``divisor``).
 
-        Where one was not, the step is made all the same, as IEEE arithmetic has it: inf and NaN spread to the outputs
-        of that element. Who wants to skip such steps passes ``into`` and drops it, or calls ``square`` first.
+        A gradient that is not finite makes its own element's outputs inf or NaN. To skip such a step, pass ``into`` and
+        drop it, or call ``square`` first.
 
         Args:
             state: [n] p, m and v, contiguous fp32 on the CPU: parameters, first and second moment. With fp64, torch's
                 operators are used.
             grad: [n] fp32, bf16 or fp16; with fp64 parameters, fp64 as well.
-            ranges: (first element, the one behind the last, numbers of the step for those), one after the other;
-                elements between them stay as they are.
-            into: where the new p, m and v go, while the old ones stay as they are; default: in place.
-            low: [n] in any dtype that a gradient may have: gets the new parameters, rounded to nearest even. It may be
-                ``grad`` itself, or lie in the same place.
-            only: ranges (:mod:`~gptpar.offload.index_ranges`, in one piece) to which it may keep, because elsewhere the
-                outputs have their new values already, or get them later. Torch's operators write them all each time.
+            ranges: (start, stop, the step's numbers), ascending; elements between the ranges do not change.
+            into: memory for the new p, m and v; the old ones do not change. Default: in place.
+            low: [n] gets the new parameters, rounded to nearest even, in any dtype of a gradient. It may be ``grad``.
+            only: the ranges (:mod:`~gptpar.offload.index_ranges`, contiguous) whose outputs are needed; default: all.
+                Outputs elsewhere are valid already, or will be written later. Torch's operators update all elements.
 
         Raises:
-            ValueError: naming every tensor and number that does not fit.
+            ValueError: names every tensor and number that does not fit.
         """
         check_arguments(state, grad, ranges, into, low, only)
         if self._kernels is None or state[0].dtype == torch.float64:
@@ -174,10 +172,10 @@ class CpuAdam:
         low: Tensor | None = None,
         only: np.ndarray | None = None,
     ) -> Callable[[], Done]:
-        """Begin :meth:`steps`, when those that were ordered before are done, and return at once.
+        """Put :meth:`steps` into a queue, and return at once, so that the caller can prepare the next order.
 
-        What it returns waits for their end, and is to be called once. The next can be prepared meanwhile. Torch's
-        operators do their work when it is waited for.
+        Returns:
+            A call that waits for the end; to be called once. Without the compiled kernel it does the work itself.
         """
         check_arguments(state, grad, ranges, into, low, only)
         if self._kernels is None or state[0].dtype == torch.float64:
@@ -189,7 +187,7 @@ class CpuAdam:
         return functools.partial(_wait_for, self._kernels, ticket, (*tensors, low, only))
 
     def wake(self) -> None:
-        """Begin to wake the kernel's threads, because there will be work within a fraction of a millisecond."""
+        """Begin to wake the kernel's threads: an order will come within a fraction of a millisecond."""
         if self._kernels is not None:
             self._kernels.lasting.cpu_adam_wake()
 
@@ -200,7 +198,7 @@ class CpuAdam:
             grad: [n] contiguous fp32, bf16, fp16 or fp64 on the CPU.
 
         Raises:
-            ValueError: naming what does not fit.
+            ValueError: says what is wrong with ``grad``.
         """
         problems = problems_of_tensor("grad", grad, grad.numel(), (*GRAD_TYPES, torch.float64))
         if problems:
@@ -242,7 +240,11 @@ def _call(
     ranges: Sequence[tuple[int, int, AdamStep]],
     only: np.ndarray | None = None,
 ) -> tuple[bytes, int, bytes, int, int | None, int]:
-    """What the kernel does and where, as it is told; ``tensors`` are p, m, v, their outputs and the gradient."""
+    """The kernel's arguments.
+
+    Args:
+        tensors: p, m, v, their three outputs, and the gradient.
+    """
     addresses = [t.data_ptr() for t in tensors]
     addresses.append(0 if low is None else low.data_ptr())
     types = _TYPES[tensors[-1].dtype], 0 if low is None else _TYPES[low.dtype]

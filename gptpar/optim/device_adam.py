@@ -18,18 +18,18 @@ from gptpar.optim.elementwise import (
     UpdateVectors,
     clipped_divisor,
 )
-from gptpar.optim.spans import ALIGNMENT
+from gptpar.optim.group_ranges import ALIGNMENT
 
 
 def device_adam(like: torch.Tensor) -> DeviceKernel | None:
-    """A fused kernel for master weights of this dtype on this device, if there is one."""
+    """A fused kernel for master weights with the dtype and device of ``like``, if there is one."""
     if like.device.type == "cpu":
         return CpuDeviceAdam(CpuAdam(torch.get_num_threads()))
     return TritonAdam(like.device) if gpu.takes(like) else None
 
 
 class CpuDeviceAdam:
-    """On a CPU, by its compiled kernel."""
+    """Updates vectors with the compiled CPU kernel, when the device is the CPU."""
 
     def __init__(self, kernel: CpuAdam):
         self._kernel = kernel
@@ -55,13 +55,13 @@ class _CpuStep:
         if self.how is None:
             return
         without_decay = AdamStep(**{**vars(self.how), "weight_decay": 0.0})
-        ranges = [(start, stop, self.how if decays else without_decay) for start, stop, decays in this.spans]
+        ranges = [(start, stop, self.how if decays else without_decay) for start, stop, decays in this.ranges]
         *state, grad = this.vectors
         self.kernel.steps(state, grad, ranges, low=this.parameters)
 
 
 class TritonAdam:
-    """On a GPU, by Triton's kernels: one for the numbers, and one for each this."""
+    """Updates vectors on a GPU with Triton kernels: one computes a step's numbers, the other updates vectors."""
 
     def __init__(self, device: torch.device):
         self._given = torch.zeros(8, dtype=torch.float64, device=device)

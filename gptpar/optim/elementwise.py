@@ -1,24 +1,24 @@
-"""What an elementwise optimizer is: its state vectors, its hyperparameters, and its update, written down once.
+"""Defines an elementwise optimizer by its state vectors, its hyperparameters, and its update.
 
 An optimizer is elementwise if the new value of an element depends on that element's own weight, gradient and state
-alone. Then any range of a flat vector can be updated by whoever owns it, on the device or on the CPU. The engine, the
+alone. Then the owner of any range of a flat vector can update that range, on the device or on the CPU. The engine, the
 CPU optimizer, checkpoints and memory planning know an optimizer by its :class:`ElementwiseOptimizer` only.
 
-All of them decouple the weight decay, and share the first and the last operation. For each element, with the gradient
-``grad``, the weight ``p`` and the state vectors ``s``::
+All elementwise optimizers decouple the weight decay, and share the first and the last operation. For each element, with
+the gradient ``grad``, the weight ``p`` and the state vectors ``s``::
 
     g         = grad * scale                    scale = 1 / divisor,  decay = 1 - lr * weight_decay
     change, s = optimizer.change(g, s, numbers)
     p         = decay * p - change
 
-``divisor`` is the loss scale times clipping. Every operation is rounded to nearest by itself: that is what torch's
-operators do as long as no operator contains several (``lerp``, ``addcmul`` or an ``alpha`` would fuse a product with a
-sum). So an element becomes the same bits wherever it is updated.
+``divisor`` is the loss scale times the clipping factor. Every operation is rounded to nearest by itself, so an element
+gets the same bits wherever it is updated. Torch's operators round like this if each does a single operation;
+``lerp``, ``addcmul`` and ``alpha`` would fuse a product with a sum.
 
-An optimizer over whole matrices (Muon) is no elementwise one: a shard of a unit may begin in the middle of a matrix. It
-would need two things of the parameter table (``gptpar.engine.table.ParameterTable``): each parameter's ``info.split``
-and ``info.full_shape``, to bring its tensor splits and data shards together; and its ranges, whose ``home`` would have
-to be one for all elements of a matrix.
+An optimizer over whole matrices (Muon) is not elementwise: a shard of a unit may begin in the middle of a matrix. It
+would need two things from the parameter table (``gptpar.engine.table.ParameterTable``): each parameter's ``info.split``
+and ``info.full_shape``, to gather its tensor splits and data shards; and ranges that give all elements of a matrix the
+same ``home``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_STEP_BITS = 31
 """Binary digits of the largest step's number."""
 
 _BLOCK = 1 << 20
-"""Elements that :func:`update` takes at a time: its intermediate results are as large."""
+"""Elements that :func:`update` updates at a time, which bounds the memory of its intermediate results."""
 
 
 class Hyperparameters(Protocol):
@@ -60,8 +60,8 @@ class Hyperparameters(Protocol):
 
 
 Change = Callable[[Tensor, Sequence[Tensor], Sequence[Any]], tuple[Tensor, list[Tensor]]]
-"""(gradient, old state vectors, numbers) -> (what is subtracted from the decayed weights, new state vectors); all
-[n] of the master weights' dtype, the numbers scalars of it."""
+"""(gradient, old state vectors, numbers) -> (subtrahend of the decayed weights, new state vectors). The vectors [n] and
+the scalar numbers have the dtype of the master weights."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,12 @@ class ElementwiseOptimizer:
             the learning rate and the weight decay.
         states: names of its state vectors, which checkpoints keep beside the master weights.
         hyperparameters: a ``NamedTuple`` class, see :class:`Hyperparameters`.
-        numbers: (hyperparameters, number of the step, from 1) -> what all elements of a step have in common; written
-            with operators that give the same bits for fp64 scalar tensors of the CPU and of the device.
+        numbers: (hyperparameters, number of the step, from 1) -> the numbers that all elements of a step share. It uses
+            operators that give fp64 scalar tensors the same bits on the CPU and on the device.
         change: the update of the elements.
-        device_kernel: makes a fused kernel for vectors like a given one, or ``None`` for those that it does not take.
-        host_kernel: makes a compiled kernel with so many threads. Without the two, torch's operators do the work.
+        device_kernel: makes a fused kernel for vectors like the given one, or returns ``None`` if it has none.
+        host_kernel: makes a compiled kernel with the given number of threads. Without a kernel, torch's operators
+            update.
     """
 
     name: str
@@ -90,12 +91,12 @@ class ElementwiseOptimizer:
 
     @property
     def vectors(self) -> tuple[str, ...]:
-        """Names of everything that an update reads and writes: ``weights`` (the master weights) and the states."""
+        """Names of the vectors that an update changes: ``weights`` (the master weights) and the states."""
         return ("weights", *self.states)
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Names of the configuration's fields that it alone has."""
+        """Names of the configuration's fields that belong to this optimizer alone."""
         return tuple(self._own.values())
 
     @cached_property
@@ -104,10 +105,10 @@ class ElementwiseOptimizer:
         return {field: f"{self.name}_{field}" for field in fields}
 
     def state_bytes(self, itemsize: int) -> int:
-        """Bytes of an element's master weight and state.
+        """Bytes of one element's master weight and state.
 
         Args:
-            itemsize: bytes of one of them.
+            itemsize: bytes of one number.
         """
         return len(self.vectors) * itemsize
 
@@ -122,13 +123,13 @@ class ElementwiseOptimizer:
         return found
 
     def of_group(self, group: Mapping[str, Any]) -> Hyperparameters:
-        """The numbers of one of torch's parameter groups, in which ``betas`` is a pair and any may be a tensor."""
+        """The hyperparameters of a torch parameter group: its ``betas`` is a pair, and any value may be a tensor."""
         values = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | dict(group)
         found: Hyperparameters = self.hyperparameters(*(float(values[name]) for name in self.hyperparameters._fields))
         return found
 
     def group_of(self, how: Hyperparameters) -> dict[str, Any]:
-        """As numbers of a parameter group."""
+        """The hyperparameters in the format of a torch parameter group."""
         values = dict(zip(self.hyperparameters._fields, how, strict=True))
         pair = [values.pop(name) for name in ("beta1", "beta2") if name in values]
         return values | ({"betas": tuple(pair)} if pair else {})
@@ -139,22 +140,22 @@ class UpdateVectors:
     """Flat vectors in a device's memory that one call updates.
 
     Attributes:
-        vectors: [n] master weights, state vectors, and the gradient, whose dtype is not wider than theirs.
-        parameters: [n] model parameters to be written, in a dtype of their own; ``None``: the master weights are the
-            model's parameters.
-        spans: (start, stop, whether they decay) of the elements to be updated. Others may be updated, too: their
-            gradients have to be zero.
+        vectors: [n] master weights, state vectors, and the gradient, in a dtype that is not wider than theirs.
+        parameters: [n] model parameters to write, in their own dtype; ``None``: the master weights are the model's
+            parameters.
+        ranges: (start, stop, whether they decay) of the elements to update. A kernel may update other elements, too,
+            so their gradients have to be zero.
         decays: [blocks] whether elements decay, by blocks of ``ALIGNMENT``; ``None``: all do.
     """
 
     vectors: tuple[Tensor, ...]
     parameters: Tensor | None
-    spans: Sequence[tuple[int, int, bool]]
+    ranges: Sequence[tuple[int, int, bool]]
     decays: Tensor | None = None
 
 
 class DeviceStep(Protocol):
-    """One step of one family of parameter groups, whose numbers are known to the device."""
+    """One step of one family of parameter groups; its numbers are on the device."""
 
     @property
     def skipped(self) -> Tensor:
@@ -174,7 +175,7 @@ class DeviceKernel(Protocol):
             how: the hyperparameters of the elements that decay; those of the others have a weight decay of 0.
             norm: of the whole gradient, without the loss scale (fp64 scalar); if it is not finite, nothing changes.
             max_norm: the gradient is clipped to this norm (0: never).
-            steps: steps so far (fp64 scalar on the device); raised by one, unless the step is skipped.
+            steps: steps so far (fp64 scalar on the device); increased by one unless the step is skipped.
         """
 
 
@@ -182,8 +183,8 @@ class Done(NamedTuple):
     """An update that was made.
 
     Attributes:
-        finite: whether every gradient was.
-        begin, end: when, as :func:`time.monotonic` has it.
+        finite: whether every gradient was finite.
+        begin, end: times of :func:`time.monotonic`.
     """
 
     finite: bool
@@ -201,14 +202,14 @@ class HostKernel(Protocol):
 
     @property
     def isa(self) -> str:
-        """What computes, in a word."""
+        """Name of the instruction set, or ``torch``."""
 
     def step_of(self, how: Any, step: int, divisor: float) -> Any:
-        """What :meth:`order` is told of one group's elements.
+        """The argument of :meth:`order` for one group's elements.
 
         Args:
-            step: how many steps there will have been after this one, at least 1.
-            divisor: what gradients are divided by.
+            step: number of the step, from 1.
+            divisor: of the gradients.
         """
 
     def order(
@@ -221,26 +222,29 @@ class HostKernel(Protocol):
         low: Tensor | None = None,
         only: np.ndarray | None = None,
     ) -> Callable[[], Done]:
-        """Begin an update, and return at once; the result waits for its end, and is to be called once.
+        """Put an update into a queue, and return at once.
 
         Args:
             state: [n] master weights and state vectors, contiguous fp32 or fp64.
             grad: [n].
-            ranges: (first element, the one behind the last, what :meth:`step_of` gave) in order.
-            into: where the new state goes; default: in place.
+            ranges: (start, stop, result of :meth:`step_of`), ascending.
+            into: memory for the new state; default: in place.
             low: [n] gets the new weights, rounded to its dtype; it may be ``grad`` itself.
-            only: ranges (:mod:`~gptpar.offload.index_ranges`) to which the update may keep.
+            only: the ranges (:mod:`~gptpar.offload.index_ranges`) whose outputs are needed; default: all.
+
+        Returns:
+            A call that waits for the end of the update; to be called once.
         """
 
     def wake(self) -> None:
-        """There will be work within a fraction of a millisecond."""
+        """Prepare for an order within a fraction of a millisecond."""
 
     def square(self, grad: Tensor) -> float:
         """Sum of squares in double precision."""
 
 
 def clipped_divisor(norm: float, loss_scale: float, max_norm: float) -> float:
-    """What gradients are divided by.
+    """The divisor of the gradients: the loss scale times the clipping factor.
 
     Args:
         norm: of the whole gradient, without the loss scale.
@@ -257,7 +261,7 @@ def divisor_on_device(norm: Tensor, loss_scale: float, max_norm: float) -> Tenso
 
 
 def power(base: float, exponent: int) -> float:
-    """``base ** exponent`` for a non-negative integer: the product of the squares that its binary digits name.
+    """``base ** exponent`` for a non-negative integer, by repeated squaring.
 
     A library's ``pow`` is not rounded correctly, and differs between processors.
     """
@@ -280,7 +284,7 @@ def power_of_tensor(base: Tensor, exponent: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The square root, rounded correctly: torch's on CPUs, by MKL, is off by a unit in the last place now and then."""
+    """The correctly rounded square root: torch's on CPUs (MKL) is sometimes off by a unit in the last place."""
     if x.device.type != "cpu":
         return x.sqrt()
     with np.errstate(invalid="ignore"):
@@ -306,9 +310,9 @@ def update(
         state: [n] master weights and state vectors, all of one dtype (fp32 or fp64).
         grad: [n] of a dtype not wider than theirs.
         scale, decay, numbers: see the module; numbers or scalar tensors, which are rounded once to the state's dtype.
-        into: where the new state goes; default: in place.
+        into: memory for the new state; default: in place.
         low: [n] gets the new parameters, rounded to its dtype; it may be ``grad`` itself.
-        skipped: not zero where nothing is to change (scalar).
+        skipped: if it is not zero, nothing changes (scalar).
     """
     weights, *_ = state
     scale, decay, *numbers = (

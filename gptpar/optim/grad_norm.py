@@ -1,4 +1,4 @@
-"""The norm of the gradient, formed before it is divided between device and CPU, so that the division changes no bit."""
+"""The gradient norm, computed before a gradient is divided between device and CPU: the ratio changes no bit of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GradientNorm:
     """Sum of squares of the elements that this process counts, unit by unit.
 
     Args:
-        counted: unit -> the ranges, within its whole shard, of the elements that count, for all units in a fixed order.
+        counted: unit -> ranges in its whole shard that this process counts. The order of the units is that of the sum.
     """
 
     def __init__(self, counted: Mapping[str, Sequence[tuple[int, int]]]):
@@ -24,7 +24,11 @@ class GradientNorm:
         self._norms: Measured = {}
 
     def measured(self, shards: Mapping[str, torch.Tensor]) -> Measured:
-        """The norms of some units' shards, whose gradients are final, for :meth:`take`."""
+        """The norms of some units' final gradients, for :meth:`take`.
+
+        Args:
+            shards: unit -> its whole shard.
+        """
         ranges = [(unit, start, stop) for unit in shards for start, stop in self._counted[unit]]
         norms = norms_of([shards[unit][start:stop] for unit, start, stop in ranges])
         found: Measured = {unit: [] for unit in shards}
@@ -33,23 +37,23 @@ class GradientNorm:
         return found
 
     def take(self, measured: Measured) -> None:
-        """Count these units with these norms; in each step all units."""
+        """Use these norms for their units; every step has to take all units."""
         self._norms |= measured
 
     def square(self, device: torch.device) -> torch.Tensor:
-        """Sum of squares (fp64 scalar) of everything that was taken, added up in the units' order."""
+        """Sum of squares (fp64 scalar) of all norms taken, in the units' order."""
         return square_of_norms([norm for unit in self._counted for norm in self._norms.get(unit, ())], device)
 
 
 def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares (fp64) of some vectors' elements, 16-bit ones summed in fp32."""
+    """Sum of squares (fp64) of some vectors' elements; norms of 16-bit vectors are computed in fp32."""
     return square_of_norms(norms_of(pieces), device)
 
 
 def norms_of(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For each vector a vector of norms (fp32 or wider) of its parts, for :func:`square_of_norms`.
+    """For each vector, the norms (a vector in fp32 or wider) of its parts, for :func:`square_of_norms`.
 
-    They depend on that vector alone, not on the others of the call.
+    A vector's norms do not depend on the other vectors of the call.
     """
     if not pieces:
         return []
@@ -67,7 +71,7 @@ def _norms_of_rows(piece: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
 
 
 def square_of_norms(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of the squares (fp64) of what some vectors hold."""
+    """Sum of the squares (fp64) of all norms."""
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.cat(list(norms)), dtype=torch.float64).square()

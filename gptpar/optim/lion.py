@@ -5,9 +5,10 @@ With the momentum m::
     change = lr * sign(beta1 * m + (1 - beta1) * g)
     m      = beta2 * m + (1 - beta2) * g
 
-Every element moves by the learning rate in each step, whatever the size of its gradient: usual learning rates are 3 to
-10 times smaller than AdamW's, and weight decays larger by as much. An element whose gradient is zero but for rounding
-(a bias of keys) moves as far, in a direction that rounding decides: it depends on the layout.
+Every element moves by the learning rate in each step, whatever the size of its gradient. Usual learning rates are 3 to
+10 times smaller than AdamW's, and weight decays are larger by the same factor. Some gradients are zero but for rounding
+(those of the keys' biases). Their elements move as far as others, in the direction of the rounding error, which depends
+on the layout.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def numbers(how: Any, step: Tensor) -> tuple[Tensor, ...]:
 
 
 def change(g: Tensor, state: Sequence[Tensor], numbers: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """What is subtracted from the decayed weights, and the new momentum."""
+    """Returns the subtrahend of the decayed weights, and the new momentum."""
     (m,), (lr, beta1, rest1, beta2, rest2) = state, numbers
     return lr * (beta1 * m + rest1 * g).sign(), [beta2 * m + rest2 * g]
 

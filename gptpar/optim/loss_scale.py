@@ -13,8 +13,8 @@ from gptpar.errors import GptparError
 class LossScale:
     """A constant scale (``dynamic`` false), or Megatron's dynamic one.
 
-    Dynamic: after ``hysteresis`` overflows the scale halves, and so it does at each further overflow; after ``window``
-    good steps in a row it doubles and the hysteresis is restored.
+    The dynamic scale halves after ``hysteresis`` overflows and at each further overflow. After ``window`` good steps in
+    a row it doubles, and the hysteresis starts anew.
     """
 
     value: float
@@ -26,10 +26,10 @@ class LossScale:
     tolerance: int = 2
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step.
+        """Adapt the scale to the result of a step.
 
         Raises:
-            GptparError: an overflow although the scale is already at its minimum.
+            GptparError: the gradient overflowed although the scale is already at its minimum.
         """
         if not self.dynamic:
             return
@@ -50,11 +50,11 @@ class LossScale:
         self.value = max(self.value / 2, self.minimum)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return asdict(self)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's scale; how it moves on is this run's configuration."""
+        """Continue from a checkpoint's scale; minimum, window and hysteresis are this run's."""
         if self.dynamic and state["dynamic"]:
             self.value, self.good_steps, self.tolerance = state["value"], state["good_steps"], state["tolerance"]
 

@@ -1,4 +1,4 @@
-"""The optimizers by name: what ``--optimizer`` and a configuration's ``optimizer.type`` choose from."""
+"""The optimizers by name, for ``--optimizer`` and a configuration's ``optimizer.type``."""
 
 from __future__ import annotations
 

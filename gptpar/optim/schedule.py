@@ -1,7 +1,7 @@
-"""Learning rate and weight decay as pure functions of how much has been trained on (Megatron's schedules).
+"""Learning rate and weight decay as pure functions of the training progress (Megatron's schedules).
 
-Progress is measured in samples, or in tokens when any of the token flags is given. The step that starts at progress n
-trains with ``learning_rate(n)``: with a warm-up the very first step has the initial rate, as in Megatron.
+Progress is measured in samples, or in tokens if any of the token flags is given. The step that starts at progress n
+uses ``learning_rate(n)``: with a warm-up the first step uses the initial rate, as in Megatron.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from gptpar.config.schedule_lengths import schedule_lengths
 
 @dataclass(frozen=True)
 class Schedule:
-    """All lengths are in the unit of progress (samples or tokens).
+    """The learning rate and the weight decay at each point of a run.
 
     Attributes:
-        unit: samples, or tokens when ``in_tokens``.
-        total: length of the run, over which the weight decay grows.
+        in_tokens: whether lengths are tokens; else they are samples.
+        warmup, decay, wsd_tail: lengths of the learning rate's phases.
+        total: length of the run; the weight decay grows over it.
     """
 
     max_lr: float
@@ -74,10 +75,10 @@ def _tail(style: str, ratio: float) -> float:
 
 
 def make_schedule(config: Config, train_samples: int) -> Schedule:
-    """Translate the flags.
+    """The schedule of a configuration.
 
     Args:
-        train_samples: samples in the whole run.
+        train_samples: number of samples in the whole run.
     """
     o = config.optimizer
     lengths = schedule_lengths(o, config.batch, config.model.seq_length, train_samples)

@@ -1,4 +1,4 @@
-"""Any elementwise optimizer's update by torch's operators, on the device and on the CPU, with the same bits."""
+"""Kernels for any elementwise optimizer from torch's operators; device and CPU give the same bits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SQUARE_BLOCK = 1 << 16
 
 
 class GroupNumbers(NamedTuple):
-    """What the elements of one group are updated with: scalar tensors.
+    """The numbers of one group's update, as scalar tensors.
 
     Attributes:
         scale, decay: see :mod:`gptpar.optim.elementwise`.
-        own: what the optimizer's ``change`` takes.
+        own: the numbers that the optimizer's ``change`` takes.
     """
 
     scale: Tensor
@@ -40,7 +40,7 @@ class GroupNumbers(NamedTuple):
     own: tuple[Tensor, ...]
 
     def to(self, dtype: torch.dtype) -> GroupNumbers:
-        """Rounded once."""
+        """The numbers in another dtype, each rounded once."""
         return GroupNumbers(self.scale.to(dtype), self.decay.to(dtype), tuple(number.to(dtype) for number in self.own))
 
 
@@ -49,7 +49,7 @@ def step_numbers(optimizer: ElementwiseOptimizer, how: Hyperparameters, step: Te
 
     Args:
         step: the step's number, at least 1 (fp64 scalar).
-        divisor: what gradients are divided by (fp64 scalar).
+        divisor: of the gradients (fp64 scalar).
     """
     # A tensor divided by a number is multiplied by its inverse on GPUs, so every number is a tensor.
     on_device = optimizer.hyperparameters(*(torch.full_like(step, number) for number in how))
@@ -59,7 +59,7 @@ def step_numbers(optimizer: ElementwiseOptimizer, how: Hyperparameters, step: Te
 
 
 class TorchDeviceKernel:
-    """Vectors in a device's memory.
+    """Updates vectors in a device's memory.
 
     Args:
         dtype: of the master weights.
@@ -86,7 +86,7 @@ class _TorchStep:
 
     def update(self, this: UpdateVectors) -> None:
         scale, decay, own = self.numbers
-        for start, stop, decays in this.spans:
+        for start, stop, decays in this.ranges:
             *state, grad = (vector[start:stop] for vector in this.vectors)
             low = None if this.parameters is None else this.parameters[start:stop]
             factor = decay if decays else 1.0
@@ -94,10 +94,10 @@ class _TorchStep:
 
 
 class TorchHostKernel:
-    """Vectors in host memory. The work is done when it is waited for.
+    """Updates vectors in host memory. An order is done when the caller waits for it.
 
     Args:
-        threads: of torch, told to whoever asks.
+        threads: of torch, for the banner.
     """
 
     isa = "torch"
@@ -144,7 +144,7 @@ class TorchHostKernel:
 
 
 def timed(work: Callable[[], bool]) -> Done:
-    """Do the work now."""
+    """Do the work, and take its time."""
     begin = time.monotonic()
     return Done(work(), begin, time.monotonic())
 

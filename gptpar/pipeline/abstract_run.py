@@ -1,4 +1,4 @@
-"""Shapes and dtypes between layers, found without computing anything."""
+"""Finds shapes and dtypes between layers without computing anything."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Outputs = list[tuple[torch.Size, torch.dtype]]
 
 
 class AbstractRun:
-    """What each layer returns, found by running all layers on tensors without data.
+    """Shape and dtype of each layer's output, found by running all layers on tensors without data.
 
     Args:
         specs: of all layers.
 
     Attributes:
-        dtype: of the layers' floating-point parameters; ``None``: the one they are built with.
+        dtype: of the layers' floating-point parameters; ``None``: as they are built.
     """
 
     def __init__(self, specs: Sequence[LayerSpec]):
@@ -57,7 +57,7 @@ class AbstractRun:
         return layer
 
     def _call_built(self, spec: BuiltLayer, x: torch.Tensor, fields: Fields) -> torch.Tensor:
-        """Call a layer that is in use: neither its memory nor its hooks may be copied."""
+        """Call a layer that exists, without copying its memory or its hooks."""
         tensors: dict[str, torch.Tensor] = dict(spec.module.named_parameters())
         values = {name: self._cast(torch.empty_like(tensor, device="meta")) for name, tensor in tensors.items()}
         values |= {name: torch.empty_like(buffer, device="meta") for name, buffer in spec.module.named_buffers()}

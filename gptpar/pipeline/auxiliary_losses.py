@@ -1,12 +1,12 @@
-"""Losses that layers return beside their outputs: of a router's balance, for one, or of logits that grow.
+"""Losses that layers return beside their outputs, for instance of a router's balance or of large logits.
 
 A layer whose specification names its ``auxiliary_losses`` returns ``(output, {name: scalar})``. Training then minimises
 the mean, over micro-batches and processes, of the last layer's loss plus all these scalars. Each is a mean over the
 tokens that the layer was given: processes with other samples, or under sequence parallelism with other tokens, count
 equally.
 
-A scalar's gradient joins the backward pass at the layer's output, when the output's own gradient arrives there. So it
-is not sent between stages, a recomputed layer has its activations again, and gathered parameters are in place.
+A scalar's gradient joins the backward pass at its layer's output, together with the output's own gradient. So it is not
+sent between stages; and when it joins, a recomputed layer has its activations and the parameters are gathered.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gptpar.errors import GptparError
 
 
 class AuxiliaryLosses:
-    """Takes the auxiliary losses of one process's layers: puts them into the backward pass, and adds their values up.
+    """Puts the auxiliary losses of one process's layers into the backward pass, and sums their values.
 
     Args:
-        names: of all layers' losses, those of other processes too.
-        token_shares: tensor ranks among which the tokens between layers are shared out.
+        names: of all layers' losses, also on other processes.
+        token_shares: number of tensor ranks that divide the tokens between layers (sequence parallelism).
     """
 
     def __init__(self, names: Sequence[str] = (), token_shares: int = 1):
@@ -62,7 +62,7 @@ class AuxiliaryLosses:
     def add(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
         """Add a layer's values for one micro-batch to the sums."""
         for name, value in zip(names, values, strict=True):
-            if name not in self._totals:  # in fixed memory, which a recorded step goes on with
+            if name not in self._totals:  # in memory of its own, which replays of a recorded step use again
                 self._totals[name] = torch.zeros((), dtype=torch.float64, device=value.device)
             self._totals[name] += value.detach()
 
@@ -78,7 +78,7 @@ class AuxiliaryLosses:
 
 
 class _Attached(torch.autograd.Function):
-    """A layer's output; its gradient brings the gradients of the layer's auxiliary losses along."""
+    """A layer's output; its backward pass also returns the gradients of the layer's auxiliary losses."""
 
     @staticmethod
     def forward(
@@ -86,7 +86,7 @@ class _Attached(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.owner, ctx.names = owner, names
         ctx.save_for_backward(*values)
-        return output.detach()  # the same memory, but no view: a stage frees what it has sent
+        return output.detach()  # the same memory, but not a view: a stage frees the memory of an output that it sent
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -97,10 +97,10 @@ class _Attached(torch.autograd.Function):
 
 
 def _check(returned: Any, names: Sequence[str], layer: Any) -> None:
-    """Tell how a layer has to return its losses.
+    """Check that a layer returned its auxiliary losses.
 
     Raises:
-        GptparError: it did not.
+        GptparError: it did not; the message says how to return them.
     """
     pair = isinstance(returned, tuple) and len(returned) == 2
     losses = returned[1] if pair else None

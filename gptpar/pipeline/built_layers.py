@@ -1,4 +1,4 @@
-"""Layers of a pipeline that are no specifications: functions, and modules that exist already."""
+"""Layers of a pipeline that are not specifications: functions, and modules that exist already."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FunctionLayer(nn.Module):
     """A plain function as a layer.
 
     Attributes:
-        function: of the input.
+        function: input -> output.
     """
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):

@@ -1,4 +1,4 @@
-"""A model cut into pipeline stages: the public entrance, for GPTs and for any other list of layers."""
+"""A model divided into pipeline stages: the public interface, for GPTs and for any other list of layers."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class PipelineModule(nn.Module):
         return self.stage == self.num_stages - 1
 
     def expect_dtype(self, dtype: torch.dtype) -> None:
-        """Say that the layers' floating-point parameters will have another dtype: so may what goes between stages."""
+        """Announce the dtype of the floating-point parameters, on which the dtype of tensors between stages depends."""
         self._abstract.dtype = dtype
 
     def forward_backward(
@@ -149,7 +149,7 @@ class PipelineModule(nn.Module):
             grad: incoming gradient of each micro-batch's loss; default 1.
 
         Returns:
-            The micro-batches' losses, in the order of computation, where the last layer is; else nothing.
+            The micro-batches' losses in the order of computation, if this process has the last layer; else nothing.
         """
         actions = schedules.interleaved(self.stage, self.num_stages, len(micro_batches), self.num_virtual_stages)
         return self._run(actions, micro_batches, grad, observer)
@@ -226,7 +226,7 @@ class PipelineModule(nn.Module):
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """Which layers go where.
+    """The assignment of layers to stages.
 
     Attributes:
         bounds: part k holds layers ``bounds[k]`` to ``bounds[k + 1] - 1``; stage r has parts r, r + num_stages, ...
@@ -249,7 +249,7 @@ class LayerSplit:
         return [layer for part in parts for layer in range(self.bounds[part], self.bounds[part + 1])]
 
     def tied_stages(self, specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
-        """Name -> the stages that have a copy, of every layer that several stages share."""
+        """Name -> the stages that have a copy, for every layer that several stages share."""
         found: dict[str, set[int]] = {}
         for stage in range(len(self.costs)):
             for spec in (specs[layer] for layer in self.layers_of(stage)):
@@ -261,23 +261,23 @@ class LayerSplit:
 def split_layers(
     specs: Sequence[LayerSpec], num_stages: int, num_virtual_stages: int, method: str, flops: Sequence[float]
 ) -> LayerSplit:
-    """Cut a list of layers; see :class:`PipelineModule` for the methods.
+    """Divide a list of layers; see :class:`PipelineModule` for the methods.
 
     Raises:
-        ConfigError: it cannot be cut like that.
+        ConfigError: the method cannot divide these layers.
     """
     parameters = [sum(p.numel() for p in build_on_meta(spec).parameters()) for spec in specs]
     return _split(specs, parameters, flops, num_stages, num_virtual_stages, method)
 
 
 def split_model(model: ModelSpec, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
-    """Cut a model, which knows what its layers cost.
+    """Divide a model, which knows its layers' costs.
 
     Args:
-        model: on one tensor rank: whole, so that all processes cut it alike.
+        model: not split over the tensor axis, so that all processes divide it alike.
 
     Raises:
-        ConfigError: it cannot be cut like that.
+        ConfigError: the method cannot divide this model.
     """
     return _split(model.specs, model.parameters, model.flops, num_stages, num_virtual_stages, method)
 
@@ -321,7 +321,7 @@ def _as_spec(layer: Any, number: int) -> LayerSpec:
 
 
 def seeded(spec: LayerSpec, seed: int) -> nn.Module:
-    """The layer with its own initial values, drawn from a seed that its name and ``seed`` make."""
+    """Build a layer; its own initialisation draws from a seed derived from ``seed`` and the layer's name."""
     with torch.random.fork_rng():
         torch.manual_seed(seed_of(seed, spec.name))
         return spec.build()

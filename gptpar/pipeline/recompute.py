@@ -1,7 +1,8 @@
-"""Activation recomputation: forget a layer's activations and compute them again in the backward pass.
+"""Activation recomputation: free a layer's activations and compute them again in the backward pass.
 
-Only the layer's input is kept. It can be kept smaller still: cut over the tensor-parallel processes, which all hold the
-same one (DeepSpeed's ``partition_activations``), or in host memory (its ``cpu_checkpointing``).
+Only the layer's input is kept. Two policies save its memory on the device, too: the tensor-parallel processes, which
+all hold the same input, each keep a part of it (DeepSpeed's ``partition_activations``), or the input is kept in host
+memory (DeepSpeed's ``cpu_checkpointing``).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Keep:
     """How the input of a recomputed layer is kept until the backward pass.
 
     Attributes:
-        partition: (group, rank, size) of processes that hold the same input: each keeps one share of its elements,
-            and the backward pass gathers them, so all must run their backward passes in the same order.
-        to_cpu: keep it in host memory (pinned, when it comes from a GPU).
-        random: whether the layers may draw random numbers, which then are drawn again as they were.
+        partition: (group, rank, size) of processes that hold the same input: each keeps one part of its elements. The
+            backward pass gathers the parts, so all processes must run their backward passes in the same order.
+        to_cpu: whether to keep the input in host memory (pinned, if it comes from a GPU).
+        random: whether the layers may draw random numbers: the recomputation then draws the same numbers again.
     """
 
     partition: tuple[dist.ProcessGroup, int, int] | None = None
@@ -42,7 +43,7 @@ class Keep:
 
 
 class _Kept(NamedTuple):
-    """A saved input: ``data`` is all of it or this process's flat share."""
+    """A saved input: ``data`` is the whole input or this process's flat part."""
 
     data: torch.Tensor
     shape: torch.Size
@@ -50,14 +51,14 @@ class _Kept(NamedTuple):
 
 
 def recomputed(call: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, keep: Keep = Keep()) -> torch.Tensor:
-    """``call(x, *args)`` that keeps ``x`` instead of what its backward pass needs.
+    """Return ``call(x, *args)``, and keep only ``x`` for the backward pass, which computes the call again.
 
-    Random numbers are drawn again as they were, so dropout is the same. Without gradients it is a plain call.
+    The recomputation draws the same random numbers, so dropout is the same. Without gradients this is a plain call.
 
     Args:
         call: a layer, or several in a row.
-        x: its input, the tensor that ``keep`` is about; every rank of ``keep.partition`` must pass the same values.
-        *args: further arguments, kept as they are.
+        x: the input, kept as ``keep`` says; every rank of ``keep.partition`` must pass the same values.
+        *args: further arguments, kept unchanged.
     """
     if not torch.is_grad_enabled():
         return call(x, *args)
@@ -66,9 +67,9 @@ def recomputed(call: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, k
 
 
 def _input_hooks(x: torch.Tensor, keep: Keep) -> AbstractContextManager[Any]:
-    """Hooks through which torch's checkpoint saves ``x``.
+    """Hooks that pack and unpack ``x`` when torch's checkpoint saves it.
 
-    What the layer itself saves does not pass here, because checkpoint puts hooks of its own around the layer.
+    Tensors that the layer itself saves do not reach these hooks: checkpoint puts its own hooks around the layer.
     """
     if keep.changes_nothing:
         return nullcontext()
@@ -109,10 +110,10 @@ def _unpack(kept: _Kept, keep: Keep) -> torch.Tensor:
 
 
 def recompute_groups(config: RecomputeConfig, block_names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Which consecutive blocks are recomputed together, of one pipeline stage's (or chunk's) blocks.
+    """The groups of consecutive blocks of a (virtual) stage that are recomputed together.
 
     Args:
-        block_names: the chunk's blocks in forward order.
+        block_names: the virtual stage's blocks in forward order.
 
     Returns:
         With ``uniform`` all blocks in groups of ``recompute_num_layers`` (default 1; the last may be shorter), else the

@@ -20,29 +20,32 @@ from gptpar.pipeline.stage import Fields, Stage
 from gptpar.pipeline.transport import Arrival, Transport
 
 Boundary = Callable[[int, torch.Tensor, Fields], tuple[torch.Size, torch.dtype]]
-"""(shape, dtype) of what a virtual stage passes on, from its number and the micro-batch's input and fields."""
+"""(shape, dtype) of a virtual stage's output, from its number in the model and the micro-batch's input and fields."""
 
 MicroBatch = tuple[torch.Tensor, Fields]
 
 
 class Observer(Protocol):
-    """Is told before and after each piece of work of this process; of a backward pass, from which output it begins."""
+    """Is told before each forward pass, and before and after each backward pass of this process.
 
-    def before_forward(self, micro_batch: int, chunk: int) -> None: ...
+    ``virtual_stage`` counts this process's own; ``output`` is the tensor from which the backward pass begins.
+    """
 
-    def before_backward(self, micro_batch: int, chunk: int, output: torch.Tensor) -> None: ...
+    def before_forward(self, micro_batch: int, virtual_stage: int) -> None: ...
 
-    def after_backward(self, micro_batch: int, chunk: int) -> None: ...
+    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None: ...
+
+    def after_backward(self, micro_batch: int, virtual_stage: int) -> None: ...
 
 
 class Silent:
     """An observer that does nothing."""
 
-    def before_forward(self, micro_batch: int, chunk: int) -> None: ...
+    def before_forward(self, micro_batch: int, virtual_stage: int) -> None: ...
 
-    def before_backward(self, micro_batch: int, chunk: int, output: torch.Tensor) -> None: ...
+    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None: ...
 
-    def after_backward(self, micro_batch: int, chunk: int) -> None: ...
+    def after_backward(self, micro_batch: int, virtual_stage: int) -> None: ...
 
 
 @dataclass
@@ -50,18 +53,18 @@ class Runtime:
     """One pass over a global batch's micro-batches.
 
     Args:
-        chunks: this process's stages: virtual stages ``stage``, ``stage + num_stages``, ...
+        virtual_stages: this process's virtual stages, numbers ``stage``, ``stage + num_stages``, ... of the model.
         transport: ``None`` without a pipeline.
-        boundary: what travels between stages.
+        boundary: shape and dtype of the tensors between stages.
         loss_fn: (last layer's output, fields) -> scalar.
         micro_batches: (input, fields) of each; every process has all of them.
         grad: incoming gradient of each micro-batch's loss.
 
     Attributes:
-        losses: of the micro-batches that ran through the last stage here.
+        losses: of the micro-batches, in the order of computation, if this process has the last layer.
     """
 
-    chunks: Sequence[Stage]
+    virtual_stages: Sequence[Stage]
     stage: int
     num_stages: int
     transport: Transport | None
@@ -76,7 +79,7 @@ class Runtime:
     _leaving: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     def run(self, instructions: Iterable[Any]) -> None:
-        """Execute the instructions in their order; nothing here waits but for data that a computation needs."""
+        """Execute the instructions in their order; only a computation waits, for the data that it needs."""
         do: dict[type, Callable[[int, int], None]] = {
             Forward: self._forward,
             Backward: self._backward,
@@ -86,58 +89,58 @@ class Runtime:
             SendGradient: lambda m, c: self._send("gradient", m, c),
         }
         for instruction in instructions:
-            do[type(instruction)](instruction.micro_batch, instruction.chunk)
+            do[type(instruction)](instruction.micro_batch, instruction.virtual_stage)
         if self.transport is not None:
             self.transport.flush()
 
-    def _virtual(self, chunk: int) -> int:
-        return chunk * self.num_stages + self.stage
+    def _number(self, virtual_stage: int) -> int:
+        return virtual_stage * self.num_stages + self.stage
 
-    def _forward(self, micro_batch: int, chunk: int) -> None:
+    def _forward(self, micro_batch: int, virtual_stage: int) -> None:
         x, fields = self.micro_batches[micro_batch]
-        if self._virtual(chunk) > 0:
-            x = self._arriving.pop(("activation", micro_batch, chunk)).take()
+        if self._number(virtual_stage) > 0:
+            x = self._arriving.pop(("activation", micro_batch, virtual_stage)).take()
             if torch.is_grad_enabled() and x.is_floating_point():
                 x.requires_grad_()
-        self.observer.before_forward(micro_batch, chunk)
-        y = self.chunks[chunk](x, fields)
-        if self._virtual(chunk) == len(self.chunks) * self.num_stages - 1:
+        self.observer.before_forward(micro_batch, virtual_stage)
+        y = self.virtual_stages[virtual_stage](x, fields)
+        if self._number(virtual_stage) == len(self.virtual_stages) * self.num_stages - 1:
             y = self.loss_fn(y, fields)
             self.losses.append(y.detach())
         else:
-            self._leaving["activation", micro_batch, chunk] = y.detach()
+            self._leaving["activation", micro_batch, virtual_stage] = y.detach()
             _forget_values(y)
         if torch.is_grad_enabled():
-            self._alive[micro_batch, chunk] = (x, y)
+            self._alive[micro_batch, virtual_stage] = (x, y)
 
-    def _backward(self, micro_batch: int, chunk: int) -> None:
-        x, y = self._alive.pop((micro_batch, chunk))
-        arriving = self._arriving.pop(("gradient", micro_batch, chunk), None)
+    def _backward(self, micro_batch: int, virtual_stage: int) -> None:
+        x, y = self._alive.pop((micro_batch, virtual_stage))
+        arriving = self._arriving.pop(("gradient", micro_batch, virtual_stage), None)
         grad = self.grad if arriving is None else arriving.take()
-        self.observer.before_backward(micro_batch, chunk, y)
-        if y.requires_grad:  # not where the first stages have no parameters
+        self.observer.before_backward(micro_batch, virtual_stage, y)
+        if y.requires_grad:  # it does not if this and all earlier stages have no parameters
             torch.autograd.backward(y, grad)
-        self.observer.after_backward(micro_batch, chunk)
-        if self._virtual(chunk) > 0:
-            self._leaving["gradient", micro_batch, chunk] = torch.zeros_like(x) if x.grad is None else x.grad
+        self.observer.after_backward(micro_batch, virtual_stage)
+        if self._number(virtual_stage) > 0:
+            self._leaving["gradient", micro_batch, virtual_stage] = torch.zeros_like(x) if x.grad is None else x.grad
 
-    def _receive(self, what: str, micro_batch: int, chunk: int) -> None:
+    def _receive(self, what: str, micro_batch: int, virtual_stage: int) -> None:
         assert self.transport is not None
         links = self.transport.links
         link = links.activations_in if what == "activation" else links.gradients_in
         x, fields = self.micro_batches[micro_batch]
-        sender = self._virtual(chunk) - (what == "activation")  # a gradient has the shape of what was passed on
+        sender = self._number(virtual_stage) - (what == "activation")  # a gradient has the shape of what was passed on
         shape, dtype = self.boundary(sender, x, fields)
-        self._arriving[what, micro_batch, chunk] = Arrival(link, shape, dtype, x.device)
+        self._arriving[what, micro_batch, virtual_stage] = Arrival(link, shape, dtype, x.device)
 
-    def _send(self, what: str, micro_batch: int, chunk: int) -> None:
+    def _send(self, what: str, micro_batch: int, virtual_stage: int) -> None:
         assert self.transport is not None
         links = self.transport.links
         link = links.activations_out if what == "activation" else links.gradients_out
-        self.transport.send(link, self._leaving.pop((what, micro_batch, chunk)))
+        self.transport.send(link, self._leaving.pop((what, micro_batch, virtual_stage)))
 
 
 def _forget_values(y: torch.Tensor) -> None:
-    """The graph needs a stage's output as a node, not its values: they live only until they have been sent."""
+    """Free the values of a stage's output once they are sent: autograd needs the output as a node of the graph only."""
     if y.requires_grad and y._base is None:
         y.data = y.new_empty(1).expand(y.shape)

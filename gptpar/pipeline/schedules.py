@@ -1,7 +1,8 @@
-"""In which order every stage of a pipeline computes, sends and receives: pure generators of instructions.
+"""The order in which each stage of a pipeline computes, sends and receives: pure generators of instructions.
 
-Stage s of ``num_stages`` runs ``num_chunks`` chunks of the model. Its chunk c is the virtual stage
-``c * num_stages + s``: a micro-batch goes through the virtual stages in order and its gradient comes back.
+Each of ``num_stages`` stages runs ``num_virtual_stages`` virtual stages of the model. Virtual stage c of stage s is
+number ``c * num_stages + s`` in the model. A micro-batch passes through all virtual stages in the order of these
+numbers, and its gradient comes back in the reverse order.
 """
 
 from __future__ import annotations
@@ -16,46 +17,47 @@ from gptpar.errors import GptparError
 
 @dataclass(frozen=True)
 class Instruction:
-    """Something to do for one micro-batch in one chunk of the stage that does it.
+    """One stage's computation or transfer for one micro-batch.
 
     Attributes:
-        micro_batch: number of the micro-batch in its step.
-        chunk: the stage's own chunk, 0 to ``num_chunks - 1``; also of what is sent (made by it) or received (for it).
+        micro_batch: index of the micro-batch in its step.
+        virtual_stage: index of the virtual stage on its stage, 0 to ``num_virtual_stages - 1``. In a send it is the
+            virtual stage that computed the tensor, in a receive the one that needs it.
     """
 
     micro_batch: int
-    chunk: int
+    virtual_stage: int
 
 
 class Forward(Instruction):
-    """Compute a chunk's output."""
+    """Compute a virtual stage's output."""
 
 
 class Backward(Instruction):
-    """Compute the gradients of a chunk's parameters and input."""
+    """Compute the gradients of a virtual stage's parameters and input."""
 
 
 class SendActivation(Instruction):
-    """Send a chunk's output to the next stage (the last stage: to the first)."""
+    """Send a virtual stage's output to the next stage (the last stage: to the first)."""
 
 
 class ReceiveActivation(Instruction):
-    """Begin to receive a chunk's input from the previous stage (the first stage: from the last)."""
+    """Begin to receive a virtual stage's input from the previous stage (the first stage: from the last)."""
 
 
 class SendGradient(Instruction):
-    """Send the gradient of a chunk's input to the previous stage (the first stage: to the last)."""
+    """Send the gradient of a virtual stage's input to the previous stage (the first stage: to the last)."""
 
 
 class ReceiveGradient(Instruction):
-    """Begin to receive the gradient of a chunk's output from the next stage (the last stage: from the first)."""
+    """Begin to receive the gradient of a virtual stage's output from the next stage (the last: from the first)."""
 
 
 Action = Forward | Backward
 
 
 class Span(NamedTuple):
-    """An action and when it ran."""
+    """An action, and when it began and ended."""
 
     start: float
     end: float
@@ -77,46 +79,48 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> Iterator
         yield Backward(i, 0)
 
 
-def interleaved(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> Iterator[Action]:
-    """Several chunks per stage, which divides the idle time by their number; with one chunk it is 1F1B.
+def interleaved(stage: int, num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> Iterator[Action]:
+    """Several virtual stages per stage: their number divides the idle time. With one virtual stage it is 1F1B.
 
     Source: https://arxiv.org/abs/2104.04473, section 2.2, for whole groups of ``num_stages`` micro-batches. Here their
     number is free: the last group is filled up with micro-batches that do not exist, and these are then left out.
     Leaving a micro-batch out on all stages removes waits and adds none, so what could not deadlock still cannot. (A
-    short last group whose turns follow each other at once can: 4 stages, 3 chunks, 5 micro-batches.)
+    short last group whose turns follow each other at once can: 4 stages, 3 virtual stages, 5 micro-batches.)
     """
-    _check(stage, num_stages, num_micro_batches, num_chunks)
-    if num_chunks == 1:
+    _check(stage, num_stages, num_micro_batches, num_virtual_stages)
+    if num_virtual_stages == 1:
         yield from one_f_one_b(stage, num_stages, num_micro_batches)
         return
     whole = -(-num_micro_batches // num_stages) * num_stages
-    order = list(_grouped(num_stages, whole, num_chunks))
-    warm_up = min((num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages, len(order))
-    actions: list[Action] = [Forward(i, chunk) for i, chunk in order[:warm_up]]
-    for turn, (i, chunk) in enumerate(order):
+    order = list(_grouped(num_stages, whole, num_virtual_stages))
+    warm_up = min((num_stages - stage - 1) * 2 + (num_virtual_stages - 1) * num_stages, len(order))
+    actions: list[Action] = [Forward(i, virtual_stage) for i, virtual_stage in order[:warm_up]]
+    for turn, (i, virtual_stage) in enumerate(order):
         if turn + warm_up < len(order):
             actions.append(Forward(*order[turn + warm_up]))
-        actions.append(Backward(i, num_chunks - 1 - chunk))
+        actions.append(Backward(i, num_virtual_stages - 1 - virtual_stage))
     yield from (action for action in actions if action.micro_batch < num_micro_batches)
 
 
-def forward_only(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Iterator[Forward]:
-    """The forwards alone, for evaluation; all stages take them in the same order."""
-    _check(stage, num_stages, num_micro_batches, num_chunks)
-    for i, chunk in _grouped(num_stages, num_micro_batches, num_chunks):
-        yield Forward(i, chunk)
+def forward_only(stage: int, num_stages: int, num_micro_batches: int, num_virtual_stages: int = 1) -> Iterator[Forward]:
+    """The forwards alone, for evaluation; all stages run them in the same order."""
+    _check(stage, num_stages, num_micro_batches, num_virtual_stages)
+    for i, virtual_stage in _grouped(num_stages, num_micro_batches, num_virtual_stages):
+        yield Forward(i, virtual_stage)
 
 
-def with_transfers(actions: Iterable[Action], stage: int, num_stages: int, num_chunks: int) -> list[Instruction]:
-    """A stage's actions with what it sends and receives.
+def with_transfers(
+    actions: Iterable[Action], stage: int, num_stages: int, num_virtual_stages: int
+) -> list[Instruction]:
+    """A stage's actions with their sends and receives.
 
-    A receive stands before the action that precedes its own, so that data travel while that one computes; a send stands
-    right after its action. Chunks of one stage alone hand over in memory.
+    Each receive comes one action early, so that the transfer overlaps that action. Each send comes right after its
+    action. With a single stage nothing is sent: its virtual stages pass tensors on in memory.
     """
     instructions: list[Instruction] = []
     waiting: list[Instruction] = []  # the action before and its send
     for action in actions:
-        receives, sends = _transfers(action, stage, num_stages, num_chunks)
+        receives, sends = _transfers(action, stage, num_stages, num_virtual_stages)
         instructions += receives + waiting
         waiting = [action, *sends]
     return instructions + waiting
@@ -125,7 +129,7 @@ def with_transfers(actions: Iterable[Action], stage: int, num_stages: int, num_c
 def simulate(
     num_stages: int,
     num_micro_batches: int,
-    num_chunks: int,
+    num_virtual_stages: int,
     forward_time: float = 1,
     backward_time: float = 2,
     transfer_time: float = 0,
@@ -135,47 +139,49 @@ def simulate(
     Args:
         num_stages: number of stages.
         num_micro_batches: micro-batches in the step.
-        num_chunks: chunks per stage; 1 is the 1F1B schedule, more the interleaved one.
-        forward_time: time of one chunk's forward.
-        backward_time: time of one chunk's backward.
-        transfer_time: time from the end of an action until its result has arrived.
+        num_virtual_stages: virtual stages per stage; 1: the 1F1B schedule, more: the interleaved schedule.
+        forward_time: time of one virtual stage's forward.
+        backward_time: time of one virtual stage's backward.
+        transfer_time: time from the end of an action to the arrival of its result.
 
     Raises:
-        GptparError: the schedule deadlocks, or a link's receives are in another order than its sends.
+        GptparError: the schedule deadlocks, or the order of a link's receives differs from that of its sends.
     """
     programs = [
-        with_transfers(interleaved(stage, num_stages, num_micro_batches, num_chunks), stage, num_stages, num_chunks)
+        with_transfers(
+            interleaved(stage, num_stages, num_micro_batches, num_virtual_stages), stage, num_stages, num_virtual_stages
+        )
         for stage in range(num_stages)
     ]
-    return replay(programs, num_chunks, forward_time, backward_time, transfer_time)
+    return replay(programs, num_virtual_stages, forward_time, backward_time, transfer_time)
 
 
 def replay(
     programs: Sequence[Sequence[Instruction]],
-    num_chunks: int,
+    num_virtual_stages: int,
     forward_time: float = 1,
     backward_time: float = 2,
     transfer_time: float = 0,
 ) -> list[list[Span]]:
     """Timelines of stages that follow the given instructions.
 
-    Every stage has a first-in-first-out link to the next stage for activations and one to the previous stage for
-    gradients. Sends never wait; a receive is only begun, and the action that needs it waits.
+    Every stage has a first-in-first-out link to the next stage for activations, and another to the previous stage for
+    gradients. Sends and receives never wait; an action waits for the receive that it needs.
 
     Args:
         programs: each stage's instructions.
-        num_chunks: chunks per stage.
-        forward_time: time of one chunk's forward.
-        backward_time: time of one chunk's backward.
-        transfer_time: time from the end of an action until its result has arrived.
+        num_virtual_stages: virtual stages per stage.
+        forward_time: time of one virtual stage's forward.
+        backward_time: time of one virtual stage's backward.
+        transfer_time: time from the end of an action to the arrival of its result.
 
     Raises:
-        GptparError: the stages deadlock, a link's receives are in another order than its sends, what is sent is not
-            received, or an action comes before one that it needs on its own stage.
+        GptparError: the stages deadlock, the order of a link's receives differs from that of its sends, a message is
+            never received, or an action comes before an action of its own stage that it needs.
     """
     links: dict[type, list[_Link]] = {kind: [_Link() for _ in programs] for kind in (Forward, Backward)}
     times: dict[type, float] = {Forward: forward_time, Backward: backward_time}
-    stages = [_Stage(i, num_chunks, program, links) for i, program in enumerate(programs)]
+    stages = [_Stage(i, num_virtual_stages, program, links) for i, program in enumerate(programs)]
     while sum(stage.advance(times, transfer_time) for stage in stages):
         pass
     stuck = [f"stage {s.index} at {s.program[s.position]}" for s in stages if s.position < len(s.program)]
@@ -187,31 +193,32 @@ def replay(
     return [stage.spans for stage in stages]
 
 
-def bubble(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> float:
-    """The idle share of a step when all actions of a kind take equally long: (p - 1) / (v m + p - 1).
+def bubble(num_stages: int, num_micro_batches: int, num_virtual_stages: int = 1) -> float:
+    """The bubble fraction of a step if all actions of a kind take equally long: (p - 1) / (v m + p - 1).
 
-    Exact with one chunk, and with several when the stages divide the micro-batches; else the idle share is larger.
+    It is exact with one virtual stage, and with several if the number of micro-batches is a multiple of the number of
+    stages; else the bubble is larger.
     Source: https://arxiv.org/abs/2104.04473, section 2.2, there relative to the busy time.
     """
-    return (num_stages - 1) / (num_chunks * num_micro_batches + num_stages - 1)
+    return (num_stages - 1) / (num_virtual_stages * num_micro_batches + num_stages - 1)
 
 
 def idle_share(timelines: Sequence[Sequence[Span]]) -> float:
-    """The share of all stages' time, until the last one ends, in which nothing is computed."""
+    """The bubble fraction: the idle time of all stages, until the last one ends, over their whole time."""
     length = max(span.end for spans in timelines for span in spans)
     busy = sum(span.end - span.start for spans in timelines for span in spans)
     return 1 - busy / (length * len(timelines))
 
 
 def chart(timelines: Sequence[Sequence[Span]], width: int = 100) -> str:
-    """A drawing with a row per stage; a column is as long as the shortest action and shows what runs in its middle.
+    """A text chart with a row per stage; a column is as long as the shortest action and shows the action at its middle.
 
-    Micro-batch 0 is ``A`` in its forwards and ``a`` in its backwards, micro-batch 1 ``B`` and ``b``, and so on (again
-    ``A`` after ``Z``); a dot is idle time. Rows end with ``>`` where the drawing is cut.
+    Micro-batch 0 is ``A`` in its forwards and ``a`` in its backwards, micro-batch 1 is ``B`` and ``b``, and so on
+    (again ``A`` after ``Z``); a dot is idle time. A row that is longer than ``width`` ends with ``>``.
 
     Args:
         timelines: spans of every stage.
-        width: the most columns to draw.
+        width: maximum number of columns.
     """
     column = min(span.end - span.start for spans in timelines for span in spans)
     length = math.ceil(round(max(span.end for spans in timelines for span in spans) / column - 0.5, 6))
@@ -227,50 +234,53 @@ def chart(timelines: Sequence[Sequence[Span]], width: int = 100) -> str:
     return "\n".join(rows)
 
 
-def _check(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-    if not 0 <= stage < num_stages or num_micro_batches < 1 or num_chunks < 1:
+def _check(stage: int, num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> None:
+    if not 0 <= stage < num_stages or num_micro_batches < 1 or num_virtual_stages < 1:
         raise ValueError(
-            f"no schedule for stage {stage} of {num_stages}, {num_micro_batches} micro-batches, {num_chunks} chunks"
+            f"no schedule for stage {stage} of {num_stages}, {num_micro_batches} micro-batches, "
+            f"{num_virtual_stages} virtual stages"
         )
 
 
-def _grouped(num_stages: int, num_micro_batches: int, num_chunks: int) -> Iterator[tuple[int, int]]:
-    """(micro-batch, chunk): groups of ``num_stages`` micro-batches, each chunk taking the whole group in turn."""
+def _grouped(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> Iterator[tuple[int, int]]:
+    """(micro-batch, virtual stage) in order: each virtual stage takes a whole group of ``num_stages`` micro-batches."""
     for first in range(0, num_micro_batches, num_stages):
-        for chunk in range(num_chunks):
+        for virtual_stage in range(num_virtual_stages):
             for i in range(first, min(first + num_stages, num_micro_batches)):
-                yield i, chunk
+                yield i, virtual_stage
 
 
 def _transfers(
-    action: Action, stage: int, num_stages: int, num_chunks: int
+    action: Action, stage: int, num_stages: int, num_virtual_stages: int
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """(receives, sends) of an action: one each, or none where its path begins or ends."""
+    """(receives, sends) of an action: one each, but no receive where a path begins and no send where it ends."""
     forward = isinstance(action, Forward)
-    virtual_stage = action.chunk * num_stages + stage
-    beginning, end = (0, num_stages * num_chunks - 1)[:: 1 if forward else -1]
+    number = action.virtual_stage * num_stages + stage
+    beginning, end = (0, num_stages * num_virtual_stages - 1)[:: 1 if forward else -1]
     receive, send = (ReceiveActivation, SendActivation) if forward else (ReceiveGradient, SendGradient)
-    what = action.micro_batch, action.chunk
+    what = action.micro_batch, action.virtual_stage
     alone = num_stages == 1
     return (
-        [] if alone or virtual_stage == beginning else [receive(*what)],
-        [] if alone or virtual_stage == end else [send(*what)],
+        [] if alone or number == beginning else [receive(*what)],
+        [] if alone or number == end else [send(*what)],
     )
 
 
 @dataclass
 class _Link:
-    """One direction between two stages: (time of arrival, micro-batch, receiving virtual stage) of what was sent."""
+    """One direction between two stages: (time of arrival, micro-batch, receiving virtual stage) of each message."""
 
     sent: list[tuple[float, int, int]] = field(default_factory=list)
     num_received: int = 0
 
 
 class _Stage:
-    """A stage in a replay: where it is in its program, what it has done and when."""
+    """A stage in a replay: its position in its program, and the times of its actions."""
 
-    def __init__(self, index: int, num_chunks: int, program: Sequence[Instruction], links: dict[type, list[_Link]]):
-        self.index, self.num_chunks, self.program, self.links = index, num_chunks, program, links
+    def __init__(
+        self, index: int, num_virtual_stages: int, program: Sequence[Instruction], links: dict[type, list[_Link]]
+    ):
+        self.index, self.num_virtual_stages, self.program, self.links = index, num_virtual_stages, program, links
         self.num_stages = len(links[Forward])
         self.position = 0
         self.spans: list[Span] = []
@@ -278,17 +288,17 @@ class _Stage:
         self.tickets: dict[Instruction, int] = {}
 
     def advance(self, times: dict[type, float], transfer_time: float) -> int:
-        """Follow the program as far as messages allow; returns by how many instructions."""
+        """Follow the program until a message is missing; returns the number of instructions done."""
         before = self.position
         for instruction in self.program[before:]:
             match instruction:
-                case ReceiveActivation(micro_batch=i, chunk=c):
+                case ReceiveActivation(micro_batch=i, virtual_stage=c):
                     self._receive(Forward(i, c))
-                case ReceiveGradient(micro_batch=i, chunk=c):
+                case ReceiveGradient(micro_batch=i, virtual_stage=c):
                     self._receive(Backward(i, c))
-                case SendActivation(micro_batch=i, chunk=c):
+                case SendActivation(micro_batch=i, virtual_stage=c):
                     self._send(Forward(i, c), 1, transfer_time)
-                case SendGradient(micro_batch=i, chunk=c):
+                case SendGradient(micro_batch=i, virtual_stage=c):
                     self._send(Backward(i, c), -1, transfer_time)
                 case Forward() | Backward():
                     arrival = self._arrival(instruction)
@@ -308,13 +318,13 @@ class _Stage:
     def _send(self, action: Action, step: int, transfer_time: float) -> None:
         if action not in self.done:
             raise GptparError(f"stage {self.index} sends the result of {action} before it has computed it.")
-        to = action.chunk * self.num_stages + self.index + step
+        to = action.virtual_stage * self.num_stages + self.index + step
         link = self.links[type(action)][to % self.num_stages]
         link.sent.append((self.spans[-1].end + transfer_time, action.micro_batch, to))
 
     def _arrival(self, action: Action) -> float | None:
-        """When what the action needs is there; ``None`` while it has not been sent."""
-        receives, _ = _transfers(action, self.index, self.num_stages, self.num_chunks)
+        """The time at which the action's input arrives; ``None``: it is not sent yet."""
+        receives, _ = _transfers(action, self.index, self.num_stages, self.num_virtual_stages)
         missing = self._needs(action) - self.done
         if missing or (receives and action not in self.tickets):
             raise GptparError(f"stage {self.index} runs {action} before {', '.join(map(str, missing or receives))}.")
@@ -324,7 +334,7 @@ class _Stage:
         if ticket >= len(link.sent):
             return None
         arrival, *what = link.sent[ticket]
-        if what != [action.micro_batch, action.chunk * self.num_stages + self.index]:
+        if what != [action.micro_batch, action.virtual_stage * self.num_stages + self.index]:
             raise GptparError(
                 f"stage {self.index} receives for {action} what was sent as micro-batch {what[0]} for virtual stage "
                 f"{what[1]}: receives and sends of this link differ in order."
@@ -332,11 +342,11 @@ class _Stage:
         return arrival
 
     def _needs(self, action: Action) -> set[Instruction]:
-        """Actions of this very stage that come first."""
-        i, chunk = action.micro_batch, action.chunk
-        needs: set[Instruction] = {Forward(i, chunk)} if isinstance(action, Backward) else set()
-        if self.num_stages == 1 and isinstance(action, Forward) and chunk > 0:
-            needs.add(Forward(i, chunk - 1))
-        if self.num_stages == 1 and isinstance(action, Backward) and chunk < self.num_chunks - 1:
-            needs.add(Backward(i, chunk + 1))
+        """Actions of this same stage that must come first."""
+        i, virtual_stage = action.micro_batch, action.virtual_stage
+        needs: set[Instruction] = {Forward(i, virtual_stage)} if isinstance(action, Backward) else set()
+        if self.num_stages == 1 and isinstance(action, Forward) and virtual_stage > 0:
+            needs.add(Forward(i, virtual_stage - 1))
+        if self.num_stages == 1 and isinstance(action, Backward) and virtual_stage < self.num_virtual_stages - 1:
+            needs.add(Backward(i, virtual_stage + 1))
         return needs

@@ -1,4 +1,4 @@
-"""The layers that one process runs one after the other: a whole model, or one piece of it."""
+"""A (virtual) stage: consecutive layers that one process runs one after the other."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What is known of a parameter beside its values.
+    """A parameter's shape, placement and initialisation.
 
     Attributes:
-        shape: of this process's tensor-parallel share.
-        split: how the whole parameter is split over the tensor axis; ``None`` where every rank has all of it.
+        shape: of this process's tensor-parallel split.
+        split: how the parameter is split over the tensor axis; ``None``: every rank has the whole parameter.
         init: how it is initialised.
         grad_sums: axes over which its gradient is summed, beside the data axis.
-        strides: of this process's tensor-parallel share, whose memory is dense; ``None``: row-major.
+        strides: of this process's split, whose memory is dense; ``None``: row-major.
 
     Raises:
-        ValueError: memory with these strides has gaps, or elements share a place.
+        ValueError: memory with these strides has gaps, or two elements at one position.
     """
 
     shape: torch.Size
@@ -59,7 +59,7 @@ class ParameterInfo:
 
     @property
     def memory_order(self) -> tuple[int, ...]:
-        """The dims, from the one whose neighbours are farthest apart in memory to that whose neighbours are nearest."""
+        """The dims in the order of their strides, the largest stride first."""
         dims = range(len(self.shape))
         return tuple(dims if self.strides is None else sorted(dims, key=self.strides.__getitem__, reverse=True))
 
@@ -73,7 +73,7 @@ class ParameterInfo:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where this process's share begins in the whole parameter."""
+        """Position of this process's split in the whole parameter."""
         return tuple(
             self.split.start if self.split is not None and dim == self.split.dim else 0
             for dim in range(len(self.shape))
@@ -82,24 +82,21 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class BufferInfo:
-    """What is known of a layer's buffer beside its values.
-
-    Attributes:
-    """
+    """Shape and dtype of a layer's buffer."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class LayerCaller(Protocol):
-    """Calls a layer on behalf of whoever owns its parameters, who may have to bring them first."""
+    """Calls a layer; it may gather the layer's parameters first."""
 
     def __call__(self, name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> torch.Tensor:
         """Returns ``call(x, *args)``."""
 
 
 def call_directly(name: str, call: Callable[..., Any], x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """The parameters are in place."""
+    """Call a layer whose parameters are always in place."""
     return call(x, *args)
 
 
@@ -174,7 +171,7 @@ class Stage(nn.Module):
         return x
 
     def call_through(self, caller: LayerCaller) -> None:
-        """Have layers called by whoever owns their parameters."""
+        """Let ``caller`` call the layers from now on."""
         self.caller = caller
 
     def call_order(self) -> list[str]:
@@ -198,11 +195,11 @@ class Stage(nn.Module):
         return {name: parameters for name, parameters in found.items() if parameters}
 
     def units_by_layer(self) -> dict[str, tuple[str, ...]]:
-        """Name -> its unit, which is called the same, of layers that have parameters."""
+        """Layer's name -> its single unit, of the same name, for layers that have parameters."""
         return {name: (name,) for name in self.parameters_by_layer()}
 
     def infos(self) -> dict[str, ParameterInfo]:
-        """Global name -> what is known of the parameter.
+        """Global name -> description of the parameter.
 
         Raises:
             TypeError: a layer does not declare a parameter (:mod:`gptpar.topology.placement`).
@@ -216,7 +213,7 @@ class Stage(nn.Module):
         return found
 
     def buffer_infos(self) -> dict[str, BufferInfo]:
-        """Global name -> what is known of the buffer.
+        """Global name -> description of the buffer.
 
         Raises:
             TypeError: a module was built without storage and cannot fill its buffers.
@@ -237,10 +234,10 @@ class Stage(nn.Module):
         return found
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
-        """Give every parameter, and every buffer without storage, the memory it lives in; fill those buffers.
+        """Point every parameter, and every buffer without storage, to its memory, and fill those buffers.
 
         Args:
-            storage: global name -> tensor of the parameter's or buffer's shape; it becomes its own memory.
+            storage: global name -> tensor of the parameter's or buffer's shape, which becomes its memory.
         """
         for name, layer in zip(self._names, self.layers, strict=True):
             for prefix, module in layer.named_modules(prefix=name):
@@ -279,9 +276,9 @@ def _call_of(spec: LayerSpec, layer: nn.Module, auxiliary: AuxiliaryLosses) -> _
 
 
 def place_parameter(parameter: nn.Parameter, memory: torch.Tensor) -> None:
-    """Let a parameter live in this memory; it remains the same object.
+    """Point a parameter to this memory; it remains the same object.
 
-    Refreshing the memory afterwards does not look like an in-place change of the parameter to autograd.
+    Autograd does not see later writes to the memory as in-place changes of the parameter.
     """
     if parameter.is_meta:
         torch.utils.swap_tensors(parameter, nn.Parameter(memory.data, requires_grad=parameter.requires_grad))

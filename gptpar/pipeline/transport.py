@@ -1,4 +1,4 @@
-"""Tensors between neighbouring stages."""
+"""Sends and receives tensors between neighbouring stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gptpar.topology.groups import Link, Links
 
 
 class Arrival:
-    """A tensor that is on its way."""
+    """A tensor that is being received."""
 
     def __init__(self, link: Link, shape: torch.Size, dtype: torch.dtype, device: torch.device):
         self._tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -26,7 +26,7 @@ class Arrival:
 
 
 class Transport:
-    """Sends without waiting, and keeps what was sent alive until it has left."""
+    """Sends without waiting, and keeps each tensor alive until it is sent."""
 
     def __init__(self, links: Links):
         self.links = links
@@ -36,11 +36,12 @@ class Transport:
         """Start sending."""
         tensor = tensor.contiguous()
         self._leaving.append((dist.isend(tensor, link.peer, group=link.group), tensor))
-        recording = tensor.is_cuda and torch.cuda.is_current_stream_capturing()  # nothing has happened yet then
+        # While a step is recorded, nothing is sent, so no send is complete.
+        recording = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         while tensor.is_cuda and not recording and self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()
 
     def flush(self) -> None:
-        """Return when everything was handed over; on a GPU, when what follows will find it so."""
+        """Wait for all sends. On a GPU the current stream waits, not the host."""
         while self._leaving:
             self._leaving.popleft()[0].wait()

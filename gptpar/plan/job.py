@@ -87,9 +87,9 @@ class Job:
         return self.config.batch.global_batch_size // (self.micro_batch_size * self.layout.data)
 
     @property
-    def num_chunks(self) -> int:
+    def num_virtual_stages(self) -> int:
         """Pieces of the stack on each process."""
-        return self.config.parallel.num_chunks
+        return self.config.parallel.num_virtual_stages
 
     @property
     def zero_stage(self) -> int:
@@ -168,7 +168,7 @@ class Job:
 
     @property
     def masters_are_live(self) -> bool:
-        """Whether forward and backward passes use the masters themselves."""
+        """Whether forward and backward passes use the master weights themselves."""
         everything_here = not self.ratio and not self.config.offload.cpu_parameters
         return self.element_size == self.wide_size and self.shards == 1 and everything_here
 
@@ -215,13 +215,13 @@ class Job:
     def split(self) -> LayerSplit:
         """Which layers go to which stage, as the run itself cuts them."""
         method = self.config.parallel.pipeline_partition_method
-        return split_of_model(self.config.model, self.layout.pipeline, self.num_chunks, method)
+        return split_of_model(self.config.model, self.layout.pipeline, self.num_virtual_stages, method)
 
     @property
     def stages(self) -> tuple[StagePart, ...]:
         """What each stage runs."""
         method = self.config.parallel.pipeline_partition_method
-        return stages_of_model(self.config.model, self.layout.pipeline, self.num_chunks, method)
+        return stages_of_model(self.config.model, self.layout.pipeline, self.num_virtual_stages, method)
 
 
 @lru_cache(maxsize=64)
@@ -267,20 +267,20 @@ def table_of(
 
 
 @lru_cache(maxsize=512)
-def split_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method: str) -> LayerSplit:
+def split_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
     """As :func:`~gptpar.pipeline.module.split_model`."""
-    return split_model(model_of(model, ALONE), num_stages, num_chunks, method)
+    return split_model(model_of(model, ALONE), num_stages, num_virtual_stages, method)
 
 
 @lru_cache(maxsize=512)
-def stages_of_model(model: ModelConfig, num_stages: int, num_chunks: int, method: str) -> tuple[StagePart, ...]:
+def stages_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str) -> tuple[StagePart, ...]:
     """What each stage of a cut model runs.
 
     Raises:
         ConfigError: the model cannot be cut like that.
     """
     layers = model_of(model, ALONE).layers
-    chunks = [layers[a:b] for a, b in pairwise(split_of_model(model, num_stages, num_chunks, method).bounds)]
+    chunks = [layers[a:b] for a, b in pairwise(split_of_model(model, num_stages, num_virtual_stages, method).bounds)]
     return tuple(_stage(chunks[stage::num_stages]) for stage in range(num_stages))
 
 
@@ -299,19 +299,19 @@ def _stage(chunks: Sequence[Sequence[ModelLayer]]) -> StagePart:
 
 
 @lru_cache(maxsize=4096)
-def alive(stage: int, num_stages: int, num_micro_batches: int, num_chunks: int) -> frozenset[tuple[int, ...]]:
+def alive(stage: int, num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> frozenset[tuple[int, ...]]:
     """How many micro-batches each chunk of a stage holds, in all the combinations after which one is given up.
 
     Counted along the schedule. Beyond a few rounds of the stages it only repeats itself, so more are not counted.
     """
     rounds = min(num_micro_batches, 3 * num_stages + num_micro_batches % num_stages)
-    counts = [0] * num_chunks
+    counts = [0] * num_virtual_stages
     found = set()
     grew = False
-    for action in schedules.interleaved(stage, num_stages, rounds, num_chunks):
+    for action in schedules.interleaved(stage, num_stages, rounds, num_virtual_stages):
         grows = isinstance(action, schedules.Forward)
         if grew and not grows:
             found.add(tuple(counts))
-        counts[action.chunk] += 1 if grows else -1
+        counts[action.virtual_stage] += 1 if grows else -1
         grew = grows
     return frozenset(found)

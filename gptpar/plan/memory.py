@@ -76,7 +76,7 @@ def stage_memory(job: Job, stage: int, sustained: Sustained = SUSTAINED) -> Rank
     blocks = _Blocks.of(job)
     chunks = [blocks.kept(count) for count in part.blocks]
     host_chunks = [blocks.kept_by_host(count) for count in part.blocks]
-    counts = alive(stage, job.layout.pipeline, job.num_micro_batches, job.num_chunks)
+    counts = alive(stage, job.layout.pipeline, job.num_micro_batches, job.num_virtual_stages)
     activations = max(sum(n * size for n, size in zip(count, chunks, strict=True)) for count in counts)
     host = max(sum(n * size for n, size in zip(count, host_chunks, strict=True)) for count in counts)
     moments = _moments(job, part, blocks, activations, sum(chunks))
@@ -300,7 +300,7 @@ def _boundary_buffers(job: Job, stage: int) -> float:
         return 0.0
     count = float(BOUNDARIES_IN_FLIGHT)
     if job.graph:
-        last, chunks = stage == job.layout.pipeline - 1, job.num_chunks
+        last, chunks = stage == job.layout.pipeline - 1, job.num_virtual_stages
         received = (chunks - (stage == 0)) + (chunks - last)  # by all chunks, of a micro-batch
         still = max(map(sum, alive(stage, job.layout.pipeline, job.num_micro_batches, chunks))) / chunks
         count += max(0.0, job.num_micro_batches - still) * received

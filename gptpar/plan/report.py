@@ -49,9 +49,10 @@ def _facts(plan: Plan) -> list[Row]:
     job, cluster = plan.job, plan.cluster
     m, recompute = job.config.model, job.config.recompute
     count = format_count(job.num_parameters)
-    rounds = rounds_idle(job.layout.pipeline, job.num_micro_batches, job.num_chunks)
+    rounds = rounds_idle(job.layout.pipeline, job.num_micro_batches, job.num_virtual_stages)
     bubble = f", idle {100 * rounds / (job.num_micro_batches + rounds):.1f} % with even stages"
-    pieces = "1F1B" if job.num_chunks == 1 else f"interleaved 1F1B, {job.num_chunks} virtual stages each"
+    virtual = job.num_virtual_stages
+    schedule = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} virtual stages each"
     again = recompute.recompute_granularity or "nothing is computed again"
     return [
         Row("model", f"{count} parameters", f"{m.num_layers} layers x {m.hidden_size} x {m.num_attention_heads} heads"),
@@ -69,7 +70,7 @@ def _facts(plan: Plan) -> list[Row]:
         ),
         Row(
             "schedule",
-            pieces + bubble if job.layout.pipeline > 1 else "no pipeline",
+            schedule + bubble if job.layout.pipeline > 1 else "no pipeline",
             "one CUDA graph a step" if job.graph else "launched kernel by kernel",
         ),
         *_offload(plan),
@@ -125,7 +126,7 @@ def memory_table(plan: Plan) -> str:
 def timelines(plan: Plan) -> tuple[list[list[Span]], int]:
     """(spans of every stage in seconds, micro-batches drawn): a long step is drawn with fewer micro-batches."""
     job, time = plan.job, plan.time
-    stages, chunks = job.layout.pipeline, job.num_chunks
+    stages, chunks = job.layout.pipeline, job.num_virtual_stages
     most = max(stages, MAX_DRAWN_ACTIONS // (2 * stages * chunks))
     count = min(job.num_micro_batches, most, 4 * stages)
     slowest = max(time.stages, key=lambda stage: stage.both)
@@ -140,7 +141,7 @@ def _schedule(plan: Plan) -> list[str]:
         return [_title("schedule"), f"  {stages} stages: --png FILE draws them"]
     _, count = timelines(plan)
     shown = "" if count == plan.job.num_micro_batches else f", drawn with {count} micro-batches"
-    chart = schedules.chart(schedules.simulate(stages, count, plan.job.num_chunks), 98)
+    chart = schedules.chart(schedules.simulate(stages, count, plan.job.num_virtual_stages), 98)
     return [_title(f"schedule: letters are micro-batches, capitals forward{shown}"), chart]
 
 

@@ -92,8 +92,8 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     slowest = max(stage.both for stage in stages)
     others = (sum(stage.both for stage in stages) - slowest) / max(1, layout.pipeline - 1)
     compute = count * slowest
-    fill = rounds_idle(layout.pipeline, count, job.num_chunks) * others
-    transfers = rounds_transferring(layout.pipeline, count, job.num_chunks) * costs.between_stages()
+    fill = rounds_idle(layout.pipeline, count, job.num_virtual_stages) * others
+    transfers = rounds_transferring(layout.pipeline, count, job.num_virtual_stages) * costs.between_stages()
     if not job.graph and layout.pipeline > 1:
         fill += cluster.sustained.scheduling * compute
     busiest = max(range(len(stages)), key=lambda i: stages[i].both)
@@ -107,28 +107,28 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
     return StepTime(stages, compute, fill, transfers, data, optimizer, cpu_optimizer, host)
 
 
-def rounds_idle(num_stages: int, num_micro_batches: int, num_chunks: int) -> float:
+def rounds_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
     """How long a stage waits in a step, in times of its forward and backward of a micro-batch.
 
     By the schedule itself where the formula of :func:`~gptpar.pipeline.schedules.bubble` is not exact.
     """
-    if num_chunks == 1 or num_micro_batches % num_stages == 0:
-        share = schedules.bubble(num_stages, num_micro_batches, num_chunks)
+    if num_virtual_stages == 1 or num_micro_batches % num_stages == 0:
+        share = schedules.bubble(num_stages, num_micro_batches, num_virtual_stages)
         return num_micro_batches * share / (1 - share)
     few = min(num_micro_batches, num_stages + num_micro_batches % num_stages)
-    if num_stages * few * num_chunks > MAX_SIMULATED:
+    if num_stages * few * num_virtual_stages > MAX_SIMULATED:
         whole = -(-num_micro_batches // num_stages) * num_stages
-        return whole - num_micro_batches + (num_stages - 1) / num_chunks
-    return _simulated_idle(num_stages, few, num_chunks)
+        return whole - num_micro_batches + (num_stages - 1) / num_virtual_stages
+    return _simulated_idle(num_stages, few, num_virtual_stages)
 
 
 @lru_cache(maxsize=4096)
-def _simulated_idle(num_stages: int, num_micro_batches: int, num_chunks: int) -> float:
-    share = schedules.idle_share(schedules.simulate(num_stages, num_micro_batches, num_chunks))
+def _simulated_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
+    share = schedules.idle_share(schedules.simulate(num_stages, num_micro_batches, num_virtual_stages))
     return num_micro_batches * share / (1 - share)
 
 
-def rounds_transferring(num_stages: int, num_micro_batches: int, num_chunks: int) -> float:
+def rounds_transferring(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
     """How many transfers one after the other a step waits for.
 
     In 1F1B a micro-batch's way through all stages and back, with ``2 (p - 1)`` transfers, makes room for the next p;
@@ -137,10 +137,10 @@ def rounds_transferring(num_stages: int, num_micro_batches: int, num_chunks: int
     """
     if num_stages == 1:
         return 0.0
-    if num_chunks == 1:
+    if num_virtual_stages == 1:
         rounds = max(num_micro_batches, num_stages)
         return 2 * (num_stages - 1) / num_stages * rounds + 2 * (num_stages - 2)
-    return 2.0 * (num_stages * num_chunks - 1)
+    return 2.0 * (num_stages * num_virtual_stages - 1)
 
 
 class _Costs:

@@ -67,7 +67,7 @@ def _measured(config: Config, topology: Topology) -> float:
 
 
 def bytes_saved_without_host(trainer: Trainer) -> int:
-    """Parameters that are the masters themselves when the host has nothing, and lie beside them otherwise.
+    """Model parameters that are also the master weights if nothing is offloaded, and are separate from them otherwise.
 
     Several processes take the highest ratio, which may be above 0 where 0 would fit one of them: they count on nothing.
     """
@@ -89,6 +89,6 @@ def any_batches(config: Config, topology: Topology) -> list[MicroBatch]:
     """Micro-batches of anything: as many as are ever alive at once, and two where there are several to be summed."""
     model, batch = config.model, config.batch
     count = batch.global_batch_size // (batch.micro_batch_size * topology.layout.data)
-    enough = min(count, topology.layout.pipeline * config.parallel.num_chunks * 2)
+    enough = min(count, topology.layout.pipeline * config.parallel.num_virtual_stages * 2)
     tokens = torch.zeros(batch.micro_batch_size, model.seq_length, dtype=torch.int64)
     return [MicroBatch(tokens, tokens) for _ in range(max(min(2, count), enough))]

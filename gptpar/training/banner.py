@@ -62,9 +62,9 @@ def offload_line(engine: Engine, host: HostOptimizer) -> str:
     on_device = table.elements(Home.DEVICE) * engine.optimizer.bytes_an_element
     return (
         f"optimizer: the CPU updates {offloaded}: "
-        f"{state} of masters and moments, {doubled} of double buffers for speculation; {host.kernel}; "
+        f"{state} of master weights and moments, {doubled} of double buffers for speculation; {host.kernel}; "
         "the device the others: "
-        f"{format_bytes(on_device)} of masters, moments and gradients"
+        f"{format_bytes(on_device)} of master weights, moments and gradients"
     )
 
 
@@ -152,7 +152,7 @@ def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit
     if layout.pipeline == 1:
         return []
     num_micro = plan.full // (config.batch.micro_batch_size * layout.data)
-    chunks = config.parallel.num_chunks
+    chunks = config.parallel.num_virtual_stages
     idle = idle_share(simulate(layout.pipeline, num_micro, chunks))
     layers = [split.layers_of(stage) for stage in range(layout.pipeline)]
     rows = [

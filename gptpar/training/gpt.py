@@ -130,7 +130,7 @@ def make_pipeline(
     return PipelineModule(
         model.specs,
         topology=topology,
-        num_virtual_stages=config.parallel.num_chunks,
+        num_virtual_stages=config.parallel.num_virtual_stages,
         split=split_of(config, topology.layout),
         build=build_on_meta,
         recompute=partial(recomputed_blocks, config, frozenset(model.names(Role.BLOCK))),
@@ -149,5 +149,5 @@ def split_of(config: Config, layout: Layout) -> LayerSplit:
     """Which layers go to which stage."""
     parallel = config.parallel
     return split_model(
-        gpt_model(config.model), layout.pipeline, parallel.num_chunks, parallel.pipeline_partition_method
+        gpt_model(config.model), layout.pipeline, parallel.num_virtual_stages, parallel.pipeline_partition_method
     )

@@ -14,9 +14,9 @@ from gptpar.engine.readings import Readings
 from gptpar.engine.step_graph import StepGraph
 from gptpar.model.dropout import layers_with_dropout, seed_fields
 from gptpar.optim.elementwise import Hyperparameters
+from gptpar.optim.group_ranges import DECAYS
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
-from gptpar.optim.spans import DECAYS
 from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity
@@ -47,15 +47,15 @@ class _StepObserver:
     iteration: int
     num_micro_batches: int
 
-    def before_forward(self, micro_batch: int, chunk: int) -> None:
+    def before_forward(self, micro_batch: int, virtual_stage: int) -> None:
         self._note(micro_batch, "forward")
         self.trainer.engine.gradients.begin_forward(last=self._is_last(micro_batch))
 
-    def before_backward(self, micro_batch: int, chunk: int, output: torch.Tensor) -> None:
+    def before_backward(self, micro_batch: int, virtual_stage: int, output: torch.Tensor) -> None:
         self._note(micro_batch, "backward")
-        self.trainer.engine.gradients.begin_backward(chunk, last=self._is_last(micro_batch))
+        self.trainer.engine.gradients.begin_backward(virtual_stage, last=self._is_last(micro_batch))
 
-    def after_backward(self, micro_batch: int, chunk: int) -> None:
+    def after_backward(self, micro_batch: int, virtual_stage: int) -> None:
         self.trainer.engine.gradients.end_backward()
 
     def _is_last(self, micro_batch: int) -> bool:

@@ -1,7 +1,7 @@
 """Training in plain torch: what an engine has to give, number by number.
 
 Parameters that a step does not use have a zero gradient: AdamW moves them by their moments and decays them. Those
-narrower than fp32 have fp32 masters.
+narrower than fp32 have fp32 master weights.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ OFFLOAD = [
     Fault(
         "step-requested-meanwhile-lost",
         THREAD,
-        "            if self._request is request:  # not the next one, requested since the last bucket was done\n"
+        "            if self._request is request:  # the loop may have requested the next step "
+        "since the last bucket was done\n"
         "                self._request = None\n",
         "            self._request = None\n",
         ("tests/unit/offload/test_host_optimizer.py::test_a_step_that_is_announced_while_the_last_one_ends_is_taken",),

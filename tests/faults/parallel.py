@@ -105,10 +105,10 @@ PARALLEL = [
         ("tests/unit/pipeline/test_schedules.py::test_steps_end_and_idle_as_the_formula_says",),
     ),
     Fault(
-        "chunks-go-back-in-forward-order",
+        "virtual-stages-go-back-in-forward-order",
         SCHEDULES,
-        "Backward(i, num_chunks - 1 - chunk)",
-        "Backward(i, chunk)",
+        "Backward(i, num_virtual_stages - 1 - virtual_stage)",
+        "Backward(i, virtual_stage)",
         ("tests/unit/pipeline/test_schedules.py",),
     ),
     Fault(
@@ -121,8 +121,8 @@ PARALLEL = [
     Fault(
         "activation-forgotten-before-it-is-sent",
         "gptpar/pipeline/runtime.py",
-        'self._leaving["activation", micro_batch, chunk] = y.detach()\n            _forget_values(y)',
-        '_forget_values(y)\n            self._leaving["activation", micro_batch, chunk] = y.detach()',
+        'self._leaving["activation", micro_batch, virtual_stage] = y.detach()\n            _forget_values(y)',
+        '_forget_values(y)\n            self._leaving["activation", micro_batch, virtual_stage] = y.detach()',
         (f"{STAGES}[2-2-options0]",),
     ),
     Fault(

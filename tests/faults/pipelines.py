@@ -16,7 +16,7 @@ PIPELINES = [
     Fault(
         "shared-unit-final-in-the-last-virtual-stage",
         COLLECTOR,
-        "final = last and self._last_chunk[name] == chunk",
+        "final = last and self._last_stage[name] == virtual_stage",
         "final = last",
         (TWICE_ON_ONE,),
     ),

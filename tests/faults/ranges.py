@@ -71,7 +71,7 @@ RANGES = [
     ),
     Fault(
         "host-counts-from-the-beginning-of-the-shard",
-        "gptpar/optim/spans.py",
+        "gptpar/optim/group_ranges.py",
         "(max(a, low) - low, min(b, high) - low) for a, b in self.counted",
         "(max(a, low), min(b, high)) for a, b in self.counted",
         ("tests/unit/engine/test_table.py::test_what_the_host_updates_is_what_the_table_says",),

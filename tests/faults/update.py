@@ -54,8 +54,8 @@ UPDATE = [
     Fault(
         "launch-reaches-over-another-family",
         "gptpar/engine/flat_optimizer.py",
-        "key=lambda span: self._family_of[span.group]",
-        "key=lambda span: 0",
+        "key=lambda one: self._family_of[one.group]",
+        "key=lambda one: 0",
         (GROUPS, "tests/unit/engine/test_parameter_groups.py::test_what_lies_together_is_one_launch"),
     ),
     Fault(

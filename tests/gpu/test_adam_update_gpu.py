@@ -11,7 +11,7 @@ from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.device_adam import TritonAdam
 from gptpar.optim.elementwise import DeviceKernel, UpdateVectors, clipped_divisor
-from gptpar.optim.spans import ALIGNMENT
+from gptpar.optim.group_ranges import ALIGNMENT
 from gptpar.optim.torch_kernels import TorchDeviceKernel
 from tests.gpu.offloaded_training import OFFLOAD, run
 from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
@@ -36,7 +36,7 @@ def test_triton_and_torch_compute_the_definition(
     for case in cases():
         length = len(case[0]) // ALIGNMENT // 2 * ALIGNMENT
         cut = length // ALIGNMENT // 2 * ALIGNMENT
-        spans = ((0, cut, True), (cut, length, False))
+        group_ranges = ((0, cut, True), (cut, length, False))
         decays = torch.arange(length // ALIGNMENT, device="cuda") < cut // ALIGNMENT
         p, m, v, g = (vector[:length].cuda() for vector in case)
         for step in STEPS:
@@ -49,7 +49,7 @@ def test_triton_and_torch_compute_the_definition(
             for adam in adams:
                 state, live, steps = [t.clone() for t in (p, m, v)], torch.empty_like(p, dtype=low), on_gpu(step - 1.0)
                 taken = adam.begin_step(HOW, on_gpu(norm), loss_scale, max_norm, steps)
-                taken.update(UpdateVectors((*state, g.to(grad)), live, spans, decays))
+                taken.update(UpdateVectors((*state, g.to(grad)), live, group_ranges, decays))
                 assert (steps.item(), taken.skipped.item()) == (step, 0)
                 for name, ours, true in zip(("p", "m", "v", "low"), [*state, live], [*expected, narrow], strict=True):
                     assert same(ours.cpu(), true), (adam, name, step)

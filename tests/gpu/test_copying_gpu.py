@@ -82,9 +82,9 @@ def test_peak_memory_has_two_gradients_instead_of_all(monkeypatch: pytest.Monkey
 def test_the_loop_waits_for_the_oldest_copy_alone() -> None:
     length = 1 << 20
     transfers = CopyingGpuTransfers(DEVICE, [length] * 4, 2)
-    slots = [transfers.own_slot(2 * length) for _ in range(4)]
+    slots = [transfers.own_staging(2 * length) for _ in range(4)]
     assert all(slot is not None for slot in slots)
-    with torch.cuda.stream(transfers.inward):
+    with torch.cuda.stream(transfers.d2h_stream):
         torch.cuda._sleep(SLEEP)
     copies, waits = [], []
     before = torch.cuda.memory_allocated()
@@ -93,7 +93,7 @@ def test_the_loop_waits_for_the_oldest_copy_alone() -> None:
         copies.append(transfers.fetch(grad, slot))
         del grad
         if number == 2:
-            with torch.cuda.stream(transfers.inward):
+            with torch.cuda.stream(transfers.d2h_stream):
                 torch.cuda._sleep(SLEEP)  # before the fourth
         begun = time.perf_counter()
         transfers.hold_back()
@@ -111,9 +111,9 @@ def test_memory_is_given_up_when_the_copy_is_known_to_be_done() -> None:
     transfers = CopyingGpuTransfers(DEVICE, [length], 2)
     before = torch.cuda.memory_allocated()
     grad = torch.ones(length, dtype=torch.bfloat16, device=DEVICE)
-    with torch.cuda.stream(transfers.inward):
+    with torch.cuda.stream(transfers.d2h_stream):
         torch.cuda._sleep(SLEEP)
-    copy = transfers.fetch(grad, transfers.own_slot(2 * length))
+    copy = transfers.fetch(grad, transfers.own_staging(2 * length))
     del grad
     assert not copy.arrived() and torch.cuda.memory_allocated() - before == 2 * length
     torch.cuda.synchronize()

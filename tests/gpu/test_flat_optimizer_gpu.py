@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gptpar.optim.adamw import ADAMW
-from gptpar.optim.spans import Family
+from gptpar.optim.group_ranges import Family
 from tests.unit.engine.flat_optimizer_case import GRADS, follows_torch, make
 from tests.unit.engine.four_groups import JOINED, SEPARATE, flat_after
 

@@ -135,7 +135,7 @@ def test_fp16_overflows_are_skipped_alike() -> None:
 
 
 def test_the_devices_share_is_what_the_ratio_says() -> None:
-    """Measured: 12 bytes an element of masters and moments, 4 of gradient sums."""
+    """Measured: 12 bytes an element of master weights and moments, 4 of gradient sums."""
     sizes = {}
     for ratio in ("0", "0.5", "1"):
         _, _, trainer = run(f"--bf16 --no-compile {OFFLOAD} {ratio}", steps=1)

@@ -53,7 +53,7 @@ class Combination:
             "micro-batch": str(flags.batch.micro_batch_size),
             "recompute": flags.recompute.recompute_granularity or "none",
             "ZeRO": str(flags.parallel.zero_stage),
-            "virtual": str(flags.parallel.num_chunks),
+            "virtual": str(flags.parallel.num_virtual_stages),
             "CPU ratio": as_word(flags.offload.ratio),
         }
 

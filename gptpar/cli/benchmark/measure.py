@@ -157,7 +157,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
         "global_batch_size": run.plan.full,
         "tokens_per_step": tokens,
         "zero_stage": parallel.zero_stage,
-        "pieces_per_stage": parallel.num_chunks,
+        "pieces_per_stage": parallel.num_virtual_stages,
         "recompute": config.recompute.recompute_granularity,
         **_cpu_optimizer(run.config, records),
         "cuda_graph": on_gpu and wants_graph(run.config, topology.layout.data),

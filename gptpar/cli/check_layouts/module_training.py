@@ -89,14 +89,14 @@ def train_plainly(check: ModuleCheck, device: torch.device) -> Outcome:
     user = check.made()
     module = user.module.to(device)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    masters = {name: p.detach().clone().requires_grad_() for name, p in trained.items()}
+    master_weights = {name: p.detach().clone().requires_grad_() for name, p in trained.items()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(check.dtype)
-    optimizer = torch.optim.AdamW(masters.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(master_weights.values(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     outcome = Outcome(initial=_copies(trained))
     for step in range(check.steps):
         total = 0.0
-        sums = {name: torch.zeros_like(master) for name, master in masters.items()}  # of what no batch uses, too
+        sums = {name: torch.zeros_like(master) for name, master in master_weights.items()}  # of what no batch uses, too
         for micro in range(check.micro_batches):
             with check.kept_wide():
                 loss = user.loss(module, user.batch(step * check.micro_batches + micro, device, check.dtype))
@@ -106,15 +106,15 @@ def train_plainly(check: ModuleCheck, device: torch.device) -> Outcome:
                 if parameter.grad is not None:
                     sums[name] += parameter.grad.to(sums[name].dtype)
                     parameter.grad = None
-        for name, master in masters.items():
+        for name, master in master_weights.items():
             master.grad = sums[name]
         outcome.gradients.append(_copies(sums))
-        norm = torch.nn.utils.clip_grad_norm_(masters.values(), CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(master_weights.values(), CLIP)
         outcome.steps.append((total, norm.item()))
         optimizer.step()
         with torch.no_grad():
             for name, parameter in trained.items():
-                parameter.copy_(masters[name])
+                parameter.copy_(master_weights[name])
         outcome.weights.append(_copies(trained))
     return outcome
 

@@ -62,7 +62,7 @@ def _sequence(flags: Flags, size: int) -> Iterator[str]:
 
 def _pipeline(flags: Flags) -> Iterator[str]:
     p, num_layers = flags.parallel, flags.model.num_layers
-    stages, chunks = p.pipeline_model_parallel_size, p.num_chunks
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages
     if p.no_pipeline_parallel and stages > 1:
         yield "--no-pipeline-parallel contradicts --pipeline-model-parallel-size > 1: drop one of them."
     if stages == 1 and (chunks > 1 or p.num_layers_per_virtual_pipeline_stage):
@@ -86,7 +86,11 @@ def _pipeline(flags: Flags) -> Iterator[str]:
 def _virtual_stages(flags: Flags, num_layers: int) -> Iterator[str]:
     """--num-layers-per-virtual-pipeline-stage must give a whole number of chunks, and the one that is asked for."""
     p = flags.parallel
-    stages, per_chunk, chunks = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage, p.num_chunks
+    stages, per_chunk, chunks = (
+        p.pipeline_model_parallel_size,
+        p.num_layers_per_virtual_pipeline_stage,
+        p.num_virtual_stages,
+    )
     if not per_chunk or per_chunk < 0:
         return
     unit = stages * per_chunk

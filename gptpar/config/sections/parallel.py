@@ -66,7 +66,7 @@ class ParallelFlags(ParallelOptions):
     )
 
     @property
-    def num_chunks(self) -> int:
+    def num_virtual_stages(self) -> int:
         """Chunks that are asked for, before --num-layers-per-virtual-pipeline-stage is counted."""
         return self.num_virtual_stages_per_pipeline_rank or 1
 
@@ -79,7 +79,7 @@ class ParallelConfig(ParallelOptions):
     zero_stage: int = 0
 
     @property
-    def num_chunks(self) -> int:
+    def num_virtual_stages(self) -> int:
         """Chunks of consecutive layers that each process holds; more than one is an interleaved pipeline."""
         return self.num_virtual_stages_per_pipeline_rank
 

@@ -1,6 +1,7 @@
 """AdamW on a GPU as :mod:`gptpar.optim.adam_update` defines it (N1 to N6, E1 to E4), in one pass over memory.
 
-Triton fuses products with sums, divides approximately and has libdevice flush denormals, unless it is told otherwise.
+By default Triton fuses products with sums, divides approximately, and flushes denormals in libdevice: the kernels here
+turn all three off.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import triton
 import triton.language as tl
 
 ELEMENTS, NUM_WARPS = 2048, 8
-"""Of a program."""
+"""Elements and warps of one Triton program."""
 
 NUM_NUMBERS = 8
-"""scale, rest1, beta2, rest2, floor, size, decay; and one that is not 0 where nothing changes."""
+"""scale, rest1, beta2, rest2, floor, size, decay, skipped (not 0: nothing changes)."""
 
 IEEE = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
-"""Options of a launch: every operation is rounded by itself, denormals are kept."""
+"""Launch options: every operation is rounded by itself, denormals are kept."""
 
 
 @triton.jit
@@ -61,8 +62,7 @@ def step_numbers(
     """Count a step and write its numbers.
 
     Args:
-        given: [8] fp64: lr, beta1, beta2, eps, weight decay, loss scale, largest norm (0: any) and what is added to the
-            norm.
+        given: [8] fp64: lr, beta1, beta2, eps, weight decay, loss scale, largest norm (0: any), clipping's epsilon.
         norm: of the gradient, without the loss scale (fp64 scalar); if it is not finite, the step does not count.
         steps: steps so far (fp64 scalar).
         out: [NUM_NUMBERS] fp32.
@@ -72,8 +72,8 @@ def step_numbers(
 
 @triton.jit
 def _update(
-    weights, exp_avg, exp_avg_sq, grad, live, decays, numbers, length,
-    BLOCK: tl.constexpr, WRITES_LIVE: tl.constexpr, SOME_DECAY: tl.constexpr, ELEMENTS: tl.constexpr,
+    weights, exp_avg, exp_avg_sq, grad, parameters, decays, numbers, length,
+    BLOCK: tl.constexpr, WRITES_PARAMETERS: tl.constexpr, SOME_DECAY: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < length
@@ -91,8 +91,8 @@ def _update(
         tl.store(weights + at, w, mask=inside)
         tl.store(exp_avg + at, m, mask=inside)
         tl.store(exp_avg_sq + at, v, mask=inside)
-        if WRITES_LIVE:
-            tl.store(live + at, w.to(live.dtype.element_ty), mask=inside)
+        if WRITES_PARAMETERS:
+            tl.store(parameters + at, w.to(parameters.dtype.element_ty), mask=inside)
 
 
 def update(
@@ -100,22 +100,23 @@ def update(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
-    live: torch.Tensor | None,
+    parameters: torch.Tensor | None,
     decays: torch.Tensor | None,
     block: int,
     numbers: torch.Tensor,
 ) -> None:
-    """[n] vectors, fp32 but for the gradient and the live parameters.
+    """Update vectors [n]; all are fp32 but the gradient and the model parameters.
 
     Args:
-        decays: [blocks] which blocks decay; ``None``: all.
-        block: elements of one.
+        parameters: [n] the model parameters to write; ``None``: the weights are the model parameters.
+        decays: [blocks] whether each block decays; ``None``: all do.
+        block: elements of a block.
         numbers: as :func:`step_numbers` writes them.
     """
     length = len(weights)
     _update[(triton.cdiv(length, ELEMENTS),)](
-        weights, exp_avg, exp_avg_sq, grad, weights if live is None else live,
+        weights, exp_avg, exp_avg_sq, grad, weights if parameters is None else parameters,
         weights if decays is None else decays, numbers, length,
-        BLOCK=block, WRITES_LIVE=live is not None, SOME_DECAY=decays is not None, ELEMENTS=ELEMENTS,
+        BLOCK=block, WRITES_PARAMETERS=parameters is not None, SOME_DECAY=decays is not None, ELEMENTS=ELEMENTS,
         num_warps=NUM_WARPS, **IEEE,
     )  # fmt: skip

@@ -1,7 +1,9 @@
-"""The kernels of :mod:`gptpar.kernels.bias_gradient`: each program takes some columns of some rows, and keeps their
-sums in registers. Sums are of the rounded gradients, in fp32, in an order that depends on the shapes alone.
+"""The kernels of :mod:`gptpar.kernels.bias_gradient`.
 
-They are operators to a compiler, which would otherwise fix the strides of gradients before it knows them.
+Each program processes a tile of columns and rows, and keeps the columns' sums in registers. It sums the rounded
+gradients in fp32, in an order that depends on the shapes alone.
+
+The kernels are registered as operators: torch.compile would otherwise fix the gradients' strides before it knows them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def _gelu_backward(
 
 @triton_op("gptpar::gelu_backward", mutates_args=())
 def gelu_backward(grad_NF: torch.Tensor, x_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x for GELU (tanh form), and its sum over N; of at most 32 bits."""
+    """Returns the gradient of x through GELU (tanh form), and its sum over N; for dtypes of at most 32 bits."""
     grad_NF, x_NF = grad_NF.contiguous(), x_NF.contiguous()
     num_rows, num_columns = x_NF.shape
     grad_x_NF = torch.empty_like(x_NF)
@@ -85,7 +87,7 @@ def _merge_heads(
 
 @triton_op("gptpar::merge_heads", mutates_args=())
 def merge_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From q_B(GQ)SK, k_BGSK and v_BGSK, of at most 32 bits, to qkv_(BS)(G(Q+2)K) and its sum over tokens."""
+    """Returns qkv_(BS)(G(Q+2)K) of q_B(GQ)SK, k_BGSK and v_BGSK, and its sum over tokens; dtypes of at most 32 bits."""
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))
     batch, groups, seq_length, width = k.shape
     queries, num_rows = q.shape[1] // groups, batch * seq_length

@@ -1,7 +1,7 @@
-"""The functions of :mod:`gptpar.kernels.plain_loss`, reading logits from memory once.
+"""The functions of :mod:`gptpar.kernels.plain_loss` as kernels that read the logits from memory once.
 
-A row is read a second time for its gradient, while it is in the cache, and the gradient takes its place. Logits are
-contiguous and of at most 32 bits, sums and the other arguments fp32.
+A row's second read, for the gradient, finds the row in the cache. The gradient overwrites the logits. Logits are
+contiguous and have at most 32 bits; sums and the other arguments are fp32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 COLUMNS, NUM_WARPS = 8192, 16
-"""Of a row, at a time."""
+"""Columns of a row that a program processes at a time, and its warps."""
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _share_grad(logits, labels, log_sums, weights, scale, num_columns, COLUMNS: 
 def loss_and_grad(
     logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`gptpar.kernels.plain_loss.loss_and_grad`; the gradient is where the logits were."""
+    """See :func:`gptpar.kernels.plain_loss.loss_and_grad`; the gradient overwrites the logits."""
     losses_N = torch.empty_like(weights_N)
     _loss_and_grad[logits_NV.shape[:1]](
         logits_NV, labels_N, weights_N, scale, losses_N, logits_NV.shape[1], COLUMNS, num_warps=NUM_WARPS
@@ -96,7 +96,7 @@ def share_statistics(
 def share_grad(
     logits_NV: torch.Tensor, labels_N: torch.Tensor, lse_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
-    """See :func:`gptpar.kernels.plain_loss.share_grad`; the gradient is where the logits were."""
+    """See :func:`gptpar.kernels.plain_loss.share_grad`; the gradient overwrites the logits."""
     _share_grad[logits_NV.shape[:1]](
         logits_NV, labels_N, lse_N, weights_N, scale, logits_NV.shape[1], COLUMNS, num_warps=NUM_WARPS
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The kernel of :mod:`gptpar.kernels.residual_norm`: a program takes whole rows, and keeps the sums of columns."""
+"""The kernel of :mod:`gptpar.kernels.residual_norm`: a program processes whole rows, and sums their columns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 NUM_PARTS = 528
-"""Partial sums of each column: enough programs to fill a GPU, and as many for each of an H100's 132 processors."""
+"""Partial sums of each column: enough programs to fill a GPU, and a multiple of an H100's 132 multiprocessors."""
 WIDEST = 8192
-"""A program keeps whole rows and their sums in registers."""
+"""Maximum number of columns: a program keeps whole rows and their sums in registers."""
 
 
 @triton.jit

@@ -215,7 +215,7 @@ def test_layout_numbers_are_derived() -> None:
     )
     config, derived = resolve(parse_flags(f"{GOOD} {flags}".split()), 4)
     known = {d.name: (d.value, d.reason) for d in derived}
-    assert config.parallel.num_virtual_stages_per_pipeline_rank == config.parallel.num_chunks == 3
+    assert config.parallel.num_virtual_stages_per_pipeline_rank == config.parallel.num_virtual_stages == 3
     assert config.parallel.data_parallel_size(24) == 6 and config.parallel.model_parallel_size == 4
     assert known["data parallel size"] == (1, "4 processes / (2 tensor x 2 pipeline)")
     assert known["micro batches per step"] == (10, "batch 20 / (micro-batch 2 x 1 data-parallel process(es))")

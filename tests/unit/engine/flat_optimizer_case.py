@@ -9,14 +9,14 @@ import torch
 from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
-from gptpar.optim.spans import DECAYS, DECAYS_NOT, GroupSpan
+from gptpar.optim.group_ranges import DECAYS, DECAYS_NOT, GroupRange
 
 RATES = [AdamHyperparameters(lr, 0.9, 0.95, 1e-8, 0.1) for lr in (1e-2, 3e-3, 2e-2, 1e-2)]
 ENDS = [0, 256, 256 + 128, 1000, 1100]
 """Of the vectors' stretches: the third ends within a block, so that the fourth begins where no block does."""
-SPANS = [
-    *(GroupSpan(0, 100, DECAYS), GroupSpan(128, 300, DECAYS_NOT), GroupSpan(320, 1000, DECAYS)),
-    *(GroupSpan(1000, 1060, DECAYS_NOT), GroupSpan(1064, 1100, DECAYS)),
+GROUP_RANGES = [
+    *(GroupRange(0, 100, DECAYS), GroupRange(128, 300, DECAYS_NOT), GroupRange(320, 1000, DECAYS)),
+    *(GroupRange(1000, 1060, DECAYS_NOT), GroupRange(1064, 1100, DECAYS)),
 ]
 
 
@@ -41,7 +41,7 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
     grads = torch.zeros(length, dtype=getattr(torch, grad), device=device)
     steps = torch.zeros((), dtype=torch.float64, device=device)
     state = FlatState((weights, *moments), grads, steps)
-    adam = FlatOptimizer(replace(ADAMW, device_kernel=None) if by_torch else ADAMW, state, SPANS)
+    adam = FlatOptimizer(replace(ADAMW, device_kernel=None) if by_torch else ADAMW, state, GROUP_RANGES)
     live = torch.zeros(length + 8, dtype=torch.bfloat16, device=device)
     pieces = [live[0:256], live[256:384], None, live[-100:]]
     adam.lay_out([(*ends, piece) for ends, piece in zip(zip(ENDS, ENDS[1:], strict=False), pieces, strict=True)])
@@ -49,24 +49,24 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
 
 
 def follows_torch(case: Case, tolerance: float) -> None:
-    """Four steps, the third skipped; gradients are divided, and gaps between spans stay out of it."""
+    """Four steps, the third skipped; gradients are divided, and gaps between ranges stay out of it."""
     start = case.state.vectors[0].cpu().double()
-    leaves = [start[span.start : span.stop].clone().requires_grad_() for span in SPANS]
-    decays = [0.1 if span.group == DECAYS else 0.0 for span in SPANS]
+    leaves = [start[one.start : one.stop].clone().requires_grad_() for one in GROUP_RANGES]
+    decays = [0.1 if one.group == DECAYS else 0.0 for one in GROUP_RANGES]
     leaf_groups = [{"params": [leaf], "weight_decay": decay} for leaf, decay in zip(leaves, decays, strict=True)]
     reference = torch.optim.AdamW(leaf_groups, betas=(0.9, 0.95), eps=1e-8)
     generator = torch.Generator().manual_seed(1)
     device = case.state.vectors[0].device
     for step, rates in enumerate(RATES):
         grad = torch.zeros_like(start)
-        for span in SPANS:
-            grad[span.start : span.stop] = torch.randn(span.stop - span.start, generator=generator, dtype=torch.float64)
+        for one in GROUP_RANGES:
+            grad[one.start : one.stop] = torch.randn(one.stop - one.start, generator=generator, dtype=torch.float64)
         case.state.grad.copy_(grad)
         given = case.state.grad.clone()
         skipped, divisor = step == 2, float("nan") if step == 2 else 3.0
         if not skipped:
-            for leaf, span in zip(leaves, SPANS, strict=True):
-                leaf.grad = given[span.start : span.stop].cpu().double() / divisor
+            for leaf, one in zip(leaves, GROUP_RANGES, strict=True):
+                leaf.grad = given[one.start : one.stop].cpu().double() / divisor
             for group in reference.param_groups:
                 group["lr"] = rates.lr
             reference.step()
@@ -76,17 +76,17 @@ def follows_torch(case: Case, tolerance: float) -> None:
         assert torch.equal(case.state.grad, given)
     assert case.state.steps.item() == 3
     weights, vectors = case.state.vectors[0].cpu(), dict(zip(ADAMW.vectors, case.state.vectors, strict=True))
-    for leaf, span in zip(leaves, SPANS, strict=True):
+    for leaf, one in zip(leaves, GROUP_RANGES, strict=True):
         for name, expected in (("weights", leaf.detach()), *reference.state[leaf].items()):
             if name != "step":
-                found = vectors[name][span.start : span.stop].cpu().double()
+                found = vectors[name][one.start : one.stop].cpu().double()
                 torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     rounded, live = weights.bfloat16(), case.live.cpu()
-    for span in SPANS:
-        if span.stop <= 384:
-            assert torch.equal(live[span.start : span.stop], rounded[span.start : span.stop])
-        elif span.start >= 1000:
-            assert torch.equal(live[8:][span.start : span.stop], rounded[span.start : span.stop])
+    for one in GROUP_RANGES:
+        if one.stop <= 384:
+            assert torch.equal(live[one.start : one.stop], rounded[one.start : one.stop])
+        elif one.start >= 1000:
+            assert torch.equal(live[8:][one.start : one.stop], rounded[one.start : one.stop])
     assert not live[384:1008].any()
 
 

@@ -10,7 +10,7 @@ from gptpar.engine.flat_optimizer import FlatOptimizer, FlatState
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.elementwise import ElementwiseOptimizer
-from gptpar.optim.spans import Family, GroupSpan
+from gptpar.optim.group_ranges import Family, GroupRange
 
 SEPARATE: tuple[Family, ...] = ((0,), (1,), (2,), (3,))
 JOINED: tuple[Family, ...] = ((2,), (0, 1), (3,))
@@ -35,19 +35,19 @@ def norm_at(step: int) -> float:
 def flat_after(device: str, families: Sequence[Family], optimizer: ElementwiseOptimizer = ADAMW) -> list[torch.Tensor]:
     """The vectors after all steps: model parameters of two dtypes, and elements that are their own."""
     generator, every = torch.Generator().manual_seed(0), range(0, 1536, 128)
-    spans = [GroupSpan(low, low + 100, (3, 0, 1, 2)[k % 4]) for k, low in enumerate(every)]
+    group_ranges = [GroupRange(low, low + 100, (3, 0, 1, 2)[k % 4]) for k, low in enumerate(every)]
 
     def normal() -> torch.Tensor:
-        """Zero between spans, as padding is."""
+        """Zero between ranges, as padding is."""
         padded = torch.randn(1536, generator=generator)
-        for span in spans:
-            padded[span.stop : span.start + 128] = 0
+        for one in group_ranges:
+            padded[one.stop : one.start + 128] = 0
         return padded.to(device)
 
     weights, grad, steps = normal(), normal(), torch.zeros((), dtype=torch.float64, device=device)
     state = FlatState((weights, torch.zeros_like(weights), torch.zeros_like(weights)), grad, steps)
     live = [torch.zeros(512, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float16)]
-    adam = FlatOptimizer(optimizer, state, spans, families)
+    adam = FlatOptimizer(optimizer, state, group_ranges, families)
     adam.lay_out([(0, 512, live[0]), (512, 1024, live[1]), (1024, 1536, None)])
     for step in range(STEPS):
         grad.copy_(normal())

@@ -1,4 +1,4 @@
-"""A step of the engine: what is not finite changes nothing, and 16-bit weights are the rounded masters."""
+"""A step of the engine: what is not finite changes nothing, and 16-bit weights are the rounded master weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_only_sums_are_kept_in_fp32() -> None:
 
 
 def test_fp16_loss_scale_leaves_the_step_unchanged() -> None:
-    """Scaling by a power of two is exact, so the masters agree to fp16's rounding of the gradients."""
+    """Scaling by a power of two is exact, so the master weights agree to fp16's rounding of the gradients."""
     results = []
     for scale in (256, 2048):
         trainer = make_trainer(tiny_config(f"--fp16 --loss-scale {scale}"))

@@ -17,7 +17,7 @@ from gptpar.offload.transfers import SameMemory
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import Family, GroupSpan
+from gptpar.optim.group_ranges import Family, GroupRange
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
 from tests.unit.engine.four_groups import CLIP, JOINED, SCALE, SEPARATE, SKIPPED, STEPS, flat_after, groups_at, norm_at
@@ -167,10 +167,12 @@ def test_torchs_operators_have_the_same_bits() -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def flat(spans: Sequence[GroupSpan], families: Sequence[Family], dtype: torch.dtype = torch.float32) -> FlatOptimizer:
-    *state, grad = (torch.ones(spans[-1].stop, dtype=dtype) for _ in range(4))
+def flat(
+    group_ranges: Sequence[GroupRange], families: Sequence[Family], dtype: torch.dtype = torch.float32
+) -> FlatOptimizer:
+    *state, grad = (torch.ones(group_ranges[-1].stop, dtype=dtype) for _ in range(4))
     steps = torch.zeros((), dtype=torch.float64)
-    return FlatOptimizer(ADAMW, FlatState(tuple(state), grad, steps), spans, families)
+    return FlatOptimizer(ADAMW, FlatState(tuple(state), grad, steps), group_ranges, families)
 
 
 def launches(adam: FlatOptimizer) -> list[list[tuple[int, int]]]:
@@ -181,7 +183,7 @@ def launches(adam: FlatOptimizer) -> list[list[tuple[int, int]]]:
 
 def test_what_lies_together_is_one_launch() -> None:
     """Over units and over padding, unless another family or other memory is between."""
-    alternating = [GroupSpan(128 * k, 128 * k + 100, k % 2) for k in range(6)]
+    alternating = [GroupRange(128 * k, 128 * k + 100, k % 2) for k in range(6)]
     for families in (((0, 1),), ((1, 0),)):
         whole = flat(alternating, families)
         whole.lay_out([(0, 256, None), (256, 740, None)])
@@ -190,21 +192,21 @@ def test_what_lies_together_is_one_launch() -> None:
     apart.lay_out([(0, 256, None), (256, 740, None)])
     every = [(128 * k, 128 * k + 100) for k in range(6)]
     assert launches(apart) == [every[1::2], every[::2]]
-    same = [GroupSpan(span.start, span.stop, 0) for span in alternating]
+    same = [GroupRange(one.start, one.stop, 0) for one in alternating]
     single = flat(same, ((0,),))
     single.lay_out([(0, 256, None), (256, 740, None)])
     assert launches(single) == [[(0, 740)]]
     assert single._calls[0][0].decays is None and whole._calls[0][0].decays is not None
     single.lay_out([(0, 256, torch.zeros(256)), (256, 740, torch.zeros(484))])
     assert launches(single) == [[(0, 228), (256, 740)]]
-    three = flat([GroupSpan(64 * k, 64 * k + 64, group) for k, group in enumerate((2, 0, 1, 2))], ((0, 1), (2,)))
+    three = flat([GroupRange(64 * k, 64 * k + 64, group) for k, group in enumerate((2, 0, 1, 2))], ((0, 1), (2,)))
     three.lay_out([(0, 256, None)])
     assert launches(three) == [[(64, 192)], [(0, 64), (192, 256)]]
 
 
 def test_groups_of_a_family_that_differ_are_refused() -> None:
-    spans = [GroupSpan(0, 64, 0), GroupSpan(64, 128, 1)]
-    adam = flat(spans, ((0, 1),))
+    group_ranges = [GroupRange(0, 64, 0), GroupRange(64, 128, 1)]
+    adam = flat(group_ranges, ((0, 1),))
     adam.lay_out([(0, 128, None)])
     decays = AdamHyperparameters(0.1, 0.9, 0.95, 1e-8, 0.1)
     adam.check((decays, decays._replace(weight_decay=0.0)))
@@ -213,4 +215,4 @@ def test_groups_of_a_family_that_differ_are_refused() -> None:
             adam.check((decays, other))
     for families in (((0,),), ((0, 1), (1,)), ((0, 0, 1),)):
         with pytest.raises(ValueError, match=r"each of the groups \[0, 1\] has to be in one"):
-            flat(spans, families)
+            flat(group_ranges, families)

@@ -136,12 +136,12 @@ def test_ranges_and_padding_cover_each_shard_once(model: str, tensor: int) -> No
                     assert 0 <= one.start < one.stop <= unit.shard_length and one.length == one.stop - one.start
                     times[one.start : one.stop] += 1
                 assert bool((times == 1).all())
-                spans = torch.zeros_like(times)
-                for span in table.spans(unit.name):
-                    spans[span.start : span.stop] += 1
-                    inside = [r for r in table.ranges(unit=unit.name) if r.between(span.start, span.stop)]
-                    assert {r.group for r in inside} == {span.group}
-                assert spans.max() <= 1
+                counts = torch.zeros_like(times)
+                for one in table.group_ranges(unit.name):
+                    counts[one.start : one.stop] += 1
+                    inside = [r for r in table.ranges(unit=unit.name) if r.between(one.start, one.stop)]
+                    assert {r.group for r in inside} == {one.group}
+                assert counts.max() <= 1
 
 
 @every_case
@@ -229,8 +229,8 @@ def test_what_the_host_updates_is_what_the_table_says(model: str, tensor: int) -
                 for start, stop in offloaded[unit].counted:
                     counts[start:stop] = True
                 groups = torch.full((offloaded[unit].length,), -1)
-                for span in offloaded[unit].spans:
-                    groups[span.start : span.stop] = span.group
+                for one in offloaded[unit].group_ranges:
+                    groups[one.start : one.stop] = one.group
                 for one in mine:
                     assert groups[one.start - kept : one.stop - kept].unique().tolist() == [one.group]
                     assert counts[one.start - kept : one.stop - kept].unique().tolist() == [one.counted]
@@ -245,16 +245,16 @@ def test_the_devices_elements_lie_in_a_row(model: str, tensor: int) -> None:
             pieces = table.split(torch.arange(length))
             assert {unit: len(piece) for unit, piece in pieces.items()} == table.on_device
             groups, counts = torch.full((length,), -1), torch.zeros(length, dtype=torch.bool)
-            for span in table.device_spans():
-                assert (groups[span.start : span.stop] == -1).all()
-                groups[span.start : span.stop] = span.group
+            for one in table.device_group_ranges():
+                assert (groups[one.start : one.stop] == -1).all()
+                groups[one.start : one.stop] = one.group
             for start, stop in table.device_counted():
                 counts[start:stop] = True
             for one in table.ranges(home=Home.DEVICE):
                 here = pieces[one.unit][one.start : one.stop]
                 assert groups[here].unique().tolist() == [one.group]
                 assert counts[here].unique().tolist() == [one.counted]
-            together = [(a.stop, a.group) == (b.start, b.group) for a, b in pairwise(table.device_spans())]
+            together = [(a.stop, a.group) == (b.start, b.group) for a, b in pairwise(table.device_group_ranges())]
             together += [a[1] == b[0] for a, b in pairwise(table.device_counted())]
             assert not any(together)
 

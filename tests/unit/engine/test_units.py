@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gptpar.engine.units import Unit
-from gptpar.optim.spans import ALIGNMENT, DECAYS, DECAYS_NOT
+from gptpar.optim.group_ranges import ALIGNMENT, DECAYS, DECAYS_NOT
 from gptpar.tensor_parallel.axis import Split
 from tests.unit.engine.small_units import SHAPES, infos, table_of
 
@@ -56,17 +56,17 @@ def test_spans_are_disjoint_and_say_how_each_element_is_treated(shards: int) -> 
     treated = torch.full((unit.length, 2), -1)
     for shard in range(shards):
         table, low, stop = table_of(unit, shard, tensor_rank=1), shard * unit.shard_length, 0
-        for span in table.spans("layer"):
-            assert stop <= span.start < span.stop <= unit.shard_length
-            treated[low + span.start : low + span.stop] = torch.tensor([span.group, 0])
-            stop = span.stop
+        for one in table.group_ranges("layer"):
+            assert stop <= one.start < one.stop <= unit.shard_length
+            treated[low + one.start : low + one.stop] = torch.tensor([one.group, 0])
+            stop = one.stop
         for start, stop in table.counted("layer"):
             treated[low + start : low + stop, 1] = 1
     for param in unit.params.values():
         assert treated[param.start : param.end].unique(dim=0).tolist() == [[param.group, not param.replicated]]
     assert int((treated[:, 0] >= 0).sum()) == sum(param.end - param.start for param in unit.params.values())
     whole = table_of(Unit.of("l", infos(SHAPES), 1))
-    assert [span.group for span in whole.spans("l")] == [DECAYS, DECAYS_NOT] and whole.counted("l") == [(0, 448)]
+    assert [one.group for one in whole.group_ranges("l")] == [DECAYS, DECAYS_NOT] and whole.counted("l") == [(0, 448)]
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])

@@ -17,9 +17,9 @@ from gptpar.offload.transfers import (
 )
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 
-WHOLE = (GroupSpan(0, 128, 0),), ((0, 128),)
+WHOLE = (GroupRange(0, 128, 0),), ((0, 128),)
 RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("second", 128, *WHOLE))
 

@@ -25,11 +25,11 @@ from gptpar.offload.copying_transfers import (
     slots_bytes,
 )
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import OUTGOING, DeviceEvent
+from gptpar.offload.transfers import NUM_H2D_BUFFERS, DeviceEvent
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.unit.offload.tiny_runs import ALL
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 UNITS = tuple(
-    OffloadedPartition(name, 128, (GroupSpan(0, 128, 0),), ((0, 128),))
+    OffloadedPartition(name, 128, (GroupRange(0, 128, 0),), ((0, 128),))
     for name in ("first", "second", "third", "fourth")
 )
 
@@ -165,7 +165,7 @@ def test_only_what_is_above_the_bound_is_waited_for() -> None:
 
 def test_the_bound_is_two_of_the_largest() -> None:
     assert max_bytes_waiting([3, 10, 7], 2) == MAX_UNITS_WAITING * 20
-    outgoing = OUTGOING * buckets.BUCKET_ELEMENTS * 2
+    outgoing = NUM_H2D_BUFFERS * buckets.BUCKET_ELEMENTS * 2
     assert copying_bytes(1000, 2) == 2000 + ALIGNMENT + outgoing
     full = buckets.BUCKET_ELEMENTS
     for lengths in ([1000], [full], [full, full], [full + 1, 64, 3 * full - 1], [64] * 50):

@@ -11,9 +11,9 @@ import torch
 
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
-from gptpar.offload.transfers import D2HCopy, SameMemory, Slot
+from gptpar.offload.transfers import D2HCopy, SameMemory, StagingBuffer
 from gptpar.optim.adam_update import AdamHyperparameters
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.offload_log import starts_of
 from tests.unit.offload.counting import Counting, Seen
 from tests.unit.offload.host_shares import RATES, SlowNorm, wait_until
@@ -49,7 +49,7 @@ class FarBehind(SlowNorm):
         super().__init__()
         self.made: list[threading.Event] = []
 
-    def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+    def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
         self.made.append(threading.Event())
         return Made(grad.clone(), self.made[-1])
 
@@ -61,8 +61,8 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     live = {"embedding": torch.zeros(256), "layer": torch.zeros(128)}
     share = HostOptimizer(
         [
-            OffloadedPartition("embedding", 256, (GroupSpan(0, 256, 0),), ((0, 256),)),
-            OffloadedPartition("layer", 128, (GroupSpan(0, 128, 0),), ((0, 128),)),
+            OffloadedPartition("embedding", 256, (GroupRange(0, 256, 0),), ((0, 256),)),
+            OffloadedPartition("layer", 128, (GroupRange(0, 128, 0),), ((0, 128),)),
         ],
         live,
         dtype=torch.float32,
@@ -102,7 +102,7 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     seen, log = Seen(), EventLog()
     monkeypatch.setattr(Counting, "seen", seen)
     share = HostOptimizer(
-        [OffloadedPartition("embedding", 128, (GroupSpan(0, 128, 0),), ((0, 128),))],
+        [OffloadedPartition("embedding", 128, (GroupRange(0, 128, 0),), ((0, 128),))],
         {"embedding": torch.zeros(128)},
         dtype=torch.float32,
         clip_grad=1.0,

@@ -17,17 +17,17 @@ from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import SameMemory
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 
 UNITS, LENGTH, STEPS = ("embedding", "middle", "last"), 300, 25
 PER_BUCKET = {what for _, what in TRANSITIONS}
 
 
 def make(speculated: int, log: EventLog | None = None) -> tuple[HostOptimizer, dict[str, torch.Tensor]]:
-    spans = (GroupSpan(0, 120, 0), GroupSpan(120, LENGTH, 1))
+    group_ranges = (GroupRange(0, 120, 0), GroupRange(120, LENGTH, 1))
     live = {unit: torch.zeros(LENGTH, dtype=torch.bfloat16) for unit in UNITS}
     host = HostOptimizer(
-        [OffloadedPartition(unit, LENGTH, spans, ((0, LENGTH),)) for unit in UNITS],
+        [OffloadedPartition(unit, LENGTH, group_ranges, ((0, LENGTH),)) for unit in UNITS],
         live,
         dtype=torch.float32,
         clip_grad=1.0,
@@ -67,7 +67,7 @@ def submit(host: HostOptimizer, unit: str, chance: random.Random, values: torch.
 
 
 def run(speculated: int, seed: int, log: EventLog | None = None) -> tuple[list[torch.Tensor], HostOptimizer]:
-    """Parameters after each step, then masters and moments."""
+    """Parameters after each step, then master weights and moments."""
     chance, values = random.Random(seed), torch.Generator().manual_seed(seed)
     host, live = make(speculated, log)
     seen = []

@@ -14,18 +14,18 @@ from gptpar.offload.buckets import Bucket, buckets_of
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.next_action import NEAR, begin_copies
 from gptpar.offload.transfers import (
-    OUTGOING,
+    NUM_H2D_BUFFERS,
     RESERVED,
     RING_BYTES,
     D2HCopy,
-    Slot,
+    StagingBuffer,
     ring_slots,
 )
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
-from gptpar.optim.spans import OffloadedPartition
+from gptpar.optim.group_ranges import OffloadedPartition
 from tests.unit.offload.host_shares import RATES, TWO_PIECES, WHOLE, SlowNorm, make_share, wait_until
 
 
@@ -124,7 +124,7 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
         def release(self) -> None: ...
 
     class Way(SlowNorm):
-        def fetch(self, grad: torch.Tensor, slot: Slot | None = None) -> D2HCopy:
+        def fetch(self, grad: torch.Tensor, slot: StagingBuffer | None = None) -> D2HCopy:
             return Travelling(grad)
 
     class Sleepy(CpuAdam):
@@ -212,7 +212,7 @@ def test_a_step_that_is_announced_while_the_last_one_ends_is_taken() -> None:
 def test_the_ring_stays_within_its_bound() -> None:
     for buckets, size in ((1000, 1 << 26), (5, 1 << 20), (40, 1 << 27)):
         incoming, outgoing = ring_slots(buckets, size)
-        assert outgoing == OUTGOING and RESERVED < incoming <= buckets + RESERVED
+        assert outgoing == NUM_H2D_BUFFERS and RESERVED < incoming <= buckets + RESERVED
         assert (incoming + outgoing) * size <= RING_BYTES + size
 
 

@@ -55,7 +55,7 @@ def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_bf16_stays_within_two_units_in_the_last_place(ratio: float, closing: Any) -> None:
-    """50 steps with the same gradients as fp32 masters of torch's AdamW; clipped ones, some overflow."""
+    """50 steps with the same gradients as fp32 master weights of torch's AdamW; clipped ones, some overflow."""
     ours, masters = Model(torch.bfloat16), Model(torch.bfloat16).float()
     optimizer = closing(TwinFlowAdamW(two_groups(ours), offload_ratio=ratio, max_norm=1.0))
     reference = torch.optim.AdamW(two_groups(masters))

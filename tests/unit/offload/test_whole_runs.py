@@ -23,7 +23,7 @@ from gptpar.offload.transfers import (
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.spans import GroupSpan, OffloadedPartition, spans_between
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition, group_ranges_between
 from gptpar.pipeline.stage import ParameterInfo
 from gptpar.topology.initial_values import Constant
 from gptpar.topology.tensor_parts import TensorParts
@@ -106,7 +106,7 @@ def bf16_distance(one: torch.Tensor, other: torch.Tensor) -> int:
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.731, 1.0])
 @pytest.mark.parametrize("speculate", [False, True])
 def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(ratio: float, speculate: bool) -> None:
-    """The same gradients for torch's AdamW on fp32 masters; warm-up; every third step is clipped, some overflow."""
+    """The same gradients for torch's AdamW on fp32 master weights: warm-up, every third step clipped, some overflow."""
     generator = torch.Generator().manual_seed(0)
     made = units([(40, 30), (30,)], [(50, 30), (7,)])
     total = sum(unit.length for unit in made)
@@ -169,7 +169,7 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
         share.finish()
     for unit in made:
         here = table.on_device[unit.name]
-        live[unit.name][:here] = optimizer.masters[unit.name].bfloat16()
+        live[unit.name][:here] = optimizer.master_weights[unit.name].bfloat16()
         for name, view in unit.views(live[unit.name]).items():
             assert bf16_distance(view, reference[name].detach().bfloat16()) <= 2, name
     assert optimizer.steps_taken == 45
@@ -231,12 +231,12 @@ def test_a_run_saved_at_one_ratio_goes_on_at_another(ratios: tuple[str, str], tm
 
 
 def test_spans_and_counted_elements_are_numbered_from_where_they_are_cut() -> None:
-    spans = (GroupSpan(0, 10, 0), GroupSpan(10, 30, 1))
-    whole = OffloadedPartition("unit", 30, spans, ((0, 10),))
-    assert whole.between(5, 12) == OffloadedPartition("unit", 7, (GroupSpan(0, 5, 0), GroupSpan(5, 7, 1)), ((0, 5),))
-    assert whole.between(10, 30) == OffloadedPartition("unit", 20, (GroupSpan(0, 20, 1),), ())
-    assert spans_between(spans, 5, 12) == (GroupSpan(0, 5, 0), GroupSpan(5, 7, 1))
-    assert spans_between(spans, 30, 40) == ()
+    group_ranges = (GroupRange(0, 10, 0), GroupRange(10, 30, 1))
+    whole = OffloadedPartition("unit", 30, group_ranges, ((0, 10),))
+    assert whole.between(5, 12) == OffloadedPartition("unit", 7, (GroupRange(0, 5, 0), GroupRange(5, 7, 1)), ((0, 5),))
+    assert whole.between(10, 30) == OffloadedPartition("unit", 20, (GroupRange(0, 20, 1),), ())
+    assert group_ranges_between(group_ranges, 5, 12) == (GroupRange(0, 5, 0), GroupRange(5, 7, 1))
+    assert group_ranges_between(group_ranges, 30, 40) == ()
 
 
 def test_zeros_and_norms_count_both_shares() -> None:

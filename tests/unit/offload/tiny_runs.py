@@ -39,7 +39,7 @@ RATIOS = ["0", "0.3", "0.731", "1"]
 
 
 def hash_of(trainer: Trainer) -> str:
-    """Of the masters, moments and model parameters that a process holds."""
+    """Of the master weights, moments and model parameters that a process holds."""
     state = hashlib.sha256()
     for kind, views in sorted(trainer.engine.optimizer.state_tensors().items()):
         for name, view in sorted(views.items()):

@@ -90,9 +90,9 @@ def test_interleaved_search_is_near_the_best() -> None:
     draw = random.Random(0)
     ratios = []
     for _ in range(150):
-        num_stages, num_chunks = draw.choice([(2, 2), (2, 3), (3, 2)])
+        num_stages, num_virtual_stages = draw.choice([(2, 2), (2, 3), (3, 2)])
         weights = [draw.choice([0, 1, 1, 1, draw.randint(1, 9)]) for _ in range(draw.randint(7, 12))]
-        num_parts = num_stages * num_chunks
+        num_parts = num_stages * num_virtual_stages
         best = min(max(balance(weights, b, num_stages)) for b in all_partitions(len(weights), num_parts))
         ratios.append(max(balance(weights, balanced_interleaved(weights, num_parts, num_stages), num_stages)) / best)
     assert max(ratios) <= 1.25 and sum(ratio == 1 for ratio in ratios) >= 0.9 * len(ratios)

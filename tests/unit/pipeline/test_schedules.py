@@ -76,7 +76,7 @@ def test_links_deliver_in_the_order_of_the_receives(p: int, v: int) -> None:
         sent, received = defaultdict(list), defaultdict(list)
         for stage, program in enumerate(programs(p, m, v)):
             for do in program:
-                here = do.chunk * p + stage
+                here = do.virtual_stage * p + stage
                 match do:
                     case SendActivation():
                         sent["activation", (stage + 1) % p].append((do.micro_batch, here + 1))
@@ -109,17 +109,17 @@ def test_interleaving_keeps_its_warm_up_in_flight_and_one_more(v: int) -> None:
 
 
 def test_interleaved_order_is_megatrons() -> None:
-    """Two stages, two chunks, four micro-batches: groups of two; the last stage warms up with one group."""
+    """Two stages, two virtual stages, four micro-batches: groups of two; the last stage warms up with one group."""
     actions = list(interleaved(1, 2, 4, 2))
-    forwards = [(a.micro_batch, a.chunk) for a in actions if isinstance(a, Forward)]
-    backwards = [(a.micro_batch, a.chunk) for a in actions if isinstance(a, Backward)]
+    forwards = [(a.micro_batch, a.virtual_stage) for a in actions if isinstance(a, Forward)]
+    backwards = [(a.micro_batch, a.virtual_stage) for a in actions if isinstance(a, Backward)]
     assert forwards == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
     assert backwards == [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
     assert [isinstance(a, Forward) for a in actions] == [True, True, *[True, False] * 6, False, False]
 
 
 def test_a_short_last_group_may_not_take_its_turns_at_once() -> None:
-    """Why the last group is filled up: without that, 4 stages, 3 chunks and 5 micro-batches wait for each other."""
+    """Why the last group is filled up: else 4 stages, 3 virtual stages and 5 micro-batches wait for each other."""
 
     def naive(stage: int) -> list[Action]:
         order = [(i, c) for c in range(3) for i in range(4)] + [(4, c) for c in range(3)]
@@ -130,7 +130,7 @@ def test_a_short_last_group_may_not_take_its_turns_at_once() -> None:
             actions.append(Backward(i, 2 - c))
         return actions
 
-    with pytest.raises(GptparError, match=r"deadlocks: stage 0 at Forward\(micro_batch=4, chunk=2\)"):
+    with pytest.raises(GptparError, match=r"deadlocks: stage 0 at Forward\(micro_batch=4, virtual_stage=2\)"):
         replay([with_transfers(naive(stage), stage, 4, 3) for stage in range(4)], 3)
     length = max(spans[-1].end for spans in simulate(4, 5, 3))
     assert length == 66  # without any wait but the first 54, with the three that are left out 81
@@ -193,7 +193,9 @@ def test_wrong_programs_are_found() -> None:
         replay([good[0], [Forward(0, 0)]], 1)
     with pytest.raises(GptparError, match="stage 0 runs Backward.* before Forward"):
         replay([[Backward(0, 0)]], 1)
-    with pytest.raises(GptparError, match=r"Forward\(micro_batch=0, chunk=1\) before Forward\(micro_batch=0, chunk=0"):
+    with pytest.raises(
+        GptparError, match=r"Forward\(micro_batch=0, virtual_stage=1\) before Forward\(micro_batch=0, virtual_stage=0"
+    ):
         replay([[Forward(0, 1)]], 2)
 
 

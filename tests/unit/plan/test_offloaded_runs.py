@@ -89,7 +89,7 @@ def test_prediction_is_near_the_measurement(gpu: str, flags: str, milliseconds: 
 
 
 def elements(flags: str) -> int:
-    """Of the optimizer, with the units' padding: masters and moments are 12 bytes each."""
+    """Of the optimizer, with the units' padding: master weights and moments are 12 bytes each."""
     return round(plan(flags).memory[0].optimizer / 12)
 
 

@@ -11,8 +11,8 @@ from gptpar.config.checks.offload import check_offload
 from gptpar.config.checks.precision import graph_obstacles
 from gptpar.offload.buckets import buckets_of
 from gptpar.optim.adamw import ADAMW
+from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from gptpar.optim.schedule import make_schedule
-from gptpar.optim.spans import GroupSpan, OffloadedPartition
 from gptpar.plan.graph import wants_graph
 from gptpar.system import host
 from gptpar.topology.groups import Topology
@@ -130,7 +130,7 @@ def test_the_smallest_ratio_that_fits() -> None:
 
 
 def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
-    """In fp32 the parameters are the masters then; from 0.001 on they lie beside them."""
+    """In fp32 the parameters are the master weights then; from 0.001 on they lie beside them."""
     assert smallest_ratio(16 * 750, 1000, 16, saved=4 * 1000) == 0.0
     assert smallest_ratio(16 * 750 - 1, 1000, 16, saved=4 * 1000) == 0.251
     for flags, saved in (("", True), ("--bf16", False), ("--cpu-parameters", False)):
@@ -148,7 +148,7 @@ def test_without_a_gpu_auto_is_nothing() -> None:
 
 
 def test_state_in_files_is_ordinary_state_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    partition = OffloadedPartition("unit", 1000, (GroupSpan(0, 1000, 1),), ((0, 1000),))
+    partition = OffloadedPartition("unit", 1000, (GroupRange(0, 1000, 1),), ((0, 1000),))
     (bucket,) = buckets_of(partition, torch.zeros(1000), ADAMW.vectors, torch.float32, tmp_path)
     assert list(tmp_path.iterdir()) == []
     for buffer in bucket.buffers.all():

@@ -343,8 +343,9 @@ def classes(model: Model, batch: Batch) -> torch.Tensor:
 NORM_OF_FP32 = 1e-8
 
 # fp32 masters deviate by roundings of AdamW and of sums over processes, 2e-7 in 20 steps. Where a master lies between
-# two numbers of bf16, that moves the weight to its neighbour, 2**-8 away, and then the activations computed with it.
-SOME_BF16_ROUNDINGS = 2**-6
+# two numbers of bf16, that moves the weight to its neighbour, 2**-8 away, and then the activations computed with it:
+# gradients of the last of 20 steps were seen to deviate by 2e-2, five such roundings.
+SOME_BF16_ROUNDINGS = 2**-5
 
 PARAMETERS = [
     Case("tied_weights", TiedWeights, tokens, next_token),

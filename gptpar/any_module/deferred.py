@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from gptpar.any_module.tape import Operation, Region, Tape, keywords, tensors_in
 from gptpar.errors import GptparError, ModelError
@@ -127,6 +127,17 @@ class Recording:
         if not makes and not any(_on_meta(tensor) for tensor in tensors):
             return function(*args, **kwargs)
         args, kwargs = tree_map_only(torch.Tensor, self._with_meta, (args, _without_place(kwargs)))
+        return self._record(function, args, kwargs, written, makes)
+
+    def _record(
+        self, function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], written: list[Any], makes: bool
+    ) -> Any:
+        """Call an operator whose tensors are all on meta, and put it on the tape.
+
+        Args:
+            written: the arguments that it writes in place.
+            makes: whether it takes a device.
+        """
         on_meta, on_cpu = ({"device": torch.device(name)} if makes else {} for name in ("meta", "cpu"))
         operation = self._before(function, args, kwargs | on_cpu)
         try:
@@ -172,14 +183,12 @@ class Recording:
         targets = {self._region(tensor).storage for tensor in written}
         if operation.function.overloadpacket in EMPTY or not fresh | targets:
             return
-        regions = [leaf for leaf in tree_leaves((operation.args, operation.kwargs)) if isinstance(leaf, Region)]
+        regions = operation.regions
         reads = {region.storage for region in regions}
         if targets and self._tape.overwrites(operation.function, regions[0], regions[1:]):
             fresh |= targets
             reads -= targets
-        floating = any(region.dtype.is_floating_point or region.dtype.is_complex for region in regions)
-        dtype = None if floating else torch.get_default_dtype()
-        operation = replace(operation, made=made, default_dtype=dtype, reads=frozenset(reads))
+        operation = replace(operation, made=made, default_dtype=_default_dtype(regions), reads=frozenset(reads))
         self._tape.write(replace(operation, replaces=frozenset(fresh), writes=frozenset(fresh | targets)))
 
     def _compute(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -269,6 +278,12 @@ def _written(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any
         if argument.alias_info is not None and argument.alias_info.is_write:
             values.append(args[index] if index < len(args) else kwargs.get(argument.name))
     return values
+
+
+def _default_dtype(regions: list[Region]) -> torch.dtype | None:
+    """torch's default dtype, where the arguments leave to it which floating-point dtype a result has."""
+    floating = any(region.dtype.is_floating_point or region.dtype.is_complex for region in regions)
+    return None if floating else torch.get_default_dtype()
 
 
 def _without_place(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -67,22 +67,19 @@ def initialize(
 
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.
-        model: the module; its parameters get other memory, and stay the same objects. Or a
-            :class:`~gptpar.pipeline.module.PipelineModule`, or a list of its layers, which the configuration's
-            ``pipeline`` divides: the engine is a :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
-        optimizer: an AdamW that has taken no step, or a function from parameters to one; goes before the
-            configuration's.
+        model: the module, whose parameters stay the same objects; a
+            :class:`~gptpar.pipeline.module.PipelineModule`; or its layers, which the configuration's ``pipeline``
+            divides. The engine of the latter two is a :class:`~gptpar.any_module.pipeline_engine.PipelineEngine`.
+        optimizer: instead of the configuration's: an AdamW before its first step, or a function from parameters to one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.
-        lr_scheduler: over the given optimizer, or a function from the returned one to a scheduler; goes before the
-            configuration's.
+        lr_scheduler: likewise: over the given optimizer, or a function from the returned one to a scheduler.
         distributed_port: of the first process, where the environment has no ``MASTER_PORT``.
         mpu: an object that describes which processes share what; refused unless that is data parallelism alone.
         dist_init_required: ``False``: the caller has initialised ``torch.distributed``.
         collate_fn: of the loader.
-        config: DeepSpeed's JSON as a path or a dictionary.
+        config, config_params: DeepSpeed's JSON, a path or a dictionary; the latter is the former name, and goes first.
         mesh_param: sizes (data-parallel, sequence-parallel): there is none of the latter.
-        config_params: the former name of ``config``, which goes before it.
         recording: what :func:`gptpar.deferred_init` returned, if the model was built under it.
         loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:
             the output is the loss, or has it as ``loss`` or as the first element of a tuple. Of a list of layers:
@@ -110,9 +107,9 @@ def initialize(
         if kind is ModelKind.MODULE:
             check_graph(options, world)
     engine: ModuleEngine | PipelineEngine
-    if isinstance(model, nn.Module) and pipeline is None:
+    if kind is ModelKind.MODULE:
         topology = make_topology(Layout(data=world), rank, device)
-        engine = _engine_of(model, optimizer, model_parameters, options, topology, recording, loss_fn)
+        engine = _engine_of(cast(nn.Module, model), optimizer, model_parameters, options, topology, recording, loss_fn)
     else:
         pipeline = pipeline or make_pipeline(cast(Any, model), loss_fn, options, rank, device)
         engine = engine_of_pipeline(pipeline, optimizer, model_parameters, options)

@@ -280,26 +280,37 @@ def _offload_problems(values: _Values, raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pipeline_problems(values: _Values, world: int, model: ModelKind) -> Iterator[str]:
-    keys = {"stages": "pipeline.stages", "virtual_stages": "gptpar.virtual_stages"}
-    numbers = {name: values.get(f"pipeline.{name}", 1) for name in keys}
-    for name, number in numbers.items():
+    stages, virtual_stages = values.get("pipeline.stages", 1), values.get("pipeline.virtual_stages", 1)
+    numbers = {"pipeline.stages": stages, "gptpar.virtual_stages": virtual_stages}
+    for key, number in numbers.items():
         if number < 1:
-            yield f"{keys[name]} is {number}: at least 1 is needed."
+            yield f"{key} is {number}: at least 1 is needed."
     if values.get("pipeline.recompute", 0) < 0:
         yield "pipeline.activation_checkpoint_interval is negative: 0 recomputes nothing."
-    said = values.section("pipeline")
-    if model is not ModelKind.MODULE and values.get("module.units", ()):
-        yield "gptpar.units: the layers of a pipeline are its units: drop the key."
-    if model is not ModelKind.MODULE and values.flags.precision.cuda_graph == "on":
-        yield "gptpar.step_graph is true: steps of a pipeline of layers are not recorded: drop the key."
-    if model is not ModelKind.LAYERS and any(number > 1 for number in numbers.values()):
-        has = {ModelKind.MODULE: "is no list of layers", ModelKind.PIPELINE: "is a PipelineModule, which has its own"}
-        told = " and ".join(f"{keys[name]} {number}" for name, number in numbers.items() if number > 1)
+    if model is not ModelKind.MODULE:
+        yield from _problems_of_layers(values)
+    if model is not ModelKind.LAYERS:
+        yield from _problems_of_undivided({key: number for key, number in numbers.items() if number > 1}, model)
+    elif stages > 0 and world % stages:
+        yield f"pipeline.stages is {stages}, of which {world} process(es) are no multiple: start a multiple."
+    elif virtual_stages > 1 and stages == 1:
+        yield f"gptpar.virtual_stages is {virtual_stages}: it needs pipeline.stages of at least 2."
+
+
+def _problems_of_undivided(numbers: Mapping[str, int], model: ModelKind) -> Iterator[str]:
+    """Numbers of stages above 1, for a model that the configuration does not divide."""
+    has = {ModelKind.MODULE: "is no list of layers", ModelKind.PIPELINE: "is a PipelineModule, which has its own"}
+    if numbers:
+        told = " and ".join(f"{key} {number}" for key, number in numbers.items())
         yield f"{told}: the model {has[model]}: drop it, or pass the list of layers as the model."
-    elif model is ModelKind.LAYERS and numbers["stages"] > 0 and world % numbers["stages"]:
-        yield f"pipeline.stages is {numbers['stages']}, of which {world} process(es) are no multiple: start a multiple."
-    elif numbers["virtual_stages"] > 1 and numbers["stages"] == 1:
-        yield f"gptpar.virtual_stages is {said['virtual_stages']}: it needs pipeline.stages of at least 2."
+
+
+def _problems_of_layers(values: _Values) -> Iterator[str]:
+    """Keys that only a module can have."""
+    if values.get("module.units", ()):
+        yield "gptpar.units: the layers of a pipeline are its units: drop the key."
+    if values.flags.precision.cuda_graph == "on":
+        yield "gptpar.step_graph is true: steps of a pipeline of layers are not recorded: drop the key."
 
 
 def _pipeline_notes(values: _Values, model: ModelKind) -> Iterator[str]:

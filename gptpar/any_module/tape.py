@@ -82,6 +82,11 @@ class Operation:
     writes: frozenset[int] = frozenset()
     made: tuple[Region | None, ...] = ()
 
+    @property
+    def regions(self) -> list[Region]:
+        """Those among its arguments, in order."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Region)]
+
 
 class Tape:
     """Operators in the order of their calls, and what each storage on meta went through.

@@ -161,21 +161,23 @@ def _absent(defaults: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, An
 
 def _leave_out_unused(reader: KeyReader, flags: Flags) -> None:
     """Move what depends on something that is off, or that another key overrules, to what has no effect."""
-    on = {s.field for s in reader.said if s.value is True}
-    devices = {s.raw for s in reader.said if s.key.endswith("offload_optimizer.device")}
-    peaks = [s for s in reader.said if s.key == "scheduler.params.warmup_max_lr" and s.field == "optimizer.lr"]
-    overruled = any(not s.default for s in peaks)
-    reasons = {
-        "fp16.": None if "precision.fp16" in on or flags.precision.fp16 else "fp16 is not enabled",
-        "zero_optimization.offload_optimizer.ratio": (
-            None if "offload.cpu_optimizer" in on or flags.offload.cpu_optimizer else "nothing is offloaded"
-        ),
-        "zero_optimization.offload_optimizer.nvme_path": None if "nvme" in devices else "it is for NVMe",
-        "optimizer.params.lr": "scheduler.params.warmup_max_lr is the peak" if overruled else None,
-    }
-    for start, why in reasons.items():
-        if why is None:
-            continue
+    for start, why in _reasons_without_effect(reader.said, flags).items():
         unused = [s for s in reader.said if s.key.startswith(start) and s.key != "fp16.enabled"]
         reader.without_effect += [f"{s.key}: {why}" for s in unused if not s.default]
         reader.said = [s for s in reader.said if s not in unused]
+
+
+def _reasons_without_effect(said: list[Said], flags: Flags) -> dict[str, str]:
+    """What a key begins with -> why it changes nothing beside the other keys and flags."""
+    on = {s.field for s in said if s.value is True}
+    devices = {s.raw for s in said if s.key.endswith("offload_optimizer.device")}
+    peaks = [s for s in said if s.key == "scheduler.params.warmup_max_lr" and s.field == "optimizer.lr"]
+    fp16 = flags.precision.fp16 or "precision.fp16" in on
+    offloads = flags.offload.cpu_optimizer or "offload.cpu_optimizer" in on
+    rules = [
+        ("fp16.", fp16, "fp16 is not enabled"),
+        ("zero_optimization.offload_optimizer.ratio", offloads, "nothing is offloaded"),
+        ("zero_optimization.offload_optimizer.nvme_path", "nvme" in devices, "it is for NVMe"),
+        ("optimizer.params.lr", all(s.default for s in peaks), "scheduler.params.warmup_max_lr is the peak"),
+    ]
+    return {start: why for start, has_effect, why in rules if not has_effect}

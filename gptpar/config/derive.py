@@ -77,12 +77,17 @@ def derive(flags: Flags, world_size: int) -> tuple[Flags, list[Derived]]:
     return notes.flags, notes.derived
 
 
-def _derive_model(notes: _Notes) -> None:
+def _derive_position_embedding(notes: _Notes) -> None:
+    """The older switches for it."""
     model = notes.flags.model
     if model.use_rotary_position_embeddings and model.position_embedding_type != "rope":
         notes.replace("model", "position_embedding_type", "rope", "--use-rotary-position-embeddings")
     elif not model.add_position_embedding and model.position_embedding_type == "learned_absolute":
         notes.replace("model", "position_embedding_type", "none", "--no-position-embedding")
+
+
+def _derive_model(notes: _Notes) -> None:
+    _derive_position_embedding(notes)
     model = notes.flags.model
     if model.hidden_size:
         reason = "8/3 x hidden for SwiGLU, a multiple of 64" if model.swiglu else "4 x hidden"

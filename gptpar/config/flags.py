@@ -198,6 +198,8 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
             near = parser.nearest(name, [*ACCEPTED, *DENSE])
             hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
             parsed.problems.append(f"unknown flag {name}{hint}")
+            if "." in (meant := parser.dest_of(near)):  # what was meant is not missing as well
+                parsed.refused.add(meant)
         else:
             parsed.problems.append(f"unexpected word {name!r}; values follow a flag.")
 

@@ -61,6 +61,12 @@ def schedule_lengths(
         warmup = o.lr_warmup_tokens
     elif o.lr_warmup_fraction is not None:
         warmup = o.lr_warmup_fraction * decay
-    end, last_steps = o.lr_decay_iters or batch.train_iters or 0, o.lr_wsd_decay_iters or 0
-    tail = o.lr_wsd_decay_samples or after(end) - after(end - last_steps) + max(0, last_steps - end) * sizes.at(0)
+    tail = o.lr_wsd_decay_samples or _samples_of_tail(o, batch, sizes)
     return ScheduleLengths(warmup, decay, tail * unit, train_samples * unit, in_tokens)
+
+
+def _samples_of_tail(o: OptimizerConfig, batch: BatchConfig, sizes: BatchSizes) -> int:
+    """Samples in WSD's tail, the last steps of the decay; steps before the run's first one count as that one."""
+    end, last_steps = o.lr_decay_iters or batch.train_iters or 0, o.lr_wsd_decay_iters or 0
+    within = sizes.samples_after(end) - sizes.samples_after(end - last_steps)
+    return within + max(0, last_steps - end) * sizes.at(0)

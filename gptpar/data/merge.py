@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter, removed_line
@@ -29,16 +29,20 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
             prefixes.append(name[:-4] if name.endswith((".bin", ".idx")) else name)
     for prefix in prefixes:
         problems += [f"{prefix}{end} does not exist" for end in (".bin", ".idx") if not os.path.isfile(prefix + end)]
+    problems += _named_twice(prefixes)
+    if problems:
+        raise DataError("\n".join(problems))
+    return prefixes
+
+
+def _named_twice(prefixes: Sequence[str]) -> Iterator[str]:
     seen: dict[str, str] = {}
     for prefix in prefixes:
         file = os.path.realpath(prefix + ".bin")
         if file in seen:
             also = "" if seen[file] == prefix else f" (also as {seen[file]})"
-            problems.append(f"{prefix} is named twice{also}, which would repeat its documents")
+            yield f"{prefix} is named twice{also}, which would repeat its documents"
         seen.setdefault(file, prefix)
-    if problems:
-        raise DataError("\n".join(problems))
-    return prefixes
 
 
 def merge(inputs: Sequence[str], output_prefix: str) -> str:

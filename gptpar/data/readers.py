@@ -77,12 +77,7 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
     files: list[str] = []
     problems = []
     for name in inputs:
-        if os.path.isdir(name):
-            found = sorted(str(p) for p in Path(name).rglob("*") if p.is_file() and _suffixes(str(p)) is not None)
-        elif os.path.isfile(name):
-            found = [name]
-        else:
-            found = sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
+        found = _files_of(name)
         if not found:
             problems.append(f"{name}: no such file, or nothing in it ends in {FORMATS}")
         files += found
@@ -95,6 +90,15 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
     if problems:
         raise DataError("\n".join(problems))
     return files
+
+
+def _files_of(name: str) -> list[str]:
+    """Files meant by a path, a glob or a folder."""
+    if os.path.isdir(name):
+        return sorted(str(p) for p in Path(name).rglob("*") if p.is_file() and _suffixes(str(p)) is not None)
+    if os.path.isfile(name):
+        return [name]
+    return sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
 
 
 def read_blocks(files: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterator[TextBlock]:

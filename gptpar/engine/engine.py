@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,6 +92,11 @@ class EngineSettings:
         """The number format of master weights, optimizer state and sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """The number format of the gradients that the optimizer reads."""
+        return self.wide if self.adds_gradients else self.dtype
+
 
 class Engine:
     """Runs steps over memory that is already there.
@@ -146,19 +151,14 @@ class Engine:
         memory = GradientMemory(
             table,
             data,
-            settings.wide if settings.adds_gradients else settings.dtype,
+            settings.gradient_dtype,
             device,
             arriving_dtype=settings.dtype,
             ahead=settings.records_steps,
         )
-        # The model parameters are the master weights themselves, or the optimizer writes them in the same pass, or
-        # they are copied after the step. All three give the same bits; the first two save a pass over memory.
-        all_here = not table.elements(Home.HOST) and not parameters.on_host
-        as_wide = parameters.everything.dtype == settings.wide and len(parameters.everything) == table.length()
-        masters_are_parameters = as_wide and data.shards == 1 and all_here
-        writes_parameters = not masters_are_parameters and not parameters.on_host
-        written = {unit: parameters.shards[unit][:length] for unit, length in table.on_device.items()}
+        masters_are_parameters = _masters_are_parameters(table, parameters, data, settings.wide)
         self._copies_at_start, self._copies_each_step = not masters_are_parameters, parameters.on_host
+        written = {unit: parameters.shards[unit][:length] for unit, length in table.on_device.items()}
         self.optimizer = MasterOptimizer(
             optimizer,
             table,
@@ -167,11 +167,11 @@ class Engine:
             subscriber,
             families=families,
             master=parameters.everything if masters_are_parameters else None,
-            parameters=written if writes_parameters else None,
+            parameters=None if masters_are_parameters or parameters.on_host else written,
         )
 
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}
-        orders = [[name for name in stage.call_order() if name in layers] for stage in self.stages]
+        orders = _call_orders(self.stages, layers)
         frozen_units = {unit.name for unit in frozen}
         self.gatherer = ParameterGatherer(parameters, layers, data, subscriber, self.cuts, frozen_units)
         self.gatherer.follow(orders)
@@ -185,7 +185,7 @@ class Engine:
             counts_zeros=settings.counts_zeros,
         )
         reducer = GradientReducer(memory, data, settings.reduce_dtype, router)
-        trained = [[u for name in order for u in layers[name] if u not in frozen_units] for order in orders]
+        trained = _trained_units(orders, layers, frozen_units)
         done = self.gatherer.backward_done
         collector = GradientCollector(table.units, trained, memory, reducer, done, kept=done, learns=learns)
         self.gradients = Gradients(memory, collector, reducer, router)
@@ -247,3 +247,28 @@ class Engine:
     def _owners(self) -> int:
         """Data-parallel processes that have the same elements."""
         return self.table.place.replicas
+
+
+def _masters_are_parameters(
+    table: ParameterTable, parameters: ParameterMemory, data: DataAxis, wide: torch.dtype
+) -> bool:
+    """Whether the model's parameters can be the master weights themselves.
+
+    Otherwise the optimizer writes them in the pass that updates the masters, or they are copied after the step. All
+    three give the same bits; the first two save a pass over memory.
+    """
+    all_here = not table.elements(Home.HOST) and not parameters.on_host
+    as_wide = parameters.everything.dtype == wide and len(parameters.everything) == table.length()
+    return as_wide and data.shards == 1 and all_here
+
+
+def _call_orders(stages: Sequence[EngineStage], layers: Collection[str]) -> list[list[str]]:
+    """For each stage its layers with parameters, as forward calls them."""
+    return [[name for name in stage.call_order() if name in layers] for stage in stages]
+
+
+def _trained_units(
+    orders: Sequence[Sequence[str]], layers: Mapping[str, Sequence[str]], frozen: Collection[str]
+) -> list[list[str]]:
+    """For each stage the units that get gradients, in the order of its layers."""
+    return [[unit for name in order for unit in layers[name] if unit not in frozen] for order in orders]

@@ -20,7 +20,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from tensors_in(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
+    elif _is_instance_of_dataclass(value):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name, None))
 
@@ -29,10 +29,9 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same nested tuples, lists, dictionaries and dataclasses, with each tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(inner, change) for inner in value))
     if isinstance(value, list | tuple):
-        return type(value)(mapped(inner, change) for inner in value)
+        inside = [mapped(inner, change) for inner in value]
+        return type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
     if type(value) is dict:
         return {name: mapped(inner, change) for name, inner in value.items()}
     if isinstance(value, MutableMapping):  # transformers' batches and outputs, for one
@@ -40,7 +39,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         for name, inner in value.items():
             changed[name] = mapped(inner, change)
         return changed
-    if is_dataclass(value) and not isinstance(value, type) and not isinstance(value, Mapping):
+    if _is_instance_of_dataclass(value) and not isinstance(value, Mapping):
         return replace(value, **{field.name: mapped(getattr(value, field.name), change) for field in fields(value)})
     return value
 
@@ -64,6 +63,10 @@ def outline(value: Any) -> Outline:
         return type(value), [(name, outline(inner)) for name, inner in value.items()]
     if isinstance(value, list | tuple | set | frozenset):
         return type(value), [outline(inner) for inner in value]
-    if is_dataclass(value) and not isinstance(value, type):
+    if _is_instance_of_dataclass(value):
         return type(value), [outline(getattr(value, field.name)) for field in fields(value)]
     return object()
+
+
+def _is_instance_of_dataclass(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)

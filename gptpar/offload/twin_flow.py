@@ -91,10 +91,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
             + problems_of_hyperparameters(
                 {**defaults, **item} if isinstance(item, dict) else defaults for item in given
             )
-            + ([] if 0 <= offload_ratio <= 1 else [f"offload_ratio is {offload_ratio}, not between 0 and 1"])
-            + ([] if max_norm >= 0 else [f"max_norm is {max_norm}, not at least 0"])
-            + ([] if speculation in ("auto", "off", "on") else [f"speculation is {speculation!r}, not auto, off or on"])
-            + ([] if threads is None or threads >= 1 else [f"threads is {threads}, not at least 1"])
+            + _problems_of_arguments(offload_ratio, max_norm, speculation, threads)
         )
         self._overlap: Overlap | None = None
         self._parameters: list[LocalParameter] = []
@@ -354,6 +351,17 @@ class TwinFlowAdamW(torch.optim.Optimizer):
                 self._overlap.host.set_steps(unit, steps[unit])
         self._versions = [version_of(local.parameter) for local in self._parameters]
         self._say_it_has_state()
+
+
+def _problems_of_arguments(offload_ratio: float, max_norm: float, speculation: str, threads: int | None) -> list[str]:
+    """What is wrong with the constructor's own arguments."""
+    wanted = {
+        f"offload_ratio is {offload_ratio}, not between 0 and 1": 0 <= offload_ratio <= 1,
+        f"max_norm is {max_norm}, not at least 0": max_norm >= 0,
+        f"speculation is {speculation!r}, not auto, off or on": speculation in ("auto", "off", "on"),
+        f"threads is {threads}, not at least 1": threads is None or threads >= 1,
+    }
+    return [sentence for sentence, is_met in wanted.items() if not is_met]
 
 
 def _refuse(problems: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,22 +86,35 @@ class PipelineModule(nn.Module):
         self.split = split or split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
         self.bounds = self.split.bounds
         self.auxiliary = AuxiliaryLosses([name for spec in self.specs for name in spec.auxiliary_losses], token_shares)
+        make = build or (lambda spec: seeded(spec, base_seed).to(self.topology.device))
+        self.chunks = nn.ModuleList(self._build_stages(make, recompute, keep))
+        self._transport = None if self.topology.links is None else Transport(self.topology.links)
+        self.tied_stages = self.split.tied_stages(self.specs)
+        self.tied_groups = self._groups_of_tied_layers()
+        self._summed_over_tensor = self._declared_sums()
+
+    def _build_stages(
+        self,
+        build: Callable[[LayerSpec], nn.Module],
+        recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]],
+        keep: Keep | None,
+    ) -> Iterator[Stage]:
+        """This process's virtual stages, which share the tied layers they have in common."""
         tied: dict[str, nn.Module] = {}
-        self.chunks = nn.ModuleList()
         for part in range(self.stage, len(self.bounds) - 1, self.num_stages):
             mine = self.specs[self.bounds[part] : self.bounds[part + 1]]
             groups = recompute([spec.name for spec in mine])
-            make = build or (lambda spec: seeded(spec, base_seed).to(self.topology.device))
-            stage = Stage(mine, build=make, recompute=groups, keep=keep, tied=tied, auxiliary=self.auxiliary)
-            self.chunks.append(stage)
-        self._transport = None if self.topology.links is None else Transport(self.topology.links)
-        self.tied_stages = self.split.tied_stages(self.specs)
-        tied_groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
-        self.tied_groups = {name: group for name, group in tied_groups.items() if group is not None}
-        self._summed_over_tensor = self._declared_sums() if self.topology.layout.tensor > 1 else frozenset()
+            yield Stage(mine, build=build, recompute=groups, keep=keep, tied=tied, auxiliary=self.auxiliary)
+
+    def _groups_of_tied_layers(self) -> dict[str, dist.ProcessGroup]:
+        """Name -> the processes that have a copy, of each tied layer that this process shares with others."""
+        groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
+        return {name: group for name, group in groups.items() if group is not None}
 
     def _declared_sums(self) -> frozenset[str]:
-        """Parameters of this process that are declared to need a sum over the tensor axis."""
+        """Parameters of this process that are declared to need a sum over the tensor axis, where there is one."""
+        if self.topology.layout.tensor == 1:
+            return frozenset()
         infos = {name: info for stage in self.stages_here for name, info in stage.infos().items()}
         return frozenset(name for name, info in infos.items() if TENSOR in info.grad_sums)
 
@@ -191,6 +204,14 @@ class PipelineModule(nn.Module):
         for parameter in earlier:  # they have been reduced already
             parameter.grad = None
         losses = self.forward_backward(batches, grad=share)
+        self._sum_gradients()
+        for parameter, grad in earlier.items():
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        mean = torch.stack(losses).sum().double() * share.double() if losses else share.double() * 0
+        return self.topology.sum_over_all(mean / self.topology.layout.tensor)
+
+    def _sum_gradients(self) -> None:
+        """Sum gradients over data-parallel processes, a tied layer's copies and, where declared, the tensor axis."""
         layers = {name: own for stage in self.stages_here for name, own in stage.parameters_by_layer().items()}
         for name, parameters in layers.items():  # a tied layer may be in several chunks, yet is summed once
             tied = self.tied_groups.get(name)
@@ -201,10 +222,6 @@ class PipelineModule(nn.Module):
                 for group in (self.topology.data_group, tensor, tied):
                     if group is not None and parameter.grad is not None:
                         dist.all_reduce(parameter.grad, group=group)
-        for parameter, grad in earlier.items():
-            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-        mean = torch.stack(losses).sum().double() * share.double() if losses else share.double() * 0
-        return self.topology.sum_over_all(mean / self.topology.layout.tensor)
 
 
 @dataclass(frozen=True)

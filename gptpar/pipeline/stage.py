@@ -144,19 +144,11 @@ class Stage(nn.Module):
         tied = {} if tied is None else tied
         calls: list[_Call] = []
         for spec in self.specs:
-            shared = tied.get(spec.key) if isinstance(spec, TiedLayerSpec) else None
-            layer = shared if shared is not None else (build or build_on_meta)(spec)
+            layer = _layer_of(spec, build or build_on_meta, tied)
             if spec.name not in self._names:
                 self.layers.append(layer)
                 self._names.append(spec.name)
-            if isinstance(spec, TiedLayerSpec):
-                tied[spec.key] = layer
-            run: Callable[..., Any] = layer
-            if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
-                run = partial(spec.forward_fn, layer)
-            if spec.auxiliary_losses:
-                run = partial(auxiliary.call, run, spec.auxiliary_losses)
-            calls.append(_Call(spec.name, run, spec.batch_fields))
+            calls.append(_call_of(spec, layer, auxiliary))
         group_of = {name: number for number, names in enumerate(recompute) for name in names}
         self._segments = [
             (list(run), number is not None) for number, run in groupby(calls, key=lambda call: group_of.get(call.name))
@@ -265,6 +257,25 @@ class Stage(nn.Module):
         for name, layer in self.layers_by_name().items():
             if name in names:
                 layer.compile()
+
+
+def _layer_of(spec: LayerSpec, build: Callable[[LayerSpec], nn.Module], tied: dict[str, nn.Module]) -> nn.Module:
+    """A new layer, or the tied one that is there already."""
+    if not isinstance(spec, TiedLayerSpec):
+        return build(spec)
+    if spec.key not in tied:
+        tied[spec.key] = build(spec)
+    return tied[spec.key]
+
+
+def _call_of(spec: LayerSpec, layer: nn.Module, auxiliary: AuxiliaryLosses) -> _Call:
+    """How a layer is called at its place."""
+    run: Callable[..., Any] = layer
+    if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
+        run = partial(spec.forward_fn, layer)
+    if spec.auxiliary_losses:
+        run = partial(auxiliary.call, run, spec.auxiliary_losses)
+    return _Call(spec.name, run, spec.batch_fields)
 
 
 def place_parameter(parameter: nn.Parameter, memory: torch.Tensor) -> None:

@@ -120,30 +120,30 @@ def estimate_memory(
     table, frozen = lay_out(plan, parameters, [[p for p in parameters.values() if p.requires_grad]], options, axis)
     settings = settings_of(options, {unit.dtype for unit in plan.units if unit.trainable}, world)
     wide = settings.wide.itemsize
-    gradient = wide if settings.adds_gradients else settings.dtype.itemsize
+    gradient = settings.gradient_dtype.itemsize
     passes = options.batch.accumulation_steps
     units, there = [*table.units, *frozen], table.length(Home.HOST)
-    shards, on_host = sum(map(_shard_bytes, units)), options.offload.parameters
+    on_host = options.offload.parameters
     stays = axis.zero_stage < 3 and not on_host
-    held = sum(map(_bytes, units)) if stays else 0 if on_host else shards
-    if _masters_are_parameters(table, frozen, options, axis, settings.wide):
-        held = 0
+    # Where the optimizer works on the parameters themselves, they count as its master weights.
+    shared = _masters_are_parameters(table, frozen, options, axis, settings.wide)
     element_bytes = options.update.state_bytes(wide)
-    states, on_disk = element_bytes * there, options.offload.folder is not None
+    states = element_bytes * there
+    in_memory = states if options.offload.folder is None else 0
     return ModuleMemory(
         num_parameters=sum(p.numel() for p in parameters.values()),
         world=world,
-        parameters=held,
+        parameters=0 if shared or on_host else _held(units, stays),
         buffers=sum(b.nbytes for b in model.buffers()),
         gradients=gradient_bytes(table, gradient, axis.zero_stage, passes),
         optimizer=element_bytes * table.length(Home.DEVICE),
         passing=_gathered(units, stays) + _leaving(table, axis, gradient, passes),
-        host_parameters=shards if on_host else 0,
-        host_optimizer=0 if on_disk else states,
+        host_parameters=_held(units, False) if on_host else 0,
+        host_optimizer=in_memory,
         host_transfers=_ring(table, gradient) if device_type == "cuda" else 0,
-        double_buffers=0 if on_disk or options.offload.speculation == "off" else states,
+        double_buffers=0 if options.offload.speculation == "off" else in_memory,
         double_buffers_count=options.offload.speculation == "on",
-        on_disk=states if on_disk else 0,
+        on_disk=states - in_memory,
     )
 
 
@@ -153,6 +153,11 @@ def _masters_are_parameters(
     """Whether the optimizer works on the parameters themselves."""
     all_here = not table.elements(Home.HOST) and not options.offload.parameters
     return all_here and axis.shards == 1 and not frozen and all(unit.dtype == wide for unit in table.units)
+
+
+def _held(units: Sequence[Unit], stays: bool) -> int:
+    """Parameters in the memory they live in: whole, or this process's shards."""
+    return sum(map(_bytes if stays else _shard_bytes, units))
 
 
 def _gathered(units: Sequence[Unit], stays: bool) -> int:

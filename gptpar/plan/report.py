@@ -51,7 +51,7 @@ def _facts(plan: Plan) -> list[Row]:
     count = format_count(job.num_parameters)
     rounds = rounds_idle(job.layout.pipeline, job.num_micro_batches, job.num_chunks)
     bubble = f", idle {100 * rounds / (job.num_micro_batches + rounds):.1f} % with even stages"
-    pieces = "1F1B" if job.num_chunks == 1 else f"interleaved 1F1B, {job.num_chunks} pieces a stage"
+    pieces = "1F1B" if job.num_chunks == 1 else f"interleaved 1F1B, {job.num_chunks} virtual stages each"
     again = recompute.recompute_granularity or "nothing is computed again"
     return [
         Row("model", f"{count} parameters", f"{m.num_layers} layers x {m.hidden_size} x {m.num_attention_heads} heads"),

@@ -61,25 +61,30 @@ def iteration_scalars(record: IterationRecord, options: ScalarOptions, world_siz
         "num-zeros": record.num_zeros,
         "params-norm": record.params_norm,
     }
-    if options.log_memory and record.memory is not None:
-        values |= _memory_scalars(record.memory)
     if options.log_memory:
-        values["mem-host-bytes"] = record.host_bytes
-    if options.log_timers and record.cpu_optimizer is not None:
-        values["cpu-optimizer-wait-time"] = record.cpu_optimizer.waited / 1000
-        values["cpu-optimizer-busy-time"] = record.cpu_optimizer.busy / 1000
+        values |= _memory_scalars(record.memory) | {"mem-host-bytes": record.host_bytes}
     if options.log_timers:
-        values |= {
-            "iteration-time": record.elapsed_ms / 1000,
-            "throughput": record.tflops_per_gpu,
-            "tokens-per-second": record.tokens_per_s,
-            "mfu": record.mfu,
-            "mfu-causal": record.mfu_causal,
-        }
+        values |= _time_scalars(record)
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _memory_scalars(memory: MemoryStats) -> dict[str, float | None]:
+def _time_scalars(record: IterationRecord) -> dict[str, float | None]:
+    cpu = record.cpu_optimizer
+    of_cpu: dict[str, float | None] = {}
+    if cpu is not None:
+        of_cpu = {"cpu-optimizer-wait-time": cpu.waited / 1000, "cpu-optimizer-busy-time": cpu.busy / 1000}
+    return of_cpu | {
+        "iteration-time": record.elapsed_ms / 1000,
+        "throughput": record.tflops_per_gpu,
+        "tokens-per-second": record.tokens_per_s,
+        "mfu": record.mfu,
+        "mfu-causal": record.mfu_causal,
+    }
+
+
+def _memory_scalars(memory: MemoryStats | None) -> dict[str, float | None]:
+    if memory is None:
+        return {}
     return {
         "mem-reserved-bytes": memory.reserved_bytes,
         "mem-allocated-bytes": memory.allocated_bytes,

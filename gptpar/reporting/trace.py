@@ -117,23 +117,28 @@ def load_trace(path: Path) -> Timeline:
         content = json.loads(path.read_text())
         found = [e for e in content["traceEvents"] if e.get("ph") == "X"]
         device = [e for e in found if e.get("cat") in DEVICE_EVENTS]
-        origin = min((e["ts"] for e in device), default=0.0)
-        lanes: dict[str, list[TraceEvent]] = {lane: [] for lane in LANES}
-        steps: dict[str, Interval] = {}
-        for e in sorted(found, key=lambda e: e["ts"]):
-            start, lane = (e["ts"] - origin) / 1e3, lane_of(e)
-            stop = start + e["dur"] / 1e3
-            if lane is not None:
-                lanes[lane].append(TraceEvent(e["name"].removeprefix(ADAM_EVENT), start, stop))
-            elif e.get("cat") == "gpu_user_annotation" and e["name"].startswith(STEP_EVENT):
-                before = steps.get(e["name"], (start, stop))  # each stream has its own
-                steps[e["name"]] = (min(before[0], start), max(before[1], stop))
+        timeline = _timeline(found, origin=min((e["ts"] for e in device), default=0.0))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GptparError(
             f"{path} is not a trace ({type(error).__name__}: {error}): give a file that gptpar benchmark --trace wrote."
         ) from error
     if not device:
         raise GptparError(f"{path} holds {len(found):,} events but no GPU's kernels: give the trace of a run on a GPU.")
+    return timeline
+
+
+def _timeline(found: list[dict[str, Any]], origin: float) -> Timeline:
+    """The events of a trace, counted from ``origin`` (microseconds, as in the trace)."""
+    lanes: dict[str, list[TraceEvent]] = {lane: [] for lane in LANES}
+    steps: dict[str, Interval] = {}
+    for e in sorted(found, key=lambda e: e["ts"]):
+        start, lane = (e["ts"] - origin) / 1e3, lane_of(e)
+        stop = start + e["dur"] / 1e3
+        if lane is not None:
+            lanes[lane].append(TraceEvent(e["name"].removeprefix(ADAM_EVENT), start, stop))
+        elif e.get("cat") == "gpu_user_annotation" and e["name"].startswith(STEP_EVENT):
+            before = steps.get(e["name"], (start, stop))  # each stream has its own
+            steps[e["name"]] = (min(before[0], start), max(before[1], stop))
     return Timeline({lane: events for lane, events in lanes.items() if events or lane != NCCL}, list(steps.values()))
 
 

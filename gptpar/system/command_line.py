@@ -60,6 +60,11 @@ class Parser(argparse.ArgumentParser):
         """The flag, of this parser's or some others, that a mistyped one was most likely meant to be."""
         return next(iter(difflib.get_close_matches(flag, [*self._option_string_actions, *others], n=1)), None)
 
+    def dest_of(self, flag: str | None) -> str:
+        """Where this parser puts the value of one of its flags; empty for any other."""
+        action = self._option_string_actions.get(flag or "")
+        return "" if action is None else action.dest
+
     def _refuse(self, unknown: list[str]) -> None:
         if unknown:
             self.error("; ".join(self._explain(argument) for argument in unknown))

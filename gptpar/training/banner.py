@@ -92,7 +92,7 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
 
 def _layout(config: Config, topology: Topology) -> list[Row]:
     layout, device = topology.layout, topology.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
     peak = device_peak(config.precision.dtype, device)
     reason = (
         "MFU is not shown: the peak of this device is not known" if peak is None else f"peak {peak / 1e12:.0f} TFLOP/s"
@@ -163,7 +163,7 @@ def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit
         )
         for stage, (numbers, count) in enumerate(zip(layers, split.parameters, strict=True))
     ]
-    name = "1F1B" if chunks == 1 else f"interleaved 1F1B, {chunks} pieces a stage"
+    name = "1F1B" if chunks == 1 else f"interleaved 1F1B, {chunks} virtual stages each"
     return [
         Row("schedule", name, f"{num_micro} micro-batches a step, {100 * idle:.1f} % of the time idle by the schedule"),
         Row("balance", f"{100 * split.efficiency:.1f} %", "mean stage over heaviest stage, by FLOPs"),

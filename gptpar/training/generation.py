@@ -31,7 +31,8 @@ def load_model(
     found = [path for number, path in find_checkpoints(folder) if iteration in (None, number)]
     if not found:
         what = "checkpoint" if iteration is None else f"checkpoint of iteration {iteration}"
-        raise CheckpointError(f"there is no {what} in {folder}")
+        where = f"in {folder}" if folder.is_dir() else f"in {folder}, which does not exist"
+        raise CheckpointError(f"there is no {what} {where}: name the --save folder of a run")
     problems: list[str] = []
     for path in found:
         try:

@@ -19,6 +19,9 @@ from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Step
 
+SPEEDS = ("tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "mfu_causal")
+"""Fields of a record that grow as a step takes less time."""
+
 
 @dataclass(frozen=True)
 class StepNumbers:
@@ -139,27 +142,19 @@ class Reporter:
     def _averaged(self) -> IterationRecord:
         """The window as one record: times and losses averaged, skips summed, the rest as in the last step."""
         window, last = self._window, self._window[-1]
-        good = [r for r in window if not r.num_skipped and r.lm_loss is not None]
-        ms = sum(r.elapsed_ms for r in window) / len(window)
-        times = [r.cpu_optimizer for r in window if r.cpu_optimizer is not None]
+        ms = _mean([r.elapsed_ms for r in window])
         speed = last.elapsed_ms / ms * sum(r.global_batch_size for r in window) / len(window) / last.global_batch_size
-        return replace(
+        speeds = {name: value for name in SPEEDS if (value := getattr(last, name)) is not None}
+        averaged = replace(
             last,
-            lm_loss=sum(r.lm_loss or 0.0 for r in good) / len(good) if good else None,
-            auxiliary_losses={
-                name: sum(r.auxiliary_losses[name] for r in good) / len(good) for name in last.auxiliary_losses if good
-            },
             elapsed_ms=ms,
-            tokens_per_s=last.tokens_per_s * speed,
-            tokens_per_s_per_gpu=last.tokens_per_s_per_gpu * speed,
-            tflops_per_gpu=last.tflops_per_gpu * speed,
-            mfu=None if last.mfu is None else last.mfu * speed,
-            mfu_causal=None if last.mfu_causal is None else last.mfu_causal * speed,
             eta_s=last.eta_s / speed,
             num_skipped=sum(r.num_skipped for r in window),
             num_nan=sum(r.num_nan for r in window),
-            cpu_optimizer=_averaged_times(times) if times else None,
+            cpu_optimizer=_averaged_times([r.cpu_optimizer for r in window]),
+            **{name: value * speed for name, value in speeds.items()},
         )
+        return _with_averaged_losses(averaged, [r for r in window if not r.num_skipped and r.lm_loss is not None])
 
     def validation(self, record: ValidationRecord) -> None:
         """Report an evaluation."""
@@ -178,7 +173,26 @@ class Reporter:
             sink.close()
 
 
-def _averaged_times(times: Sequence[CpuOptimizerTimes]) -> CpuOptimizerTimes:
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _with_averaged_losses(record: IterationRecord, good: Sequence[IterationRecord]) -> IterationRecord:
+    """The record with the mean losses of ``good``; without a loss where there are none."""
+    if not good:
+        return replace(record, lm_loss=None, auxiliary_losses={})
+    return replace(
+        record,
+        lm_loss=_mean([r.lm_loss or 0.0 for r in good]),
+        auxiliary_losses={name: _mean([r.auxiliary_losses[name] for r in good]) for name in record.auxiliary_losses},
+    )
+
+
+def _averaged_times(found: Sequence[CpuOptimizerTimes | None]) -> CpuOptimizerTimes | None:
+    """Mean times of those that were measured; what was redone is added up."""
+    times = [one for one in found if one is not None]
+    if not times:
+        return None
     of_each = zip(*((t.waited, t.busy, t.ahead) for t in times), strict=True)
     waited, busy, ahead = (sum(of) / len(times) for of in of_each)
     return CpuOptimizerTimes(waited, busy, sum(t.redone for t in times), ahead)

@@ -129,11 +129,11 @@ def stored_config(values: object, wanted: Collection[str]) -> tuple[Flags, froze
             problems.append(_wrong(f"config.{section}", found, "an object"))
             continue
         kind = type(getattr(config, section))
-        hints, specs = typing.get_type_hints(kind), {spec.name: spec for spec in dataclasses.fields(kind)}
-        asked = {name: found[name] for name in specs if f"{section}.{name}" in wanted and name in found}
-        wrong = [p for name, value in asked.items() for p in _field_problems(specs[name], hints[name], value, section)]
+        names = [spec.name for spec in dataclasses.fields(kind)]
+        asked = {name: found[name] for name in names if f"{section}.{name}" in wanted and name in found}
+        wrong = [*_section_problems(kind, asked, section)]
         if section == "model":
-            wrong += _unknown_options(found, specs.keys())
+            wrong += _unknown_options(found, names)
         problems += wrong
         if not wrong:
             config = config.update(section, **{name: _as_tuples(value) for name, value in asked.items()})
@@ -144,6 +144,14 @@ def stored_config(values: object, wanted: Collection[str]) -> tuple[Flags, froze
 def _as_tuples(value: object) -> object:
     """JSON knows lists alone."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def _section_problems(kind: type, asked: dict[str, object], section: str) -> Iterator[str]:
+    """What is wrong with fields of one section of the configuration."""
+    hints = typing.get_type_hints(kind)
+    for spec in dataclasses.fields(kind):
+        if spec.name in asked:
+            yield from _field_problems(spec, hints[spec.name], asked[spec.name], section)
 
 
 def _field_problems(spec: dataclasses.Field[Any], hint: Any, value: object, section: str) -> Iterator[str]:

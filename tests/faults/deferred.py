@@ -30,8 +30,8 @@ DEFERRED = [
     Fault(
         "default-dtype-is-that-of-the-replay",
         DEFERRED_INIT,
-        "dtype = None if floating else torch.get_default_dtype()",
-        "dtype = None",
+        "return None if floating else torch.get_default_dtype()",
+        "return None",
         (f"{DEFERRED_TESTS}::test_values_depend_on_the_seed_alone",),
     ),
     Fault(

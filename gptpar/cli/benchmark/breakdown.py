@@ -44,6 +44,16 @@ class Breakdown:
         """Time in which at least one kernel computes."""
         return self.step - self.exposed - self.idle
 
+    def summary(self) -> dict[str, float]:
+        """All kinds together, by the names under which the table shows them."""
+        return {
+            "computing (union)": self.computing,
+            "exposed communication and transfers": self.exposed,
+            "nothing running": self.idle,
+            "step": self.step,
+            "not computing, share": 100 * (1 - self.computing / self.step) if self.step else 0.0,
+        }
+
 
 def break_down(kernels: Sequence[tuple[str, float, float]], steps: int) -> Breakdown:
     """Sum up the kernels (name, start and stop in ms) of a number of consecutive steps."""
@@ -133,17 +143,11 @@ def with_host_updates(trace: dict[str, Any], updates: Sequence[tuple[str, float,
 
 def table(ranks: Sequence[Breakdown]) -> str:
     """One column for each rank, in ms of a step."""
-    names = [*KINDS, OTHER]
-    rows = [(name, [rank.kinds.get(name, 0.0) for rank in ranks]) for name in names]
-    rows = [row for row in rows if any(row[1])]
-    rows += [
-        ("computing (union)", [rank.computing for rank in ranks]),
-        ("exposed communication and transfers", [rank.exposed for rank in ranks]),
-        ("nothing running", [rank.idle for rank in ranks]),
-        ("step", [rank.step for rank in ranks]),
-        ("not computing, share", [100 * (1 - rank.computing / rank.step) if rank.step else 0.0 for rank in ranks]),
-    ]
+    of_kinds = {name: [rank.kinds.get(name, 0.0) for rank in ranks] for name in (*KINDS, OTHER)}
+    rows = {name: values for name, values in of_kinds.items() if any(values)}
+    together = [rank.summary() for rank in ranks]
+    rows |= {name: [summary[name] for summary in together] for name in together[0]}
     lines = [f"{'ms of a step':36}" + "".join(f"{f'rank {i}':>10}" for i in range(len(ranks)))]
-    for name, values in rows:
+    for name, values in rows.items():
         lines.append(f"{name:36}" + "".join(f"{value:9.1f}{'%' if 'share' in name else ' '}" for value in values))
     return "\n".join(lines)

@@ -92,13 +92,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
     everything = combinations(parsed, count)
     if not everything:
         raise ConfigError([f"no layout of {count} process(es) has the sizes that the command line gives."])
-    refused = [one for one in everything if one.refusal]
-    accepted = [one for one in everything if not one.refusal]
-    queue: Sequence[tuple[Combination, Plan | None]] = [(one, None) for one in accepted]
-    if options.sweep_top is not None:
-        queue, left = most_promising(accepted, predict(parsed, accepted, count), options.sweep_top)
-        refused += left
-        _say_what_plan_leaves_out(accepted)
+    queue, left_out = _queue(parsed, everything, count)
     about = about_machine(count)
     batch = everything[0].typed.batch.global_batch_size
     print(f"{len(queue)} of {len(everything)} combinations on {about['machine']}, {batch} samples a step", flush=True)
@@ -113,7 +107,7 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
     except KeyboardInterrupt:
         interrupted = True
         print(f"\ninterrupted after {len(rows)} of {len(queue)}", flush=True)
-    print(table(rows, refused), flush=True)
+    print(table(rows, left_out), flush=True)
     measured = any(row.outcome.result for row in rows)
     if options.png is not None and measured:
         draw(rows, options.png, about)
@@ -127,6 +121,19 @@ def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
         problems.append("--sweep starts the processes itself: run it without torchrun.")
     if problems:
         raise ConfigError(problems)
+
+
+def _queue(
+    parsed: ParsedFlags, everything: Sequence[Combination], count: int
+) -> tuple[Sequence[tuple[Combination, Plan | None]], list[Combination]]:
+    """(what is run, with the plan where plans chose it; what is refused or less promising)"""
+    refused = [one for one in everything if one.refusal]
+    accepted = [one for one in everything if not one.refusal]
+    if parsed.rest.sweep_top is None:
+        return [(one, None) for one in accepted], refused
+    queue, left = most_promising(accepted, predict(parsed, accepted, count), parsed.rest.sweep_top)
+    _say_what_plan_leaves_out(accepted)
+    return queue, refused + left
 
 
 def _measure(

@@ -19,21 +19,35 @@ def check_batch(flags: Flags, world_size: int) -> Iterator[str]:
     """Whether every step's batch can be cut evenly."""
     b = flags.batch
     data_parallel = flags.parallel.data_parallel_size(world_size)
-    steps = b.gradient_accumulation_steps
     yield from _schedule(flags, data_parallel)
-    if b.micro_batch_size is None and b.global_batch_size and steps and steps > 0:
-        yield (
+    if b.micro_batch_size is None:
+        yield _why_no_micro_batch(b, data_parallel)
+    elif b.batch_sizes is None:
+        unit = b.micro_batch_size * data_parallel
+        yield from _global(b, data_parallel, unit)
+        if b.rampup_batch_size is not None:
+            yield from _rampup(b.rampup_batch_size, b.global_batch_size or unit, unit)
+
+
+def _why_no_micro_batch(b: BatchFlags, data_parallel: int) -> str:
+    """It is missing, or the numbers that it follows from do not divide."""
+    steps = b.gradient_accumulation_steps
+    if b.global_batch_size and steps and steps > 0:
+        return (
             f"--global-batch-size {b.global_batch_size} is not a multiple of --gradient-accumulation-steps {steps} x "
             f"{data_parallel} data-parallel process(es) = {steps * data_parallel}, so there is no --micro-batch-size "
             "for it: change one of them."
         )
-        return
-    if b.micro_batch_size is None:
-        yield Missing("--micro-batch-size is missing: the number of samples one process runs at once, for example 4.")
-        return
-    unit = b.micro_batch_size * data_parallel
-    if b.batch_sizes is not None:
-        return
+    return Missing("--micro-batch-size is missing: the number of samples one process runs at once, for example 4.")
+
+
+def _global(b: BatchFlags, data_parallel: int, unit: int) -> Iterator[str]:
+    """Whether micro-batches make up the global batch.
+
+    Args:
+        unit: samples of one micro-batch on all data-parallel processes.
+    """
+    steps = b.gradient_accumulation_steps
     if b.global_batch_size is not None and b.global_batch_size % unit:
         yield (
             f"--global-batch-size {b.global_batch_size} is not a multiple of --micro-batch-size "
@@ -46,8 +60,6 @@ def check_batch(flags: Flags, world_size: int) -> Iterator[str]:
             f"--gradient-accumulation-steps {steps} x {data_parallel} data-parallel process(es) = {unit * steps}: drop "
             "one of the three, or make them agree."
         )
-    if b.rampup_batch_size is not None:
-        yield from _rampup(b.rampup_batch_size, b.global_batch_size or unit, unit)
 
 
 def _rampup(ramp: tuple[int, ...], target: int, unit: int) -> Iterator[str]:
@@ -106,13 +118,10 @@ def _schedule(flags: Flags, data_parallel: int) -> Iterator[str]:
 def check_duration(flags: Flags) -> Iterator[str]:
     """How long to train, and when to save."""
     b, c = flags.batch, flags.checkpoint
-    if flags.logging.skip_train:
-        if not c.load:
-            yield "--skip-train evaluates a checkpoint: give --load."
-    elif b.train_iters is None and b.train_samples is None and b.train_tokens is None:
-        yield Missing("how long to train is not said: give --train-iters, --train-samples or --train-tokens.")
-    elif b.train_iters is not None and b.train_samples is not None:
-        yield "how long to train is said twice (--train-iters and --train-samples): keep one."
+    if not flags.logging.skip_train:
+        yield from _length(b)
+    elif not c.load:
+        yield "--skip-train evaluates a checkpoint: give --load."
     if b.rampup_batch_size is not None and b.train_iters is not None:
         yield "--rampup-batch-size needs --train-samples or --train-tokens alone: with it, steps differ in size."
     if b.train_minutes is not None:
@@ -120,6 +129,14 @@ def check_duration(flags: Flags) -> Iterator[str]:
     if c.save_interval is not None and not c.save:
         yield "--save-interval is given but --save is not: say where to save."
     yield from _countable(flags)
+
+
+def _length(b: BatchFlags) -> Iterator[str]:
+    """The run's length is said once."""
+    if b.train_iters is None and b.train_samples is None and b.train_tokens is None:
+        yield Missing("how long to train is not said: give --train-iters, --train-samples or --train-tokens.")
+    elif b.train_iters is not None and b.train_samples is not None:
+        yield "how long to train is said twice (--train-iters and --train-samples): keep one."
 
 
 def _countable(flags: Flags) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptpar.config import DataFlags, Flags
+from gptpar.config import CheckpointConfig, DataFlags, Flags
 from gptpar.config.fields import Missing
 from gptpar.system.data_flags import split_weights
 
@@ -15,14 +15,8 @@ SEED_LIMIT = 2**32  # numpy's RandomState, whose shuffles are Megatron's, takes 
 def check_data(flags: Flags) -> Iterator[str]:
     """Where tokens come from."""
     d, t = flags.data, flags.tokenizer
-    parts = [d.train_data_path, d.valid_data_path, d.test_data_path]
-    sources = {"--mock-data": d.mock_data, "--data-path": bool(d.data_path), "--train-data-path": any(parts)}
-    given = [name for name, present in sources.items() if present]
-    if not given:
-        yield "there is nothing to train on: give --data-path PREFIX (see gptpar preprocess), or --mock-data."
-    elif len(given) > 1:
-        yield f"data is given twice ({' and '.join(given)}): keep one."
-    if any(parts) and d.split is not None:
+    yield from _sources(d)
+    if _has_parts(d) and d.split is not None:
         yield "--split cuts one --data-path into three; with --train-data-path it has no meaning: drop it."
     if d.data_sharding and d.dataloader_type != "cyclic":
         yield "--data-sharding is Megatron's order for --dataloader-type cyclic: add that, or drop --data-sharding."
@@ -34,6 +28,21 @@ def check_data(flags: Flags) -> Iterator[str]:
         yield Missing("the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size.")
     if (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask) and t.tokenizer_type is None:
         yield "--eod-mask-loss and --reset-* need to know the end-of-document id: give --tokenizer-type."
+
+
+def _sources(d: DataFlags) -> Iterator[str]:
+    """Exactly one source of data."""
+    sources = {"--mock-data": d.mock_data, "--data-path": bool(d.data_path), "--train-data-path": _has_parts(d)}
+    given = [name for name, present in sources.items() if present]
+    if not given:
+        yield "there is nothing to train on: give --data-path PREFIX (see gptpar preprocess), or --mock-data."
+    elif len(given) > 1:
+        yield f"data is given twice ({' and '.join(given)}): keep one."
+
+
+def _has_parts(d: DataFlags) -> bool:
+    """Whether training, validation and test have paths of their own."""
+    return any((d.train_data_path, d.valid_data_path, d.test_data_path))
 
 
 def _full_validation(d: DataFlags) -> Iterator[str]:
@@ -53,7 +62,11 @@ def _full_validation(d: DataFlags) -> Iterator[str]:
 
 def check_files(flags: Flags) -> Iterator[str]:
     """Whether the files that must be there are there."""
-    d, c = flags.data, flags.checkpoint
+    yield from _corpora(flags.data)
+    yield from _folders(flags.checkpoint)
+
+
+def _corpora(d: DataFlags) -> Iterator[str]:
     for paths in (d.data_path, d.train_data_path, d.valid_data_path, d.test_data_path):
         for prefix in _prefixes(paths or ()):
             missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
@@ -62,6 +75,9 @@ def check_files(flags: Flags) -> Iterator[str]:
                     f"the data set {prefix} is not complete: {' and '.join(missing)} not found; give the path without "
                     ".bin or .idx."
                 )
+
+
+def _folders(c: CheckpointConfig) -> Iterator[str]:
     if c.load and not Path(c.load).exists() and c.load != c.save:
         yield f"--load {c.load}: there is no such folder."
     if c.save and Path(c.save).exists() and not Path(c.save).is_dir():

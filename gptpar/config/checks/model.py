@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gptpar.config import Flags
+from gptpar.config import Flags, ModelFlags
 from gptpar.config.fields import Missing, flag_name
 
 MAX_TOKEN_IDS = 2**31 - 1
@@ -18,7 +18,25 @@ def check_model(flags: Flags) -> Iterator[str]:
     m = flags.model
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(m, name) is None:
-            yield Missing(f"the model's {name} is not known: give {flag_name(name)}, or a --preset such as 350M.")
+            what = name.replace("_", " ")
+            yield Missing(f"the model's {what} is not known: give {flag_name(name)}, or a --preset such as 350M.")
+    yield from _heads(m)
+    yield from _size(flags)
+    yield from _rotation(m)
+    if m.qk_layernorm and m.kv_channels == 1:
+        yield "--qk-layernorm normalises over the channels of a head, and --kv-channels is 1: use at least 2."
+    if m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
+        yield (
+            f"--max-position-embeddings {m.max_position_embeddings} is less than --seq-length {m.seq_length}: "
+            f"raise it to {m.seq_length}."
+        )
+    for name in ("attention_dropout", "hidden_dropout"):
+        if not 0 <= getattr(m, name) < 1:
+            yield f"--{name.replace('_', '-')} is {getattr(m, name):g}; it must be at least 0 and less than 1."
+
+
+def _heads(m: ModelFlags) -> Iterator[str]:
+    """How channels are shared among attention heads, and heads among key/value heads."""
     hidden, heads = m.hidden_size, m.num_attention_heads
     if hidden and heads and hidden % heads and m.kv_channels == hidden // heads > 0:
         yield (
@@ -32,7 +50,9 @@ def check_model(flags: Flags) -> Iterator[str]:
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {m.num_query_groups}; "
             f"divisors of {heads} are {', '.join(str(i) for i in range(1, heads + 1) if heads % i == 0)}."
         )
-    yield from _size(flags)
+
+
+def _rotation(m: ModelFlags) -> Iterator[str]:
     if m.position_embedding_type == "rope" and m.kv_channels:
         rotated = int(m.kv_channels * m.rotary_percent)
         if rotated % 2 or not 2 <= rotated <= m.kv_channels:
@@ -40,23 +60,19 @@ def check_model(flags: Flags) -> Iterator[str]:
                 f"rotary positions turn pairs of channels, but {m.rotary_percent:g} of a head of "
                 f"{m.kv_channels} is {rotated}: choose an even number."
             )
-    if m.qk_layernorm and m.kv_channels == 1:
-        yield "--qk-layernorm normalises over the channels of a head, and --kv-channels is 1: use at least 2."
-    if m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
-        yield (
-            f"--max-position-embeddings {m.max_position_embeddings} is less than --seq-length {m.seq_length}: "
-            f"raise it to {m.seq_length}."
-        )
-    for name in ("attention_dropout", "hidden_dropout"):
-        if not 0 <= getattr(m, name) < 1:
-            yield f"--{name.replace('_', '-')} is {getattr(m, name):g}; it must be at least 0 and less than 1."
 
 
 def _size(flags: Flags) -> Iterator[str]:
     """Whether the model can exist at all; whether it fits the memory is known later."""
-    m, vocab_size = flags.model, flags.tokenizer.vocab_size or 0
+    vocab_size = flags.tokenizer.vocab_size or 0
     if vocab_size > MAX_TOKEN_IDS:
         yield f"--vocab-size is {vocab_size:.3g}; it must be at most {MAX_TOKEN_IDS:,}, as token ids have 32 bits."
+    yield from _elements(flags, vocab_size)
+
+
+def _elements(flags: Flags, vocab_size: int) -> Iterator[str]:
+    """Whether its parameters and activations can be counted."""
+    m = flags.model
     hidden, layers, length, micro = m.hidden_size, m.num_layers, m.seq_length, flags.batch.micro_batch_size or 1
     if not (hidden and layers and length and m.num_attention_heads and m.kv_channels and m.ffn_hidden_size):
         return

@@ -41,9 +41,13 @@ def _tensor(flags: Flags) -> Iterator[str]:
         if length and length > 0 and length % size:
             sizes = ", ".join(str(i) for i in range(1, min(length, 64) + 1) if length % i == 0)
             yield f"{name} {length} is not divisible by --tensor-model-parallel-size {size}; sizes that fit: {sizes}."
-    if not p.sequence_parallel:
-        return
-    micro, length = flags.batch.micro_batch_size, m.seq_length
+    if p.sequence_parallel:
+        yield from _sequence(flags, size)
+
+
+def _sequence(flags: Flags, size: int) -> Iterator[str]:
+    """The tokens of a micro-batch must have equal shares."""
+    micro, length = flags.batch.micro_batch_size, flags.model.seq_length
     if size == 1:
         yield (
             "--sequence-parallel splits tokens over the --tensor-model-parallel-size processes, which is 1: raise it, "

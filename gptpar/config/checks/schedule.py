@@ -13,50 +13,80 @@ from gptpar.config.schedule_lengths import schedule_lengths
 
 def check_schedule(flags: Flags) -> Iterator[str]:
     """Learning rate, weight decay and the optimizer's numbers."""
-    o, b = flags.optimizer, flags.batch
-    if o.lr is None and not flags.logging.skip_train:
-        yield Missing("--lr is missing: the peak learning rate, for example 3e-4.")
-    elif o.lr is not None and not 0 <= o.min_lr <= o.lr:
-        yield f"--min-lr {o.min_lr:g} must lie between 0 and --lr {o.lr:g}."
-    if o.lr is not None and not 0 <= o.lr_warmup_init <= o.lr:
-        yield f"--lr-warmup-init {o.lr_warmup_init:g} must lie between 0 and --lr {o.lr:g}."
-    in_iters = {"--lr-decay-iters": o.lr_decay_iters, "--lr-wsd-decay-iters": o.lr_wsd_decay_iters}
-    in_iters["--lr-warmup-iters"] = o.lr_warmup_iters or None
-    in_samples = {"--lr-decay-samples": o.lr_decay_samples, "--lr-wsd-decay-samples": o.lr_wsd_decay_samples}
-    in_samples["--lr-warmup-samples"] = o.lr_warmup_samples or None
-    wrong, unit = (in_iters, "samples") if b.train_iters is None else (in_samples, "iterations")
+    o = flags.optimizer
+    yield from _learning_rates(flags)
+    yield from _units(flags)
+    yield from _warmup(o)
+    if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None and o.lr_wsd_decay_samples is None:
+        yield Missing(
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
+        )
+    yield from _weight_decay(o)
+    yield from _betas(o)
+    if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
+        yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
+
+
+def _learning_rates(flags: Flags) -> Iterator[str]:
+    """The peak, and the rates on both sides of it."""
+    o = flags.optimizer
+    if o.lr is None:
+        if not flags.logging.skip_train:
+            yield Missing("--lr is missing: the peak learning rate, for example 3e-4.")
+        return
+    for name, rate in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
+        if not 0 <= rate <= o.lr:
+            yield f"{name} {rate:g} must lie between 0 and --lr {o.lr:g}."
+
+
+def _units(flags: Flags) -> Iterator[str]:
+    """Lengths of the schedule are counted as the run's length is: in iterations or in samples."""
+    o = flags.optimizer
+    in_iterations = {
+        "--lr-decay-iters": o.lr_decay_iters,
+        "--lr-wsd-decay-iters": o.lr_wsd_decay_iters,
+        "--lr-warmup-iters": o.lr_warmup_iters or None,
+    }
+    in_samples = {
+        "--lr-decay-samples": o.lr_decay_samples,
+        "--lr-wsd-decay-samples": o.lr_wsd_decay_samples,
+        "--lr-warmup-samples": o.lr_warmup_samples or None,
+    }
+    wrong, unit = (in_iterations, "samples") if flags.batch.train_iters is None else (in_samples, "iterations")
     for name, value in wrong.items():
         if value is not None and not flags.logging.skip_train:
             yield f"{name} {value}: this run is measured in {unit}; use the flag that counts {unit}."
+
+
+def _warmup(o: OptimizerFlags) -> Iterator[str]:
     warmups = (o.lr_warmup_iters or o.lr_warmup_samples, o.lr_warmup_fraction, o.lr_warmup_tokens)
     if sum(w is not None and w != 0 for w in warmups) > 1:
         yield "the warm-up is given more than once (iterations or samples, fraction, tokens): keep one."
     if o.lr_warmup_fraction is not None and not 0 <= o.lr_warmup_fraction < 1:
         yield f"--lr-warmup-fraction {o.lr_warmup_fraction:g} must be at least 0 and less than 1."
-    if o.lr_decay_style == "WSD" and o.lr_wsd_decay_iters is None and o.lr_wsd_decay_samples is None:
-        yield Missing(
-            "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
-        )
-    if o.weight_decay_incr_style != "constant" and (o.start_weight_decay is None or o.end_weight_decay is None):
+
+
+def _weight_decay(o: OptimizerFlags) -> Iterator[str]:
+    style, start, end = o.weight_decay_incr_style, o.start_weight_decay, o.end_weight_decay
+    if style == "constant":
+        if (start, end) != (None, None):
+            yield (
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: add it, "
+                "or give --weight-decay instead."
+            )
+    elif start is None or end is None:
+        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay."
+    elif not 0 <= start <= end:
         yield (
-            f"--weight-decay-incr-style {o.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay."
+            f"the weight decay is to grow from {start:g} to {end:g}: both must be at least 0 and the end not below "
+            "the start."
         )
-    elif o.weight_decay_incr_style == "constant" and (o.start_weight_decay, o.end_weight_decay) != (None, None):
-        yield (
-            "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine: add it, or "
-            "give --weight-decay instead."
-        )
-    elif o.weight_decay_incr_style != "constant" and not 0 <= (o.start_weight_decay or 0) <= (o.end_weight_decay or 0):
-        yield (
-            f"the weight decay is to grow from {o.start_weight_decay:g} to {o.end_weight_decay:g}: both must be at "
-            "least 0 and the end not below the start."
-        )
-    for name, betas in (("adam", (o.adam_beta1, o.adam_beta2)), ("lion", (o.lion_beta1, o.lion_beta2))):
-        if not all(0 <= beta < 1 for beta in betas):
-            first, second = betas
+
+
+def _betas(o: OptimizerFlags) -> Iterator[str]:
+    for name, first, second in (("adam", o.adam_beta1, o.adam_beta2), ("lion", o.lion_beta1, o.lion_beta2)):
+        if not (0 <= first < 1 and 0 <= second < 1):
             yield f"--{name}-beta1 {first:g} and --{name}-beta2 {second:g} must be at least 0 and less than 1."
-    if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
-        yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
 
 
 def check_schedule_lengths(flags: Flags) -> Iterator[str]:

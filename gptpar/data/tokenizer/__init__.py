@@ -64,8 +64,8 @@ def tokenizer_problems(tokenizer_type: str, **given: str | int | None) -> list[s
         if value is None:
             problems.append(f"--tokenizer-type {tokenizer_type} needs {flag}")
         elif isinstance(value, str) and not tokenizer_json(value).is_file():
-            what = "holds no tokenizer.json" if Path(value).is_dir() else "is not there"
-            problems.append(f"{flag} {value} {what}")
+            absent = f"is not there: give the path of a file, seen from {Path.cwd()}"
+            problems.append(f"{flag} {value} {'holds no tokenizer.json' if Path(value).is_dir() else absent}")
     return problems
 
 

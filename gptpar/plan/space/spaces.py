@@ -40,7 +40,9 @@ def to_predict(
     searched = [
         d.Choices(d.TENSOR, lambda at: [at.tensor], "tp{}"),
         d.Choices(d.PIPELINE, lambda at: [at.pipeline], "pp{}"),
-        d.Choices(d.VIRTUAL_STAGES, lambda at: d.virtual_stages(at, VIRTUAL_STAGES, MAX_VIRTUAL_STAGES), "chunks {}"),
+        d.Choices(
+            d.VIRTUAL_STAGES, lambda at: d.virtual_stages(at, VIRTUAL_STAGES, MAX_VIRTUAL_STAGES), "virtual stages {}"
+        ),
         d.Choices(d.ZERO_STAGE, d.zero_stages, "ZeRO-{}"),
         d.Choices(d.SEQUENCE_PARALLEL, lambda at: [at.tensor > 1]),
         d.Choices(d.PARTITION, lambda at: ["flops" if at.pipeline > 1 else None]),

@@ -215,3 +215,11 @@ def test_a_growing_weight_decay_needs_its_style_as_in_megatron() -> None:
     assert problem.startswith(
         "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cos"
     )
+
+
+def test_what_a_mistyped_flag_was_meant_to_be_is_not_missing_as_well():
+    words = "--num-layer 4 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-3"
+    parsed = parse_flags([*words.split(), "--train-iters", "2", "--vocab-size", "20", "--mock-data"])
+    with pytest.raises(ConfigError) as caught:
+        resolve(parsed, 1)
+    assert caught.value.problems == ["unknown flag --num-layer; did you mean --num-layers?"]

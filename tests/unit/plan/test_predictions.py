@@ -294,7 +294,7 @@ def test_text_shows_stages_schedule_and_time(capsys: pytest.CaptureFixture[str],
     picture = tmp_path / "plan.png"
     assert cli(["plan", *PIPED.split(), "--png", str(picture)]) == 0
     text = capsys.readouterr().out
-    assert "interleaved 1F1B, 2 pieces a stage, idle 5.9 % with even stages" in text
+    assert "interleaved 1F1B, 2 virtual stages each, idle 5.9 % with even stages" in text
     assert "stage 0 ABAB" in text and "fits: stage" in text
     first, second = plan(PIPED).job.split.layers_of(0), plan(PIPED).job.split.layers_of(1)
     assert ranges(first) in text and ranges(second) in text and sorted(first + second) == list(range(8))

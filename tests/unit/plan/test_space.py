@@ -47,14 +47,14 @@ def test_a_search_looks_at_everything_that_is_not_typed() -> None:
     """4 GPUs: 6 layouts; with data parallelism 4 ZeRO stages, with a pipeline 3 schedules; 6 batches, twice."""
     every = list(to_predict(Flags(), set(), 4, 8))
     assert len(every) == 6 * 2 * (4 + 4 + 1 + 3 * 4 + 3 + 3)
-    assert every[0].name == "tp1, pp1, chunks 1, ZeRO-0, micro-batch 1"
+    assert every[0].name == "tp1, pp1, virtual stages 1, ZeRO-0, micro-batch 1"
     config = typed(["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--micro-batch-size", "4"])
     given = {d.TENSOR, d.ZERO_STAGE, d.MICRO_BATCH}
     few = list(to_predict(config, given, 4, 8))
     assert {one.layout for one in few} == {Layout(2, 2, 1), Layout(1, 2, 2)}
     assert not given & {name for one in few for name in one.changes}
     assert {one.name for one in few} == {
-        f"pp{pp}, chunks {chunks}{recompute}"
+        f"pp{pp}, virtual stages {chunks}{recompute}"
         for pp, chunks in ((1, 1), (2, 1), (2, 2), (2, 4))
         for recompute in ("", ", recompute full")
     }

@@ -43,7 +43,10 @@ PURE = [
 ]
 HEAVY = ["tensorboard", "matplotlib", "sentencepiece", "tiktoken", "transformers"]
 MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 80
+MAX_FUNCTION_LINES = 75
+MAX_BRANCHES = 14
+"""Of a function in gptpar: see ``branches_of``."""
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.comprehension, ast.ExceptHandler, ast.Assert)
 
 
 def room_of(file: Path) -> str:
@@ -152,3 +155,44 @@ def test_files_and_functions_are_short():
                     place = f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
                     long.append(f"{place} has {lines} lines, more than {MAX_FUNCTION_LINES}")
     assert not long, "\n".join(long)
+
+
+def branches_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """McCabe's number: one, and one more for each place where the function may go on in two ways.
+
+    These are the branching statements and expressions, a comprehension and each of its conditions, each ``and`` and
+    ``or``, each ``case``. What functions inside have counts, too: a reader meets it in the same place.
+    """
+    count = 1
+    for node in (node for statement in function.body for node in ast.walk(statement)):
+        count += isinstance(node, (*BRANCHES, ast.match_case))
+        count += len(node.ifs) if isinstance(node, ast.comprehension) else 0
+        count += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
+    return count
+
+
+def test_functions_have_few_branches():
+    wrong = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and branches_of(node) > MAX_BRANCHES:
+                place = f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+                wrong.append(f"{place} has {branches_of(node)} branches, more than {MAX_BRANCHES}: split it by subject")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "body, count",
+    [
+        ("return x", 1),
+        ("if x and y or z: pass", 4),
+        ("return [a for a in x if a]", 3),
+        ("for a in x:\n  try: f()\n  except E: pass", 3),
+        ("match x:\n  case 1: pass\n  case 2: pass", 3),
+        ("def inner():\n  if x: pass", 2),
+    ],
+)
+def test_branches_are_counted(body, count):
+    lines = "\n".join(f"  {line}" for line in body.splitlines())
+    (function,) = ast.parse(f"def outer():\n{lines}").body
+    assert branches_of(function) == count

@@ -43,7 +43,7 @@ def test_all_problems_at_once(tmp_path: Path):
         build_tokenizer("GPT2BPETokenizer", merge_file=str(tmp_path / "none.bpe"))
     assert caught.value.problems == [
         "--tokenizer-type GPT2BPETokenizer needs --vocab-file",
-        f"--merge-file {tmp_path / 'none.bpe'} is not there",
+        f"--merge-file {tmp_path / 'none.bpe'} is not there: give the path of a file, seen from {Path.cwd()}",
     ]
 
 

@@ -16,6 +16,7 @@ from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_guard import ReadGuard
 from gptpar.any_module.units import FlatUnit, UnitPlan
+from gptpar.any_module.values import move_aside, take_values, value_of
 from gptpar.engine.data_axis import DataAxis, wait_without_limit
 from gptpar.engine.engine import Engine, EngineSettings
 from gptpar.engine.parameter_memory import ParameterMemory
@@ -115,7 +116,7 @@ def build_engine(
         wait_for: waits for collectives over the data axis.
 
     Raises:
-        GptparError: the host's memory does not suffice for what is offloaded.
+        GptparError: the host's memory does not suffice for what is offloaded. Parameters may be in host memory then.
     """
     axis, device, plan = data_axis_of(options, topology, wait_for), topology.device, stage.plan
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
@@ -123,7 +124,9 @@ def build_engine(
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.layout.world_size)
     on_host = options.offload.parameters
-    values = {name: _value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
+    if not on_host and not table.offloaded():  # those need the host's memory themselves
+        move_aside(stage.parameters.values(), device)
+    values = {name: value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
     with all_or_none(topology.layout.world_size):  # memory may be short on one machine
         parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
         host = _host_optimizer(table, parameters, settings, options, device)
@@ -215,46 +218,3 @@ def _host_optimizer(
         threads=offload.threads,
         speculated_elements=room,
     )
-
-
-Value = Callable[[], torch.Tensor]
-"""Makes or finds a parameter's value, on any device."""
-
-
-def _value_of(name: str, parameter: nn.Parameter, recording: Recording | None) -> Value:
-    if recording is not None and parameter.is_meta:
-        meta = parameter.data
-        return lambda: recording.make(meta, "cpu", name)
-    value = parameter.data
-    return lambda: value
-
-
-@torch.no_grad()
-def take_values(engine: Engine, frozen: Sequence[Unit], values: dict[str, Value], topology: Topology) -> None:
-    """Let master weights and parameters have a module's values; those of the first process count.
-
-    Args:
-        frozen: units that are not trained.
-        values: by first name; each is dropped once it is taken over.
-    """
-    weights, shard = engine.optimizer.parts("weights"), engine.table.place.shard
-
-    def taken(name: str) -> torch.Tensor:
-        return _agreed(values.pop(name)(), topology.data_group, engine.device)
-
-    for name in engine.table.params:
-        value = taken(name)
-        if name in weights:
-            weights[name].fill(value)
-    for unit in frozen:
-        engine.parameters.fill(unit, shard, {name: taken(name) for name in unit.params})
-    engine.publish()
-
-
-def _agreed(value: torch.Tensor, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-    """The first process's value."""
-    value = value.to(device)
-    if group is not None:
-        value = value.contiguous().clone()
-        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
-    return value

@@ -1,11 +1,13 @@
 """Training in plain torch: what an engine has to give, number by number.
 
-Parameters that a step does not use have a zero gradient: AdamW moves them by their moments and decays them. Those
-narrower than fp32 have fp32 master weights.
+Parameters that a step does not use have a zero gradient: AdamW moves them by their moments and decays them. Master
+weights and gradient sums have the widest dtype of all trained parameters, at least fp32. Sums are divided last: what a 16-bit
+backward pass rounds does not depend on the number of addends.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -45,11 +47,12 @@ class Trace:
 
 
 class MasterCopies:
-    """Gradient sums and AdamW of the trainable parameters, in fp32 or wider."""
+    """Gradient sums and AdamW of the trainable parameters, in one dtype: fp32 or wider."""
 
     def __init__(self, case: Case, model: nn.Module):
         self.trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.of = {p: nn.Parameter(p.detach().to(_wide(p.dtype), copy=True)) for p in self.trainable.values()}
+        wide = functools.reduce(torch.promote_types, (p.dtype for p in self.trainable.values()), torch.float32)
+        self.of = {p: nn.Parameter(p.detach().to(wide, copy=True)) for p in self.trainable.values()}
         self.zero()
         self.optimizer = make_optimizer(self._groups(case.groups(model)))
         self.scheduler = LambdaLR(self.optimizer, case.schedule) if case.schedule else None
@@ -71,6 +74,11 @@ class MasterCopies:
                 assert master.grad is not None
                 master.grad += p.grad.to(master.dtype)
                 p.grad = None
+
+    def average(self, addends: int) -> None:
+        """Make sums means."""
+        for master in self.of.values():
+            _grad_of(master).div_(addends)
 
     def gradients(self) -> Named:
         return {name: _grad_of(self.of[p]).clone() for name, p in self.trainable.items()}
@@ -98,8 +106,9 @@ def reference(case: Case, setup: Setup) -> Trace:
         losses = []
         for rank in range(setup.world):
             _restore_buffers(model, buffers[rank])
-            losses += [loss / setup.world for loss in _accumulate(case, setup, model, masters, step, rank, setup.world)]
+            losses += [loss / setup.world for loss in _accumulate(case, setup, model, masters, step, rank)]
             buffers[rank] = copy_of_buffers(model)
+        masters.average(setup.accumulation * setup.world)
         _take_step(setup, model, masters, sum(losses), trace)
     trace.buffers = buffers[0]
     return trace
@@ -111,7 +120,8 @@ def reference_of_rank(rank: int, case: Case, setup: Setup) -> Trace:
     masters, trace = MasterCopies(case, model), Trace()
     parallel = DistributedDataParallel(model)
     for step in range(setup.steps):
-        losses = _accumulate(case, setup, parallel, masters, step, rank, 1, parallel.no_sync)
+        losses = _accumulate(case, setup, parallel, masters, step, rank, parallel.no_sync)
+        masters.average(setup.accumulation)
         _take_step(setup, model, masters, mean_over_ranks(sum(losses)), trace)
     trace.buffers = copy_of_buffers(model)
     return trace
@@ -124,10 +134,9 @@ def _accumulate(
     masters: MasterCopies,
     step: int,
     rank: int,
-    addends: int,
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[float]:
-    """A rank's micro-batches of a step; their sum is its mean loss.
+    """Add a rank's micro-batches of a step to the gradient sums; the returned losses' sum is its mean loss.
 
     Gradients stay in ``.grad`` until the last one: DistributedDataParallel averages what it finds there.
     """
@@ -137,7 +146,7 @@ def _accumulate(
             losses = case.losses_of(model, case.make_batch(step, micro, rank, setup.world))
             for number, loss in enumerate(losses):
                 again = case.shares_graph and number < len(losses) - 1
-                (loss / (setup.accumulation * addends)).backward(retain_graph=again)
+                loss.backward(retain_graph=again)
         total.append(sum(loss.item() for loss in losses) / setup.accumulation)
         if no_sync is nullcontext:
             masters.add_gradients()
@@ -180,10 +189,6 @@ def _restore_buffers(model: nn.Module, values: Named) -> None:
 def _grad_of(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def ranks_agree(traces: Sequence[Trace]) -> bool:

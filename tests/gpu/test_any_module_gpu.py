@@ -157,3 +157,16 @@ def test_what_waits_for_the_device_is_launched(ratio: float) -> None:
     assert got == wanted and all(torch.equal(weights[name], value) for name, value in theirs.items())
     assert recorded.module.calls == STEPS + 1
     assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_on_the_gpu_is_not_there_twice(precision: str) -> None:
+    """The most memory while the engine is built is what it has afterwards, and less than half of the model."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(8))).cuda()
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    config: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    config |= {} if precision == "fp32" else {"bf16": {"enabled": True}}
+    torch.cuda.reset_peak_memory_stats()
+    engine, *_ = gptpar.initialize(model=model, config=config)
+    assert torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() < num_bytes / 2
+    engine.close()

@@ -338,6 +338,15 @@ def classes(model: Model, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"].contiguous(memory_format=torch.channels_last)), batch["y"])
 
 
+# The norm of a gradient that one process has from one micro-batch is formed in the parameters' own dtype, and clipping
+# passes its rounding on to all weights. Everything else is in fp64 on both sides.
+NORM_OF_FP32 = 1e-8
+
+# fp32 masters deviate by roundings of AdamW and of sums over processes, 2e-7 in 20 steps. Where a master lies between
+# two numbers of bf16, that moves the weight to its neighbour, 2**-8 away, and then the activations computed with it:
+# gradients of the last of 20 steps were seen to deviate by 2e-2, five such roundings.
+SOME_BF16_ROUNDINGS = 2**-5
+
 PARAMETERS = [
     Case("tied_weights", TiedWeights, tokens, next_token),
     Case("tied_blocks", TiedBlocks),
@@ -353,8 +362,8 @@ PARAMETERS = [
     Case("frozen_parameters", frozen_parameters),
     Case("frozen_block", frozen_block),
     Case("frozen_beginning", frozen_beginning),
-    Case("mixed_fp64_fp32", lambda: MixedDtypes(torch.float64, torch.float32), tolerance=1e-4),
-    Case("mixed_bf16_fp32", lambda: MixedDtypes(torch.bfloat16, torch.float32), tolerance=0.25),
+    Case("mixed_fp64_fp32", lambda: MixedDtypes(torch.float64, torch.float32), tolerance=NORM_OF_FP32),
+    Case("mixed_bf16_fp32", lambda: MixedDtypes(torch.bfloat16, torch.float32), tolerance=SOME_BF16_ROUNDINGS),
     Case("buffers", Buffers),
     Case("parameter_read_outside_its_module", ReadOutside, tokens, next_token),
     Case("multihead_attention", Attention, tokens, next_token),

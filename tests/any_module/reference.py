@@ -1,8 +1,8 @@
 """Training in plain torch: what an engine has to give, number by number.
 
-Parameters that a step does not use have a zero gradient: AdamW moves them by their moments and decays them. Master weights
-and gradient sums have the widest dtype of all trained parameters, at least fp32. Sums are divided last: what a 16-bit
-backward pass rounds does not depend on the number of addends.
+Parameters that a step does not use have a zero gradient: AdamW moves them by their moments and decays them. Master
+weights and gradient sums have the widest dtype of all trained parameters, at least fp32. Sums are divided last: what a
+16-bit backward pass rounds does not depend on the number of addends.
 """
 
 from __future__ import annotations

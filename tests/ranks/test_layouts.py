@@ -149,7 +149,7 @@ ONE_ADDEND = [option.name for option in spaces.GRADIENTS_LEAVE]
 def test_gradients_that_leave_at_once_equal_those_that_stay(number: int) -> None:
     """In one piece of eight samples instead of eight pieces of one."""
     alone = run_alone(WORDS)
-    case = list(spaces.to_prove(parse_flags(WORDS).config, 1))[number]
+    case = list(spaces.to_prove(parse_flags(WORDS).flags, 1))[number]
     assert case.name in ONE_ADDEND
     run = CaseRun(case_config(WORDS, case, 1), Topology(Layout(), 0, torch.device("cpu")))
     run.train(0, STEPS + 1)

@@ -123,7 +123,7 @@ def test_a_moving_loss_scale(ratio: float) -> None:
     numbers = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
     recorded, launched = (make(graph, ratio, **numbers) for graph in (True, False))
     (got, weights), (wanted, theirs) = train(recorded), train(launched)
-    assert str(got) == str(wanted) and recorded.loss_scaler.value == launched.loss_scale.value < 2**24
+    assert str(got) == str(wanted) and recorded.loss_scaler.value == launched.loss_scaler.value < 2**24
     assert all(torch.equal(weights[name], value) for name, value in theirs.items())
 
 

@@ -64,7 +64,7 @@ void bandwidth_pass(void* const* arrays, int64_t n, int32_t threads, int32_t isa
   if (isa == 1) pass = gptpar::avx2_pass;
   if (isa == 2) pass = gptpar::avx512_pass;
 #endif
-  const GptparStretch whole{0, n, 0};
+  const GptparGroupRange whole{0, n, 0};
   const gptpar::Blocks blocks(&whole, 1, threads);
   gptpar::of_this_process<gptpar::ThreadPool>().run(blocks.count(), threads, [&](int64_t block) {
     pass(a, blocks.begin(block)->start, blocks.begin(block)->stop);

@@ -18,8 +18,7 @@ def check_model(flags: Flags) -> Iterator[str]:
     m = flags.model
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(m, name) is None:
-            what = name.replace("_", " ")
-            yield Missing(f"the model's {what} is not known: give {flag_name(name)}, or a --preset such as 350M.")
+            yield Missing(f"the model's {name} is not known: give {flag_name(name)}, or a --preset such as 350M.")
     yield from _heads(m)
     yield from _size(flags)
     yield from _rotation(m)

@@ -13,7 +13,6 @@
 
 #include "blocks.h"
 #include "cpu_adam_scalar.h"
-#include "ieee_mode.h"
 #include "job_queue.h"
 #include "thread_pool.h"
 
@@ -185,7 +184,6 @@ template <class Work>
 double sum_pieces(const Blocks& blocks, int threads, const Work& work) {
   std::vector<double> sums(blocks.count());
   of_this_process<ThreadPool>().run(blocks.count(), threads, [&](int64_t i) {
-    const IeeeMode mode;  // the pool's threads inherit the mode of whichever thread started them
     double sum = 0;
     const GroupRange* const end = blocks.end(i);
     for (const GroupRange* piece = blocks.begin(i); piece < end; ++piece)

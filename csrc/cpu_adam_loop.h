@@ -1,5 +1,5 @@
-// The loops of cpu_adam.cpp, included once for each instruction set. VARIANT is its namespace, VECTOR its operations,
-// TARGET the attribute with which a function may use them.
+// The loops of cpu_adam.cpp, included once for each instruction set. VARIANT is its namespace and VECTOR its operations.
+// TARGET is the function attribute that lets the compiler emit them.
 
 namespace gptpar {
 namespace VARIANT {

@@ -1,4 +1,4 @@
-// A scope with IEEE 754 arithmetic: rounding to nearest even, denormals kept.
+// IEEE 754 arithmetic while an object exists: rounding to nearest even, denormals kept.
 
 #pragma once
 

@@ -22,30 +22,14 @@
 #include <xmmintrin.h>
 #endif
 
+#include "ieee_mode.h"
 #include "per_process.h"
 
 namespace gptpar {
 
 constexpr int kLooks = 5000;  // how often a thread looks for work before it sleeps: about 0.2 ms
 
-// A scope in which the thread rounds to nearest and keeps denormals. A thread inherits these modes from the thread that
-// started it: without this class, a flush-to-zero of one caller would affect some blocks of a call and not others.
-class PlainArithmetic {
-#if defined(__x86_64__)
-  unsigned saved_ = _mm_getcsr();
-
- public:
-  PlainArithmetic() { _mm_setcsr(0x1f80); }
-  ~PlainArithmetic() { _mm_setcsr(saved_); }
-#else
- public:
-  PlainArithmetic() {}
-  ~PlainArithmetic() {}
-#endif
-  PlainArithmetic(const PlainArithmetic&) = delete;
-};
-
-// A scope in which new threads start with all signals blocked: signals are for the program's own threads.
+// While it exists, new threads start with all signals blocked: signals are for the program's own threads.
 class NoSignals {
   sigset_t before_;
 
@@ -104,7 +88,7 @@ class ThreadPool {
         : call(call_), body(body_), num_blocks(count) {}
 
     void drain() {
-      PlainArithmetic modes;
+      const IeeeMode mode;  // a thread inherits its mode from whichever thread started it
       for (int64_t block; (block = next.fetch_add(1)) < num_blocks;) call(body, block);
     }
   };

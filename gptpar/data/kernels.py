@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 
 import numpy as np
 
-from gptpar.errors import NativeBuildError
 from gptpar.system import native
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = native.load("data_index")
-    except NativeBuildError as error:
-        warnings.warn(f"data indices are built in Python, the same but slower: {error}", stacklevel=2)
+    library = native.load_or_warn("data_index", "data indices are built in Python, the same but slower")
+    if library is None:
         return None
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.data_index_shuffle.argtypes = [pointer, ctypes.c_uint64, i32, pointer, pointer]

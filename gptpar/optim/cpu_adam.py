@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptpar.errors import NativeBuildError
 from gptpar.optim.adam_arguments import GRAD_TYPES, AdamStep, check_arguments, problems_of_tensor
 from gptpar.optim.adam_update import STATES, AdamHyperparameters, change
 from gptpar.optim.elementwise import Done, update
@@ -43,10 +41,8 @@ class _Kernels(NamedTuple):
 
 @functools.cache
 def _library() -> _Kernels | None:
-    try:
-        lasting = native.load("cpu_adam")
-    except NativeBuildError as error:
-        warnings.warn(f"the CPU optimizer uses torch's operators, several times slower: {error}", stacklevel=3)
+    lasting = native.load_or_warn("cpu_adam", "the CPU optimizer uses torch's operators, several times slower")
+    if lasting is None:
         return None
     kernels = _Kernels(lasting, ctypes.PyDLL(lasting._name, handle=lasting._handle))
     i32, i64, doubles = ctypes.c_int32, ctypes.c_int64, ctypes.POINTER(ctypes.c_double)

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,19 @@ def load(name: str, folder: Path | None = None) -> ctypes.CDLL:
             f"the helper {name} was built but cannot be loaded: {error}. If {library.parent} lies on a "
             "file system mounted noexec, set XDG_CACHE_HOME to a directory elsewhere."
         ) from error
+
+
+def load_or_warn(name: str, without: str) -> ctypes.CDLL | None:
+    """The helper, or ``None`` after a warning where it cannot be had.
+
+    Args:
+        without: what happens then, as the beginning of the warning.
+    """
+    try:
+        return load(name)
+    except NativeBuildError as error:
+        warnings.warn(f"{without}: {error}", stacklevel=3)
+        return None
 
 
 def source_dir() -> Path:

@@ -9,7 +9,7 @@ import torch
 
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.group_ranges import Family
-from tests.unit.engine.flat_optimizer_case import GRADS, follows_torch, make
+from tests.unit.engine.flat_optimizer_case import GRADS, assert_follows_torch, make
 from tests.unit.engine.four_groups import JOINED, SEPARATE, flat_after
 
 pytestmark = pytest.mark.gpu
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("by_torch", [True, False])
 @pytest.mark.parametrize("grad", GRADS)
 def test_it_is_torchs_adamw(by_torch: bool, grad: str) -> None:
-    follows_torch(make("cuda", grad, by_torch=by_torch), 1e-5)
+    assert_follows_torch(make("cuda", grad, by_torch=by_torch), 1e-5)
 
 
 @pytest.mark.parametrize("by_torch", [True, False])
 def test_double_precision_is_kept(by_torch: bool) -> None:
-    follows_torch(make("cuda", "float64", "float64", by_torch=by_torch), 1e-12)
+    assert_follows_torch(make("cuda", "float64", "float64", by_torch=by_torch), 1e-12)
 
 
 @pytest.mark.parametrize("by_torch", [True, False])

@@ -50,7 +50,7 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sweep-recompute", nargs="+", choices=("none", "selective", "full"), help="recomputation")
     group.add_argument("--sweep-zero", nargs="+", type=int, choices=range(4), help="ZeRO stages")
     group.add_argument(
-        "--sweep-virtual-stages", nargs="+", type=positive_int, metavar="K", help="chunks of layers on each process"
+        "--sweep-virtual-stages", nargs="+", type=positive_int, metavar="K", help="virtual stages of each process"
     )
     group.add_argument(
         "--sweep-cpu-ratios",

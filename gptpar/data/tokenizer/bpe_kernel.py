@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from gptpar.errors import NativeBuildError
 from gptpar.system import native
 
 SLACK = 8  # ids that the kernel may write beyond the last
@@ -20,10 +18,8 @@ GAP = np.dtype([("start", "<i8"), ("end", "<i8"), ("token", "<i8"), ("text", "<i
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = native.load("bpe")
-    except NativeBuildError as error:
-        warnings.warn(f"BPE runs in tiktoken alone, the same but slower: {error}", stacklevel=2)
+    library = native.load_or_warn("bpe", "BPE runs in tiktoken alone, the same but slower")
+    if library is None:
         return None
     pointer, i64 = ctypes.c_void_p, ctypes.c_int64
     library.bpe_new.argtypes, library.bpe_new.restype = [ctypes.c_char_p, pointer, pointer, i64], pointer

@@ -48,7 +48,7 @@ def make(device: str = "cpu", grad: str = "float32", wide: str = "float32", *, b
     return Case(adam, state, live)
 
 
-def follows_torch(case: Case, tolerance: float) -> None:
+def assert_follows_torch(case: Case, tolerance: float) -> None:
     """Four steps, the third skipped; gradients are divided, and gaps between ranges stay out of it."""
     start = case.state.vectors[0].cpu().double()
     leaves = [start[one.start : one.stop].clone().requires_grad_() for one in GROUP_RANGES]

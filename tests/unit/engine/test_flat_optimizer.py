@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gptpar.engine import flat_optimizer
-from tests.unit.engine.flat_optimizer_case import GRADS, follows_torch, make
+from tests.unit.engine.flat_optimizer_case import GRADS, assert_follows_torch, make
 
 
 @pytest.mark.parametrize("way", ["kernel", "without a compiler", "by operators"])
@@ -14,12 +14,12 @@ from tests.unit.engine.flat_optimizer_case import GRADS, follows_torch, make
 def test_it_is_torchs_adamw(way: str, grad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way != "kernel":
         monkeypatch.setattr("gptpar.optim.cpu_adam._library", lambda: None)
-    follows_torch(make(grad=grad, by_torch=way == "by operators"), 1e-5)
+    assert_follows_torch(make(grad=grad, by_torch=way == "by operators"), 1e-5)
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
 def test_double_precision_is_kept(by_torch: bool) -> None:
-    follows_torch(make(grad="float64", wide="float64", by_torch=by_torch), 1e-13)
+    assert_follows_torch(make(grad="float64", wide="float64", by_torch=by_torch), 1e-13)
 
 
 def test_neighbours_are_updated_together() -> None:

@@ -16,7 +16,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def same(got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+def assert_same(got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -25,7 +25,7 @@ def test_a_bias_gets_its_gradient_from_gelu() -> None:
     x, weight, bias, grad = random(7, 5), random(9, 5, seed=1), random(9, seed=2), random(7, 9, seed=3).detach()
     inputs = (x, weight, bias)
     wanted = torch.autograd.grad(F.gelu(F.linear(x, weight, bias), approximate="tanh"), inputs, grad)
-    same(torch.autograd.grad(gelu(F.linear(x, weight, bias.detach()), bias), inputs, grad), wanted)
+    assert_same(torch.autograd.grad(gelu(F.linear(x, weight, bias.detach()), bias), inputs, grad), wanted)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -41,7 +41,7 @@ def test_a_bias_gets_its_gradient_from_the_heads(queries: int) -> None:
     grad = random(batch, groups * queries, seq_length, width, seed=3).detach()
     wanted = torch.autograd.grad(attend(heads(F.linear(x, weight, bias), *shape)), inputs, grad)
     given = split_heads(F.linear(x, weight, bias.detach()), bias, *shape)
-    same(torch.autograd.grad(attend(given), inputs, grad), wanted)
+    assert_same(torch.autograd.grad(attend(given), inputs, grad), wanted)
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -53,8 +53,8 @@ def test_the_stream_meets_itself_behind_a_norm(adds: bool) -> None:
     wanted = torch.autograd.grad((total, F.layer_norm(total, (5,), weight, bias, 1e-5)), inputs, grads)
     added = y + added_bias.detach() if adds else None
     got = residual_norm(x, added, added_bias if adds else None, weight, bias, 1e-5)
-    same(got, (total, F.layer_norm(total, (5,), weight, bias, 1e-5)))
-    same(torch.autograd.grad(got, inputs, grads), wanted)
+    assert_same(got, (total, F.layer_norm(total, (5,), weight, bias, 1e-5)))
+    assert_same(torch.autograd.grad(got, inputs, grads), wanted)
 
 
 def test_loss_and_gradient_whole_and_in_shares() -> None:
@@ -63,12 +63,12 @@ def test_loss_and_gradient_whole_and_in_shares() -> None:
     (wanted,) = torch.autograd.grad((losses * weights).sum() * 8, logits)
     scale = torch.tensor(8.0, dtype=torch.float64)
     loss, grad = plain_loss.loss_and_grad(logits.detach(), labels, weights, scale)
-    same((loss, grad), ((losses * weights).sum().detach(), wanted))
+    assert_same((loss, grad), ((losses * weights).sum().detach(), wanted))
 
     shares = [(logits.detach()[:, :4], labels), (logits.detach()[:, 4:], labels - 4)]
     (m, s, own), (n, t, other) = (plain_loss.share_statistics(*share) for share in shares)
     maximum = torch.maximum(m, n)
     lse = (s * (m - maximum).exp() + t * (n - maximum).exp()).log() + maximum
-    same((lse - own - other,), (losses.detach(),))
+    assert_same((lse - own - other,), (losses.detach(),))
     parts = [plain_loss.share_grad(*share, lse, weights, scale) for share in shares]
-    same((torch.cat(parts, 1),), (wanted,))
+    assert_same((torch.cat(parts, 1),), (wanted,))

@@ -1,4 +1,4 @@
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import pytest
 from torch import nn
@@ -15,27 +15,7 @@ from gptpar.model.flops import (
 from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 from gptpar.model.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class GPTShape:
-    num_layers: int = 12
-    hidden_size: int = 768
-    ffn_hidden_size: int = 3072
-    num_attention_heads: int = 12
-    num_query_groups: int = 12
-    kv_channels: int = 64
-    seq_length: int = 1024
-    max_position_embeddings: int = 1024
-    padded_vocab_size: int = 50304
-    position_embedding_type: str = "learned_absolute"
-    normalization: str = "LayerNorm"
-    qk_layernorm: bool = False
-    swiglu: bool = False
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    untie_embeddings_and_output_weights: bool = False
-
+from tests.unit.model.gpt_shape import GPTShape
 
 GPT2_124M = GPTShape()
 GPT_350M = GPTShape(24, 1024, 4096, 16, 16, 64)

@@ -1,4 +1,4 @@
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,29 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from gptpar.model.memory import layer_activation_bytes_per_token
+from tests.unit.model.gpt_shape import GPTShape
 
-
-@dataclass(frozen=True)
-class GPTShape:
-    num_layers: int = 24
-    hidden_size: int = 1024
-    ffn_hidden_size: int = 4096
-    num_attention_heads: int = 16
-    num_query_groups: int = 16
-    kv_channels: int = 64
-    seq_length: int = 1024
-    max_position_embeddings: int = 1024
-    padded_vocab_size: int = 50304
-    position_embedding_type: str = "learned_absolute"
-    normalization: str = "LayerNorm"
-    qk_layernorm: bool = False
-    swiglu: bool = False
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    untie_embeddings_and_output_weights: bool = False
-
-
-SHAPE = GPTShape()
+SHAPE = GPTShape(24, 1024, 4096, 16, 16, 64)
 H = 1024
 
 

@@ -6,12 +6,14 @@ import atexit
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 from gptpar.cli import main
-from gptpar.cli.launch import end_with_launcher, is_worker
+from gptpar.cli.launch.worker import end_with_launcher, is_worker
 
 
-def leave(status: int) -> None:
+def leave(status: int) -> NoReturn:
     """End a worker whose work is done without taking the interpreter apart.
 
     Threads of gloo and NCCL may still be letting go of tensors. One that asks for Python's lock while the interpreter
@@ -25,10 +27,22 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
+def run_as_program(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line (default: this process's) and end the process with its status.
+
+    A worker that raises ends at once, too: taking the interpreter apart takes seconds while other processes wait in a
+    collective, and only its end tells the launcher of the failure.
+    """
+    if not is_worker():
+        raise SystemExit(main(argv))
+    end_with_launcher()
+    try:
+        status = main(argv)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    leave(status)
+
+
 if __name__ == "__main__":
-    if is_worker():
-        end_with_launcher()
-    status = main()
-    if is_worker():
-        leave(status)
-    raise SystemExit(status)
+    run_as_program()

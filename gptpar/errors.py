@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 
 class GptparError(Exception):
-    """Base of every error that says what is wrong, with the numbers, and what to do about it."""
+    """Base of every error that says what is wrong, with the numbers, and what to do about it.
+
+    Attributes:
+        is_accident: the same command may succeed when it is given again.
+    """
+
+    is_accident = False
 
 
 class ConfigError(GptparError):

@@ -331,6 +331,24 @@ def picture() -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def survived_faults() -> str:
+    """The last recorded run of ``tests.faults``."""
+    recorded = lines_of("faults")[-1]
+    rows = []
+    for row in recorded["kinds"]:
+        survived = row["outcomes"].get("ok", 0)
+        others = ", ".join(f"{name} {count}" for name, count in row["outcomes"].items() if name != "ok")
+        name = row["kind"].replace("-", " ")
+        cells = [name, row["workers"], row["faults"], survived, others or "none", row["max_steps_lost"]]
+        rows.append([*map(str, cells), f"{row['max_seconds_to_exit']:.0f} s" if row["max_seconds_to_exit"] else ""])
+    total = [recorded["faults"], recorded["faults"] - recorded["not_survived"], recorded["not_survived"]]
+    rows.append(["all", "", *map(str, total), "", ""])
+    return table(
+        ["fault", "processes", "injected", "survived", "other outcomes", "most steps lost", "longest time to exit"],
+        rows,
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "one-gpu": one_gpu,
@@ -340,6 +358,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-kernel": cpu_kernel,
     "any-module": any_module,
     "preprocessing": preprocessing,
+    "survived-faults": survived_faults,
 }
 
 

@@ -26,6 +26,7 @@ from gptpar.engine.units import GroupOf, Unit
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.machine import build_host_optimizer, room_for_speculation
 from gptpar.pipeline.stage import ParameterInfo
+from gptpar.system.compile_cache import refuse_others_compile_cache
 from gptpar.tensor_parallel import ALONE
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import Constant
@@ -176,6 +177,7 @@ def move_buffers(model: nn.Module, device: torch.device, recording: Recording | 
 
 def compile_scopes(stage: PlacedParameters, backend: str = "inductor") -> None:
     """Compile each block by itself, its hooks left out; without blocks, the whole model."""
+    refuse_others_compile_cache()
     for path in [scope.path for scope in stage.plan.scopes if scope.path] or [""]:
         module = stage.scope_module(path)
         if "forward" in vars(module):

@@ -165,6 +165,7 @@ def _state_of(engine: TrainingEngine, tag: str, client_state: Any) -> StoredStat
             path: to_json(module.get_extra_state(), f"the extra state of {path or 'the model'}", problems)
             for path, module in _with_extra_state(engine.module)
         },
+        skip_step=None if engine.skip_step is None else engine.skip_step.state(),
         client=to_json({} if client_state is None else client_state, "client_state", problems),
     )
     if problems:
@@ -284,6 +285,8 @@ def _take_over(engine: TrainingEngine, state: StoredState, chosen: Chosen) -> No
     if chosen.schedule and engine.lr_scheduler is not None and state.scheduler is not None:
         engine.lr_scheduler.load_state_dict(from_json(state.scheduler["state"]))
     if not chosen.module_only:
+        if engine.skip_step is not None:
+            engine.skip_step.load(state.skip_step)
         engine.loss_scaler.load(state.loss_scale)
         samples = state.counts["global_steps"] * engine.train_batch_size()
         for name in ENGINE_COUNTS:

@@ -16,22 +16,20 @@ from typing import Any
 
 import torch
 
-from gptpar.any_module.option_keys import OTHER_OPTIMIZER, tree_for
 from gptpar.any_module.step_batch import StepBatch, step_batch
 from gptpar.config import Flags, PrecisionConfig
 from gptpar.config.checks.parallel import HIGHEST_ZERO_STAGE
-from gptpar.config.deepspeed_reader import Said
-from gptpar.config.deepspeed_values import (
-    decay_problems,
+from gptpar.config.deepspeed_reader import (
+    Said,
     one_each,
+    optimizer_problems,
     part_of,
     read_file,
     read_values,
-    reason_of,
     schedule_problems,
-    type_problems,
     without_auto,
 )
+from gptpar.config.deepspeed_table import Door
 from gptpar.config.derive import Derived
 from gptpar.config.ranges import out_of_range
 from gptpar.errors import ConfigError
@@ -41,6 +39,7 @@ from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.optimizers import OPTIMIZERS
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+OTHER_OPTIMIZER = "pass optimizer=torch.optim.AdamW(...) to gptpar.initialize"
 DEFAULT_LR = 1e-3
 """AdamW's in torch and in DeepSpeed."""
 
@@ -121,6 +120,7 @@ class EngineOptions:
         derived: values with their reasons, among them what DeepSpeed assumes for absent keys.
         without_effect: keys that change nothing, each with the reason.
         pipeline: of a list of layers.
+        skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
     """
 
     batch: StepBatch
@@ -141,6 +141,7 @@ class EngineOptions:
     derived: tuple[Derived, ...]
     without_effect: tuple[str, ...]
     pipeline: PipelineOptions = PipelineOptions()
+    skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
 
 
@@ -189,13 +190,12 @@ def _raw_of(config: Any, from_args: Any) -> tuple[dict[str, Any], str]:
 
 def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[EngineOptions | None, list[str]]:
     """(the options, if nothing is wrong; all problems)"""
-    reader = read_values(raw, tree_for(raw), Flags(), micro_is_known=False)
+    reader = read_values(raw, Door.ENGINE, Flags(), micro_is_known=False)
     said, contradictions = one_each(reader.said)
     values = _Values(said)
     stages = values.get("pipeline.stages", 1)
     problems = [
-        *type_problems(raw, OTHER_OPTIMIZER),
-        *decay_problems(raw, 0),
+        *optimizer_problems(raw, OTHER_OPTIMIZER),
         *schedule_problems(raw),
         *reader.problems,
         *contradictions,
@@ -243,7 +243,7 @@ class _Values:
     def derived(self) -> Iterator[Derived]:
         for field, one in self._said.items():
             if one.value is not None and one.value is not False:
-                yield Derived(field.split(".")[1].replace("_", " "), one.value, reason_of(one))
+                yield Derived(field.split(".")[1].replace("_", " "), one.value, one.reason)
 
 
 _BATCH = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
@@ -359,4 +359,5 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         derived=tuple(values.derived()),
         without_effect=tuple(notes),
         pipeline=PipelineOptions(**values.section("pipeline")),
+        skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),
     )

@@ -1,133 +1,97 @@
 """DeepSpeed's learning-rate schedules, as torch's: over the ``param_groups`` of the optimizer that is returned.
 
-DeepSpeed's scheduler takes its first step after the optimizer's first. So an optimizer step numbered n = 0, 1, ... has
-the initial rate for n = 0, and the formula's value at i = n - 1 afterwards, which for i = 0 is the initial rate again.
-Until i reaches N = max(2, ``warmup_num_steps``), the warm-up is at ``i / N`` (linear) or ``log(i + 1) / log(N)`` (log).
+The formulas, with the names and defaults of their parameters, are those of :mod:`gptpar.optim.step_schedules`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gptpar.any_module.options import SchedulerOptions
 from gptpar.errors import GptparError
+from gptpar.optim.step_schedules import FORMULAS, one_cycle_betas
 
-Rates: TypeAlias = float | Sequence[float]
 ClientScheduler: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None
 
 
-class WarmupLR(LRScheduler):
-    """From the lowest rate to the highest, which it keeps.
+class StepScheduler(LRScheduler):
+    """A schedule whose rate is a formula of the steps taken.
 
     Args:
         optimizer: whose groups' rates are set.
-        warmup_min_lr: lowest rate of all groups, or of each.
-        warmup_max_lr: highest rate of all groups, or of each; default: the first group's rate, for all, as DeepSpeed.
-        warmup_num_steps: until the highest rate.
-        warmup_type: ``log`` or ``linear``.
+        values: the formula's parameters in their order, and by their names in ``named``; a rate is one for all
+            parameter groups, or a list with one for each.
         last_epoch: steps done by an optimizer whose state is being resumed; -1: none.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        warmup_min_lr: Rates = 0.0,
-        warmup_max_lr: Rates | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_epoch: int = -1,
-    ):
-        highest: Rates = optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
-        self.min_lrs = _of_each_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        self.max_lrs = _of_each_group(optimizer, "warmup_max_lr", highest)
-        self.warmup_num_steps, self.warmup_type = max(2, warmup_num_steps), warmup_type
+    formula: ClassVar[Callable[..., float]]
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *values: Any, last_epoch: int = -1, **named: Any):
+        bound = inspect.signature(self.formula).bind(0, 0.0, *values, **named)
+        bound.apply_defaults()
+        params = {name: value for name, value in bound.arguments.items() if name not in ("n", "lr")}
+        self.params_of_groups = _of_each_group(optimizer, self.filled(params, optimizer))
         super().__init__(optimizer, last_epoch)
+
+    def filled(self, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The parameters, with those that follow from the optimizer."""
+        return params
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """Of each group, in the step that follows."""
-        share = self._share(max(0, self.last_epoch - 1))
-        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-
-    def _share(self, i: int) -> float:
-        """Of the way from the lowest rate to the highest."""
-        return _warmed(i, self.warmup_num_steps, self.warmup_type) if i < self.warmup_num_steps else 1.0
+        rates = zip(self.base_lrs, self.params_of_groups, strict=True)
+        return [self.formula(self.last_epoch, float(lr), **params) for lr, params in rates]
 
 
-class WarmupDecayLR(WarmupLR):
+class WarmupLR(StepScheduler):
+    """From the lowest rate to the highest, which it keeps; default: the first group's rate, for all, as DeepSpeed."""
+
+    formula = staticmethod(FORMULAS["WarmupLR"])
+
+    def filled(self, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """With the highest rate."""
+        first = optimizer.param_groups[0]["lr"]
+        return {**params, "warmup_max_lr": first if params["warmup_max_lr"] is None else params["warmup_max_lr"]}
+
+
+class WarmupDecayLR(StepScheduler):
     """From the lowest rate to the highest, and back to the lowest on a straight line, until ``total_num_steps``."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_num_steps: int,
-        warmup_min_lr: Rates = 0.0,
-        warmup_max_lr: Rates = 1e-3,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_epoch: int = -1,
-    ):
-        self.total_num_steps = total_num_steps
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
-
-    def _share(self, i: int) -> float:
-        if i < self.warmup_num_steps:
-            return super()._share(i)
-        return max(0.0, (self.total_num_steps - i) / max(1, self.total_num_steps - self.warmup_num_steps))
+    formula = staticmethod(FORMULAS["WarmupDecayLR"])
 
 
-class WarmupCosineLR(LRScheduler):
-    """From a share of each group's own rate to all of it, and down half a cosine to another share.
+class WarmupCosineLR(StepScheduler):
+    """From a share of each group's own rate to all of it, and down half a cosine to another share."""
 
-    As DeepSpeed's, it begins at rate 0 whatever ``warmup_min_ratio`` is, which the second step has, and the cosine is a
-    step ahead: the first step after the warm-up is 1 / (``total_num_steps`` - N) of its way down.
+    formula = staticmethod(FORMULAS["WarmupCosineLR"])
 
-    Args:
-        optimizer: whose groups' rates are set; those that it has are the highest.
-        total_num_steps: until the lowest rate.
-        warmup_min_ratio, cos_min_ratio: the shares at the beginning and at the end.
-        warmup_num_steps, warmup_type, last_epoch: see :class:`WarmupLR`.
-    """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 1e-4,
-        warmup_type: str = "log",
-        last_epoch: int = -1,
-    ):
-        self.total_num_steps, self.warmup_num_steps = total_num_steps, max(2, warmup_num_steps)
-        self.warmup_min_ratio, self.cos_min_ratio, self.warmup_type = warmup_min_ratio, cos_min_ratio, warmup_type
-        super().__init__(optimizer, last_epoch)
+class LRRangeTest(StepScheduler):
+    """Up without end, to find the rate at which training diverges."""
 
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        """Of each group, in the step that follows."""
-        share = self._share(self.last_epoch - 1)
-        return [float(highest) * share for highest in self.base_lrs]
+    formula = staticmethod(FORMULAS["LRRangeTest"])
 
-    def _share(self, i: int) -> float:
-        """Of each group's highest rate."""
-        if i < 0:
-            return 0.0
-        if i < self.warmup_num_steps:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * _warmed(
-                i, self.warmup_num_steps, self.warmup_type
-            )
-        way = min(1.0, (i - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps))
-        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * way)) / 2)
+
+class OneCycle(StepScheduler):
+    """One cycle of the rate, up and down, with the first beta against it unless ``cycle_momentum`` is false."""
+
+    formula = staticmethod(FORMULAS["OneCycle"])
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates, and the betas, of the step that follows."""
+        super().step(epoch)
+        for group, params in zip(self.optimizer.param_groups, self.params_of_groups, strict=True):
+            if (betas := one_cycle_betas(self.last_epoch, **params)) is not None:
+                group["betas"] = betas
 
 
 SCHEDULERS: Mapping[str, Callable[..., LRScheduler]] = {
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
+    kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 """By ``scheduler.type``; the arguments are named as DeepSpeed's."""
 
@@ -176,15 +140,14 @@ def _require_groups(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) ->
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def _of_each_group(optimizer: torch.optim.Optimizer, name: str, rates: Rates) -> list[float]:
+def _of_each_group(optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each group's parameters: a list holds one value for each group."""
     count = len(optimizer.param_groups)
-    if not isinstance(rates, Sequence):
-        return [float(rates)] * count
-    if len(rates) != count:
-        raise GptparError(f"{name} has {len(rates)} rate(s) for {count} parameter group(s): give one, or as many.")
-    return [float(rate) for rate in rates]
-
-
-def _warmed(i: int, num_steps: int, kind: str) -> float:
-    """The share of the warm-up that is done, 0 at i = 0."""
-    return i / num_steps if kind == "linear" else math.log(i + 1) / math.log(num_steps)
+    groups: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in params.items():
+        values = value if isinstance(value, list | tuple) else [value] * count
+        if len(values) != count:
+            raise GptparError(f"{name} has {len(values)} rate(s) for {count} parameter group(s): give one, or as many.")
+        for group, own in zip(groups, values, strict=True):
+            group[name] = own
+    return groups

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gptpar.any_module.plain_values import from_json, to_json
 from gptpar.errors import CheckpointError
+from gptpar.optim.skip_step import NO_STEPS, is_window
 
 WRITER = "gptpar.initialize"
 """Tells an engine's checkpoints from those of a GPT run."""
@@ -32,6 +33,7 @@ class StoredState:
         aliases: each further name of a parameter or buffer -> its first one.
         extra: path of a module -> what its ``get_extra_state`` gave.
         client: the user's.
+        skip_step: the window of outliers; ``None``: no step is judged.
     """
 
     tag: str
@@ -42,10 +44,12 @@ class StoredState:
     aliases: dict[str, str]
     extra: dict[str, Any]
     client: Any
+    skip_step: dict[str, Any] | None = None
 
     def to_meta(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"writer": WRITER, **asdict(self), "torch": torch.__version__}
+        values = {name: value for name, value in asdict(self).items() if name != "skip_step" or value is not None}
+        return {"writer": WRITER, **values, "torch": torch.__version__}
 
 
 ENGINE_COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -68,6 +72,8 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
     if tag_of(meta) is None:
         raise CheckpointError(f"{path} is no engine's: gptpar pretrain --load goes on with its own runs.")
     unfit = [name for name, fits in _FITS.items() if name not in meta or not fits(meta[name])]
+    if not is_window(meta.get("skip_step", NO_STEPS)):
+        unfit.append("skip_step")
     problems = [f"{name} is {f'{meta[name]!r:.60}' if name in meta else 'missing'}" for name in unfit]
     try:
         from_json([meta.get(name) for name in ("groups", "scheduler", "extra", "client")])
@@ -75,7 +81,7 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
         problems.append(str(error))
     if problems:
         raise CheckpointError(f"the meta of {path} is not that of an engine of this version: {'; '.join(problems)}.")
-    return StoredState(**{one.name: meta[one.name] for one in fields(StoredState)})
+    return StoredState(**{one.name: meta[one.name] for one in fields(StoredState) if one.name in meta})
 
 
 def _are_counts(value: Any) -> bool:

@@ -28,6 +28,7 @@ from gptpar.any_module.step_work import StepResult, Work
 from gptpar.engine.readings import Readings
 from gptpar.engine.tensors import mapped
 from gptpar.errors import CheckpointError, GptparError
+from gptpar.optim.skip_step import NOT_FINITE, make_skip_step, step_unless_outlier
 
 TIMEOUT_MINUTES = 30.0
 """How long a process waits for the others, at the start and for a step's numbers."""
@@ -57,6 +58,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         loss_scaler: the loss scale, as it moves.
         global_steps: steps taken, skipped ones included.
         skipped_steps: steps that changed nothing because the gradient was not finite, as far as they are known.
+        skip_step: skips steps whose loss or gradient norm is an outlier; ``None``: nobody does.
         micro_steps: micro-batches so far.
         global_samples: samples of all steps taken, on all processes.
     """
@@ -74,6 +76,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         self.engine, self.host, self.weights, self.topology = parts.engine, parts.host, parts.weights, parts.topology
         self._work, self._activity, self._watch = work, parts.activity, parts.watch
         self.loss_scaler = copy(options.loss_scale)
+        self.skip_step = make_skip_step(*options.skip_step, self.device)
         self.optimizer = EngineOptimizer(
             self.engine.optimizer.optimizer, groups, self._update, self.zero_grad, self.loss_scaler
         )
@@ -86,7 +89,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         self._readings: Readings | None = None
         self._result: StepResult | None = None
         self._mean_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._norm, self._verdict, self._was_skipped, self._ended_step = 0.0, FINE, False, False
+        self._norm, self._skipped, self._verdict, self._ended_step = 0.0, 0.0, FINE, False
 
     def _cast(self, inputs: Any) -> Any:
         """Nested inputs, floating-point ones cast where the configuration says ``auto_cast``."""
@@ -128,7 +131,8 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         sums = self._sum_over_all(torch.cat([square[None], evidence, loss[None]]))
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
         norm, verdict = self._agreement.judge(norm, sums[1:-1])
-        skipped = self.engine.step(norm, self.optimizer.hyperparameters(), self._divisor)
+        numbers = self.optimizer.hyperparameters(), self._divisor
+        skipped = step_unless_outlier(self.skip_step, sums[-1], norm, lambda judged: self.engine.step(judged, *numbers))
         self._readings = Readings([norm, skipped, verdict], 60 * TIMEOUT_MINUTES, self._watch.check)
         self._mean_loss = sums[-1]
         self._follow(result.passes)
@@ -139,7 +143,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         self._forget_step()
         if self.loss_scaler.dynamic or self.device.type == "cpu":
             self._take_note_of_last_step()
-        if self.lr_scheduler is not None and not (self.loss_scaler.dynamic and self._was_skipped):
+        if self.lr_scheduler is not None and not (self.loss_scaler.dynamic and self._skipped == NOT_FINITE):
             self.lr_scheduler.step()
 
     def _sum_over_all(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -232,12 +236,11 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         readings, self._readings = self._readings, None
         if readings is None:
             return
-        self._norm, skipped, self._verdict = readings.read()
-        self._was_skipped = bool(skipped)
+        self._norm, self._skipped, self._verdict = readings.read()
         if self._verdict:
             return
-        self.skipped_steps += self._was_skipped
-        self.loss_scaler.update(self._was_skipped)
+        self.skipped_steps += self._skipped == NOT_FINITE
+        self.loss_scaler.update(self._skipped == NOT_FINITE)
         every = self.options.steps_per_print
         if every and self.global_steps % every == 0 and self.topology.is_main:
             told = f"gradient norm {self._norm:.4g}, {self.skipped_steps} skipped so far"
@@ -255,7 +258,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` changed the parameters; waits for it. Amid a step it did not."""
         self._take_note_of_last_step()
-        return self._ended_step and not self._was_skipped
+        return self._ended_step and not self._skipped
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Let the coming steps have more or fewer micro-batches, each as large as it was.

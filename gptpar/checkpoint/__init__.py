@@ -3,6 +3,7 @@
 from gptpar.checkpoint.folders import HINT_NAME, edited_hint, find_checkpoints, latest
 from gptpar.checkpoint.load import LoadedCheckpoint, load_checkpoint, load_meta, read_tensors
 from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest
+from gptpar.checkpoint.newest import checkpoints_in, newest_whole
 from gptpar.checkpoint.save import save_checkpoint
 from gptpar.checkpoint.verify import verify_checkpoint
 
@@ -11,11 +12,13 @@ __all__ = [
     "DamagedCheckpoint",
     "LoadedCheckpoint",
     "Manifest",
+    "checkpoints_in",
     "edited_hint",
     "find_checkpoints",
     "latest",
     "load_checkpoint",
     "load_meta",
+    "newest_whole",
     "read_manifest",
     "read_tensors",
     "save_checkpoint",

@@ -19,7 +19,7 @@ import time
 from itertools import count
 from pathlib import Path
 
-from gptpar.system.files import replace_synced, sync_directory
+from gptpar.system.files import read_regular, replace_synced, sync_directory
 from gptpar.system.processes import is_running
 
 HINT_NAME = "latest_checkpointed_iteration.txt"
@@ -117,7 +117,7 @@ def edited_hint(root: str | Path) -> int | None:
     """
     hint, found = Path(root) / HINT_NAME, find_checkpoints(root)
     try:
-        named = int(hint.read_text(encoding="utf-8"))
+        named = int(read_regular(hint))
         if not found or named == found[0][0] or named not in dict(found):
             return None
         return named if hint.stat().st_mtime_ns > found[0][1].stat().st_mtime_ns else None

@@ -16,6 +16,13 @@ from pathlib import Path
 from gptpar.checkpoint.folders import HINT_NAME, find_checkpoints
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import printable
+from gptpar.system.files import read_regular
+
+CONVERTERS = {
+    r"a Hugging Face model \(.*safetensors.*": "huggingface",
+    r"a Megatron-LM checkpoint, legacy format .*|a DeepSpeed checkpoint \(.*": "megatron",
+}
+"""What is told of a checkpoint -> which reader of ``gptpar convert`` takes it."""
 
 MAX_ENTRIES = 10_000
 """Names looked at in one folder: a folder of more is a data set."""
@@ -102,19 +109,32 @@ def why_not_to_load(path: str | Path, otherwise: str = "") -> str | None:
         return f"--load {path} is itself a checkpoint: give --load {path.parent}{step}."
     if found:
         return (
-            f"--load {path} holds {found}: gptpar reads its own checkpoints only, and nothing was written there. Give "
-            f"a folder that gptpar saved{otherwise}."
+            f"--load {path} holds {found}: gptpar loads its own checkpoints only, {_remedy(path, found)}, and "
+            f"nothing was written there. Give a folder that gptpar saved{otherwise}."
         )
     return None
 
 
-def why_not_to_save(path: str | Path) -> str | None:
-    """Why ``--save PATH`` must be left as it is; ``None``: nothing of somebody else's is there."""
+def converter_of(found: str) -> str | None:
+    """Which reader of ``gptpar convert`` takes what :func:`foreign_checkpoint` told of; ``None``: there is none."""
+    return next((reader for told, reader in CONVERTERS.items() if re.fullmatch(told, found)), None)
+
+
+def _remedy(path: Path, found: str) -> str:
+    reader = converter_of(found)
+    if reader is None:
+        return "this version has no command that converts it"
+    begin = f" (a run begins with it by --load-hf {path})" if reader == "huggingface" else ""
+    return f"gptpar convert {path} NEW_FOLDER makes one of it, or says what it cannot reproduce{begin}"
+
+
+def why_not_to_save(path: str | Path, flag: str = "--save") -> str | None:
+    """Why the folder of a flag must be left as it is; ``None``: nothing of somebody else's is there."""
     path = Path(path)
     if _is_ours(path):
-        return f"--save {path} is itself a checkpoint: give --save {path.parent}, or another folder."
+        return f"{flag} {path} is itself a checkpoint: give {flag} {path.parent}, or another folder."
     if path.is_dir() and (found := foreign_checkpoint(path)):
-        return f"--save {path} holds {found}: nothing is written into it; choose another folder."
+        return f"{flag} {path} holds {found}: nothing is written into it; choose another folder."
     return None
 
 
@@ -175,8 +195,7 @@ def _pointer(path: Path, names: list[str]) -> str | None:
 
 def _first_line(path: Path) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.readline(100).strip()
+        return read_regular(path)[:100].decode(errors="replace").partition("\n")[0].strip()
     except OSError:
         return ""
 

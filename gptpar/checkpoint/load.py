@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from gptpar.checkpoint import folders
 from gptpar.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry, dtype_name, read_manifest
+from gptpar.checkpoint.newest import checkpoints_in
 from gptpar.checkpoint.planner import ChunkLoadPlanner
 from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
 from gptpar.checkpoint.save import print_report
@@ -46,7 +47,7 @@ class LoadedCheckpoint:
 
 
 def load_checkpoint(
-    root: str | Path,
+    root: str | Path | Sequence[Path],
     targets: Mapping[str, torch.Tensor | TensorParts],
     *,
     iteration: int | None = None,
@@ -64,7 +65,7 @@ def load_checkpoint(
     is none, the targets may be left partly filled.
 
     Args:
-        root: directory of the run's checkpoints.
+        root: directory of the run's checkpoints, or several: the newest whole one of all is taken.
         targets: by global name; plain tensors take the whole tensor, `TensorParts` their boxes of it, on any
             device.
         iteration: load this one and no other; None: the newest that is whole.
@@ -82,8 +83,8 @@ def load_checkpoint(
         CheckpointError: no checkpoint, or names, shapes or dtypes that do not match (all are listed; the targets are
             untouched).
     """
-    ranks, root = Ranks(process_group), Path(root)
-    candidates = ranks.lead(lambda: _candidates(root, iteration))
+    ranks, roots = Ranks(process_group), [Path(root)] if isinstance(root, str | Path) else list(root)
+    candidates = ranks.lead(lambda: _candidates(roots, iteration))
     skipped: list[str] = []
     for number, path in candidates:
         try:
@@ -97,7 +98,9 @@ def load_checkpoint(
             skipped.append(f"{path}: {error}")
             ranks.lead(partial(report, f"skipped a damaged checkpoint: {error}"))
     listing = "\n".join(skipped)
-    raise DamagedCheckpoint(f"no whole checkpoint in {root}, so nothing can be resumed from it. Damaged:\n{listing}")
+    raise DamagedCheckpoint(
+        f"no whole checkpoint in {_named(roots)}, so nothing can be resumed from it. Damaged:\n{listing}"
+    )
 
 
 def load_meta(root: str | Path) -> dict[str, Any]:
@@ -116,18 +119,22 @@ def load_meta(root: str | Path) -> dict[str, Any]:
     raise CheckpointError(f"no readable checkpoint in {root}:\n" + "\n".join(problems))
 
 
-def read_tensors(path: str | Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+def read_tensors(
+    path: str | Path, names: Iterable[str] | None = None, manifest: Manifest | None = None
+) -> dict[str, torch.Tensor]:
     """Whole tensors of one checkpoint, in host memory, by this process alone.
 
     Args:
         path: a checkpoint directory.
         names: which tensors; None: all.
+        manifest: the checkpoint's, if it has been read.
 
     Raises:
         CheckpointError: names that it does not hold (all are listed), or tensors that do not fit this machine's memory.
         DamagedCheckpoint: the first damaged piece, or files of holes that do not fit memory.
     """
-    path, manifest = Path(path), read_manifest(path)
+    path = Path(path)
+    manifest = manifest or read_manifest(path)
     names = list(manifest.tensors if names is None else names)
     if unknown := [name for name in names if name not in manifest.tensors]:
         raise CheckpointError(f"{path} has no tensor named {', '.join(map(repr, unknown))}")
@@ -159,16 +166,20 @@ def _allocate(path: Path, manifest: Manifest, entries: Mapping[str, TensorEntry]
         ) from None
 
 
-def _candidates(root: Path, iteration: int | None) -> list[tuple[int, Path]]:
-    found = folders.find_checkpoints(root)
+def _named(roots: Sequence[Path]) -> str:
+    return " and ".join(map(str, roots))
+
+
+def _candidates(roots: Sequence[Path], iteration: int | None) -> list[tuple[int, Path]]:
+    found = checkpoints_in(roots)
     if not found:
-        raise CheckpointError(f"there is no checkpoint (iter_*) in {root}")
+        raise CheckpointError(f"there is no checkpoint (iter_*) in {_named(roots)}")
     if iteration is None:
         return found
     chosen = [(number, path) for number, path in found if number == iteration]
     if not chosen:
         have = ", ".join(str(number) for number, _ in found)
-        raise CheckpointError(f"{root} has no checkpoint of iteration {iteration}; it has {have}")
+        raise CheckpointError(f"{_named(roots)} has no checkpoint of iteration {iteration}; it has {have}")
     return chosen
 
 

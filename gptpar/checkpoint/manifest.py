@@ -21,11 +21,12 @@ import torch
 
 from gptpar.checkpoint.tiling import first_overlap
 from gptpar.errors import CheckpointError
+from gptpar.system.files import read_regular
+from gptpar.system.snapshot import PIECE_BYTES
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "gptpar-checkpoint"
 VERSION = 1
-PIECE_BYTES = 8 << 20
 MAX_COUNT = 2**63 - 1
 """Sizes and offsets are 64-bit numbers to torch and to the system."""
 MAX_DIMS = 64
@@ -150,7 +151,7 @@ def read_manifest(path: str | Path) -> Manifest:
     """
     file = Path(path) / MANIFEST_NAME
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(read_regular(file))
         body = document["manifest"]
         _require(body["format"] == FORMAT, f"is of format {body['format']!r}, not {FORMAT!r}")
         _require(body["version"] == VERSION, f"is of version {body['version']!r}; this program reads {VERSION}")

@@ -1,15 +1,15 @@
-"""Tensors as streams of small pieces, to and from files: a checkpoint never needs a second copy in memory."""
+"""Reading the pieces of a checkpoint's files, and doing so, or anything else, in a few threads."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -17,32 +17,7 @@ from gptpar.checkpoint.manifest import PIECE_BYTES, Chunk, DamagedCheckpoint
 
 NUM_THREADS = 4
 
-
-def tensor_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's row-major bytes in pieces of at most `PIECE_BYTES`; each is valid until the next.
-
-    Host tensors are not copied unless a piece is not contiguous; other devices go through two host buffers.
-    """
-    for block in _blocks(tensor.detach()):
-        # as_strided: a contiguous tensor of one element may still have any stride, and view(dtype) minds it.
-        flat = block.contiguous().as_strided((block.numel(),), (1,))
-        parts = flat.view(torch.uint8).split(PIECE_BYTES) if block.numel() else ()
-        if block.device.type == "cpu":
-            yield from (part.numpy().data for part in parts)
-        else:
-            yield from _staged(parts)
-
-
-def write_chunk(fd: int, start: int, tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Write the tensor's bytes at `start`; returns (bytes, CRC-32) of each piece."""
-    pieces = []
-    for piece in tensor_pieces(tensor):
-        pieces.append((len(piece), zlib.crc32(piece)))
-        written = 0
-        while written < len(piece):
-            written += os.pwrite(fd, piece[written:], start + written)
-        start += len(piece)
-    return tuple(pieces)
+T = TypeVar("T")
 
 
 class ChunkFiles:
@@ -107,7 +82,7 @@ class ChunkFiles:
         return piece
 
 
-def run_parallel(calls: list[Any]) -> list[Any]:
+def run_parallel(calls: Sequence[Callable[[], T]]) -> list[T]:
     """Results of the calls, run by a few threads; after an error the calls not yet begun are dropped."""
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         futures = [pool.submit(call) for call in calls]
@@ -118,41 +93,3 @@ def run_parallel(calls: list[Any]) -> list[Any]:
             pool.shutdown(cancel_futures=True)
             raise
     return [future.result() for future in futures]
-
-
-def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Consecutive parts of the tensor that are contiguous, or so small that copying them costs nothing."""
-    if tensor.is_contiguous() or tensor.nbytes <= PIECE_BYTES:
-        yield tensor
-        return
-    rows = PIECE_BYTES // tensor[0].nbytes
-    if rows:
-        yield from tensor.split(rows)
-        return
-    for row in tensor:
-        yield from _blocks(row)
-
-
-def _staged(parts: tuple[torch.Tensor, ...]) -> Iterator[memoryview]:
-    """Device pieces through two host buffers in turn: the next copy runs while the last piece is written."""
-    pinned = parts[0].device.type == "cuda" if parts else False
-    buffers = [torch.empty(part.numel(), dtype=torch.uint8, pin_memory=pinned) for part in parts[:2]]
-
-    def send(index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        part = parts[index]
-        host = buffers[index % 2][: part.numel()]
-        host.copy_(part, non_blocking=pinned)
-        if not pinned:
-            return host, None
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(part.device))
-        return host, done
-
-    coming = send(0) if parts else None
-    for index in range(len(parts)):
-        assert coming is not None
-        host, done = coming
-        coming = send(index + 1) if index + 1 < len(parts) else None
-        if done is not None:
-            done.synchronize()
-        yield host.numpy().data

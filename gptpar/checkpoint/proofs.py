@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gptpar.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from gptpar.checkpoint.verify import damaged_files
-from gptpar.system.files import replace_synced
+from gptpar.system.files import read_regular, replace_synced
 
 FOLDER_NAME = ".verified"
 
@@ -45,7 +45,7 @@ def remember(path: Path, problems: list[str]) -> None:
 def recall(path: Path) -> Proof | None:
     """The last re-read of the checkpoint; None if there was none, or its files changed since."""
     try:
-        note = json.loads(_note(path).read_text(encoding="utf-8"))
+        note = json.loads(read_regular(_note(path)))
         if note["files"] != _files(path):
             return None
         return Proof(float(note["seconds"]), tuple(map(str, note["problems"])))

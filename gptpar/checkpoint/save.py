@@ -26,6 +26,8 @@ from gptpar.checkpoint.storage import ChunkWriter
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
+from gptpar.system.snapshot import Snapshot
+from gptpar.system.spare_memory import SpareMemory
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 _SHARED_DIRECTORY_SECONDS = 10.0
@@ -47,11 +49,12 @@ def save_checkpoint(
     replaces: Sequence[Path] = (),
     report: Report = print_report,
     permit: Callable[[], None] | None = None,
+    snapshot: Snapshot | None = None,
 ) -> Path:
     """Save tensors as one logical checkpoint, whatever layout they are held in.
 
-    Every rank of the group calls this. Memory: nothing beyond the live tensors but a few pieces of 8 MiB; the
-    tensors must not change until it returns. Whatever happens meanwhile (an error, a full disk, kill -9),
+    Every rank of the group calls this. Memory: nothing beyond the live tensors but a few pieces of 8 MiB; without a
+    snapshot, the tensors must not change until it returns. Whatever happens meanwhile (an error, a full disk, kill -9),
     older checkpoints stay as they are and no half-written one takes a final name.
 
     Args:
@@ -69,6 +72,7 @@ def save_checkpoint(
         report: rank 0 tells here of what it cleaned, moved aside or kept.
         permit: rank 0 asks before it writes, publishes or deletes anything, and at the end, whether the folder is
             still this run's; what it raises ends the save on every rank.
+        snapshot: of the same tensors, whose bytes of its moment are saved: they may change meanwhile.
 
     Returns:
         The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
@@ -89,7 +93,8 @@ def save_checkpoint(
             ranks.lead(lambda: _require_same(final, table, meta))
             return final
         ranks.lead(lambda: report(f"{final} is damaged; moved to {folders.move_aside(final)}"))
-    _write(ranks, final, iteration, tensors, table, meta, permit)
+    held = {name: as_parts(tensor) for name, tensor in tensors.items()}
+    _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held))
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
         _retain(ranks, root, iteration, keep, report, permit)
@@ -100,6 +105,14 @@ def save_checkpoint(
             ranks.lead(lambda: report(f"kept {', '.join(map(str, old))}: {final} could not be proved whole"))
     ranks.lead(permit)
     return final
+
+
+def snapshot_of(
+    tensors: Mapping[str, TensorParts], room: int = 0, *, clones: bool = False, spare: SpareMemory | None = None
+) -> Snapshot:
+    """What ``save_checkpoint`` will read of tensors as they are now; see :class:`Snapshot`."""
+    parts = (part for tensor in tensors.values() for _, part in tensor.parts)
+    return Snapshot(parts, room, clones=clones, spare=spare)
 
 
 def _check_input(
@@ -182,10 +195,11 @@ def _write(
     ranks: Ranks,
     final: Path,
     iteration: int,
-    tensors: Mapping[str, torch.Tensor | TensorParts],
+    tensors: dict[str, TensorParts],
     table: dict[str, list[Any]],
     meta: dict[str, Any],
     permit: Callable[[], None],
+    snapshot: Snapshot,
 ) -> None:
     """Write into a temporary directory; rank 0 publishes it in the last step, after all succeeded."""
     temporary = ranks.lead(lambda: _make_temporary(final.parent, iteration))
@@ -197,13 +211,11 @@ def _write(
 
     try:
         ranks.each(lambda: _require_shared(temporary))
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # pieces are copied on other threads' streams
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
-                {name: as_parts(tensor) for name, tensor in tensors.items()},
-                storage_writer=ChunkWriter(temporary, ranks.rank, iteration, meta, publish),
+                tensors,
+                storage_writer=ChunkWriter(temporary, ranks.rank, iteration, meta, snapshot, publish),
                 planner=ChunkSavePlanner({name: shape for name, (_, shape) in table.items()}),
                 process_group=ranks.group,
                 no_dist=not ranks.distributed,

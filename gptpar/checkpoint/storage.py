@@ -6,7 +6,9 @@ The planner decides who writes which box and how boxes map between layouts; this
 
 from __future__ import annotations
 
+import itertools
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
@@ -32,11 +34,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from gptpar.checkpoint.data_file import DataFile, WritingBuffers
 from gptpar.checkpoint.manifest import Chunk, Manifest, TensorEntry
-from gptpar.checkpoint.pieces import ChunkFiles, run_parallel, write_chunk
+from gptpar.checkpoint.pieces import NUM_THREADS, ChunkFiles, run_parallel
 from gptpar.checkpoint.planner import item_bytes, tensor_data
 from gptpar.checkpoint.tiling import overlap
 from gptpar.errors import CheckpointError
+from gptpar.system.snapshot import Piece, Snapshot
 from gptpar.topology.tensor_parts import Box, box_view, flat_boxes
 
 _MANIFEST_BYTES_PER_CHUNK = 1024
@@ -46,12 +50,19 @@ class ChunkWriter(StorageWriter):
     """Streams each rank's boxes into `rank00000.bin`; rank 0 then hands the manifest to `publish`."""
 
     def __init__(
-        self, path: Path, rank: int, iteration: int, meta: dict[str, Any], publish: Callable[[Manifest], None]
+        self,
+        path: Path,
+        rank: int,
+        iteration: int,
+        meta: dict[str, Any],
+        snapshot: Snapshot,
+        publish: Callable[[Manifest], None],
     ):
         self._path = path
         self._rank = rank
         self._iteration = iteration
         self._meta = meta
+        self._snapshot = snapshot
         self._publish = publish
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -80,34 +91,47 @@ class ChunkWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._write(plan.items, planner) if plan.items else [])
+        tensors = [self._tensor(item, planner) for item in plan.items]
+        self._snapshot.read_only(tensors)
+        future.set_result(self._write(plan.items, tensors) if plan.items else [])
         return future
 
-    def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        file = self._path / f"rank{self._rank:05d}.bin"
+    @staticmethod
+    def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def _write(self, items: list[WriteItem], tensors: list[torch.Tensor]) -> list[WriteResult]:
+        """Write all boxes, one after the other in the file."""
+        name = f"rank{self._rank:05d}.bin"
+        pieces = [self._snapshot.pieces(tensor) for tensor in tensors]
+        places = list(itertools.accumulate((one.num_bytes for of_item in pieces for one in of_item), initial=0))
+        buffers = WritingBuffers(NUM_THREADS, pinned=any(tensor.is_cuda for tensor in tensors))
+        file = DataFile(self._path / name)
         try:
-            fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            try:
-                calls, start = [], 0
-                for item in items:
-                    calls.append(partial(self._write_item, fd, file.name, start, item, planner))
-                    start += item_bytes(item)
-                results = run_parallel(calls)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {file}: {error.strerror}") from error
+            each = zip((one for of_item in pieces for one in of_item), places, strict=False)
+            sums = iter(run_parallel([partial(self._write_piece, file, buffers, *one) for one in each]))
+            file.sync()
+        finally:
+            file.close()
+        results, start = [], 0
+        for item, of_item in zip(items, pieces, strict=True):
+            box = tensor_data(item).chunk
+            stored = tuple((one.num_bytes, next(sums)) for one in of_item)
+            chunk = Chunk(tuple(box.offsets), tuple(box.sizes), name, start, stored)
+            results.append(WriteResult(item.index, item_bytes(item), chunk))
+            start += item_bytes(item)
         return results
 
-    @staticmethod
-    @torch.no_grad()
-    def _write_item(fd: int, file: str, start: int, item: WriteItem, planner: SavePlanner) -> WriteResult:
-        tensor, data = planner.resolve_data(item), tensor_data(item)
-        assert isinstance(tensor, torch.Tensor)
-        pieces = write_chunk(fd, start, tensor)
-        chunk = Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes), file, start, pieces)
-        return WriteResult(item.index, item_bytes(item), chunk)
+    def _write_piece(self, file: DataFile, buffers: WritingBuffers, piece: Piece, place: int) -> int:
+        """Write a piece; returns its CRC-32. It is read at once, so that training may overwrite it meanwhile."""
+        with buffers.take(place, piece.num_bytes) as buffer:
+            self._snapshot.read(piece, buffer)
+            data = buffer.numpy().data
+            crc = zlib.crc32(data)
+            file.write(place, data)
+        return crc
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}

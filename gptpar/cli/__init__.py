@@ -13,16 +13,20 @@ from gptpar.system.command_line import run
 VERBS = {
     "pretrain": "train a GPT",
     "benchmark": "time training steps on synthetic tokens, of one configuration or many",
-    "launch": "torchrun for several machines, whose workers get the time they need to save",
+    "launch": "start workers as torchrun does; they get the time they need to save, and may be restarted",
     "plan": "predict memory and speed of a run on any number of GPUs, or search the best layout",
     "check-layouts": "prove that every layout computes the same on this machine",
+    "evaluate": "score a checkpoint on questions with choices, or on texts",
     "generate": "continue a prompt with a trained model",
+    "convert": "Hugging Face models to checkpoints and back",
     "runs": "show a run folder: checkpoints, branches, and who writes there",
     "inspect": "list, describe and verify checkpoints",
     "preprocess": "turn text into .bin/.idx data sets",
     "merge": "join .bin/.idx data sets",
     "train-tokenizer": "train a SentencePiece tokenizer",
     "make-corpus": "make a corpus from Python's own library",
+    "doctor": "look at this machine: software, memory, disk, bandwidths",
+    "completion": "print a script with which bash, zsh or fish completes verbs and flags",
     "fit": "choose batch, length and number format for this machine",
     "summary": "what a run has learnt",
     "plot": "draw runs to a PNG",
@@ -44,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 on success, 1 after an error, 2 for a wrong command line, 128 and the signal's number after a signal
         (130 after Ctrl-C).
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = without_local_rank(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
@@ -55,6 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # A verb is imported inside `run`, for torch takes a second in which somebody may press Ctrl-C.
     return run(lambda rest: _module_of(words[0]).main(rest), words[1:])
+
+
+def without_local_rank(argv: Sequence[str]) -> list[str]:
+    """The words of a command line from the verb on: DeepSpeed's launcher puts ``--local_rank`` before it."""
+    words = list(argv)
+    while words and words[0].partition("=")[0] in ("--local_rank", "--local-rank"):
+        del words[: 1 if "=" in words[0] else 2]
+    return words
 
 
 def _module_of(verb: str) -> ModuleType:

@@ -1,19 +1,24 @@
-"""``gptpar generate``: continue a prompt with a trained model, on a CPU or a GPU."""
+"""``gptpar generate``: continue prompts with a trained model, on a CPU or a GPU."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unicodedata import category
 
 import torch
 
-from gptpar.config import TokenizerConfig
+from gptpar.cli.moved_tokenizer import add_tokenizer_flags, moved_tokenizer
 from gptpar.data.tokenizer import Tokenizer
-from gptpar.errors import CheckpointError
-from gptpar.system.command_line import Parser, not_negative_int, positive_int
-from gptpar.training.data import tokenizer_of
-from gptpar.training.generation import load_model, sample
+from gptpar.data.tokenizer.base import REPLACEMENT
+from gptpar.errors import ConfigError, printable
+from gptpar.pipeline.stage import Stage
+from gptpar.system.command_line import Parser, not_negative_int, path, positive_int
+from gptpar.training.generation import load_model
+from gptpar.training.sampling import Continuation, Sampling, continue_texts, make_texts
+from gptpar.training.stored import StoredModel
 
 
 def _temperature(text: str) -> float:
@@ -24,6 +29,20 @@ def _temperature(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text[:40]} is not a number of 0 or more")
     return value
+
+
+def _fraction(text: str) -> float:
+    value = _temperature(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is not above 0 and at most 1")
+    return value
+
+
+def _not_nothing(text: str) -> str:
+    """White space is a text like any other."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: give a text, or leave the flag out")
+    return text
 
 
 def _seed(text: str) -> int:
@@ -42,14 +61,19 @@ def _device(text: str) -> torch.device:
 
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
-    parser = Parser(prog="gptpar generate", description="Continue a prompt with a trained model, on a CPU or a GPU.")
+    parser = Parser(prog="gptpar generate", description="Continue prompts with a trained model, on a CPU or a GPU.")
     parser.add_argument("--load", required=True, type=Path, metavar="DIR", help="run folder with checkpoints")
     parser.add_argument(
         "--ckpt-step", type=not_negative_int, metavar="N", help="use this iteration instead of the newest"
     )
     parser.add_argument(
-        "--prompt", type=str, default="", metavar="TEXT", help="text to continue (default: the start of a document)"
+        "--prompt",
+        action="append",
+        type=str,
+        metavar="TEXT",
+        help="text to continue, given several times for several (default: the start of a document)",
     )
+    parser.add_argument("--prompts", type=path, metavar="FILE", help="texts to continue, one on each line")
     parser.add_argument("--num-tokens", type=positive_int, default=100, metavar="N", help="tokens to add")
     parser.add_argument(
         "--temperature", type=_temperature, default=0.8, metavar="X", help="0 takes the likeliest token"
@@ -57,44 +81,129 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--top-k", type=not_negative_int, default=50, metavar="K", help="choose among the K likeliest; 0: all"
     )
+    parser.add_argument(
+        "--top-p",
+        type=_fraction,
+        default=1.0,
+        metavar="P",
+        help="choose among the fewest likeliest whose probabilities add up to P, after --top-k; 1: all",
+    )
+    parser.add_argument(
+        "--stop", action="append", type=_not_nothing, metavar="TEXT", help="end before this text; may be given again"
+    )
+    parser.add_argument(
+        "--stream", action="store_true", help="print a single continuation as it is made (on a terminal: always)"
+    )
     parser.add_argument("--seed", type=_seed, default=1234, metavar="N", help="seed of the sampling")
     parser.add_argument("--device", type=_device, metavar="NAME", help="cpu or cuda (default: a GPU if there is one)")
-    parser.add_argument("--tokenizer-model", metavar="FILE", help="where the tokenizer's model is now, if it was moved")
-    parser.add_argument("--vocab-file", metavar="FILE", help="where GPT-2 BPE's encoder.json is now, if it was moved")
-    parser.add_argument("--merge-file", metavar="FILE", help="where GPT-2 BPE's vocab.bpe is now, if it was moved")
+    add_tokenizer_flags(parser)
     return parser
 
 
-def _tokenizer(config: TokenizerConfig, args: argparse.Namespace) -> Tokenizer:
-    moved = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
-    tokenizer = tokenizer_of(dataclasses.replace(config, **{k: v for k, v in moved.items() if v}))
-    if tokenizer is None:
-        raise CheckpointError(
-            "the model was trained without a tokenizer (--vocab-size alone), so there is no text to make"
-        )
-    return tokenizer
+class _Printer:
+    """Turns a growing list of tokens into text that is final, up to a stop text.
+
+    Args:
+        stop: texts at which the continuation ends; they are left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+        self._tokenizer, self._stop, self._shown = tokenizer, stop, 0
+        self.text, self.stopped = "", False
+
+    def take(self, made: Sequence[int], *, last: bool) -> str:
+        """What is new of the text of all tokens so far; text that later tokens may change waits.
+
+        These are characters of which some bytes are missing, and what may be the beginning of a stop text.
+        """
+        text = self._tokenizer.decode(token for token in made if token != self._tokenizer.eod)
+        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.stopped = bool(ends)
+        text = text[: min(ends)] if ends else text
+        final = len(text)
+        if not (last or ends):
+            final = len(text.rstrip(REPLACEMENT)) - max([len(stop) - 1 for stop in self._stop], default=0)
+        new = _without_controls(text[self._shown : max(final, self._shown)])
+        self._shown = max(final, self._shown)
+        self.text += new
+        return new
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    """The texts to continue.
+
+    Raises:
+        ConfigError: a file that cannot be read, or has no lines.
+    """
+    if args.prompts is None:
+        return args.prompt or [""]
+    try:
+        lines = args.prompts.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--prompts {args.prompts} cannot be read: {error}; give a file of UTF-8 text."]) from None
+    if not lines:
+        raise ConfigError([f"--prompts {args.prompts} has no lines: write a prompt on each line."])
+    return [*(args.prompt or []), *lines]
+
+
+def _model(args: argparse.Namespace) -> tuple[Stage, StoredModel]:
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return load_model(args.load, device, dtype, args.ckpt_step)
 
 
 def main(argv: list[str]) -> int:
-    """Print the prompt and its continuation as it is sampled."""
+    """Print each prompt and its continuation; a single one as it is sampled."""
     args = make_parser().parse_args(argv)
-    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    stage, stored = load_model(args.load, device, dtype, args.ckpt_step)
-    tokenizer = _tokenizer(stored.tokenizer, args)
-    prompt = tokenizer.encode(args.prompt) or [tokenizer.eod]
-    made: list[int] = []
-    for token in sample(
-        stage,
-        prompt,
+    prompts = _prompts(args)
+    stage, stored = _model(args)
+    tokenizer = moved_tokenizer(stored.tokenizer, args)
+    how = Sampling(
         num_tokens=args.num_tokens,
         context=stored.model.seq_length,
         vocab_size=tokenizer.vocab_size,
         temperature=args.temperature,
         top_k=args.top_k,
+        top_p=args.top_p,
         stop_at=tokenizer.eod,
         seed=args.seed,
-    ):
-        made.append(token)
-    print(args.prompt + tokenizer.decode(t for t in made if t != tokenizer.eod))
+    )
+    texts = make_texts([tokenizer.encode(prompt) or [tokenizer.eod] for prompt in prompts], how)
+    printers = [_Printer(tokenizer, args.stop or ()) for _ in prompts]
+    steps = continue_texts(stage, texts, how)
+    if len(prompts) == 1 and (args.stream or sys.stdout.isatty()):
+        print(prompts[0], end="", flush=True)
+        for new in _new_text(steps, texts[0], printers[0]):
+            print(new, end="", flush=True)
+        print()
+        return 0
+    for _ in steps:
+        _end_at_stop_texts(texts, printers if args.stop else ())
+    for number, (prompt, text, printer) in enumerate(zip(prompts, texts, printers, strict=True), 1):
+        printer.take(text.made, last=True)
+        print(f"--- {number} of {len(prompts)}\n" * (len(prompts) > 1) + prompt + printer.text)
     return 0
+
+
+def _take(text: Continuation, printer: _Printer) -> str:
+    """What is new of a text, which is complete if a stop text has come."""
+    new = printer.take(text.made, last=text.is_complete)
+    text.is_complete |= printer.stopped
+    return new
+
+
+def _end_at_stop_texts(texts: Sequence[Continuation], printers: Sequence[_Printer]) -> None:
+    for text, printer in zip(texts, printers, strict=False):
+        _take(text, printer)
+
+
+def _new_text(steps: Iterator[None], text: Continuation, printer: _Printer) -> Iterator[str]:
+    """A text piece by piece, as it is made."""
+    for _ in steps:
+        yield _take(text, printer)
+    yield printer.take(text.made, last=True)
+
+
+def _without_controls(text: str) -> str:
+    """Text that a model made, with control characters but line ends and tabs escaped: a terminal would obey them."""
+    return "".join(printable(c) if category(c) == "Cc" and c not in "\n\t" else c for c in text)

@@ -1,9 +1,9 @@
-"""``gptpar inspect DIR [--verify] [--json]``: what a directory of checkpoints, or one checkpoint, holds."""
+"""``gptpar inspect DIR [--verify] [--json]``: what checkpoints, or what was kept of skipped outliers, hold."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.checkpoint.foreign import foreign_checkpoint
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError, printable
-from gptpar.reporting.banner import format_bytes
+from gptpar.reporting.banner import WIDTH, format_bytes
 from gptpar.system.command_line import Parser
+from gptpar.training.health.spikes import FILE as SPIKE_FILE
+from gptpar.training.health.spikes import bundles_in, describe_bundle, read_bundle
 
 
 def main(argv: list[str]) -> int:
@@ -21,12 +23,16 @@ def main(argv: list[str]) -> int:
 
     Raises:
         CheckpointError: DIR holds no checkpoint.
+        GptparError: it is a bundle that cannot be read.
     """
-    parser = Parser(prog="gptpar inspect", description="Show what a checkpoint holds.")
-    parser.add_argument("dir", type=Path, help="one checkpoint (iter_0000010), or a directory of checkpoints")
+    parser = Parser(prog="gptpar inspect", description="Show what a checkpoint, or the bundle of an outlier, holds.")
+    places = "a checkpoint (iter_0000010) or a folder of checkpoints; a bundle of an outlier, or SAVE/spikes"
+    parser.add_argument("dir", type=Path, help=places)
     parser.add_argument("--verify", action="store_true", help="re-read every byte and name what is damaged")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    if bundles := [args.dir] if (args.dir / SPIKE_FILE).exists() else bundles_in(args.dir):
+        return _show_spikes(bundles, as_json=args.json)
     if foreign := foreign_checkpoint(args.dir):
         raise CheckpointError(f"{args.dir} holds {foreign}; gptpar inspects its own checkpoints only")
     found = [path for _, path in find_checkpoints(args.dir)]
@@ -40,6 +46,14 @@ def main(argv: list[str]) -> int:
         lines = _describe_one(summaries[0]) if single else _describe_all(summaries)
         print("\n".join(lines))
     return int(any(summary["problems"] for summary in summaries))
+
+
+def _show_spikes(bundles: list[Path], *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps([read_bundle(path) for path in bundles], indent=2))
+    else:
+        print("\n".join(line for path in bundles for line in describe_bundle(path)))
+    return 0
 
 
 def _describe_all(summaries: list[dict[str, Any]]) -> Iterator[str]:
@@ -75,13 +89,23 @@ def _describe_one(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _describe_meta(meta: dict[str, Any]) -> Iterator[str]:
-    """One line per group of settings; lists and deeper levels only by their length."""
+    """Each group of settings, in lines that fit a terminal; lists and deeper levels only by their length."""
     plain = {key: value for key, value in meta.items() if not isinstance(value, dict)}
     groups = {key: value for key, value in meta.items() if isinstance(value, dict)}
     for title, values in [("meta", plain), *groups.items()]:
-        shown = (f"{_name(key)}={_brief(value)}" for key, value in values.items())
         if values:
-            yield f"{_name(title)}: {', '.join(shown)}"
+            yield from _wrapped(f"{_name(title)}:", [f"{_name(key)}={_brief(value)}" for key, value in values.items()])
+
+
+def _wrapped(title: str, settings: Sequence[str]) -> Iterator[str]:
+    """The settings behind their title; a line ends between two of them, never inside one."""
+    line = title
+    for setting in (*(f"{setting}," for setting in settings[:-1]), settings[-1]):
+        if len(line) + 1 + len(setting) > WIDTH:
+            yield line
+            line = " " * 3
+        line += f" {setting}"
+    yield line
 
 
 def _brief(value: Any) -> str:

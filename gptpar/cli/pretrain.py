@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config, Flags, TokenizerConfig
 from gptpar.config.derive import Derived
-from gptpar.config.flags import parse_flags
+from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.run_file import FILE_NAME, write_run_file
 from gptpar.config.validate import resolve
 from gptpar.data.tokenizer import tokenizer_problems
+from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting.guards import guarded_console
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
+from gptpar.training.checkpoint_args import with_checkpoint_args
+from gptpar.training.evaluation.items import all_problems
+from gptpar.training.exchange.start_from_hf import take_model_of_hf
+from gptpar.training.recovery import continued, with_global_batch
 from gptpar.training.resume import folder_problems
 
 DESCRIPTION = """Pretrain a GPT. Flags carry Megatron-LM's names and meanings. Without torchrun, one worker is started
@@ -28,12 +39,48 @@ def tokenizer_checks(tokenizer: TokenizerConfig) -> Iterable[str]:
 
 
 def start_checks(flags: Flags) -> Iterable[str]:
-    """Problems of the tokenizer, and of folders that hold checkpoints of others."""
-    return [*tokenizer_checks(flags.tokenizer), *folder_problems(flags.checkpoint)]
+    """Problems of the tokenizer, of folders that hold checkpoints of others, and of files to evaluate on."""
+    tasks = all_problems(flags.logging.eval_tasks or ())
+    return [*tokenizer_checks(flags.tokenizer), *folder_problems(flags.checkpoint), *tasks]
 
 
-def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequence[str]) -> signal.Signals | None:
+def remaining(parsed: ParsedFlags, global_batch_size: int, at_start: int) -> Callable[[int], int]:
+    """A function that says how many of the workers can go on, where a death took a GPU with it.
+
+    Fewer workers share the same global batch. What shrinks is the data axis.
+
+    Args:
+        at_start: workers of the first start; where they share GPUs, or have none, all can go on.
+    """
+    gpus_at_start = torch.cuda.device_count()
+
+    def left(count: int) -> int:
+        gpus = torch.cuda.device_count()
+        if gpus >= count or gpus_at_start < at_start:
+            return count
+        same_batch = dataclasses.replace(parsed, flags=with_global_batch(parsed.flags, global_batch_size))
+        problems: list[str] = []
+        for fewer in range(gpus, 0, -1):
+            try:
+                resolve(same_batch, fewer)
+                return fewer
+            except ConfigError as error:
+                problems = problems or error.problems
+        raise GptparError(
+            f"{gpus} of {gpus_at_start} GPUs are left, and the run cannot go on there: {' '.join(problems)}"
+        )
+
+    return left
+
+
+def pretrain(
+    config: Config, derived: Sequence[Derived], without_effect: Sequence[str], typed: Mapping[str, Any] | None = None
+) -> signal.Signals | None:
     """Train (unless ``--skip-train``), then evaluate on validation and test data.
+
+    Args:
+        derived, without_effect: for the start banner.
+        typed: the flags that repeat the run, kept in its folder.
 
     Returns:
         The signal that ended the run early, if one did.
@@ -43,24 +90,46 @@ def pretrain(config: Config, derived: Sequence[Derived], without_effect: Sequenc
             if run.plan.finished(run.progress):
                 run.say(f" > nothing left to train: iteration {run.progress.iteration} is the last")
             else:
+                if typed is not None and run.trainer.topology.is_main and config.checkpoint.save:
+                    _keep_flags(Path(config.checkpoint.save), typed)
                 run.train()
         if not run.is_to_stop():
             run.evaluate("valid")
             run.evaluate("test")
+            run.on_tasks.evaluate(run.progress)
         if run.is_to_stop():
-            saved = f"; --load {config.checkpoint.save} goes on from here" if run.saved_at is not None else ""
+            saved = f"; --load {config.checkpoint.save} goes on from here" if run.saving.has_saved else ""
             run.say(f" > stopped by {run.request.signal.name if run.request.signal else 'a signal'}{saved}")
         return run.request.signal
+
+
+def _keep_flags(folder: Path, typed: Mapping[str, Any]) -> None:
+    """Write the file with which ``--config`` repeats this run, on as many processes: batches may follow from them."""
+    processes = world_from_environment()[2]
+    comment = f"""The flags of a run of {processes} process(es); paths are those of the folder where it was started.
+With --config {folder / FILE_NAME}, gptpar pretrain repeats it into another --save, or goes on with --load {folder}."""
+    write_run_file(folder, typed, comment)
 
 
 def main(argv: list[str]) -> int:
     """Validate, start workers if that is still to be done, and train."""
     parsed = parse_flags(argv, description=DESCRIPTION)
+    take_model_of_hf(parsed)
     worker = is_worker()
+    if worker:
+        parsed = continued(parsed)
     count = world_from_environment()[2] if worker else workers_wanted(parsed.flags.parallel.nproc_per_node)
+    parsed = with_checkpoint_args(parsed)
     config, derived = resolve(parsed, count, more=start_checks)
-    if count > 1 and not worker:
-        return start_workers(count, ["pretrain", *argv])
-    stopped_by = pretrain(config, derived, parsed.without_effect)
+    recovery = config.recovery
+    if not worker and (count > 1 or recovery.max_restarts):
+        return start_workers(
+            count,
+            ["pretrain", *argv],
+            max_restarts=recovery.max_restarts,
+            hang_seconds=recovery.hang_seconds,
+            processes_left=remaining(parsed, config.batch.global_batch_size, count),
+        )
+    stopped_by = pretrain(config, derived, parsed.without_effect, None if config.logging.skip_train else parsed.typed)
     # torchrun takes anything but 0 for a crash; a shell is told of the signal in the usual way.
     return 0 if stopped_by is None or worker else 128 + stopped_by

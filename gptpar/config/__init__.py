@@ -26,6 +26,7 @@ from gptpar.config.sections.batch import BatchConfig, BatchFlags
 from gptpar.config.sections.checkpoint import CheckpointConfig
 from gptpar.config.sections.data import DataConfig, DataFlags
 from gptpar.config.sections.deepspeed import DeepSpeedFlags
+from gptpar.config.sections.health import HealthConfig
 from gptpar.config.sections.logging import LoggingConfig, LoggingFlags
 from gptpar.config.sections.model import ModelConfig, ModelFlags
 from gptpar.config.sections.offload import OffloadConfig
@@ -33,6 +34,7 @@ from gptpar.config.sections.optimizer import OptimizerConfig, OptimizerFlags
 from gptpar.config.sections.parallel import ParallelConfig, ParallelFlags
 from gptpar.config.sections.precision import PrecisionConfig
 from gptpar.config.sections.recompute import RecomputeConfig, RecomputeFlags
+from gptpar.config.sections.recovery import RecoveryConfig
 from gptpar.config.sections.tokenizer import TokenizerConfig
 
 
@@ -64,7 +66,9 @@ class Flags(_Sections):
     data: DataFlags = field(default_factory=DataFlags)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     logging: LoggingFlags = field(default_factory=LoggingFlags)
+    health: HealthConfig = field(default_factory=HealthConfig)
     deepspeed: DeepSpeedFlags = field(default_factory=DeepSpeedFlags)
 
 
@@ -82,7 +86,9 @@ class Config(_Sections):
     data: DataConfig
     tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig
+    recovery: RecoveryConfig
     logging: LoggingConfig
+    health: HealthConfig
 
 
 __all__ = [
@@ -94,6 +100,7 @@ __all__ = [
     "DataFlags",
     "DeepSpeedFlags",
     "Flags",
+    "HealthConfig",
     "LoggingConfig",
     "LoggingFlags",
     "ModelConfig",
@@ -106,5 +113,6 @@ __all__ = [
     "PrecisionConfig",
     "RecomputeConfig",
     "RecomputeFlags",
+    "RecoveryConfig",
     "TokenizerConfig",
 ]

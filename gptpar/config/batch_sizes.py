@@ -5,12 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from itertools import pairwise
 
 from gptpar.config import BatchConfig
+from gptpar.system.quantities import read_count
 
-SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MAX_COUNT = 10**17
 MAX_BATCH = 100_000_000
 
@@ -116,7 +115,7 @@ def read_schedule(words: Sequence[str], seq_length: int) -> tuple[tuple[int, int
         try:
             if not colon:
                 raise ValueError("TOKENS:SIZE is needed, for example 2.4B:320")
-            found.append((_count(threshold, MAX_COUNT) // seq_length, _whole_batch(size)))
+            found.append((read_count(threshold, MAX_COUNT) // seq_length, _whole_batch(size)))
         except ValueError as error:
             problems.append(f"{entry[:40]!r}: {error}")
     found.sort()
@@ -136,23 +135,7 @@ def _order_problems(found: Sequence[tuple[int, int]], seq_length: int) -> Iterat
 
 
 def _whole_batch(text: str) -> int:
-    size = _count(text, MAX_BATCH)
+    size = read_count(text, MAX_BATCH)
     if size < 1:
         raise ValueError("a size must be at least 1")
     return size
-
-
-def _count(text: str, most: int) -> int:
-    """A whole number, which may be written as 2.4B or 5e8."""
-    scale = SUFFIXES.get(text[-1:].upper(), 1)
-    try:
-        number = Decimal(text if scale == 1 else text[:-1])
-    except InvalidOperation:
-        number = Decimal("nan")
-    if not number.is_finite():
-        raise ValueError(f"{text[:40]!r} is not a number, with K, M, B or T behind it if need be")
-    if not 0 <= number <= most or number * scale > most:
-        raise ValueError(f"{text[:40]} is not between 0 and {most:,}")
-    if number * scale % 1 != 0:
-        raise ValueError(f"{text[:40]} is not a whole number")
-    return int(number * scale)

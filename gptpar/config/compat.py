@@ -10,6 +10,7 @@ SDPA = "torch picks the attention kernel"
 COMPILED = "the compiler fuses this"
 COLLECTIVES = "the ZeRO stage decides what is gathered and reduced, and when"
 BUCKETS = "sizes of messages are chosen here"
+NO_CONTEXT = "one process has the whole sequence"
 CUTS = "every layer counts where the stack is cut; see --partition-method"
 
 ACCEPTED: dict[str, tuple[int, str]] = {
@@ -44,6 +45,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--data-impl": (1, "data sets are always memory-mapped"),
     "--no-data-sharding": (0, "this is so unless --data-sharding is given"),
     "--mmap-warmup": (0, "data sets are always memory-mapped"),
+    "--async-save": (0, "training goes on while a checkpoint is written (--no-async-save stops it)"),
     "--no-save-rng": (0, "random states are derived from seed and iteration, none are saved"),
     "--no-load-rng": (0, "random states are derived from seed and iteration, none are saved"),
     "--ckpt-format": (1, "there is one checkpoint format"),
@@ -52,7 +54,48 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--local_rank": (1, "torchrun says it in the environment"),
     "--timing-log-option": (1, "iteration time and throughput are always measured"),
     "--eod-mask": (0, "see --eod-mask-loss"),
+    "--use-flash-attn-triton": (0, SDPA),
+    "--use-flash-attn-builder": (0, SDPA),
+    "--no-query-key-layer-scaling": (0, "scores are never scaled by the layer's number"),
+    "--apply-query-key-layer-scaling": (0, "it only guards fp16 scores, which are fp32 inside the kernel here"),
+    "--no-bias-swiglu-fusion": (0, COMPILED),
+    "--no-rope-fusion": (0, COMPILED),
+    "--no-persist-layer-norm": (0, COMPILED),
+    "--no-async-tensor-model-parallel-allreduce": (0, "see --no-tp-comm-overlap"),
+    "--cp-comm-type": (1, NO_CONTEXT),
+    "--DDP-impl": (1, COLLECTIVES),
+    "--manual-gc": (0, "the loop makes no garbage that waits for its collector"),
+    "--manual-gc-interval": (1, "the loop makes no garbage that waits for its collector"),
+    "--empty-unused-memory-level": (1, "torch's allocator keeps memory"),
+    "--no-mmap-bin-files": (0, "data sets are always memory-mapped"),
+    "--no-create-attention-mask-in-dataloader": (0, "attention masks are never made by the loader"),
+    "--repeated-dataloader": (0, "a data set that is read to its end begins again"),
+    "--universal-checkpoint": (0, "checkpoints load into any layout"),
+    "--dist-ckpt-strictness": (1, "a checkpoint is always compared whole"),
+    "--dist-ckpt-optim-fully-reshardable": (0, "checkpoints load into any layout"),
+    "--ckpt-fully-parallel-save": (0, "every process writes its part"),
+    "--ckpt-fully-parallel-load": (0, "every process reads its part"),
+    "--ckpt-assume-constant-structure": (0, "checkpoints have one structure"),
+    "--use-dist-ckpt": (0, "there is one checkpoint format"),
+    "--use-persistent-ckpt-worker": (0, "there is one checkpoint format"),
+    "--log-optimizer-states-to-tensorboard": (0, "the optimizer's states are not charted; see --log-params-norm"),
+    "--log-progress": (0, "metrics.jsonl tells of every step"),
+    "--no-barrier-with-level-1-timing": (0, "times are measured without barriers"),
+    "--codecarbon-dir": (1, "energy is not measured"),
+    "--cpu_torch_adam": (0, "the CPU kernel is chosen here"),
+    "--ds_fused_adam": (0, "there is one fused kernel"),
+    "--lazy-mpu-init": (0, ALWAYS),
+    "--calculate-per-token-loss": (0, "every micro-batch has as many tokens, so both means are the same"),
 }
+
+NOT_BESIDE: dict[str, tuple[str, str]] = {
+    "--calculate-per-token-loss": (
+        "data.eod_mask_loss",
+        "--calculate-per-token-loss weighs micro-batches by their tokens, whose number differs with --eod-mask-loss; "
+        "gptpar takes the mean of their means: drop one of the two.",
+    ),
+}
+"""Accepted flag -> the field beside which it would change something, and what is said then."""
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"
 EXPERTS = ("--moe-", "--expert-")
@@ -72,8 +115,21 @@ DENSE: dict[str, tuple[str, ...]] = {
 """Mixture-of-experts flag -> its values that still describe a dense model. ``ANY``: the flag only tunes experts, which
 --num-experts asks for, so without them every value is harmless."""
 
-PLANNED: dict[str, str] = {
-    "--context-parallel-size": "context parallelism",
-    "--ds-sequence-parallel-size": "context parallelism",
-    "--enable-zbh1-pipeline": "a zero-bubble pipeline",
+PLANNED: dict[str, tuple[str, str]] = {
+    "--context-parallel-size": ("context parallelism", "1"),
+    "--ds-sequence-parallel-size": ("context parallelism", "1"),
+    "--enable-zbh1-pipeline": ("a zero-bubble pipeline", ""),
 }
+"""Flag -> what it asks for, and the value that asks for nothing."""
+
+MEANT: dict[str, str] = {
+    "--offload-optimizer": "--cpu-optimizer",
+    "--optimizer-cpu-offload": "--cpu-optimizer",
+    "--optimizer-offload-fraction": "--cpu-optimizer-ratio",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--batch-size": "--micro-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+}
+"""Another program's flag -> the one that means nearly the same."""
+CLOSE_ENOUGH, ALMOST_THE_SAME = 0.75, 0.92
+"""How alike (0 to 1) an unknown flag and a known one must be, word by word or as a whole, to be called mistyped."""

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.deepspeed_keys import KEYS, SCHEDULE_DEFAULTS, SCHEDULES, Elsewhere, Sets, Tree, number, style
-from gptpar.config.deepspeed_reader import Said
-from gptpar.config.deepspeed_values import (
-    decay_problems,
+from gptpar.config.deepspeed_reader import (
+    Said,
     one_each,
-    optimizer_section,
+    optimizer_problems,
     part_of,
     read_file,
     read_values,
-    reason_of,
     schedule_problems,
-    type_problems,
-    without_auto,
 )
+from gptpar.config.deepspeed_schedule import schedule_of
+from gptpar.config.deepspeed_table import Door
 from gptpar.config.derive import Derived
 from gptpar.config.fields import flag_name
 
 _RATES_AS_FLAGS = "give --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps"
+_FORMATS = ("precision.fp16", "precision.bf16")
+_SCALE = ("precision.loss_scale", "precision.initial_loss_scale")
 
 
 @dataclass
@@ -34,15 +34,26 @@ class FromFile:
     Attributes:
         flags: the command line's, filled where the file says more.
         given: the fields that the file says, as ``section.field``.
+        refused: fields that it says in a part that is refused as a whole.
         derived: their values, and those that DeepSpeed assumes, for the banner.
         problems, without_effect: as a command line's.
+        keys: flag that nobody typed -> the key of the file that says it.
+        path: of the file.
     """
 
     flags: Flags
     given: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
     derived: list[Derived] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+    path: str = ""
+
+    def as_written(self, problem: str) -> str:
+        """A sentence about flags, in the file's words where the file and not the command line said them."""
+        told = re.sub(r"--[\w-]+", lambda found: self.keys.get(found[0], found[0]), problem)
+        return problem if told == problem else f"{self.path}: {told}"
 
 
 def read_deepspeed(flags: Flags, given: Set[str]) -> FromFile:
@@ -61,7 +72,8 @@ def read_deepspeed(flags: Flags, given: Set[str]) -> FromFile:
     try:
         raw = read_file(path)
     except ValueError as error:
-        return FromFile(flags, problems=[f"--deepspeed_config {path}: {error}"])
+        unknown = {"batch.micro_batch_size", "batch.global_batch_size", "optimizer.lr"}
+        return FromFile(flags, problems=[f"--deepspeed_config {path}: {error}"], refused=unknown)
     return translate(raw, flags, given, path)
 
 
@@ -73,31 +85,44 @@ def translate(raw: Mapping[str, Any], flags: Flags, given: Set[str], path: str) 
         flags, given: the command line, and the fields that it sets.
         path: the file's name, for the sentences.
     """
-    reader = read_values(raw, _tree(raw, flags), flags, micro_is_known="batch.micro_batch_size" in given)
-    reader.said += _rates_of_ratios(without_auto(raw), reader.said, flags)
-    found = FromFile(flags, without_effect=reader.without_effect)
-    found.problems += [*_optimizer_problems(raw, flags, given), *_schedule_problems(raw, flags), *reader.problems]
-    _merge(reader.said, given, path, found)
+    reader = read_values(raw, Door.PRETRAIN, flags, micro_is_known="batch.micro_batch_size" in given)
+    decay = flags.optimizer.weight_decay if "optimizer.weight_decay" in given else 0
+    found = FromFile(flags, without_effect=reader.without_effect, path=path)
+    found.problems += [*optimizer_problems(raw, _RATES_AS_FLAGS, decay), *_schedule_problems(raw, flags)]
+    found.problems += reader.problems
+    if "lr" in part_of(raw, "optimizer", "params"):
+        found.refused.add("optimizer.lr")
+    chosen, contradictions = one_each(reader.said)
+    found.problems += contradictions
+    values = {one.field: one for one in chosen}
+    decided = _decided_by_the_file(raw, values, flags, given, found)
+    for one in chosen:
+        if not one.field.startswith("scheduler."):
+            _fill(one, given - decided, found)
+    if not found.problems and "scheduler.type" in values and _in_steps(flags):
+        _fill_schedule(values, given, found)
     found.problems = [f"{path}: {problem}" for problem in found.problems]
     return found
 
 
-def _tree(raw: Mapping[str, Any], flags: Flags) -> Tree:
-    """The keys that the file may hold: those of the optimizer and the schedule follow from their types."""
-    tree = dict(KEYS)
-    if any(type_problems(raw, _RATES_AS_FLAGS)):
-        tree["optimizer"] = Elsewhere()
-    elif section := optimizer_section(raw):
-        tree["optimizer"] = section
-    if _in_steps(flags):
-        params = SCHEDULES.get(str(part_of(raw, "scheduler").get("type")), Elsewhere())
-        tree["scheduler"] = {"type": Sets(style, ("optimizer.lr_decay_style",)), "params": params}
-    return tree
-
-
-def _optimizer_problems(raw: Mapping[str, Any], flags: Flags, given: Set[str]) -> Iterator[str]:
-    yield from type_problems(raw, _RATES_AS_FLAGS)
-    yield from decay_problems(raw, flags.optimizer.weight_decay if "optimizer.weight_decay" in given else 0)
+def _decided_by_the_file(
+    raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags, given: Set[str], found: FromFile
+) -> set[str]:
+    """Fields whose flags DeepSpeed does not look at: the number format and the loss scale that the file decides."""
+    formats = [name for name in _FORMATS if name in values and values[name].value is True]
+    decided = {*_FORMATS} if formats else set()
+    if "fp16" in raw and "precision.fp16" in (formats or [*_FORMATS[: flags.precision.fp16]]):
+        decided |= {*_SCALE}
+    for name in sorted(decided & given):
+        section, word = name.split(".")
+        typed = getattr(getattr(flags, section), word)
+        if name in values and values[name].value == typed:
+            continue
+        if name in _FORMATS and name not in values:
+            found.flags = found.flags.update(section, **{word: False})
+        what = "number format" if name in _FORMATS else "loss scale"
+        found.without_effect.append(f"{_typed(word, typed)}: {found.path} decides on the {what}, as with DeepSpeed")
+    return decided
 
 
 def _in_steps(flags: Flags) -> bool:
@@ -114,39 +139,37 @@ def _schedule_problems(raw: Mapping[str, Any], flags: Flags) -> Iterator[str]:
             f"--lr-decay-style and --lr-warmup-{unit}, or give --train-iters."
         )
         return
-    yield from schedule_problems(raw)
+    yield from schedule_problems(raw, auto_is_known=flags.batch.train_iters is not None)
 
 
-def _rates_of_ratios(raw: Mapping[str, Any], said: list[Said], flags: Flags) -> Iterator[Said]:
-    """WarmupCosineLR says its lowest rates as shares of the peak."""
-    if part_of(raw, "scheduler").get("type") != "WarmupCosineLR":
-        return
-    peak = next((s.value for s in said if s.field == "optimizer.lr"), flags.optimizer.lr)
-    params = part_of(raw, "scheduler", "params")
-    for name, rate in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
-        raw_ratio = params.get(name, SCHEDULE_DEFAULTS["WarmupCosineLR"][name])
-        try:
-            ratio = number(raw_ratio)
-        except ValueError:  # the reader has told of it
-            continue
-        if peak is not None:
-            key, why = f"scheduler.params.{name}", f"{ratio:g} x the peak {peak:g}"
-            yield Said(f"optimizer.{rate}", ratio * peak, key, raw_ratio, why, name not in params)
-
-
-def _merge(said: list[Said], given: Set[str], path: str, found: FromFile) -> None:
+def _fill(one: Said, given: Set[str], found: FromFile) -> None:
     """What is typed stays; what the file says and, where neither says anything, DeepSpeed's defaults are filled in."""
-    chosen, contradictions = one_each(said)
-    found.problems += contradictions
-    for one in chosen:
-        section, name = one.field.split(".")
-        typed = getattr(getattr(found.flags, section), name)
-        if one.field not in given:
-            found.flags = found.flags.update(section, **{name: one.value})
-            if not one.default:
-                found.given.add(one.field)
-            if one.value is not None and one.value is not False:
-                found.derived.append(Derived(name.replace("_", " "), one.value, f"{path}: {reason_of(one)}"))
-        elif not one.default and typed != one.value:
-            flag = flag_name(name) if typed is True else f"{flag_name(name)} {typed}"
-            found.problems.append(f"{one}, but {flag} is given, too: drop one of them, or make them agree.")
+    section, name = one.field.split(".")
+    typed = getattr(getattr(found.flags, section), name)
+    if one.field not in given:
+        found.flags = found.flags.update(section, **{name: one.value})
+        found.keys[flag_name(name)] = f"{one.key} (DeepSpeed's default)" if one.default else one.key
+        if not one.default:
+            found.given.add(one.field)
+        if one.value is not None and one.value is not False:
+            found.derived.append(Derived(name.replace("_", " "), one.value, f"{found.path}: {one.reason}"))
+    elif not one.default and typed != one.value:
+        found.problems.append(f"{one}, but {_typed(name, typed)} is given, too: drop one of them, or make them agree.")
+
+
+def _typed(name: str, value: Any) -> str:
+    return flag_name(name) if value is True else f"{flag_name(name)} {value}"
+
+
+def _fill_schedule(values: Mapping[str, Said], given: Set[str], found: FromFile) -> None:
+    """Hand the file's schedule on, whole."""
+    schedule = schedule_of(values, found.flags, given)
+    for one, name, typed in schedule.contradictions:
+        found.problems.append(f"{one}, but {_typed(name, typed)} is given, too: drop one of them, or make them agree.")
+    found.flags = found.flags.update("optimizer", scheduler={"type": schedule.type, "params": schedule.params})
+    if schedule.peak is not None:
+        found.flags = found.flags.update("optimizer", lr=schedule.peak)
+        found.given.add("optimizer.lr")
+    for word, value in schedule.params.items():
+        one = values.get(f"scheduler.{word}", values["scheduler.type"])
+        found.derived.append(Derived(word.replace("_", " "), value, f"{found.path}: {one.reason}"))

@@ -1,4 +1,8 @@
-"""Goes through a DeepSpeed configuration, key by key. Pure."""
+"""Goes through a DeepSpeed configuration by the table of keys: what it says, and what DeepSpeed assumes. Pure.
+
+One reading for two askers: the command line fills what its flags leave open, and ``gptpar.initialize`` reads nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,17 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from gptpar.config.deepspeed_keys import KEYS, Absent, Elsewhere, NoEffect, Only, Rule, Sets, Tree
+from gptpar.config import Flags
+from gptpar.config.deepspeed_rules import OFF, Absent, NoEffect, NotRead, Only, Rule, Sets, Tree
+from gptpar.config.deepspeed_table import DEFAULTS_SINCE, IGNORED, OPTIMIZERS, Door, defaults_for, keys_for
+from gptpar.config.jsonc import JsonError, read_object
 
 MAX_LISTED = 12
+WITHOUT_UNKNOWN = ("zero_optimization.", "fp16.", "bf16.", "bfloat16.", "optimizer.", "scheduler.", "gptpar.")
+"""Sections in which DeepSpeed (the last one: gptpar) refuses keys that it does not know; elsewhere it ignores them."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,12 @@ class Said:
     def __str__(self) -> str:
         return f"{self.key} is {json.dumps(self.raw)}"
 
+    @property
+    def reason(self) -> str:
+        """Where the value comes from: its key, and what a reader of the banner should know."""
+        default = f"absent, so DeepSpeed's default{DEFAULTS_SINCE.get(self.key, '')}"
+        return "; ".join([self.key, *filter(None, [self.why, default if self.default else ""])])
+
 
 @dataclass
 class KeyReader:
@@ -41,14 +57,12 @@ class KeyReader:
 
     Attributes:
         tree: the keys that there can be.
-        default: whether it reads what DeepSpeed assumes instead of what a file says.
         said: values of fields, several for one field where several keys say it.
         problems: sentences, without the file's name.
         without_effect: keys that change nothing, each with the reason.
     """
 
-    tree: Tree = field(default_factory=lambda: KEYS)
-    default: bool = False
+    tree: Tree
     said: list[Said] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
@@ -59,17 +73,27 @@ class KeyReader:
         for name, value in raw.items():
             key, rule = prefix + name, tree.get(name)
             if rule is None:
-                self.problems.append(f"{key} is unknown{self._hint(name, prefix, tree)}")
+                self._unknown(name, prefix, tree)
             elif value is None or value == "auto":
                 continue
-            elif not isinstance(rule, Mapping):
+            elif not isinstance(rule, dict):
                 self._read(key, value, rule)
             elif isinstance(value, dict):
                 self.walk(value, rule, f"{key}.")
             else:
                 self._wrong(key, value, "an object in braces is needed")
 
+    def assume(self, path: str, value: Any) -> None:
+        """Take a default of DeepSpeed's."""
+        rule: Any = self.tree
+        for name in path.split("."):
+            rule = rule.get(name) if isinstance(rule, dict) else None
+        if isinstance(rule, Sets):
+            self._set(path, value, rule, default=True)
+
     def _read(self, key: str, value: Any, rule: Rule) -> None:
+        if isinstance(rule, Sets | NoEffect) and rule.inside and isinstance(value, dict):
+            self.walk(value, dict.fromkeys(rule.inside.split(), NotRead()), f"{key}.")
         if isinstance(rule, Sets):
             try:
                 self._set(key, value, rule)
@@ -79,37 +103,190 @@ class KeyReader:
             if value not in rule.values:
                 self._wrong(key, value, rule.why)
         elif isinstance(rule, Absent):
-            if value and not (isinstance(value, dict) and value.get("enabled") is False):
+            if rule.is_on(value):
                 self.problems.append(f"{key}: {rule.what} is not part of gptpar; leave it out.")
+            else:
+                self.without_effect.append(f"{key}: it is off")
         elif isinstance(rule, NoEffect):
-            self.without_effect.append(f"{key}: {rule.why}")
-            if rule.inside:
-                inside: Tree = {key: dict.fromkeys(rule.inside, Elsewhere())}
-                self.walk({key: value}, inside)
+            if rule.inside and not isinstance(value, dict):
+                self._wrong(key, value, "an object in braces is needed")
+            else:
+                self.without_effect.append(f"{key}: {rule.why}")
 
-    def _set(self, key: str, value: Any, rule: Sets) -> None:
-        read = rule.read(value)
-        values = read if isinstance(read, list) else [read] * len(rule.fields)
-        for name, one in zip(rule.fields, values, strict=True):
-            self.said.append(Said(name, one, key, value, rule.why, self.default))
+    def _set(self, key: str, value: Any, rule: Sets, *, default: bool = False) -> None:
+        read, fields = rule.read(value), rule.to.split()
+        if read is OFF:
+            self.without_effect.append(f"{key}: it is off")
+            return
+        values = read if isinstance(read, list) else [read] * len(fields)
+        for name, one in zip(fields, values, strict=True):
+            self.said.append(Said(name, one, key, value, rule.why, default))
 
     def _wrong(self, key: str, value: Any, why: str) -> None:
-        whose = ", DeepSpeed's default" if self.default else ""
-        self.problems.append(f"{key} is {json.dumps(value)}{whose}: {why}.")
+        self.problems.append(f"{key} is {json.dumps(value)}: {why}.")
 
-    def _hint(self, name: str, prefix: str, tree: Tree) -> str:
-        """The nearest key beside it, else the nearest anywhere."""
-        beside = {other: prefix + other for other in tree}
-        for paths in (beside, dict(_paths(self.tree))):
-            near = difflib.get_close_matches(name, paths, n=1, cutoff=0.6)
-            if near:
-                return f"; did you mean {paths[near[0]]}?"
-        return f"; the keys there are {', '.join(tree)}." if len(tree) <= MAX_LISTED else "; leave it out."
+    def _unknown(self, name: str, prefix: str, tree: Tree) -> None:
+        """A key that DeepSpeed would ignore is ignored, too, unless it is like one that means something."""
+        key = prefix + name
+        near = self._nearest(name, prefix, tree)
+        listed = f"; the keys there are {', '.join(tree)}." if prefix and len(tree) <= MAX_LISTED else "; leave it out."
+        if near or key.startswith(WITHOUT_UNKNOWN) or "." in name or listed.startswith("; the"):
+            self.problems.append(f"{key} is unknown{f'; did you mean {near}?' if near else listed}")
+        else:
+            self.without_effect.append(f"{key}: {IGNORED}")
+
+    def _nearest(self, name: str, prefix: str, tree: Tree) -> str:
+        """A key of the same name elsewhere, else the nearest beside it, else the nearest anywhere."""
+        beside, anywhere = {other: prefix + other for other in tree}, dict(_paths(self.tree))
+        if name in anywhere:
+            return anywhere[name]
+        for paths in (beside, anywhere):
+            if near := difflib.get_close_matches(name, paths, n=1, cutoff=0.75 if paths is anywhere else 0.6):
+                return paths[near[0]]
+        return ""
 
 
 def _paths(tree: Tree, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(last word, whole path) of every key."""
     for name, rule in tree.items():
         yield name, prefix + name
-        if isinstance(rule, Mapping):
+        if isinstance(rule, dict):
             yield from _paths(rule, f"{prefix}{name}.")
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Parse a configuration.
+
+    Raises:
+        ValueError: it cannot be; the message is the part of a sentence behind the file's name.
+    """
+    try:
+        return read_object(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror}): name a file.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8: save it as text.") from None
+    except JsonError as error:
+        raise ValueError(f"{error}; correct it.") from None
+
+
+def read_values(raw: Mapping[str, Any], door: Door, flags: Flags, *, micro_is_known: bool) -> KeyReader:
+    """What a file says, and what DeepSpeed assumes; what depends on nothing is left out.
+
+    Args:
+        raw: the parsed file.
+        flags: what is said elsewhere, which may turn on what the file's keys are about.
+        micro_is_known: whether it says the micro-batch size.
+    """
+    reader, plain = KeyReader(keys_for(raw, door)), without_auto(raw)
+    reader.walk(raw)
+    defaults = defaults_for(plain)
+    if "train_batch_size" in plain and "train_micro_batch_size_per_gpu" not in plain and not micro_is_known:
+        defaults["gradient_accumulation_steps"] = 1
+    for path, value in defaults.items():
+        *sections, name = path.split(".")
+        if name not in part_of(plain, *sections):
+            reader.assume(path, value)
+    _leave_out_unused(reader, flags, door)
+    return reader
+
+
+def one_each(said: list[Said]) -> tuple[list[Said], list[str]]:
+    """(a value for each field, a sentence for each contradiction); what the file says goes before what is assumed."""
+    chosen: dict[str, Said] = {}
+    problems = []
+    for one in sorted(said, key=lambda one: one.default):
+        before = chosen.setdefault(one.field, one)
+        if not one.default and before.value != one.value:
+            problems.append(f"{before}, but {one}: keep one.")
+    return list(chosen.values()), problems
+
+
+def without_auto(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says: ``"auto"`` and ``null`` are the same as no key."""
+    return {
+        name: without_auto(value) if isinstance(value, dict) else value
+        for name, value in raw.items()
+        if value is not None and value != "auto"
+    }
+
+
+def part_of(raw: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """An object within the file; empty where there is none."""
+    for name in names:
+        value = raw.get(name)
+        raw = value if isinstance(value, dict) else {}
+    return raw
+
+
+def optimizer_problems(raw: Mapping[str, Any], otherwise: str, assumed_decay: float = 0) -> Iterator[str]:
+    """Whether the optimizer is one that gptpar has.
+
+    Args:
+        otherwise: what to do without the section.
+        assumed_decay: the weight decay where the file says none.
+    """
+    optimizer, params = part_of(raw, "optimizer"), part_of(raw, "optimizer", "params")
+    kind, decay = optimizer.get("type"), params.get("weight_decay", assumed_decay)
+    if optimizer and str(kind).lower() not in ("auto", *OPTIMIZERS):
+        yield (
+            f'optimizer.type is {json.dumps(kind)}, and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or '
+            f'"Lion", or leave optimizer out and {otherwise}.'
+        )
+    if str(kind).lower() == "adam" and params.get("adam_w_mode") is False and decay not in (0, None):
+        yield (
+            f"optimizer.params.adam_w_mode is false: Adam would add the weight decay {json.dumps(decay)} to the "
+            "gradient, and gptpar takes it off the weights (AdamW); drop adam_w_mode, or set weight_decay to 0."
+        )
+
+
+def schedule_problems(raw: Mapping[str, Any], *, auto_is_known: bool = False) -> Iterator[str]:
+    """What a schedule needs, and where DeepSpeed's default would surprise.
+
+    Args:
+        auto_is_known: whether something else says what the file leaves to it with ``"auto"``.
+    """
+    params, rate = part_of(raw, "scheduler", "params"), part_of(raw, "optimizer", "params").get("lr", "auto")
+    kind, absent = part_of(raw, "scheduler").get("type"), (None,) if auto_is_known else (None, "auto")
+    if kind == "WarmupDecayLR" and params.get("warmup_max_lr") in absent and rate not in ("auto", None, 1e-3):
+        yield (
+            f"scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "
+            f"optimizer.params.lr {json.dumps(rate)}: give it."
+        )
+    if kind in ("WarmupDecayLR", "WarmupCosineLR") and params.get("total_num_steps") in absent:
+        yield "scheduler.params.total_num_steps is missing: the number of steps until the lowest rate."
+    for name in ("cycle_min_lr", "cycle_max_lr") if kind == "OneCycle" else ():
+        if params.get(name) in (None, "auto"):
+            yield f"scheduler.params.{name} is missing: the {name[6:9]}imum of the cycle."
+
+
+def _leave_out_unused(reader: KeyReader, flags: Flags, door: Door) -> None:
+    """Move what depends on something that is off, or that another key overrules, to what has no effect."""
+    for start, why in _reasons_without_effect(reader.said, flags, door).items():
+        unused = [s for s in reader.said if s.key.startswith(start) and s.key != "fp16.enabled"]
+        reader.without_effect += [f"{s.key}: {why}" for s in unused if not s.default]
+        reader.said = [s for s in reader.said if s not in unused]
+
+
+def _reasons_without_effect(said: list[Said], flags: Flags, door: Door) -> dict[str, str]:
+    """What a key begins with -> why it changes nothing beside the other keys and flags."""
+    on = {s.field for s in said if s.value is True}
+    devices = {s.raw for s in said if s.key.endswith("offload_optimizer.device")}
+    peaks = [s for s in said if s.key == "scheduler.params.warmup_max_lr" and door is Door.PRETRAIN]
+    fp16 = flags.precision.fp16 or "precision.fp16" in on
+    offloads = flags.offload.cpu_optimizer or "offload.cpu_optimizer" in on
+    recomputes = flags.recompute.checkpoint_activations or flags.recompute.recompute_granularity == "full"
+    rules = [
+        ("fp16.", fp16, "fp16 is not enabled"),
+        ("zero_optimization.offload_optimizer.ratio", offloads, "nothing is offloaded"),
+        ("zero_optimization.offload_optimizer.nvme_path", "nvme" in devices, "it is for NVMe"),
+        ("optimizer.params.lr", all(s.default for s in peaks), "scheduler.params.warmup_max_lr is the peak"),
+        ("activation_checkpointing.", recomputes, "nothing is recomputed without --recompute-granularity full"),
+        ("activation_checkpointing.partition", _tokens_are_shared(flags), "no processes hold the same tokens"),
+    ]
+    return {start: why for start, has_effect, why in rules if not has_effect}
+
+
+def _tokens_are_shared(flags: Flags) -> bool:
+    """Whether processes hold the same activations between blocks."""
+    return flags.parallel.tensor_model_parallel_size > 1 and not flags.parallel.sequence_parallel

@@ -88,6 +88,8 @@ def _derive_position_embedding(notes: _Notes) -> None:
 
 def _derive_model(notes: _Notes) -> None:
     _derive_position_embedding(notes)
+    if notes.flags.model.squared_relu:
+        notes.replace("model", "mlp_activation", "squared_relu", "--squared-relu")
     model = notes.flags.model
     if model.hidden_size:
         reason = "8/3 x hidden for SwiGLU, a multiple of 64" if model.swiglu else "4 x hidden"
@@ -107,6 +109,8 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
     p = notes.flags.parallel
     data_parallel = p.data_parallel_size(world_size)
     tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    if p.sequence_parallel and tensor == 1:  # as in Megatron, which warns
+        notes.replace("parallel", "sequence_parallel", False, "--tensor-model-parallel-size is 1: nothing to split")
     if p.model_parallel_size > 1:
         reason = f"{world_size} processes / ({tensor} tensor x {pipeline} pipeline)"
         notes.add("data parallel size", data_parallel, reason)
@@ -190,6 +194,10 @@ def _derive_recompute(notes: _Notes) -> None:
     r = notes.flags.recompute
     if r.checkpoint_activations:
         notes.fill("recompute", "recompute_granularity", "full", "--checkpoint-activations")
+    if r.activations_checkpoint_method is not None:
+        reason = f"--activations-checkpoint-method {r.activations_checkpoint_method}"
+        notes.fill("recompute", "recompute_granularity", "full", reason)
+        notes.fill("recompute", "recompute_method", r.activations_checkpoint_method, reason)
     if r.recompute_activations:
         notes.fill("recompute", "recompute_granularity", "selective", "--recompute-activations")
     if r.checkpoint_num_layers is not None:
@@ -201,10 +209,25 @@ def _derive_recompute(notes: _Notes) -> None:
 
 
 def _derive_rest(notes: _Notes) -> None:
+    _derive_tokenizer(notes)
     flags = notes.flags
+    if flags.precision.bf16 and flags.precision.loss_scale is not None:
+        reason = f"--bf16: the constant {flags.precision.loss_scale:g} would be divided out again"
+        notes.replace("precision", "loss_scale", None, reason)
+    if flags.checkpoint.save_interval is not None and not flags.checkpoint.save:
+        notes.add("save interval", "none", "--save is not given: nothing is saved")
     if flags.data.data_path:
         notes.fill("data", "split", DataConfig.split, "Megatron's default")
     if flags.logging.eval_iters or flags.logging.full_validation:
         notes.fill("logging", "eval_interval", LoggingConfig.eval_interval, "default")
     if flags.checkpoint.save:
         notes.fill("logging", "tensorboard_dir", f"{flags.checkpoint.save}/tensorboard", "inside --save")
+
+
+def _derive_tokenizer(notes: _Notes) -> None:
+    """Megatron's default, and GPT-NeoX's way to name a file."""
+    t = notes.flags.tokenizer
+    if t.tokenizer_type is None and t.vocab_file and t.merge_file:
+        notes.fill("tokenizer", "tokenizer_type", "GPT2BPETokenizer", "--vocab-file and --merge-file, as in Megatron")
+    if t.tokenizer_type in ("HFTokenizer", "PretrainedFromHF") and t.vocab_file:
+        notes.fill("tokenizer", "tokenizer_model", t.vocab_file, "--vocab-file, as in GPT-NeoX")

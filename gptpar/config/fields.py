@@ -19,6 +19,7 @@ def flag(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
+    counts: bool = False,
 ) -> Any:
     """A dataclass field that is also a flag; the flag's name is the field's with dashes.
 
@@ -31,6 +32,7 @@ def flag(
         least: the smallest number that makes sense.
         above: the number must be more than this.
         most: the largest number that makes sense; without it, what 64 bits (a float: 32 bits) can hold.
+        counts: whether it counts steps, samples or tokens, so that 1.5B may be written for 1,500,000,000.
     """
     metadata = {
         "help": help,
@@ -42,6 +44,7 @@ def flag(
         "least": least,
         "above": above,
         "most": most,
+        "counts": counts,
     }
     if isinstance(default, tuple):
         return dataclasses.field(default_factory=lambda: default, metadata=metadata)

@@ -7,23 +7,38 @@ unknown words are collected, so that the caller can report them together with ev
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import math
-import types
-import typing
-from collections.abc import Sequence
+import difflib
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gptpar.config import Flags
-from gptpar.config.compat import ACCEPTED, ANY, DENSE, EXPERTS, NO_EXPERTS, PLANNED
-from gptpar.config.deepspeed import read_deepspeed
+from gptpar.config.compat import (
+    ACCEPTED,
+    ALMOST_THE_SAME,
+    ANY,
+    CLOSE_ENOUGH,
+    DENSE,
+    EXPERTS,
+    MEANT,
+    NO_EXPERTS,
+    NOT_BESIDE,
+    PLANNED,
+)
+from gptpar.config.deepspeed import FromFile, read_deepspeed
 from gptpar.config.derive import Derived, expand_preset
 from gptpar.config.fields import flag_name
+from gptpar.config.run_file import read_run_file
+from gptpar.config.values import FlagField, flag_fields, value_of
 from gptpar.errors import ConfigError
 from gptpar.system.command_line import Parser, Unread
 
+CONFIG_HELP = (
+    "TOML file with flags as keys, flat or in sections; the command line wins over it. A run writes one into its "
+    "--save folder, config.toml, which repeats it"
+)
 MAX_ECHOED = 80
 """Characters of a refused value that are repeated in its sentence."""
 
@@ -36,53 +51,31 @@ class ParsedFlags:
         flags: what it says; fields with a problem keep their default.
         problems: one sentence for each mistake.
         given: the fields that were set, as ``section.field``.
+        typed: those of them that the command line or --config sets, with their values.
         refused: the fields whose values could not be read.
         derived: those of them that --deepspeed_config set.
         without_effect: what is understood of other programs but changes nothing, each with the reason.
+        file: what --deepspeed_config says.
         rest: values of the extra flags a verb declares beyond the configuration's.
     """
 
     flags: Flags
     problems: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
+    typed: dict[str, Any] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
     derived: list[Derived] = field(default_factory=list)
     without_effect: list[str] = field(default_factory=list)
+    file: FromFile = field(default_factory=lambda: FromFile(Flags()))
     rest: argparse.Namespace = field(default_factory=argparse.Namespace)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What a flag takes.
-
-    Attributes:
-        scalar: the type of a value.
-        several: whether it takes several values.
-        words: what may stand in place of a number.
-    """
-
-    scalar: type
-    several: bool
-    words: tuple[str, ...]
-
-    @staticmethod
-    def of(hint: Any) -> _Kind:
-        """From a field's annotation, such as ``int | None`` or ``float | Literal["auto"]``."""
-        union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-        parts = [part for part in (typing.get_args(hint) if union else (hint,)) if part is not type(None)]
-        literals = [part for part in parts if typing.get_origin(part) is typing.Literal]
-        words = tuple(word for literal in literals for word in typing.get_args(literal))
-        kind = next(part for part in parts if part not in literals)
-        several = typing.get_origin(kind) is tuple
-        return _Kind(typing.get_args(kind)[0] if several else kind, several, words)
-
-
-def _reader(name: str, kind: _Kind, spec: dataclasses.Field[Any], problems: list[str]) -> Any:
+def _reader(name: str, one: FlagField, problems: list[str]) -> Any:
     """A converter for argparse that notes a bad value, and returns ``None`` for it, instead of stopping."""
 
     def read(text: str) -> Any:
         try:
-            return _value_of(text, kind, spec.metadata)
+            return value_of(text, one.kind, one.spec.metadata)
         except ValueError as error:
             problems.append(f"{name} {text[:MAX_ECHOED]}".strip() + f": {error}.")
             return None
@@ -90,59 +83,11 @@ def _reader(name: str, kind: _Kind, spec: dataclasses.Field[Any], problems: list
     return read
 
 
-def _value_of(text: str, kind: _Kind, rules: Any) -> Any:
-    """What the words of a flag mean.
-
-    Raises:
-        ValueError: why they mean nothing, as a part of a sentence.
-    """
-    if not text.strip():
-        raise ValueError("an empty text was given, perhaps by an unset shell variable: set it, or leave the flag out")
-    if rules["choices"]:
-        word = rules["spellings"].get(text, text)
-        if word not in rules["choices"]:
-            raise ValueError(f"unknown; it takes one of {', '.join(rules['choices'])}")
-        return word
-    if kind.scalar is int:
-        return _whole(text)
-    if kind.scalar is float:
-        return _number_or_word(text, kind.words, rules) if kind.words else _number(text)
-    return text
-
-
-def _whole(text: str) -> int:
-    """A whole number, which may be written as 5e8."""
-    try:
-        return int(text) if text.strip().lstrip("+-").isdigit() or not float(text).is_integer() else int(float(text))
-    except ValueError:
-        raise ValueError("a whole number is needed") from None
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError("a number is needed")
-    return value
-
-
-def _number_or_word(text: str, words: Sequence[str], rules: Any) -> float | str:
-    """A number within its limits, or a word in its place."""
-    if text in words:
-        return text
-    with contextlib.suppress(ValueError):
-        if rules["least"] <= (value := _number(text)) <= rules["most"]:
-            return value
-    raise ValueError(f"a number from {rules['least']} to {rules['most']}, or {' or '.join(words)}, is needed")
-
-
-def _add_field(group: Any, section: str, spec: dataclasses.Field[Any], hint: Any, problems: list[str]) -> None:
-    kind = _Kind.of(hint)
+def _add_field(group: Any, one: FlagField, problems: list[str]) -> None:
+    kind, spec = one.kind, one.spec
     meta = spec.metadata
     names = [flag_name(spec.name), *(n for n in meta["names"] if n != flag_name(spec.name))]
-    common: dict[str, Any] = {"dest": f"{section}.{spec.name}", "default": argparse.SUPPRESS}
+    common: dict[str, Any] = {"dest": one.key, "default": argparse.SUPPRESS}
     if kind.scalar is bool:
         if meta["off"]:
             group.add_argument(meta["off"], action="store_false", help=meta["help"], **common)
@@ -156,22 +101,18 @@ def _add_field(group: Any, section: str, spec: dataclasses.Field[Any], hint: Any
         text += f" (default: {spec.default:.10g})" if kind.scalar is float else f" (default: {spec.default})"
     metavar = meta["metavar"] or {int: "N", float: "X"}.get(kind.scalar, "WORD")
     nargs = "+" if kind.several else None
-    reader = _reader(names[0], kind, spec, problems)
+    reader = _reader(names[0], one, problems)
     group.add_argument(*names, type=reader, nargs=nargs, metavar=metavar, help=text.replace("%", "%%"), **common)
 
 
 def make_parser(prog: str, description: str, problems: list[str]) -> Parser:
     """A parser with every configuration flag, one group a section."""
     parser = Parser(problems=problems, prog=prog, description=description, formatter_class=argparse.HelpFormatter)
-    for section in dataclasses.fields(Flags):
-        kind = type(getattr(Flags(), section.name))
-        hints = typing.get_type_hints(kind)
-        title = (kind.__doc__ or section.name).strip().splitlines()[0]
-        group = parser.add_argument_group(section.name, title)
-        own_first = sorted(dataclasses.fields(kind), key=lambda spec: spec.name not in vars(kind)["__annotations__"])
-        for spec in own_first:
-            if spec.metadata:
-                _add_field(group, section.name, spec, hints[spec.name], problems)
+    for section, fields in itertools.groupby(flag_fields(), key=lambda one: one.section):
+        kind = type(getattr(Flags(), section))
+        group = parser.add_argument_group(section, (kind.__doc__ or section).strip().splitlines()[0])
+        for one in fields:
+            _add_field(group, one, problems)
     return parser
 
 
@@ -186,22 +127,41 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
             values.append(words[i])
             i += 1
         if name in ACCEPTED:
-            wanted, why = ACCEPTED[name]
-            parsed.without_effect.append(f"{name}: {why}")
-            if len(values) != wanted:
-                parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
+            _accepted(name, values, parsed)
         elif name in DENSE or name.startswith(EXPERTS):
             _experts(name, values, parsed)
         elif name in PLANNED:
-            parsed.problems.append(f"{name}: {PLANNED[name]} is not part of this version yet; leave it out.")
+            what, neutral = PLANNED[name]
+            if values == [neutral]:
+                parsed.without_effect.append(f"{name}: {neutral} is no parallelism")
+            else:
+                parsed.problems.append(f"{name}: {what} is not part of this version yet; leave it out.")
         elif name.startswith("-"):
-            near = parser.nearest(name, [*ACCEPTED, *DENSE])
+            near = MEANT.get(name) or _mistyped(name, parser)
             hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
             parsed.problems.append(f"unknown flag {name}{hint}")
             if "." in (meant := parser.dest_of(near)):  # what was meant is not missing as well
                 parsed.refused.add(meant)
         else:
             parsed.problems.append(f"unexpected word {name!r}; values follow a flag.")
+
+
+def _mistyped(name: str, parser: Parser) -> str | None:
+    """The flag that a mistyped one was meant to be: it is much like it, and so is each of its words."""
+    near = parser.nearest(name, [*ACCEPTED, *DENSE], CLOSE_ENOUGH)
+    if near is None or parser.nearest(name, [near], ALMOST_THE_SAME):
+        return near
+    words = near.strip("-").split("-")
+    known = all(difflib.get_close_matches(word, words, n=1, cutoff=CLOSE_ENOUGH) for word in name.strip("-").split("-"))
+    return near if known else None
+
+
+def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
+    """A flag on which nothing depends, unless it stands beside one of ``NOT_BESIDE``."""
+    wanted, why = ACCEPTED[name]
+    parsed.without_effect.append(f"{name}: {why}")
+    if len(values) != wanted:
+        parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
 
 
 def _experts(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
@@ -223,19 +183,23 @@ def parse_flags(
     *,
     prog: str = "gptpar pretrain",
     description: str = "",
-    extra: typing.Callable[[argparse.ArgumentParser], None] | None = None,
+    extra: Callable[[argparse.ArgumentParser], None] | None = None,
+    takes_config: bool = True,
 ) -> ParsedFlags:
     """Read a command line.
 
     Args:
         argv: the words after the verb.
         extra: adds a verb's own flags to the parser; their values are returned in ``rest``.
+        takes_config: whether ``--config`` is a flag.
 
     Raises:
         ConfigError: a flag without its value, which leaves the rest of the line unread.
     """
     parsed = ParsedFlags(Flags())
     parser = make_parser(prog, description, parsed.problems)
+    if takes_config:
+        parser.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=CONFIG_HELP)
     if extra is not None:
         extra(parser)
     try:
@@ -243,28 +207,43 @@ def parse_flags(
     except Unread:  # nothing after that word was read, so it would all seem to be missing
         raise ConfigError(parsed.problems) from None
     _unknown(unknown, parser, parsed)
-    values: dict[str, dict[str, Any]] = {}
     for key, value in vars(found).items():
         if "." not in key:
             setattr(parsed.rest, key, value)
         elif value is None or (isinstance(value, list) and None in value):  # a problem was told
             parsed.refused.add(key)
         else:
-            section, name = key.split(".")
-            values.setdefault(section, {})[name] = tuple(value) if isinstance(value, list) else value
-            parsed.given.add(key)
-    for section, fields in values.items():
-        parsed.flags = parsed.flags.update(section, **fields)
+            parsed.typed[key] = tuple(value) if isinstance(value, list) else value
+    _read_config(vars(parsed.rest).pop("config", None), parsed)
+    for key, value in parsed.typed.items():
+        section, name = key.split(".")
+        parsed.flags = parsed.flags.update(section, **{name: value})
+    parsed.given |= parsed.typed.keys()
+    for name, (beside, sentence) in NOT_BESIDE.items():
+        if name in unknown and beside in parsed.given:
+            parsed.problems.append(sentence)
     parsed.flags, parsed.derived = expand_preset(parsed.flags, parsed.given)
-    _read_file(parsed)
+    _read_deepspeed(parsed)
     return parsed
 
 
-def _read_file(parsed: ParsedFlags) -> None:
+def _read_config(path: str | None, parsed: ParsedFlags) -> None:
+    """Fill what the command line leaves open from the file that ``--config`` names."""
+    if path is None:
+        return
+    file = read_run_file(path)
+    told = parsed.typed.keys() | parsed.refused
+    parsed.typed |= {key: value for key, value in file.values.items() if key not in told}
+    parsed.refused |= file.refused - told
+    parsed.problems += file.problems
+
+
+def _read_deepspeed(parsed: ParsedFlags) -> None:
     """Fill what the command line leaves open from the DeepSpeed configuration that it names."""
-    file = read_deepspeed(parsed.flags, parsed.given)
+    parsed.file = file = read_deepspeed(parsed.flags, parsed.given)
     parsed.flags = file.flags
     parsed.given |= file.given
+    parsed.refused |= file.refused - file.given
     parsed.derived += file.derived
     parsed.problems += file.problems
     parsed.without_effect += file.without_effect

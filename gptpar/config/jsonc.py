@@ -1,7 +1,12 @@
-"""JSON as people write it: with comments and trailing commas. Pure."""
+"""JSON as people write it: with comments and trailing commas. Pure.
+
+DeepSpeed reads more than that, for it parses with the hjson library: lines without commas, keys without quotes. Where
+that library is installed it is asked last; guessing what it would make of a text is left to it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterable
@@ -20,6 +25,8 @@ class JsonError(ValueError):
 def read_object(text: str) -> dict[str, Any]:
     """Read one object. ``//``, ``#`` and ``/* */`` begin comments, and a comma may precede a closing bracket.
 
+    What is no JSON even so is read by the hjson library, if there is one.
+
     Raises:
         JsonError: with line and column of a mistake, or all keys that are given twice.
     """
@@ -37,7 +44,7 @@ def read_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(plain, object_pairs_hook=unique, parse_constant=_refuse)
     except json.JSONDecodeError as error:
-        raise JsonError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+        value = _by_hjson(text, unique, f"line {error.lineno}, column {error.colno}: {error.msg}")
     except (RecursionError, ValueError) as error:  # too deep, not a number, a number of too many digits
         raise JsonError(str(error)) from None
     if repeated:
@@ -45,6 +52,23 @@ def read_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise JsonError("an object in braces is needed")
     return value
+
+
+def _by_hjson(text: str, hook: Any, mistake: str) -> Any:
+    """What the hjson library makes of a text.
+
+    Raises:
+        JsonError: with the mistake in the JSON, where there is no such library, or it can do no better.
+    """
+    try:
+        hjson = importlib.import_module("hjson")
+    except ImportError:
+        loose = "pip install 'gptpar[hjson]' reads what DeepSpeed's looser parser reads"
+        raise JsonError(f"{mistake} ({loose})") from None
+    try:
+        return hjson.loads(text, object_pairs_hook=hook)
+    except (ValueError, RecursionError):
+        raise JsonError(mistake) from None
 
 
 def _blank(match: re.Match[str]) -> str:

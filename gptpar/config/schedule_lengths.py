@@ -28,7 +28,7 @@ class ScheduleLengths:
 
 LENGTHS = (
     *(f"lr_{part}_{unit}" for part in ("decay", "warmup") for unit in ("iters", "samples", "tokens")),
-    *("lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    *("lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "scheduler"),
 )
 """Fields of the optimizer's section that say how long a part of the schedule is."""
 

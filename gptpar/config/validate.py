@@ -13,6 +13,7 @@ from gptpar.config.checks.offload import check_offload
 from gptpar.config.checks.parallel import check_parallel
 from gptpar.config.checks.precision import check_precision
 from gptpar.config.checks.recompute import check_recompute
+from gptpar.config.checks.recovery import check_recovery
 from gptpar.config.checks.schedule import check_schedule, check_schedule_lengths
 from gptpar.config.complete import complete
 from gptpar.config.derive import Derived, derive
@@ -36,11 +37,11 @@ def resolve(
     wrong = out_of_range(parsed.flags)
     # Nothing is derived from, or checked against, a number that cannot be.
     flags, derived = derive(with_defaults(parsed.flags, wrong), world_size)
-    problems = [*parsed.problems, *range_problems(parsed.flags), *_derived_out_of_range(flags, derived)]
+    problems = [*range_problems(parsed.flags), *_derived_out_of_range(flags, derived)]
     found = [*find_problems(flags, world_size), *(more(flags) if more else ())]
     problems += _without_needless(found, {flag_name(name.split(".")[1]) for name in {*parsed.refused, *wrong}})
-    if problems:
-        raise ConfigError(problems)
+    if problems or parsed.problems:
+        raise ConfigError([*parsed.problems, *map(parsed.file.as_written, problems)])
     return complete(flags), [*parsed.derived, *derived]
 
 
@@ -70,6 +71,7 @@ def find_problems(flags: Flags, world_size: int) -> list[str]:
         *check_precision(flags, world_size),
         *check_recompute(flags),
         *check_offload(flags, world_size),
+        *check_recovery(flags),
         *check_data(flags),
         *check_files(flags),
     ]

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from gptpar.system.files import atomic_output, remove_abandoned
+from gptpar.system.files import atomic_output, read_regular, remove_abandoned
 
 Arrays = dict[str, np.ndarray]
 Store = Callable[[str, np.ndarray], np.ndarray]
@@ -87,7 +87,7 @@ class IndexCache:
     def _load(self, key: str, shapes: Shapes) -> Arrays | None:
         """The arrays, or None where there are none; DamagedIndex where there are others than were written."""
         try:
-            sums = json.loads((self.folder / f"{key}.json").read_bytes())
+            sums = json.loads(read_regular(self.folder / f"{key}.json"))
         except OSError:
             return None
         except ValueError as error:
@@ -96,6 +96,8 @@ class IndexCache:
         for name, (length, dtype) in shapes.items():
             path = self._path(key, name)
             try:
+                if path.exists() and not path.is_file():
+                    raise DamagedIndex(f"{path.name} is no regular file")
                 found = np.load(path, mmap_mode="r", allow_pickle=False)
             except FileNotFoundError:
                 return None

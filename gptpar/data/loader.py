@@ -172,6 +172,15 @@ class BatchLoader:
         self._ahead = (following, [self._pool.submit(self._make, start) for start in next_starts])
         return [future.result() for future in futures]
 
+    def whole_batch(self, consumed_samples: int, global_batch_size: int) -> tuple[np.ndarray, list[str]]:
+        """All ranks' samples of a global batch, [samples, S + 1] with PAD, and where each comes from."""
+        starts = micro_batch_starts(consumed_samples, global_batch_size, self._micro_batch_size, self._dp_size)
+        size = self._micro_batch_size
+        indices = np.concatenate(
+            [self._order.indices(start, size, rank, self._dp_size) for start in starts for rank in range(self._dp_size)]
+        )
+        return self._read(indices), [self._dataset.describe(index) for index in indices.tolist()]
+
     def close(self) -> None:
         """Stop reading ahead."""
         if self._pool is not None:

@@ -23,7 +23,7 @@ from gptpar.engine.router import GradientRouter
 from gptpar.engine.step_graph import Cuts
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
-from gptpar.engine.units import Unit
+from gptpar.engine.units import GroupOf, Unit, group_by_decay
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
 from gptpar.pipeline.module import PipelineModule
@@ -50,12 +50,19 @@ class EngineStage(Protocol):
         """Point every parameter, and every buffer without storage, to its memory in ``storage``, by global name."""
 
 
-def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio: float) -> ParameterTable:
+def table_of(
+    pipeline: PipelineModule,
+    tensor: TensorAxis,
+    data: DataAxis,
+    ratio: float,
+    group_of: GroupOf = group_by_decay,
+) -> ParameterTable:
     """The table of this process's parameters.
 
     Args:
         pipeline: the layers of this process.
         ratio: the twin-flow ratio: which fraction of the elements the host updates, 0 to 1.
+        group_of: says each parameter's optimizer group.
     """
     stages = pipeline.stages_here
     infos = {name: info for stage in stages for name, info in stage.infos().items()}
@@ -64,6 +71,7 @@ def table_of(pipeline: PipelineModule, tensor: TensorAxis, data: DataAxis, ratio
         {name: {param: infos[param] for param in params} for name, params in layers.items()},
         Place(data.shards, data.shard, data.size // data.shards, tensor.rank, pipeline.stage),
         ratio=ratio,
+        group_of=group_of,
         tied=pipeline.tied_stages,
         buffers={name: info for stage in stages for name, info in stage.buffer_infos().items()},
     )
@@ -233,6 +241,10 @@ class Engine:
     def square_of_grad(self) -> torch.Tensor:
         """This process's contribution to the sum of squares of the model's gradient (fp64)."""
         return self.gradients.square() / self._owners
+
+    def squares_of_grad(self) -> torch.Tensor:
+        """[units of the table] the same by unit, after :meth:`square_of_grad`; nothing waits."""
+        return self.gradients.router.squares() / self._owners
 
     def square_of_weights(self) -> torch.Tensor:
         """This process's contribution to the sum of squares of all master weights (fp64)."""

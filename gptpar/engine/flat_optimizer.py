@@ -11,6 +11,7 @@ import torch
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters, UpdateVectors
 from gptpar.optim.group_ranges import ALIGNMENT, GPT_FAMILIES, Family, GroupRange, group_ranges_between
 from gptpar.optim.torch_kernels import make_device_kernel
+from gptpar.system.snapshot import StateGuard
 
 ContiguousRange = tuple[int, int, torch.Tensor | None]
 """(start, stop, model parameters to write); ``None``: the model parameters are the master weights themselves."""
@@ -38,6 +39,7 @@ class FlatOptimizer:
         optimizer: defines the update.
         group_ranges: which elements are updated, and the group of each.
         families: of the groups. One launch updates adjacent elements of one family.
+        guard: is asked before ``state`` is overwritten.
 
     Raises:
         ValueError: a group is not in one family.
@@ -49,8 +51,10 @@ class FlatOptimizer:
         state: FlatState,
         group_ranges: Sequence[GroupRange],
         families: Sequence[Family] = GPT_FAMILIES,
+        guard: StateGuard | None = None,
     ):
         self._state, self._group_ranges, self._families = state, group_ranges, tuple(families)
+        self._guard = guard or StateGuard()
         self._family_of = {group: number for number, family in enumerate(families) for group in family}
         known, wanted = sorted(group for family in families for group in family), {one.group for one in group_ranges}
         if len(known) > len(self._family_of) or not wanted <= self._family_of.keys():
@@ -116,6 +120,8 @@ class FlatOptimizer:
         ]
         for step, calls in zip(steps, self._calls, strict=True):
             for call in calls:
+                *state, _ = call.vectors
+                self._guard.before_write(state)
                 step.update(call)
         return steps[0].skipped
 

@@ -14,6 +14,7 @@ from gptpar.engine.table import ParameterTable
 from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
 from gptpar.optim.grad_norm import square_of
 from gptpar.optim.group_ranges import GPT_FAMILIES, Family
+from gptpar.system.snapshot import StateGuard
 from gptpar.topology.tensor_parts import TensorParts
 
 
@@ -39,6 +40,7 @@ class MasterOptimizer:
         optimizer: see above.
         vectors: ``weights`` and each of the optimizer's states -> all of the device's elements in a row.
         master_weights: unit -> its master weights on the device.
+        guard: is asked before a step overwrites any of it, on the device or at ``host``.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class MasterOptimizer:
     ):
         self.optimizer, self.clip_grad, self.grad, self.host = optimizer, clip_grad, grad, host
         self._table = table
+        self.guard = StateGuard() if host is None else host.guard
         wide = torch.promote_types(grad.dtype, torch.float32)
         self.master = torch.zeros_like(grad, dtype=wide) if master is None else master
         states = {name: torch.zeros_like(grad, dtype=wide) for name in optimizer.states}
@@ -62,7 +65,7 @@ class MasterOptimizer:
         self.master_weights = self._table.split(self.master)
         self._steps = torch.zeros((), dtype=torch.float64, device=grad.device)
         state = FlatState(tuple(self.vectors.values()), grad, self._steps)
-        self._flat = FlatOptimizer(optimizer, state, table.device_group_ranges(), families)
+        self._flat = FlatOptimizer(optimizer, state, table.device_group_ranges(), families, self.guard)
         ends = itertools.pairwise(itertools.accumulate(table.on_device.values(), initial=0))
         written = ((parameters or {}).get(unit) for unit in table.on_device)
         self._flat.lay_out([(*pair, one) for pair, one in zip(ends, written, strict=True)])
@@ -125,15 +128,15 @@ class MasterOptimizer:
         # An empty parameter has no range, but a checkpoint lists it all the same.
         shapes = {name: param.info.full_shape for name, param in params if not param.info.full_shape.numel()}
         found = {name: TensorParts(shape, (), dtype) for name, shape in shapes.items()}
-        for one, values in self._held(kind):
+        for one, values in self.ranges_of(kind):
             more = self._table.parts(one, values.to(dtype))
             if one.param in found:
                 more = TensorParts(more.shape, found[one.param].parts + more.parts, more.dtype)
             found[one.param] = more
         return found
 
-    def _held(self, kind: str) -> Iterator[tuple[Range, torch.Tensor]]:
-        """Each range with its values; a range that the host keeps in several buckets comes in several parts."""
+    def ranges_of(self, kind: str) -> Iterator[tuple[Range, torch.Tensor]]:
+        """Each range with its values as in :meth:`parts`; one that the host keeps in several buckets comes in parts."""
         device = self._table.split(self.grad if kind == "grad" else self.vectors[kind])
         for one in self._table.ranges(home=Home.DEVICE):
             yield one, device[one.unit][one.start : one.stop]

@@ -50,13 +50,24 @@ class Moment:
 class Readings:
     """Numbers that the device copies to the host in the background, until :meth:`read` waits for them.
 
+    Args:
+        numbers: scalars, or a vector.
+
     Attributes:
         moment: the point in the device's work at which they are on the host.
     """
 
-    def __init__(self, numbers: Sequence[torch.Tensor], timeout_s: float, check: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        numbers: Sequence[torch.Tensor] | torch.Tensor,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ):
         self._timeout_s, self._check = timeout_s, check
-        stacked = torch.stack([n.detach().double() for n in numbers])
+        if isinstance(numbers, torch.Tensor):
+            stacked = numbers.double()
+        else:
+            stacked = torch.stack([n.detach().double() for n in numbers])
         self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=stacked.is_cuda)
         self._host.copy_(stacked, non_blocking=True)
         self.moment = Moment(stacked.device)

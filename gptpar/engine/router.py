@@ -91,6 +91,10 @@ class GradientRouter:
         self._norm.take(self._norm.measured(self._undivided))
         return self._norm.square(self._memory.shard.device)
 
+    def squares(self) -> torch.Tensor:
+        """[units] that :meth:`square`, which comes first in a step, unit by unit."""
+        return self._norm.squares(self._memory.shard.device)
+
     @property
     def zeros(self) -> torch.Tensor:
         """How many of the subscriber's elements that this process counts are zero (fp64 scalar on the device)."""

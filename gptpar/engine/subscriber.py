@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from gptpar.optim.elementwise import Hyperparameters
+from gptpar.system.snapshot import StateGuard
 
 
 class Subscriber(Protocol):
@@ -15,7 +16,12 @@ class Subscriber(Protocol):
 
     A step is: ``expect_step``, a ``submit_gradient`` for each of its units while the backward pass runs, ``step`` when
     the global norm is about to be known. Before a layer is used again, ``wait``.
+
+    Attributes:
+        guard: is asked before an update overwrites master weights or the optimizer's state.
     """
+
+    guard: StateGuard
 
     def expect_step(self, hyperparameters: tuple[Hyperparameters, ...], loss_scale: float) -> None:
         """The probable hyperparameters of the coming step, by group: the subscriber may begin to update with them."""

@@ -41,6 +41,15 @@ def heads(
     return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
 
 
+def heads_and_gate(
+    qkv: torch.Tensor, seq_length: int, queries: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`heads` where each group also has a gate for each of its queries: a fourth view gate_B(GQ)SK."""
+    parts = rearrange(qkv, "(b s) (g h k) -> b g h s k", s=seq_length, h=2 * queries + 2, k=width)
+    q, k, v, gate = parts.split([queries, 1, 1, queries], dim=2)
+    return q.flatten(1, 2), k.squeeze(2), v.squeeze(2), gate.flatten(1, 2)
+
+
 class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:

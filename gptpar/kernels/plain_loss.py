@@ -1,25 +1,65 @@
 """Cross entropy and its gradient in torch's operators: for CPUs, for fp64, and as the reference of the kernels.
 
+With logits x of one token, its label y and L = logsumexp(x), the loss of the token is::
+
+    L - x[y] + z * L**2             gradient in x:  softmax(x) * (1 + 2 * z * L) - onehot(y)
+
+The second term is the z-loss (PaLM, Chowdhery et al. 2022, section 5; OLMo-2 trains with z = 1e-5). It keeps the
+logarithm of the softmax's denominator near 0. With a softcap c (Gemma 2, Riviere et al. 2024) the logits r enter
+as x = c * tanh(r / c), so that the gradient in r is the one in x times 1 - (x / c)**2.
+
 Legend: N tokens, V the vocabulary, or a rank's split of it.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 
+class LossTerms(NamedTuple):
+    """What a loss is beside the cross entropy.
+
+    Attributes:
+        softcap: c of the module's docstring; 0: logits are not capped.
+        z_weight: z of the module's docstring.
+    """
+
+    softcap: float = 0.0
+    z_weight: float = 0.0
+
+
+CROSS_ENTROPY = LossTerms()
+
+
+def capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """``softcap * tanh(logits / softcap)``; with a softcap of 0 the logits themselves."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def token_losses(lse_N: torch.Tensor, label_N: torch.Tensor, terms: LossTerms) -> torch.Tensor:
+    """Each token's loss from its log-sum-exp and its label's logit."""
+    losses_N = lse_N - label_N
+    return losses_N + terms.z_weight * lse_N.square() if terms.z_weight else losses_N
+
+
 def loss_and_grad(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    scale: torch.Tensor,
+    terms: LossTerms = CROSS_ENTROPY,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ``sum(weights * losses)``, and ``scale`` times its gradient in the logits, in the logits' dtype."""
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    wide_NV = capped(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), terms.softcap)
     lse_N = torch.logsumexp(wide_NV, -1)
-    loss = ((lse_N - wide_NV.gather(1, labels_N[:, None]).squeeze(1)) * weights_N).sum()
-    return loss, share_grad(logits_NV, labels_N, lse_N, weights_N, scale)
+    loss = (token_losses(lse_N, wide_NV.gather(1, labels_N[:, None]).squeeze(1), terms) * weights_N).sum()
+    return loss, share_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms)
 
 
 def share_statistics(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Statistics of this rank's split of the vocabulary.
 
@@ -27,24 +67,34 @@ def share_statistics(
         labels_N: labels minus the first token of this rank's split; a label outside of the split is out of range.
 
     Returns:
-        (maximum_N, sum of exp(logit - maximum)_N, the label's logit_N or 0 if another rank has it)
+        (maximum_N, sum of exp(logit - maximum)_N, the label's logit_N or 0 if another rank has it), of capped logits
     """
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    wide_NV = capped(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), softcap)
     maximum_N = wide_NV.amax(-1)
     is_label_NV = torch.arange(wide_NV.shape[1], device=wide_NV.device) == labels_N[:, None]
     return maximum_N, (wide_NV - maximum_N[:, None]).exp().sum(-1), (wide_NV * is_label_NV).sum(-1)
 
 
 def share_grad(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, lse_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    lse_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    scale: torch.Tensor,
+    terms: LossTerms = CROSS_ENTROPY,
 ) -> torch.Tensor:
     """The gradient in this rank's logits.
 
     Args:
         labels_N: see :func:`share_statistics`.
-        lse_N: logarithm of the sum of exp(logit) over all ranks.
+        lse_N: logarithm of the sum of exp(capped logit) over all ranks.
     """
-    wide_NV = logits_NV.to(lse_N.dtype)
+    wide_NV = capped(logits_NV.to(lse_N.dtype), terms.softcap)
     is_label_NV = torch.arange(wide_NV.shape[1], device=wide_NV.device) == labels_N[:, None]
-    grad_NV = ((wide_NV - lse_N[:, None]).exp() - is_label_NV.to(lse_N.dtype)) * (weights_N * scale)[:, None]
+    softmax_NV = (wide_NV - lse_N[:, None]).exp()
+    if terms.z_weight:
+        softmax_NV = softmax_NV * (1 + 2 * terms.z_weight * lse_N)[:, None]
+    grad_NV = (softmax_NV - is_label_NV.to(lse_N.dtype)) * (weights_N * scale)[:, None]
+    if terms.softcap:
+        grad_NV = grad_NV * (1 - (wide_NV / terms.softcap).square())
     return grad_NV.to(logits_NV.dtype)

@@ -7,6 +7,7 @@ With tensor parallelism G counts this rank's groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,11 +15,15 @@ from einops import rearrange
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gptpar.kernels.bias_gradient import split_heads
+from gptpar.config import ModelConfig
+from gptpar.kernels.bias_gradient import heads_and_gate, split_heads
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
+from gptpar.model.flops import qkv_width, query_width
 from gptpar.model.linear import Linears, Reader, rotated_width
-from gptpar.model.norm import make_norm
+from gptpar.model.mup import attention_scale
+from gptpar.model.norm import WidthRMSNorm, make_norm, norm_over_width
+from gptpar.tensor_parallel import TensorAxis
 
 
 def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotated: int, base: int) -> torch.Tensor:
@@ -36,21 +41,31 @@ def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotated: int
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
+Attend = Callable[..., torch.Tensor]
+"""What takes the arguments of :func:`core_attention`, in their order, and returns the same."""
+
+
 class Attention(nn.Module):
     """Fused QKV projection, scaled dot-product attention, output projection.
 
     A model may normalise each head's queries and keys (Dehghani et al. 2023); all heads share one norm of a head's
-    width. Each tensor rank has that norm whole and applies it to its own heads.
+    width. Each tensor rank has that norm whole and applies it to its own heads. Or it normalises the channels of all
+    heads together (OLMo et al. 2024); each tensor rank has its own heads' part of that norm's weight.
 
     Rows of the QKV weight are ordered by group: the group's query heads, its key head, its value head (Megatron's
-    order), so that a contiguous slice is a set of whole groups.
+    order), then its query heads' gates where there are some. So a contiguous slice is a set of whole groups. A gate
+    multiplies the attention's output, channel by channel, by its sigmoid (Qiu et al. 2025).
 
     Args:
         linears: makes the projections.
+        window: how many tokens a token sees, itself among them; ``None``: all earlier ones.
         recompute_core: whether everything but the projections is computed again in the backward pass.
+
+    Attributes:
+        attend: :func:`core_attention`, or a cache of keys and values in its place while text is made.
     """
 
-    def __init__(self, linears: Linears, *, recompute_core: bool = False):
+    def __init__(self, linears: Linears, *, window: int | None = None, recompute_core: bool = False):
         super().__init__()
         config, axis = linears.config, linears.axis
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
@@ -59,18 +74,14 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.num_groups = config.num_query_groups
         self.first_group = axis.rank * (config.num_query_groups // axis.size)
-        self.recompute_core = recompute_core
-        query_width = config.num_attention_heads * config.kv_channels
-        qkv_width = query_width + 2 * config.num_query_groups * config.kv_channels
+        self.window, self.gated, self.recompute_core = window, config.attention_output_gate, recompute_core
+        self.axis, self.scale = axis, attention_scale(config)
+        self.attend: Attend = core_attention
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.qkv = linears.column(config.hidden_size, qkv_width, bias=qkv_bias, reader=Reader.HEADS)
-        self.query_norm: nn.Module | None = None
-        self.key_norm: nn.Module | None = None
-        if config.qk_layernorm:
-            kind, eps = config.normalization, config.norm_epsilon
-            norm = partial(make_norm, kind, config.kv_channels, eps, axis.gradient_inside_layers)
-            self.query_norm, self.key_norm = norm(), norm()
-        self.out = linears.row(query_width, config.hidden_size, bias=config.add_bias_linear, reader=Reader.STREAM)
+        self.qkv = linears.column(config.hidden_size, qkv_width(config), bias=qkv_bias, reader=Reader.HEADS)
+        self.query_norm, self.key_norm = _norms(config, axis)
+        heads, bias = query_width(config), config.add_bias_linear
+        self.out = linears.row(heads, config.hidden_size, bias=bias, reader=Reader.STREAM)
 
     def forward(
         self,
@@ -97,12 +108,12 @@ class Attention(nn.Module):
         seeds: LayerSeeds | None = None,
     ) -> torch.Tensor:
         """Attention without its projections: from all tokens' queries, keys and values to y_N(HK)."""
-        shape = seq_length, self.queries_per_group, self.head_width
-        q_BHSK, k_BGSK, v_BGSK = split_heads(qkv, self.qkv.unsummed_bias, *shape)
-        if self.query_norm is not None and self.key_norm is not None:
-            # Token by token in memory, as attention then leaves its output: the projection reads it without a copy.
-            q_BHSK = self.query_norm(q_BHSK.transpose(1, 2)).transpose(1, 2)
-            k_BGSK = self.key_norm(k_BGSK.transpose(1, 2)).transpose(1, 2)
+        shape, gate_BHSK = (seq_length, self.queries_per_group, self.head_width), None
+        if self.gated:
+            q_BHSK, k_BGSK, v_BGSK, gate_BHSK = heads_and_gate(qkv, *shape)
+        else:
+            q_BHSK, k_BGSK, v_BGSK = split_heads(qkv, self.qkv.unsummed_bias, *shape)
+        q_BHSK, k_BGSK = self._normed(q_BHSK, k_BGSK)
         if self.rotated:
             q_BHSK = rotate(q_BHSK, positions_BS, self.rotated, self.rotary_base)
             k_BGSK = rotate(k_BGSK, positions_BS, self.rotated, self.rotary_base)
@@ -110,5 +121,32 @@ class Attention(nn.Module):
         if self.dropout and self.training:
             assert seeds is not None, NO_SEEDS
             dropout = AttentionDropout(self.dropout, seeds, self.first_group, self.num_groups)
-        y_BHSK = core_attention(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, dropout)
+        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, dropout, self.window, self.scale)
+        if gate_BHSK is not None:
+            y_BHSK = y_BHSK * gate_BHSK.sigmoid()
         return rearrange(y_BHSK, "b h s k -> (b s) (h k)")
+
+    def _normed(self, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, normalised if the model does so."""
+        query_norm, key_norm = self.query_norm, self.key_norm
+        if query_norm is None or key_norm is None:
+            return q_BHSK, k_BGSK
+        if isinstance(query_norm, WidthRMSNorm) and isinstance(key_norm, WidthRMSNorm):
+            return norm_over_width(query_norm, key_norm, q_BHSK, k_BGSK, self.axis)
+        # Token by token in memory, as attention then leaves its output: the projection reads it without a copy.
+        q_BHSK = query_norm(q_BHSK.transpose(1, 2)).transpose(1, 2)
+        return q_BHSK, key_norm(k_BGSK.transpose(1, 2)).transpose(1, 2)
+
+
+def _norms(config: ModelConfig, axis: TensorAxis) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms of queries and keys."""
+    if not config.qk_layernorm:
+        return None, None
+    kind, width, eps = config.normalization, config.kv_channels, config.norm_epsilon
+    if config.qk_layernorm_scope == "width":
+        return (
+            WidthRMSNorm(config.num_attention_heads * width, eps=eps, axis=axis),
+            WidthRMSNorm(config.num_query_groups * width, eps=eps, axis=axis),
+        )
+    norm = partial(make_norm, kind, width, eps, axis.gradient_inside_layers)
+    return norm(), norm()

@@ -31,6 +31,8 @@ def attention_with_dropout(
     seeds: LayerSeeds,
     first_group: int,
     num_groups: int,
+    *,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Returns y_BHSK.
 
@@ -39,10 +41,11 @@ def attention_with_dropout(
         p: probability of a token not to be seen.
         first_group: the global number of this rank's first group.
         num_groups: of all ranks.
+        scale: factor of the scores; ``None``: 1 / sqrt(K).
     """
     if q_BHSK.is_cuda:
-        return _one_call_a_group(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.host, first_group)
-    return _plain(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.words, first_group, num_groups)
+        return _one_call_a_group(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.host, first_group, scale)
+    return _plain(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, p, seeds.words, first_group, num_groups, scale)
 
 
 @torch.compiler.disable  # it seeds a generator
@@ -54,6 +57,7 @@ def _one_call_a_group(
     p: float,
     seeds: torch.Tensor,
     first_group: int,
+    scale: float | None = None,
 ) -> torch.Tensor:
     seed, device = int(seeds[PROBABILITIES]), q_BHSK.device
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
@@ -70,6 +74,7 @@ def _one_call_a_group(
                 attn_mask=mask_B1SS,
                 is_causal=mask_B1SS is None,
                 dropout_p=p,
+                scale=scale,
                 enable_gqa=queries > 1,
             )
         parts.append(y_BQSK)
@@ -86,11 +91,12 @@ def _plain(
     words: torch.Tensor,
     first_group: int,
     num_groups: int,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """With the probabilities in memory, in at least 32 bits."""
     (batch, _, length, width), num_here, device = q_BHSK.shape, k_BGSK.shape[1], q_BHSK.device
     wide = torch.promote_types(q_BHSK.dtype, torch.float32)
-    q_BGQSK = q_BHSK.unflatten(1, (num_here, -1)).to(wide) * width**-0.5
+    q_BGQSK = q_BHSK.unflatten(1, (num_here, -1)).to(wide) * (width**-0.5 if scale is None else scale)
     scores_BGQSS = q_BGQSK @ k_BGSK[:, :, None].to(wide).mT
     earlier_SS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     seen = earlier_SS if mask_B1SS is None else mask_B1SS[:, None]

@@ -21,16 +21,33 @@ from gptpar.model.norm import ResidualLayerNorm, make_norm
 from gptpar.tensor_parallel import ALONE, TensorAxis
 
 NOTHING: frozenset[str] = frozenset()
+PLACEMENTS = {"pre": (True, False), "post": (False, True), "peri": (True, True)}
+"""``--norm-placement`` -> whether there are norms before, and after, attention and MLP."""
+
+
+def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
+    """GELU in its tanh form or exact, or the squared ReLU (So et al. 2021), by its name in ``--mlp-activation``.
+
+    Args:
+        bias_F: the layer's bias, contained in ``x``, if its gradient is left to the first of these.
+    """
+    match name:
+        case "gelu_tanh":
+            return gelu(x_NF, bias_F)
+        case "gelu":
+            return F.gelu(x_NF)
+        case _:
+            return F.relu(x_NF).square()
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU (tanh form) between them, or the gated SwiGLU (Shazeer 2020)."""
+    """Two linear layers with an activation function between them, or the gated SwiGLU (Shazeer 2020)."""
 
     def __init__(self, linears: Linears):
         super().__init__()
         config = linears.config
         width, inner, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
-        self.gated = config.swiglu
+        self.gated, self.activation = config.swiglu, config.mlp_activation
         parts = 2 if self.gated else 1
         self.up = linears.column(width, parts * inner, bias=bias, reader=Reader.ACTIVATION, parts=parts)
         self.down = linears.row(inner, width, bias=bias, reader=Reader.OTHER)
@@ -41,31 +58,46 @@ class MLP(nn.Module):
         if self.gated:
             gate_NF, value_NF = up.chunk(2, dim=-1)
             return self.down(F.silu(gate_NF) * value_NF)
-        return self.down(gelu(up, self.up.unsummed_bias))
+        return self.down(activation(self.activation, up, self.up.unsummed_bias))
 
 
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` (pre-norm, as GPT-2).
 
+    With ``--norm-placement post`` the norms are around attention and MLP: ``x + norm(attention(x))``; with ``peri``
+    there are both, ``x + norm(attention(norm(x)))``. With ``--use-parallel-residual`` the MLP reads the block's input,
+    too: ``x + attention(norm(x)) + mlp(norm(x))``, each with a norm of its own.
+
     Args:
         axis: this process's place on the tensor axis.
         recompute_modules: parts whose activations are computed again in the backward pass: ``core_attn`` (attention
             without its projections), ``mlp``, ``layernorm``.
+        window: see :class:`Attention`.
     """
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE, *, recompute_modules: frozenset[str] = NOTHING):
+    def __init__(
+        self,
+        config: ModelConfig,
+        axis: TensorAxis = ALONE,
+        *,
+        recompute_modules: frozenset[str] = NOTHING,
+        window: int | None = None,
+    ):
         super().__init__()
         unknown = recompute_modules - {"core_attn", "mlp", "layernorm"}
         assert not unknown, f"a block has no {sorted(unknown)} to recompute"
         self.recompute_modules = recompute_modules
-        fused = config.normalization == "LayerNorm" and "layernorm" not in recompute_modules
-        linears = Linears(config, axis, residual_norm=fused)
+        self.parallel, before, after = config.use_parallel_residual, *PLACEMENTS[config.norm_placement]
+        fused = config.normalization == "LayerNorm" and "layernorm" not in recompute_modules and not self.parallel
+        linears = Linears(config, axis, residual_norm=fused and before and not after)
         width, eps = config.hidden_size, config.norm_epsilon
-        norm = partial(make_norm, config.normalization, width, eps, axis.gradient_between_layers, residual=fused)
-        self.attention_norm = norm()
-        self.attention = Attention(linears, recompute_core="core_attn" in recompute_modules)
-        self.mlp_norm = norm()
+        norm = partial(make_norm, config.normalization, width, eps, axis.gradient_between_layers)
+        self.attention_norm = norm(residual=fused) if before else None
+        self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
+        self.attention_post_norm = norm() if after else None
+        self.mlp_norm = norm(residual=fused) if before else None
         self.mlp = MLP(linears)
+        self.mlp_post_norm = norm() if after else None
         self.attention_output_dropout = HiddenDropout(config.hidden_dropout, ATTENTION_OUTPUT, axis)
         self.mlp_output_dropout = HiddenDropout(config.hidden_dropout, MLP_OUTPUT, axis)
 
@@ -84,11 +116,18 @@ class Block(nn.Module):
         """
         x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
         attended_ND = self.attention(normed_ND, positions_BS, document_ids_BS, seq_length, seeds)
-        x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, self.attention_output_dropout(attended_ND, seeds))
-        return x_ND + self.mlp_output_dropout(self._run("mlp", self.mlp, normed_ND), seeds)
+        attended_ND = self._run("layernorm", self.attention_post_norm, attended_ND)
+        attended_ND = self.attention_output_dropout(attended_ND, seeds)
+        if self.parallel:
+            normed_ND = self._run("layernorm", self.mlp_norm, x_ND)
+            x_ND = x_ND + attended_ND
+        else:
+            x_ND, normed_ND = self._norm(self.mlp_norm, x_ND, attended_ND)
+        y_ND = self._run("layernorm", self.mlp_post_norm, self._run("mlp", self.mlp, normed_ND))
+        return x_ND + self.mlp_output_dropout(y_ND, seeds)
 
     def _norm(
-        self, norm: nn.Module, x_ND: torch.Tensor, added_ND: torch.Tensor | None = None
+        self, norm: nn.Module | None, x_ND: torch.Tensor, added_ND: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``x + added`` and its normalised values."""
         if isinstance(norm, ResidualLayerNorm):
@@ -96,7 +135,9 @@ class Block(nn.Module):
         x_ND = x_ND if added_ND is None else x_ND + added_ND
         return x_ND, self._run("layernorm", norm, x_ND)
 
-    def _run(self, name: str, part: nn.Module, x_ND: torch.Tensor) -> torch.Tensor:
+    def _run(self, name: str, part: nn.Module | None, x_ND: torch.Tensor) -> torch.Tensor:
+        if part is None:
+            return x_ND
         if name in self.recompute_modules and self.training:
             return checkpoint(part, x_ND, use_reentrant=False, preserve_rng_state=False)
         return part(x_ND)

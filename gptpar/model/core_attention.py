@@ -33,12 +33,26 @@ class AttentionDropout(NamedTuple):
     num_groups: int
 
 
-def document_mask(document_ids_BS: torch.Tensor) -> torch.Tensor:
-    """Boolean mask_B1SS: a token sees itself and earlier tokens of its own document."""
-    length = document_ids_BS.shape[1]
+def seen_SS(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Boolean mask_SS: a token sees itself and earlier tokens, with a window the last ``window`` of these alone."""
+    causal_SS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return causal_SS if window is None else causal_SS.triu(1 - window)
+
+
+def document_mask(document_ids_BS: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Boolean mask_B1SS: a token sees what :func:`seen_SS` says of its own document."""
     same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-    causal_SS = torch.ones(length, length, dtype=torch.bool, device=document_ids_BS.device).tril()
-    return (same_BSS & causal_SS)[:, None]
+    return (same_BSS & seen_SS(document_ids_BS.shape[1], window, document_ids_BS.device))[:, None]
+
+
+def attention_mask(
+    length: int, document_ids_BS: torch.Tensor | None, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """Boolean mask of the shape [B or 1, 1, S, S]; ``None`` where a token sees itself and all earlier ones."""
+    window = None if window is None or window >= length else window
+    if document_ids_BS is not None:
+        return document_mask(document_ids_BS, window)
+    return None if window is None else seen_SS(length, window, device)[None, None]
 
 
 def core_attention(
@@ -47,21 +61,28 @@ def core_attention(
     v_BGSK: torch.Tensor,
     document_ids_BS: torch.Tensor | None = None,
     dropout: AttentionDropout | None = None,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Causal attention, each group of query heads with its own key and value head; returns y_BHSK.
+
+    A window or documents are a mask in memory, so they save no computation.
 
     Args:
         document_ids_BS: tokens see their own document only; ``None``: a sample is one document.
         dropout: ``None``: every token that may be seen is seen.
+        window: how many tokens a token sees, itself among them; ``None``: all earlier ones.
+        scale: factor of the scores; ``None``: 1 / sqrt(K).
     """
-    mask_B1SS = None if document_ids_BS is None else document_mask(document_ids_BS)
+    mask_B1SS = attention_mask(q_BHSK.shape[2], document_ids_BS, window, q_BHSK.device)
     if dropout is not None:
-        return attention_with_dropout(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *dropout)
+        return attention_with_dropout(q_BHSK, k_BGSK, v_BGSK, mask_B1SS, *dropout, scale=scale)
     return F.scaled_dot_product_attention(
         q_BHSK,
         k_BGSK,
         v_BGSK,
         attn_mask=mask_B1SS,
         is_causal=mask_B1SS is None,
+        scale=scale,
         enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
     )

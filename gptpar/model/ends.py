@@ -6,15 +6,19 @@ hidden states between layers hold this rank's share of them).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from gptpar.config import ModelConfig
+from gptpar.kernels.plain_loss import CROSS_ENTROPY, LossTerms, capped
+from gptpar.model import mup
 from gptpar.model.dropout import EMBEDDINGS, HiddenDropout, LayerSeeds
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
-from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy
+from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, losses_of_tokens
 from gptpar.topology.initial_values import Normal
 from gptpar.topology.placement import REPLICATED, ParameterSpec
 
@@ -54,29 +58,59 @@ class PositionEmbedding(nn.Module):
         return x_ND + weight[positions_N]
 
 
+class Logits(NamedTuple):
+    """How a model forms its logits and its loss.
+
+    Attributes:
+        multiplier: of the hidden states before the projection (:mod:`gptpar.model.mup`).
+        terms: the logits' softcap, and the loss's terms beside the cross entropy.
+    """
+
+    multiplier: float = 1.0
+    terms: LossTerms = CROSS_ENTROPY
+
+    @staticmethod
+    def of(config: ModelConfig) -> Logits:
+        """A model's."""
+        return Logits(mup.output_multiplier(config), LossTerms(config.logit_softcap, config.z_loss_weight))
+
+
 def output_and_loss(
     vocabulary: VocabParallelEmbedding,
     x_ND: torch.Tensor,
     labels_BS: torch.Tensor | None = None,
     loss_mask_BS: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    each_token: bool | None = None,
+    *,
+    logits: Logits = Logits(),  # noqa: B008
 ) -> torch.Tensor:
     """Project on the vocabulary; with labels, return the micro-batch's mean loss instead of logits.
+
+    Without gradients the loss has no z-loss: what an evaluation shows is the cross entropy.
 
     Args:
         vocabulary: holds the matrix weight_VD, tied to the input embedding or the output layer's own.
         labels_BS: the token that follows each token.
         loss_mask_BS: weight of each token, by default 1; the mean is ``sum(mask * loss) / max(1, sum(mask))``.
         scale: the incoming gradient that ``backward`` will be given (see :class:`LinearCrossEntropy`).
+        each_token: return the cross entropy of each token instead of their mean; without gradients.
 
     Returns:
-        logits_NV without labels, else a scalar of at least fp32.
+        logits_NV without labels, losses_N for each token, else a scalar; losses are at least fp32.
     """
+    if logits.multiplier != 1:
+        x_ND = x_ND * logits.multiplier
     if labels_BS is None:
         assert vocabulary.axis.size == 1, "logits of a split vocabulary are never put together"
-        return F.linear(x_ND, vocabulary.weight)
+        return capped(F.linear(x_ND, vocabulary.weight), logits.terms.softcap)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     labels_N = labels_BS.flatten()
+    axis, vocab_size = vocabulary.axis, vocabulary.num_embeddings
+    hidden_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_ND, axis)
+    if each_token:
+        terms = logits.terms._replace(z_weight=0.0)
+        return losses_of_tokens(hidden_ND, vocabulary.weight, labels_N, axis, vocab_size, terms)
     if loss_mask_BS is None:
         weights_N = torch.full(labels_N.shape, 1.0 / labels_N.numel(), dtype=wide, device=x_ND.device)
     else:
@@ -84,16 +118,24 @@ def output_and_loss(
         weights_N = weights_N / weights_N.sum().clamp(min=1)
     scale = torch.ones((), dtype=wide, device=x_ND.device) if scale is None else scale
     # The function cannot see torch.no_grad(), and would form the weight's gradient in an evaluation too.
-    weight_VD = vocabulary.weight if torch.is_grad_enabled() else vocabulary.weight.detach()
-    axis, vocab_size = vocabulary.axis, vocabulary.num_embeddings
-    hidden_ND = (gather_tokens if axis.splits_tokens else copy_to)(x_ND, axis)
+    trains = torch.is_grad_enabled()
+    weight_VD = vocabulary.weight if trains else vocabulary.weight.detach()
+    terms = logits.terms if trains else logits.terms._replace(z_weight=0.0)
     return LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, labels_N, weights_N, scale, axis, vocab_size, vocabulary.on_output_grad
+        hidden_ND, weight_VD, labels_N, weights_N, scale, axis, vocab_size, vocabulary.on_output_grad, terms
     )
 
 
 class OutputLayer(VocabParallelEmbedding):
-    """An output layer with a matrix of its own."""
+    """An output layer with a matrix of its own.
+
+    Args:
+        logits: how logits and loss are formed.
+    """
+
+    def __init__(self, *shape: int, std: float, axis: TensorAxis = ALONE, logits: Logits = Logits()):  # noqa: B008
+        super().__init__(*shape, std=std, axis=axis)
+        self.logits = logits
 
     def forward(  # type: ignore[override]
         self,
@@ -101,6 +143,7 @@ class OutputLayer(VocabParallelEmbedding):
         labels_BS: torch.Tensor | None = None,
         loss_mask_BS: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        each_token: bool | None = None,
     ) -> torch.Tensor:
         """See :func:`output_and_loss`."""
-        return output_and_loss(self, x_ND, labels_BS, loss_mask_BS, scale)
+        return output_and_loss(self, x_ND, labels_BS, loss_mask_BS, scale, each_token, logits=self.logits)

@@ -18,13 +18,38 @@ def query_width(model: ModelConfig) -> int:
 
 
 def qkv_width(model: ModelConfig) -> int:
-    """Output width of the fused query, key and value projection."""
-    return query_width(model) + 2 * model.num_query_groups * model.kv_channels
+    """Output width of the fused projection to queries, keys, values and, where attention has one, its output's gate."""
+    gate = query_width(model) if model.attention_output_gate else 0
+    return query_width(model) + 2 * model.num_query_groups * model.kv_channels + gate
 
 
 def normed_width(model: ModelConfig) -> int:
     """Width of all queries and keys that are normalised head by head."""
     return query_width(model) + model.num_query_groups * model.kv_channels if model.qk_layernorm else 0
+
+
+def gated_width(model: ModelConfig) -> int:
+    """Width of what a gate of attention's output keeps beside that output: its sigmoid, and the product."""
+    return 2 * query_width(model) if model.attention_output_gate else 0
+
+
+def num_norms(model: ModelConfig) -> int:
+    """Norms of hidden states in a block."""
+    return 4 if model.norm_placement == "peri" else 2
+
+
+def window_of(model: ModelConfig, layer: int) -> int | None:
+    """How many tokens a layer's token sees, itself among them; ``None``: all earlier ones."""
+    pattern = model.window_pattern or "S"
+    if model.window_size is None or pattern[layer % len(pattern)] == "F":
+        return None
+    return model.window_size if model.window_size < model.seq_length else None
+
+
+def _mean_seen(model: ModelConfig, layer: int) -> float:
+    """Tokens that a layer's token sees, on average: half a sample, or what a window leaves of it."""
+    length, window = model.seq_length, window_of(model, layer)
+    return length / 2 if window is None else window - window * window / (2 * length)
 
 
 def fc1_width(model: ModelConfig) -> int:
@@ -47,15 +72,16 @@ def flops_per_token(model: ModelConfig, *, causal: bool) -> float:
 
     ``6 N + 12 L w s`` over the whole attention square, ``6 N + 6 L w s`` over its causal half, with N the
     matmul parameters, w the width of all heads and s the sequence length. The causal count times the tokens
-    of an iteration equals Megatron-LM's ``num_floating_point_operations``.
+    of an iteration equals Megatron-LM's ``num_floating_point_operations``. A layer with a sliding window counts
+    what its tokens see; the whole square of that is twice as much.
     """
-    attention = (6 if causal else 12) * model.num_layers * query_width(model) * model.seq_length
-    return 6.0 * matmul_parameters(model) + attention
+    seen = sum(_mean_seen(model, layer) for layer in range(model.num_layers))
+    return 6.0 * matmul_parameters(model) + (12 if causal else 24) * query_width(model) * seen
 
 
-def block_flops(model: ModelConfig) -> float:
+def block_flops(model: ModelConfig, layer: int = 0) -> float:
     """FLOPs of a token's forward pass in one block: its matrix products and the causal half of attention."""
-    return 2.0 * _layer_matmul_parameters(model) + 2.0 * query_width(model) * model.seq_length
+    return 2.0 * _layer_matmul_parameters(model) + 4.0 * query_width(model) * _mean_seen(model, layer)
 
 
 def head_flops(model: ModelConfig) -> float:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from gptpar.config import ModelConfig
 from gptpar.config.roles import Role, layer_roles
 from gptpar.model.block import NOTHING, Block
 from gptpar.model.dropout import seeds_field
-from gptpar.model.ends import OutputLayer, PositionEmbedding, output_and_loss
-from gptpar.model.flops import block_flops, head_flops
+from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss
+from gptpar.model.flops import block_flops, head_flops, window_of
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
 from gptpar.model.norm import NORMS
 from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 
-LOSS_FIELDS = ("labels", "loss_mask", "scale")
+LOSS_FIELDS = ("labels", "loss_mask", "scale", "each_token")
 BLOCK_FIELDS = ("position_ids", "document_ids", "seq_length")
 POSITION_FIELDS = ("position_ids", "seq_length")
 
@@ -46,11 +47,18 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
                 )
             case Role.BLOCK:
                 name = f"layers.{number}"
-                fields, number = (*BLOCK_FIELDS, *_seeds(config, name)), number + 1
+                fields = (*BLOCK_FIELDS, *_seeds(config, name))
                 block = LayerSpec(
-                    Block, config, axis, recompute_modules=recompute_modules, name=name, batch_fields=fields
+                    Block,
+                    config,
+                    axis,
+                    recompute_modules=recompute_modules,
+                    window=window_of(config, number),
+                    name=name,
+                    batch_fields=fields,
                 )
-                yield ModelLayer(role, block, block_flops(config))
+                yield ModelLayer(role, block, block_flops(config, number))
+                number += 1
             case Role.FINAL_NORM:
                 norm, gradient = NORMS[config.normalization], axis.gradient_between_layers
                 width, eps = config.hidden_size, config.norm_epsilon
@@ -73,7 +81,8 @@ def _embedding(config: ModelConfig, axis: TensorAxis) -> LayerSpec:
 def _head(config: ModelConfig, axis: TensorAxis) -> LayerSpec:
     shape, std = (config.padded_vocab_size, config.hidden_size), config.init_method_std
     if not config.tied:
-        return LayerSpec(OutputLayer, *shape, std=std, axis=axis, name="output", batch_fields=LOSS_FIELDS)
+        how = Logits.of(config)
+        return LayerSpec(OutputLayer, *shape, std=std, axis=axis, logits=how, name="output", batch_fields=LOSS_FIELDS)
     return TiedLayerSpec(
         "embedding",
         VocabParallelEmbedding,
@@ -81,6 +90,6 @@ def _head(config: ModelConfig, axis: TensorAxis) -> LayerSpec:
         std=std,
         axis=axis,
         name="embedding",
-        forward_fn=output_and_loss,
+        forward_fn=partial(output_and_loss, logits=Logits.of(config)),
         batch_fields=LOSS_FIELDS,
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gptpar.config import ModelConfig
+from gptpar.model.mup import hidden_std
 from gptpar.tensor_parallel import ALONE, ColumnParallelLinear, RowParallelLinear, TensorAxis
 
 
@@ -38,7 +39,8 @@ class Linears:
 
     Args:
         axis: this process's place on the tensor axis.
-        residual_norm: whether the norms of the residual stream are :class:`~gptpar.model.norm.ResidualLayerNorm`.
+        residual_norm: whether what these layers add to the residual stream goes straight into the sum of a
+            :class:`~gptpar.model.norm.ResidualLayerNorm`.
     """
 
     config: ModelConfig
@@ -53,7 +55,7 @@ class Linears:
             in_features,
             out_features,
             bias=bias,
-            std=self.config.init_method_std,
+            std=hidden_std(self.config),
             parts=parts,
             axis=self.axis,
             bias_gradient=not self._is_summed_by(reader),
@@ -69,7 +71,7 @@ class Linears:
             in_features,
             out_features,
             bias=bias,
-            std=self.config.init_method_std / (2 * self.config.num_layers) ** 0.5,
+            std=hidden_std(self.config) / (2 * self.config.num_layers) ** 0.5,
             axis=self.axis,
             bias_gradient=not self._is_summed_by(reader),
         )
@@ -78,9 +80,9 @@ class Linears:
         config = self.config
         match reader:
             case Reader.HEADS:  # turned or normalised, the heads' gradients are put together by what does so
-                return not rotated_width(config) and not config.qk_layernorm
+                return not (rotated_width(config) or config.qk_layernorm or config.attention_output_gate)
             case Reader.ACTIVATION:
-                return not config.swiglu
+                return not config.swiglu and config.mlp_activation == "gelu_tanh"
             case Reader.STREAM:  # with dropout between, the bias gets a part of the stream's gradient only
                 return self.residual_norm and config.hidden_dropout == 0
             case Reader.OTHER:

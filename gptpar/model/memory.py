@@ -8,7 +8,7 @@ scaled_dot_product_attention), which stores no s x s matrix.
 from __future__ import annotations
 
 from gptpar.config import ModelConfig
-from gptpar.model.flops import normed_width, qkv_width, query_width
+from gptpar.model.flops import gated_width, normed_width, num_norms, qkv_width, query_width
 
 
 def layer_activation_bytes_per_token(
@@ -29,9 +29,11 @@ def layer_activation_bytes_per_token(
         has_dropout: whether masks of the hidden states are kept.
     """
     size, h = bytes_per_element, model.hidden_size
-    replicated = 4 * h * size + (2 * h if has_dropout else 0)  # inputs of both norms, of qkv and of fc1
+    # Inputs of the norms, of qkv and of fc1; side by side, attention and MLP begin with the same one.
+    inputs = num_norms(model) + 2 - model.use_parallel_residual
+    replicated = inputs * h * size + (2 * h if has_dropout else 0)
     mlp = model.ffn_hidden_size * (3 if model.swiglu else 2)
     # A norm of queries and keys keeps what it is given, and attention what it returns.
-    split = (qkv_width(model) + normed_width(model) + query_width(model) + mlp) * size
+    split = (qkv_width(model) + normed_width(model) + query_width(model) + gated_width(model) + mlp) * size
     replicas = tensor_parallel if sequence_parallel else 1
     return replicated / replicas + split / tensor_parallel

@@ -1,7 +1,9 @@
 """Normalisation layers.
 
-Their parameters are whole on every tensor-parallel rank; whoever builds one says how its gradient is placed, which
-depends on what it normalises (:class:`~gptpar.tensor_parallel.axis.TensorAxis`).
+Their parameters are whole on every tensor-parallel rank, but for the norm over all heads. Whoever builds one says how
+its gradient is placed, which depends on what it normalises (:class:`~gptpar.tensor_parallel.axis.TensorAxis`).
+
+Legend: B batch, S sequence, H query heads or G key heads of this rank, K head width.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gptpar.kernels.residual_norm import residual_norm
+from gptpar.tensor_parallel import TensorAxis
+from gptpar.tensor_parallel.linear_ops import sum_over_ranks
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.placement import REPLICATED, Gradient, ParameterSpec
+from gptpar.topology.placement import REPLICATED, SAME, Gradient, ParameterSpec
 
 
 class LayerNorm(nn.Module):
@@ -57,6 +61,44 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as ``x``."""
         return F.rms_norm(x, cast(list[int], self.weight.shape), self.weight, self.eps)
+
+
+class WidthRMSNorm(nn.Module):
+    """RMSNorm over the channels of all heads together, of which each tensor rank has its own (OLMo et al. 2024).
+
+    The ranks' sums of squares are added by whoever calls (:func:`norm_over_width`).
+    """
+
+    def __init__(self, width: int, *, eps: float, axis: TensorAxis):
+        super().__init__()
+        self.declared = {"weight": ParameterSpec(Constant(1.0), axis.split(0, width), SAME)}
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.empty(width // axis.size))
+
+    def squares(self, x_BHSK: torch.Tensor) -> torch.Tensor:
+        """The sum_BS of squares over this rank's channels, in at least 32 bits."""
+        return x_BHSK.to(torch.promote_types(x_BHSK.dtype, torch.float32)).square().sum((1, 3))
+
+    def forward(self, x_BHSK: torch.Tensor, squares_BS: torch.Tensor) -> torch.Tensor:
+        """Same shape as ``x``.
+
+        Args:
+            squares_BS: the sum over the channels of all ranks.
+        """
+        scale_BS = (squares_BS / self.width + self.eps).rsqrt()
+        weight_H1K = self.weight.view(x_BHSK.shape[1], 1, -1)
+        return (x_BHSK * scale_BS[:, None, :, None] * weight_H1K).to(x_BHSK.dtype)
+
+
+def norm_over_width(
+    query_norm: WidthRMSNorm, key_norm: WidthRMSNorm, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, axis: TensorAxis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalised queries and keys; both sums of squares travel over the tensor axis together."""
+    squares_2BS = torch.stack([query_norm.squares(q_BHSK), key_norm.squares(k_BGSK)])
+    if axis.size > 1:
+        squares_2BS = sum_over_ranks(squares_2BS, axis.group_name)
+    of_queries_BS, of_keys_BS = squares_2BS.unbind()
+    return query_norm(q_BHSK, of_queries_BS), key_norm(k_BGSK, of_keys_BS)
 
 
 NORMS: dict[str, type[nn.Module]] = {

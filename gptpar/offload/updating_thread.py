@@ -21,6 +21,7 @@ from gptpar.offload.next_action import Action, begin_copies, late_partials, next
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import D2HCopy, H2DCopy, Transfers
 from gptpar.optim.elementwise import Done, HostKernel
+from gptpar.system.snapshot import StateGuard
 
 POLL_SECONDS = 2e-4
 
@@ -79,6 +80,8 @@ class UpdatingThread:
         latest_updates: unit, begin and end (:func:`time.monotonic`) of the latest updates.
         num_redone: number of steps in which a speculation was wrong.
         num_ahead: number of elements, over all steps, in which a speculation was committed.
+        guard: is asked before an update overwrites state, in place or in a double buffer, which a commit may have made
+            of state that is being saved.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class UpdatingThread:
         self._buckets, self._kernel, self._transfers, self._clip_grad = buckets, kernel, transfers, clip_grad
         self._cores, self.log = cores, log
         self.busy_s, self.num_redone, self.num_ahead = 0.0, 0, 0
+        self.guard = StateGuard()
         self.latest_updates: deque[tuple[str, float, float]] = deque(maxlen=NUM_LATEST_UPDATES)
         self._request: StepRequest | None = None
         self._expected: StepHyperparameters | None = None
@@ -245,6 +249,7 @@ class UpdatingThread:
         groups = self._groups_of(hyperparameters, bucket.steps + 1)
         ranges = [(one.start, one.stop, groups[one.group]) for one in bucket.group_ranges]
         new = None if into is None else into.all()
+        self.guard.before_write(new or bucket.buffers.all())
         wait = self._kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
         self._finish_update()
         self._at_work = _AtWork(bucket, copy, wait, bucket.grad, ends_with, sends)

@@ -44,6 +44,11 @@ class GradientNorm:
         """Sum of squares (fp64 scalar) of all norms taken, in the units' order."""
         return square_of_norms([norm for unit in self._counted for norm in self._norms.get(unit, ())], device)
 
+    def squares(self, device: torch.device) -> torch.Tensor:
+        """[units] the same for each unit (fp64), in their order."""
+        found = [square_of_norms(self._norms.get(unit, ()), device) for unit in self._counted]
+        return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64, device=device)
+
 
 def square_of(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Sum of squares (fp64) of some vectors' elements; norms of 16-bit vectors are computed in fp32."""

@@ -1,7 +1,8 @@
 """Learning rate and weight decay as pure functions of the training progress (Megatron's schedules).
 
 Progress is measured in samples, or in tokens if any of the token flags is given. The step that starts at progress n
-uses ``learning_rate(n)``: with a warm-up the first step uses the initial rate, as in Megatron.
+uses ``learning_rate(n)``: with a warm-up the first step uses the initial rate, as in Megatron. The ``scheduler`` of a
+DeepSpeed configuration goes before all this; it counts steps, which follow from the samples and the batch sizes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import math
 from dataclasses import dataclass
 
 from gptpar.config import Config
+from gptpar.config.batch_sizes import BatchSizes
 from gptpar.config.schedule_lengths import schedule_lengths
+from gptpar.optim.step_schedules import FORMULAS, one_cycle_betas
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Schedule:
         in_tokens: whether lengths are tokens; else they are samples.
         warmup, decay, wsd_tail: lengths of the learning rate's phases.
         total: length of the run; the weight decay grows over it.
+        scheduler: DeepSpeed's, with its ``type``, its ``params`` and the run's ``batch_sizes``; plain values of JSON.
     """
 
     max_lr: float
@@ -36,9 +40,12 @@ class Schedule:
     decay_style: str
     total: float
     in_tokens: bool
+    scheduler: dict | None = None
 
     def learning_rate(self, progress: float) -> float:
         """The rate for a step that starts after ``progress`` samples (or tokens)."""
+        if self.scheduler is not None:
+            return FORMULAS[self.scheduler["type"]](self._steps(progress), self.max_lr, **self.scheduler["params"])
         if self.warmup > 0 and progress <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * progress / self.warmup
         if self.style == "constant":
@@ -55,6 +62,17 @@ class Schedule:
             return 1.0 if progress <= start else _tail(self.wsd_style, (progress - start) / self.wsd_tail)
         ratio = (progress - self.warmup) / max(self.decay - self.warmup, 1)
         return 1.0 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+
+    def betas(self, progress: float) -> tuple[float, float] | None:
+        """Both betas for a step that starts there; ``None``: the optimizer's own."""
+        if self.scheduler is None or self.scheduler["type"] != "OneCycle":
+            return None
+        return one_cycle_betas(self._steps(progress), **self.scheduler["params"])
+
+    def _steps(self, progress: float) -> int:
+        """Steps taken; with a scheduler, progress is measured in samples."""
+        assert self.scheduler is not None
+        return BatchSizes(tuple(map(tuple, self.scheduler["batch_sizes"]))).steps_within(int(progress))
 
     def weight_decay(self, progress: float) -> float:
         """The decay for a step that starts after ``progress`` samples (or tokens)."""
@@ -97,4 +115,12 @@ def make_schedule(config: Config, train_samples: int) -> Schedule:
         decay_style=o.weight_decay_incr_style,
         total=lengths.total,
         in_tokens=lengths.in_tokens,
+        scheduler=_scheduler(config),
     )
+
+
+def _scheduler(config: Config) -> dict | None:
+    scheduler = config.optimizer.scheduler
+    if scheduler is None:
+        return None
+    return {**scheduler, "batch_sizes": [list(step) for step in BatchSizes.of(config.batch).steps]}

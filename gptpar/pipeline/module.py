@@ -161,12 +161,20 @@ class PipelineModule(nn.Module):
         actions = schedules.forward_only(self.stage, self.num_stages, count, self.num_virtual_stages)
         return self._run(actions, micro_batches, None, None)
 
+    @torch.no_grad()
+    def outputs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """What the last layer returns of each micro-batch, where it is; without gradients and without ``loss_fn``."""
+        count = len(micro_batches)
+        actions = schedules.forward_only(self.stage, self.num_stages, count, self.num_virtual_stages)
+        return self._run(actions, micro_batches, None, None, to_loss=lambda y, fields: y)
+
     def _run(
         self,
         actions: Iterable[schedules.Forward | schedules.Backward],
         micro_batches: Sequence[MicroBatch],
         grad: torch.Tensor | None,
         observer: Observer | None,
+        to_loss: Callable[[torch.Tensor, Fields], torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         loss_fn = self._loss_fn
         self.auxiliary.begin(len(micro_batches), grad)
@@ -176,7 +184,7 @@ class PipelineModule(nn.Module):
             self.num_stages,
             self._transport,
             self._boundary,
-            lambda y, fields: _scalar(y if loss_fn is None else loss_fn(y, fields["labels"]), loss_fn),
+            to_loss or (lambda y, fields: _scalar(y if loss_fn is None else loss_fn(y, fields["labels"]), loss_fn)),
             micro_batches,
             grad,
             observer or Silent(),

@@ -14,6 +14,7 @@ from torch import nn
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec, build_on_meta
 from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.recompute import Keep, recomputed
+from gptpar.system.compile_cache import refuse_others_compile_cache
 from gptpar.topology.initial_values import Init
 from gptpar.topology.placement import Split, declared_by
 
@@ -251,6 +252,8 @@ class Stage(nn.Module):
 
     def compile_layers(self, names: Collection[str]) -> None:
         """Compile each of these layers by itself: compile time does not grow with depth."""
+        if names:
+            refuse_others_compile_cache()
         for name, layer in self.layers_by_name().items():
             if name in names:
                 layer.compile()

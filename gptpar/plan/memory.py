@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
-from gptpar.model.flops import normed_width
+from gptpar.model.flops import gated_width, normed_width, num_norms, window_of
 from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.transfers import RING_BYTES
@@ -217,18 +217,19 @@ class _Blocks:
 def block_bytes_per_token(job: Job) -> float:
     """Bytes that a block keeps of a token on a rank, without what selective recomputation forgets."""
     shape, size = job.shape, job.element_size
-    head_norms = STATISTICS_BYTES * normed_width(shape) / shape.kv_channels
+    widths = 2 if shape.qk_layernorm_scope == "width" else normed_width(shape) / shape.kv_channels
+    head_norms = STATISTICS_BYTES * widths if shape.qk_layernorm else 0.0
     log_sums = 4 * shape.num_attention_heads
-    statistics = 2 * STATISTICS_BYTES / job.token_shares + (head_norms + log_sums) / job.layout.tensor
+    statistics = num_norms(shape) * STATISTICS_BYTES / job.token_shares + (head_norms + log_sums) / job.layout.tensor
     forgotten = 0.0
     if job.config.recompute.recompute_granularity == "selective":
         modules = job.config.recompute.recompute_modules
         if "core_attn" in modules:
-            forgotten += (normed_width(shape) * size + head_norms) / job.layout.tensor
+            forgotten += ((normed_width(shape) + gated_width(shape)) * size + head_norms) / job.layout.tensor
         if "mlp" in modules:
             forgotten += shape.ffn_hidden_size * (3 if shape.swiglu else 2) * size / job.layout.tensor
         if "layernorm" in modules:
-            forgotten += 2 * shape.hidden_size * size / job.token_shares
+            forgotten += num_norms(shape) * shape.hidden_size * size / job.token_shares
     kept = layer_activation_bytes_per_token(
         shape,
         size,
@@ -236,7 +237,9 @@ def block_bytes_per_token(job: Job) -> float:
         tensor_parallel=job.layout.tensor,
         sequence_parallel=job.config.parallel.sequence_parallel,
     )
-    return kept + statistics - forgotten
+    windows = any(window_of(shape, layer) for layer in range(shape.num_layers))
+    mask = shape.seq_length**2 / job.tokens if windows else 0.0  # a byte for each pair of tokens
+    return kept + statistics + mask - forgotten
 
 
 def _loss_buffers(job: Job, part: StagePart) -> float:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
-from gptpar.model.flops import fc1_width, flops_per_token, mfu, qkv_width, query_width
+from gptpar.model.flops import fc1_width, flops_per_token, gated_width, mfu, num_norms, qkv_width, query_width
 from gptpar.pipeline import schedules
 from gptpar.plan import host_updates
 from gptpar.plan.hardware import Cluster
@@ -191,8 +191,8 @@ class _Costs:
 
     def _pointwise(self, norm_passes: float, activation_passes: float) -> float:
         job, shape = self._job, self._job.shape
-        norms = norm_passes * shape.hidden_size / job.token_shares
-        inner = activation_passes * fc1_width(shape) / job.layout.tensor
+        norms = norm_passes * num_norms(shape) / 2 * shape.hidden_size / job.token_shares
+        inner = activation_passes * (fc1_width(shape) + gated_width(shape)) / job.layout.tensor
         return job.tokens * job.element_size * (norms + inner) / self.memory_rate
 
     def _block(self) -> tuple[float, float]:
@@ -224,13 +224,16 @@ class _Costs:
             return 0.0, 0.0
         whole = job.tokens * job.shape.hidden_size * job.element_size
         moved = whole * (size - 1) / size / self._tensor_rate + self._sustained.transfer
+        over_width = job.shape.qk_layernorm and job.shape.qk_layernorm_scope == "width"
+        squares = self._sustained.transfer if over_width else 0.0  # two numbers a token, summed over the ranks
         if job.token_shares == 1:  # two sums in the forward, two in the backward beside the weights' gradients
             summed = 2 * moved
-            return 2 * summed, 2 * summed * self._sustained.overlapped
+            return 2 * summed + squares, 2 * summed * self._sustained.overlapped + squares
         fused = job.config.parallel.tp_comm_overlap and whole >= FUSED_BYTES
         alone = self._sustained.overlapped if fused else 1.0
         # gathers and sums of both halves; in the backward each half also gathers its input again beside a product
-        return 4 * moved * alone, 2 * moved * alone + 4 * moved * self._sustained.overlapped
+        backward = 2 * moved * alone + 4 * moved * self._sustained.overlapped
+        return 4 * moved * alone + squares, backward + squares
 
     def _add_gradients(self, elements: int) -> float:
         """Adding 16-bit gradients to their wide sums: read both, write one.

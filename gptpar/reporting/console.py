@@ -6,10 +6,10 @@ What Megatron-LM does not print (tokens/s, MFU, progress, ETA) follows after its
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 
-from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
 
 
 def iteration_line(record: IterationRecord, *, log_throughput: bool = False, now: datetime | None = None) -> str:
@@ -44,6 +44,8 @@ def _megatron_fields(r: IterationRecord, log_throughput: bool) -> Iterator[str]:
 
 
 def _own_fields(r: IterationRecord) -> Iterator[str]:
+    if r.num_outliers is not None:
+        yield f"number of outlier iterations: {r.num_outliers:3d}"
     yield f"tokens/s: {r.tokens_per_s:.1f}"
     if r.mfu is not None and r.mfu_causal is not None:
         yield f"MFU: {r.mfu:.1%} (causal {r.mfu_causal:.1%})"
@@ -71,6 +73,20 @@ def validation_lines(record: ValidationRecord) -> str:
     line = f" validation loss at {where} | {values} | "
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
+
+
+def task_line(record: TaskRecord) -> str:
+    """The scores of a task, and the time they took."""
+    scores = record.scores
+    shown = [f"{name}: {_with_error(scores, name)}" for name in scores if not name.endswith("_stderr")]
+    speed = record.num_tokens / max(record.seconds, 1e-9)
+    took = f"{record.num_items:,} items in {record.seconds:.1f} s ({speed:,.0f} tokens/s)"
+    return f" {record.task} at iteration {record.iteration} | {' | '.join(shown)} | {took} |"
+
+
+def _with_error(scores: Mapping[str, float], name: str) -> str:
+    error = scores.get(f"{name}_stderr")
+    return f"{scores[name]:.4f}" + ("" if error is None else f" +- {error:.4f}")
 
 
 def format_duration(seconds: float) -> str:

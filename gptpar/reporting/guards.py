@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TextIO, cast
 
 from gptpar.reporting.record_file import RecordDropped
-from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
 from gptpar.reporting.sinks import Sink
 
 
@@ -47,6 +47,9 @@ class GuardedSink:
 
     def validation(self, record: ValidationRecord) -> None:
         self._record(partial(self._sink.validation, record), record.iteration)
+
+    def task(self, record: TaskRecord) -> None:
+        self._record(partial(self._sink.task, record), record.iteration)
 
     def flush(self) -> None:
         """Try again what failed: at a checkpoint somebody may have made room."""

@@ -1,36 +1,43 @@
 """``metrics.jsonl``: the run's history as one strict JSON object a line.
 
 A training line holds the keys that ``iteration_object`` lists, an evaluation line ``iteration``,
-``consumed_samples``, ``consumed_tokens`` and either ``validation_loss`` or ``test_loss``. NaN and
-infinities are null. Lines are in order of iteration and no training iteration appears twice, however often
-the run was resumed.
+``consumed_samples``, ``consumed_tokens`` and either ``validation_loss`` or ``test_loss``, a task's line the
+task's name as ``task``, its scores, ``num_items``, ``num_tokens`` and ``seconds``. NaN and infinities are null. Lines
+are in order of iteration and no training iteration appears twice, however often the run was resumed. Each line ends
+with the CRC-32 of what stands before it (``crc32``, in hexadecimal), so that a flipped bit never becomes a loss that
+somebody believes; a line without one, as other programs write, is taken as it is.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
+import zlib
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 from gptpar.errors import GptparError
-from gptpar.reporting.records import IterationRecord, ValidationRecord
-from gptpar.system.files import atomic_output
+from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
+from gptpar.system.files import atomic_output, read_regular
 
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 16
 """More than a line has."""
+_SUMMED = re.compile(r'(.*), "crc32": "([^"]*)"\}\s*', re.DOTALL)
 
 
 def iteration_object(record: IterationRecord) -> dict[str, Any]:
     """The JSON object of a training iteration."""
     times = record.cpu_optimizer
     waits = {} if times is None else {"cpu_optimizer_wait_ms": times.waited, "cpu_optimizer_busy_ms": times.busy}
+    restarts = {"restarts": record.restarts} if record.restarts else {}
     return {
         **waits,
+        **restarts,
         "iteration": record.iteration,
         "consumed_samples": record.consumed_samples,
         "consumed_tokens": record.consumed_tokens,
@@ -46,7 +53,17 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
         "loss_scale": record.loss_scale,
         "skipped_iterations": record.num_skipped,
         "nan_iterations": record.num_nan,
+        **_outlier(record),
+        **record.layer_norms,
     }
+
+
+def _outlier(record: IterationRecord) -> dict[str, Any]:
+    """How many outliers, where they are skipped; of one, its batch: ``samples`` from ``first_sample`` on."""
+    if not record.num_outliers:
+        return {} if record.num_outliers is None else {"outlier_iterations": 0}
+    batch = {"first_sample": record.first_sample, "samples": record.global_batch_size}
+    return {"outlier_iterations": record.num_outliers, "outlier_batch": batch}
 
 
 def validation_object(record: ValidationRecord) -> dict[str, Any]:
@@ -59,10 +76,29 @@ def validation_object(record: ValidationRecord) -> dict[str, Any]:
     }
 
 
+def task_object(record: TaskRecord) -> dict[str, Any]:
+    """The JSON object of a task's scores."""
+    return {
+        "iteration": record.iteration,
+        "consumed_samples": record.consumed_samples,
+        "consumed_tokens": record.consumed_tokens,
+        "task": record.task,
+        **record.scores,
+        "num_items": record.num_items,
+        "num_tokens": record.num_tokens,
+        "seconds": record.seconds,
+    }
+
+
 def json_line(values: dict[str, Any]) -> str:
-    """``values`` as a line of strict JSON, which knows no NaN and no infinity."""
+    """``values``, at least one, and their CRC-32 as a line of strict JSON, which knows no NaN and no infinity."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    text = json.dumps(finite, allow_nan=False).removesuffix("}")
+    return f'{text}, "crc32": "{_sum(text)}"}}\n'
+
+
+def _sum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -72,7 +108,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         GptparError: no such file, or a line that is not a JSON object with an ``iteration``; says which.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = read_regular(path).decode(errors="replace").split("\n")
     except FileNotFoundError:
         raise GptparError(
             f"{path} does not exist: name the folder of a run (its --save folder) or a {FILE_NAME} file"
@@ -95,6 +131,11 @@ def _parse(line: str) -> dict[str, Any]:
         raise ValueError(f"is not JSON ({error}): {line[:60]!r}") from None
     if not isinstance(values, dict) or not isinstance(values.get("iteration"), int):
         raise ValueError(f"is not an object with an integer 'iteration': {line[:60]!r}")
+    if "crc32" in values:
+        summed = _SUMMED.fullmatch(line)
+        if summed is None or summed[2] != _sum(summed[1]):
+            raise ValueError(f"is not as it was written, by its CRC-32: {line[:60]!r}")
+        del values["crc32"]
     return values
 
 
@@ -105,12 +146,15 @@ def prepare(path: Path, resume_iteration: int, report: Callable[[str], None] = p
     iteration 0 moves an older run's file aside to the first free ``metrics.N.jsonl``.
 
     Args:
-        report: is told of lines that cannot be read.
+        report: is told of lines that cannot be read, or of a pipe, folder or device in the file's place.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
-    if resume_iteration == 0:
+    if not path.is_file():
+        path.rename(aside := _first_free(path, "damaged-"))
+        report(f"{path} is no regular file: it is {aside} now, and the history begins anew")
+    elif resume_iteration == 0:
         path.rename(_first_free(path, ""))
     else:
         cut_after(path, resume_iteration, report)
@@ -133,6 +177,8 @@ def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print)
 def last_iteration(path: Path) -> int | None:
     """The iteration of the last whole line, from the file's end alone; None if that cannot be told."""
     try:
+        if not path.is_file():
+            return None
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             line = file.read().split(b"\n")[-2]
@@ -143,12 +189,17 @@ def last_iteration(path: Path) -> int | None:
 
 def _copy_until(old: IO[bytes], new: IO[bytes], iteration: int) -> list[str]:
     """Copy the readable lines up to ``iteration``; returns what is wrong with the others."""
-    damage = []
+    damage, reached, trained = [], 0, 0
     for number, line in enumerate(old, 1):
         if not line.endswith(b"\n"):
             break
         try:
-            if _parse(line[:-1].decode(errors="replace"))["iteration"] <= iteration:
+            values = _parse(line[:-1].decode(errors="replace"))
+            at, is_training = values["iteration"], "lm_loss" in values
+            if at < reached or (is_training and at <= trained):
+                raise ValueError(f"goes back to iteration {at} after {reached}")
+            reached, trained = at, at if is_training else trained
+            if at <= iteration:
                 new.write(line)
         except ValueError as error:
             damage.append(f"line {number} {error}")

@@ -50,7 +50,11 @@ class IterationRecord:
         progress: finished fraction of the run, from 0 to 1.
         eta_s: seconds to the end of the run.
         host_bytes: memory of this process on the host.
+        restarts: how often the workers had been started again before it was taken.
         auxiliary_losses: of layers that return some beside their output, summed over the layers, by name.
+        num_outliers: iterations since the last record that were skipped for their loss or norm; None: none is.
+        first_sample: of the last iteration's batch, as a place in the run's samples.
+        layer_norms: ``KIND/LAYER`` -> norm, in iterations that measure them.
     """
 
     iteration: int
@@ -78,7 +82,32 @@ class IterationRecord:
     memory: MemoryStats | None = None
     host_bytes: int | None = None
     cpu_optimizer: CpuOptimizerTimes | None = None
+    restarts: int = 0
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
+    num_outliers: int | None = None
+    first_sample: int = 0
+    layer_norms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """The scores of one of ``--eval-tasks`` after an iteration.
+
+    Attributes:
+        task: its name.
+        scores: by name: ``acc``, ``acc_norm``, ``acc_bytes``, each with its ``..._stderr``, or ``bits_per_byte``.
+        num_tokens: that the model read, without padding.
+        seconds: that the training stood still for it.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    task: str
+    scores: Mapping[str, float]
+    num_items: int
+    num_tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptpar.reporting.records import IterationRecord, MemoryStats, ValidationRecord
+from gptpar.reporting.records import IterationRecord, MemoryStats, TaskRecord, ValidationRecord
 
 # Megatron-LM draws these a second time over consumed samples.
 SAMPLES_SUFFIX = " vs samples"
@@ -54,12 +54,15 @@ def iteration_scalars(record: IterationRecord, options: ScalarOptions, world_siz
         "skipped-train-samples": record.skipped_samples or None,
         "batch-size": record.global_batch_size if options.log_batch_size else None,
         "lm loss": record.lm_loss,
+        "restarts": record.restarts or None,
         **record.auxiliary_losses,
         "loss-scale": record.loss_scale if options.log_loss_scale else None,
         "world-size": world_size if options.log_world_size else None,
         "grad-norm": record.grad_norm,
         "num-zeros": record.num_zeros,
         "params-norm": record.params_norm,
+        "outlier-iterations": record.num_outliers,
+        **record.layer_norms,
     }
     if options.log_memory:
         values |= _memory_scalars(record.memory) | {"mem-host-bytes": record.host_bytes}
@@ -99,3 +102,9 @@ def validation_scalars(record: ValidationRecord, options: ScalarOptions) -> dict
     if options.log_validation_ppl:
         values[f"lm loss {record.split} ppl"] = record.perplexity
     return values
+
+
+def task_scalars(record: TaskRecord) -> dict[str, float]:
+    """A task's scores by name, ``TASK/acc`` and so on, without their standard errors, and the seconds they took."""
+    scores = {name: value for name, value in record.scores.items() if not name.endswith("_stderr")}
+    return {f"{record.task}/{name}": value for name, value in (scores | {"seconds": record.seconds}).items()}

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 from gptpar.errors import ConfigError, GptparError
 from gptpar.reporting import metrics_file
 from gptpar.reporting.record_file import RecordFile
-from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
 from gptpar.reporting.scalars import (
     SAMPLES_SUFFIX,
     VERSUS_SAMPLES,
     ScalarOptions,
     iteration_scalars,
+    task_scalars,
     validation_scalars,
 )
 
@@ -34,7 +35,7 @@ TENSORBOARD_FLUSH_SECONDS = 120.0
 
 
 class Sink(Protocol):
-    """Receives every iteration and every evaluation of a run, in order.
+    """Receives every iteration and every evaluation of a run, on data and on tasks, in order.
 
     Attributes:
         name: for messages.
@@ -48,6 +49,8 @@ class Sink(Protocol):
     def iteration(self, record: IterationRecord) -> None: ...
 
     def validation(self, record: ValidationRecord) -> None: ...
+
+    def task(self, record: TaskRecord) -> None: ...
 
     def flush(self) -> None:
         """Write what waits; raises as long as what came last could not be written."""
@@ -76,6 +79,9 @@ class JsonlSink:
 
     def validation(self, record: ValidationRecord) -> None:
         self._file.append(metrics_file.json_line(metrics_file.validation_object(record)).encode())
+
+    def task(self, record: TaskRecord) -> None:
+        self._file.append(metrics_file.json_line(metrics_file.task_object(record)).encode())
 
     def flush(self) -> None:
         self._file.flush()
@@ -115,13 +121,16 @@ class TensorBoardSink:
     def validation(self, record: ValidationRecord) -> None:
         self._write(validation_scalars(record, self._options), record)
 
+    def task(self, record: TaskRecord) -> None:
+        self._write(task_scalars(record), record)
+
     def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord) -> None:
+    def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord | TaskRecord) -> None:
         events = []
         versus = {f"{name}{SAMPLES_SUFFIX}": value for name, value in scalars.items() if name in VERSUS_SAMPLES}
         for step, values in ((record.iteration, scalars), (record.consumed_samples, versus)):
@@ -177,6 +186,9 @@ class WandbSink:
 
     def validation(self, record: ValidationRecord) -> None:
         self._log(validation_scalars(record, self._options), record.iteration)
+
+    def task(self, record: TaskRecord) -> None:
+        self._log(task_scalars(record), record.iteration)
 
     def flush(self) -> None:
         """Nothing waits here; only a record tells whether the service takes records again."""

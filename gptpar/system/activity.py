@@ -31,12 +31,15 @@ _LOST = re.compile(r"gloo/transport|ncclRemoteError|remote process exited|Connec
 class LostRankError(GptparError):
     """Another process of the run is gone; what happened to it is told by that process or by its launcher."""
 
+    is_accident = True
+
 
 class Activity:
     """A worker's note of what it is doing: an assignment and, under a launcher that asks for it, a write to memory.
 
     The record is a file mapped to memory, so a note costs no system call and survives SIGKILL. It holds the number of
-    the valid slot (one byte) and two slots, of which the other one is written: death never leaves half a note.
+    notes (one byte, so that the same note again is a sign of life) and two slots. The number's lowest bit says which
+    is valid; the other one is written: death never leaves half a note.
 
     Args:
         rank: of this process, for the record's name and for messages.
@@ -68,10 +71,10 @@ class Activity:
         """Say what comes now, as a place: ``iteration 12, micro-batch 3, backward``; cut after 255 bytes."""
         self.doing = doing
         if self._record is not None:
-            slot = 1 - self._record[0]
+            number = (self._record[0] + 1) % 256
             text = doing.encode()[:SLOT_BYTES]
-            self._record[_slice(slot)] = text.ljust(SLOT_BYTES, b"\0")
-            self._record[0] = slot
+            self._record[_slice(number)] = text.ljust(SLOT_BYTES, b"\0")
+            self._record[0] = number
 
     @contextlib.contextmanager
     def lost_ranks_explained(self) -> Iterator[None]:
@@ -105,13 +108,28 @@ def last_activity(folder: Path, rank: int) -> str:
 
 def all_activities(folder: Path) -> dict[int, str]:
     """The last note of each worker that has a record in the folder."""
-    ranks = [int(path.name.removeprefix(_PREFIX)) for path in folder.glob(f"{_PREFIX}*")]
-    return {rank: last_activity(folder, rank) for rank in sorted(ranks)}
+    return {rank: last_activity(folder, rank) for rank in _ranks(folder)}
+
+
+def records(folder: Path) -> dict[int, bytes]:
+    """Each worker's record, which every note changes."""
+    return {rank: _path(folder, rank).read_bytes() for rank in _ranks(folder)}
+
+
+def forget_records(folder: Path) -> None:
+    """Remove all records: other workers come."""
+    for rank in _ranks(folder):
+        _path(folder, rank).unlink()
+
+
+def _ranks(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix(_PREFIX)) for path in folder.glob(f"{_PREFIX}*"))
 
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"{_PREFIX}{rank}"
 
 
-def _slice(slot: int) -> slice:
+def _slice(number: int) -> slice:
+    slot = number % 2
     return slice(1 + slot * SLOT_BYTES, 1 + (slot + 1) * SLOT_BYTES)

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, printable
 from gptpar.system.activity import FOLDER_VARIABLE
+from gptpar.system.restart import note_final
 from gptpar.system.stop import STOP_SIGNALS, Stopped, handling, stop_at_once
 
 OTHERS_FIRST_SECONDS = 2.0
@@ -23,6 +25,28 @@ OTHERS_FIRST_SECONDS = 2.0
 
 class Unread(Exception):
     """The rest of a command line was not read: a flag lacks its value."""
+
+
+class Described(Exception):
+    """A parser, in place of what it would have read: somebody asked which flags it has."""
+
+    def __init__(self, parser: argparse.ArgumentParser):
+        self.parser = parser
+        super().__init__("a parser was described")
+
+
+DESCRIBE = "--describe-flags"
+"""A word of a command line that asks for :class:`Described`; programs give it, people read ``--help``."""
+
+
+def describe_if_asked(parser: argparse.ArgumentParser, words: Iterable[str] | None) -> None:
+    """Hand the parser out if ``DESCRIBE`` is among the words.
+
+    Raises:
+        Described: it is.
+    """
+    if DESCRIBE in (sys.argv[1:] if words is None else words):
+        raise Described(parser)
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,11 +68,16 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
+        describe_if_asked(self, words)
         # Looked for first: argparse would report the lack of the flag that a mistyped one was meant to be.
         self._refuse([w for w in words if w.startswith("--") and w.split("=", 1)[0] not in self._option_string_actions])
         parsed, unknown = self.parse_known_args(args, namespace)
         self._refuse(unknown)
         return parsed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        describe_if_asked(self, args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         if not self._collects:
@@ -56,9 +85,10 @@ class Parser(argparse.ArgumentParser):
         self.problems.append(message.removeprefix("argument ") + ".")
         raise Unread
 
-    def nearest(self, flag: str, others: Iterable[str] = ()) -> str | None:
+    def nearest(self, flag: str, others: Iterable[str] = (), cutoff: float = 0.6) -> str | None:
         """The flag, of this parser's or some others, that a mistyped one was most likely meant to be."""
-        return next(iter(difflib.get_close_matches(flag, [*self._option_string_actions, *others], n=1)), None)
+        known = [*self._option_string_actions, *others]
+        return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=cutoff)), None)
 
     def dest_of(self, flag: str | None) -> str:
         """Where this parser puts the value of one of its flags; empty for any other."""
@@ -90,26 +120,46 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     What the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr and
     status 1; a signal that asks to stop is 128 and its number.
     """
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        stop_at_once(number, frame)
+
+    # A shell's background job ignores Ctrl-C, and goes on doing so.
+    numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
     try:
-        # Ctrl-C raises by itself, unless the shell had this process ignore it.
-        with handling(stop_at_once, [number for number in STOP_SIGNALS if number != signal.SIGINT]):
+        with handling(stop, numbers):
             status = main(argv)
         sys.stdout.flush()
         return status
-    except GptparError as error:
+    except (Stopped, KeyboardInterrupt) as error:
+        return _stopped(error.signal if isinstance(error, Stopped) else signal.SIGINT)
+    except Exception as error:
+        if asked:  # an extension module, while it was imported, made another error of the exception
+            return _stopped(asked[0])
+        return _failed(error)
+
+
+def _stopped(number: int) -> int:
+    return _stop("interrupted" if number == signal.SIGINT else str(Stopped(number)), 128 + number)
+
+
+def _failed(error: Exception) -> int:
+    """Say what the user can mend, and return the status; anything else is raised again."""
+    if isinstance(error, GptparError):
+        if not error.is_accident:
+            note_final()
         return _fail(str(error), 1)
-    except MemoryError as error:
+    if isinstance(error, MemoryError):
         return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
-    except Stopped as stopped:
-        return _stop(str(stopped), 128 + stopped.signal)
-    except KeyboardInterrupt:
-        return _stop("interrupted", 128 + signal.SIGINT)
-    except BrokenPipeError:
+    if isinstance(error, BrokenPipeError):
         # the reader of our output (`| head`) has left; what stdout still holds must not raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:
+    if isinstance(error, OSError):
         return _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1)
+    raise error
 
 
 def _stop(message: str, status: int) -> int:
@@ -124,7 +174,9 @@ def _fail(message: str, status: int) -> int:
         time.sleep(OTHERS_FIRST_SECONDS)
         message = f"local rank {rank}: {message}"
     with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        # A message may quote what a stranger wrote; its own line ends are ours.
+        told = "\n".join(map(printable, message.split("\n")))
+        print(f"error: {told}", file=sys.stderr, flush=True)
     return status
 
 

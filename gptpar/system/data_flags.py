@@ -8,7 +8,9 @@ TOKENIZERS = {
     "GPT2BPETokenizer": "GPT2BPETokenizer",
     "SentencePieceTokenizer": "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
+    "Llama2Tokenizer": "Llama2Tokenizer",
     "HFTokenizer": "HFTokenizer",
+    "PretrainedFromHF": "HFTokenizer",
     "HuggingFaceTokenizer": "HFTokenizer",
     "NullTokenizer": "NullTokenizer",
     "ByteLevelTokenizer": "ByteLevelTokenizer",
@@ -21,7 +23,8 @@ TOKENIZER_FILES = {
     "vocab_file": "encoder.json of GPT2BPETokenizer",
     "merge_file": "vocab.bpe of GPT2BPETokenizer",
     "tokenizer_model": (
-        ".model file of a SentencePieceTokenizer; tokenizer.json, or the folder that holds it, of an HFTokenizer"
+        ".model file of a SentencePieceTokenizer or a Llama2Tokenizer; tokenizer.json, or the folder that holds it, of "
+        "an HFTokenizer"
     ),
 }
 """Flag of a tokenizer's file, underscored -> its help."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,18 @@ from gptpar.system.processes import is_running
 
 # What FUSE and CIFS mounts answer; such a mount writes directories through, or cannot be helped from here.
 _CANNOT_SYNC_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file; what stands in its place and might never end, a pipe or a device, is refused.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        return file.read()
 
 
 def temporary_name(path: str | os.PathLike[str]) -> Path:
@@ -63,10 +76,10 @@ def replace_synced(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_synced(path: Path, text: str) -> None:
+def write_synced(path: Path, text: str | bytes) -> None:
     """Write a file and return when it is on the disk."""
     with open(path, "wb") as file:
-        file.write(text.encode())
+        file.write(text.encode() if isinstance(text, str) else text)
         sync_file(file)
 
 

@@ -52,26 +52,42 @@ _V2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_fil
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:
-    """Of this process's memory group and all groups around it, in both versions, which may exist side by side."""
+    """Bytes left in this process's memory group and in all groups around it."""
+    for folder, is_v2 in group_folders(root, "memory"):
+        yield from (_V2 if is_v2 else _V1).free(folder)
+
+
+def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Folders that may describe this process's control group and all groups around it, in both versions.
+
+    The versions may exist side by side.
+
+    Args:
+        root: of the file system that is asked.
+        controller: ``"memory"`` or ``"cpu"``.
+
+    Returns:
+        Each folder, which need not exist, and whether its files are those of version 2.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
     mounts = root / "sys/fs/cgroup"
     # A container may see its own group at the top and still be told the path that the host knows.
-    paths = {"": {PurePosixPath("/")}, "memory": {PurePosixPath("/")}}
+    paths = {"": {PurePosixPath("/")}, controller: {PurePosixPath("/")}}
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        for controller in {"", "memory"} & set(controllers.split(",")):
+        for found in {"", controller} & set(controllers.split(",")):
             group = PurePosixPath("/", *(part for part in path.split("/") if part not in ("", "..")))
-            paths[controller] |= {group, *group.parents}
-    for mount, files, controller in (
-        (mounts, _V2, ""),
-        (mounts / "unified", _V2, ""),
-        (mounts / "memory", _V1, "memory"),
+            paths[found] |= {group, *group.parents}
+    for mount, of, is_v2 in (
+        (mounts, "", True),
+        (mounts / "unified", "", True),
+        (mounts / controller, controller, False),
     ):
-        for group in paths[controller]:
-            yield from files.free(mount / group.relative_to("/"))
+        for group in paths[of]:
+            yield mount / group.relative_to("/"), is_v2
 
 
 def process_memory() -> int | None:

@@ -190,14 +190,14 @@ def cache_dir() -> Path:
         path = path.resolve()  # links on the way are followed once, and not again after the check
         path.chmod(0o700)  # fails where the directory is another user's
         mine = path.stat().st_uid == os.getuid() and os.access(path, os.W_OK | os.X_OK)
-        if mine and not any(map(_others_can_exchange, path.parents)):
+        if mine and not any(map(others_can_exchange, path.parents)):
             return path
     except OSError:
         pass
     return _private_dir()
 
 
-def _others_can_exchange(folder: Path) -> bool:
+def others_can_exchange(folder: Path) -> bool:
     """Whether another user than root can rename what lies in ``folder``.
 
     The owner of ``/`` counts as root: in a container's user namespace it may have another number.

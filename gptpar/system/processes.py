@@ -72,6 +72,11 @@ def is_running(pid: int) -> bool:
     return state not in ("Z", "X")  # a zombie has ended, only nobody has asked for its status
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped a process (SIGSTOP, Ctrl-Z, a debugger)."""
+    return _state_and_start(pid)[0] in ("T", "t")
+
+
 def children(pid: int) -> set[int]:
     """The processes that a process has started and that have not ended; none where the system does not tell."""
     return {child for child, parent, state in _family() if parent == pid and state != "Z"}

@@ -72,6 +72,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._holds = False
+        self._ended_by: int | None = None
         self._when = 0.0
         self._end: threading.Timer | None = None
 
@@ -81,16 +82,25 @@ class StopRequest:
         try:
             with handling(self._note):
                 yield self
+        except Exception:
+            self._end_if_asked()  # an extension module, while it was imported, made another error of the exception
+            raise
         finally:
             if self._end is not None:
                 self._end.cancel()
 
     def hold(self) -> None:
         """From now on there is something to save: signals are noted."""
+        self._end_if_asked()  # somebody has caught the exception
         self._holds = True
+
+    def _end_if_asked(self) -> None:
+        if self._ended_by is not None and not self._holds:
+            stop_at_once(self._ended_by, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._holds:
+            self._ended_by = number
             stop_at_once(number, frame)
         elif self.signal is None:
             self.signal, self._when = signal.Signals(number), time.monotonic()

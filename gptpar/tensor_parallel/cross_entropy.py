@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.kernels import gpu, plain_loss
+from gptpar.kernels.plain_loss import CROSS_ENTROPY, LossTerms, token_losses
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 
 CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
@@ -59,6 +60,7 @@ def _chunk_loss(
     weights_N: torch.Tensor,
     scale: torch.Tensor | None,
     axis: TensorAxis,
+    terms: LossTerms,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A chunk's loss over the whole vocabulary and, if there is a scale, the gradient in this rank's logits.
 
@@ -66,21 +68,57 @@ def _chunk_loss(
     """
     kernels = gpu.loss if gpu.takes(logits_NV) else plain_loss
     if axis.size == 1 and scale is not None:
-        return kernels.loss_and_grad(logits_NV, labels_N, weights_N, scale)
-    maximum_N, sum_N, label_N = kernels.share_statistics(logits_NV, labels_N)
+        return kernels.loss_and_grad(logits_NV, labels_N, weights_N, scale, terms)
+    lse_N, label_N = _statistics(logits_NV, labels_N, axis, terms)
+    loss = (token_losses(lse_N, label_N, terms) * weights_N).sum()
+    return loss, None if scale is None else kernels.share_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms)
+
+
+def _statistics(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, axis: TensorAxis, terms: LossTerms
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-sum-exp_N, the label's logit_N) over the whole vocabulary."""
+    kernels = gpu.loss if gpu.takes(logits_NV) else plain_loss
+    maximum_N, sum_N, label_N = kernels.share_statistics(logits_NV, labels_N, terms.softcap)
     if axis.size > 1:
         own_maximum_N, maximum_N = maximum_N, maximum_N.clone()
         dist.all_reduce(maximum_N, op=dist.ReduceOp.MAX, group=axis.group)
         sums_2N = torch.stack([sum_N * (own_maximum_N - maximum_N).exp(), label_N])
         dist.all_reduce(sums_2N, group=axis.group)
         sum_N, label_N = sums_2N.unbind()
-    lse_N = sum_N.log() + maximum_N
-    loss = ((lse_N - label_N) * weights_N).sum()
-    return loss, None if scale is None else kernels.share_grad(logits_NV, labels_N, lse_N, weights_N, scale)
+    return sum_N.log() + maximum_N, label_N
+
+
+def _chunk_tokens(hidden_ND: torch.Tensor, longest_split: int) -> int:
+    """Tokens of a chunk; by the longest split of the vocabulary: every rank must cut the tokens alike."""
+    num_tokens, element_size = hidden_ND.shape[0], hidden_ND.element_size()
+    return -(-num_tokens // num_chunks(num_tokens, longest_split, element_size, hidden_ND.device.type))
+
+
+@torch.no_grad()
+def losses_of_tokens(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_N: torch.Tensor,
+    axis: TensorAxis,
+    vocab_size: int,
+    terms: LossTerms = CROSS_ENTROPY,
+) -> torch.Tensor:
+    """losses_N: each token's loss by itself, which :class:`LinearCrossEntropy` sums; without gradients.
+
+    Args:
+        axis, vocab_size, terms: see :meth:`LinearCrossEntropy.forward`.
+    """
+    split = axis.split(0, vocab_size)
+    size = _chunk_tokens(hidden_ND, split.longest)
+    chunks = zip(hidden_ND.split(size), (labels_N - split.start).split(size), strict=True)
+    return torch.cat(
+        [token_losses(*_statistics(hidden @ weight_VD.t(), labels, axis, terms), terms) for hidden, labels in chunks]
+    )
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """``sum_n weights[n] * cross_entropy(hidden[n] @ weight.T, labels[n])``.
+    """``sum_n weights[n] * cross_entropy(hidden[n] @ weight.T, labels[n])``, and what ``LossTerms`` add to that.
 
     The gradients are formed in the forward pass, already multiplied by ``scale`` (the loss scale over the number of
     micro-batches): in fp16 they would vanish if they were scaled later. ``backward`` expects that same scale as the
@@ -101,6 +139,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         axis: TensorAxis = ALONE,
         vocab_size: int | None = None,
         on_weight_grad: Callable[[torch.Tensor, slice], None] | None = None,
+        terms: LossTerms = CROSS_ENTROPY,
     ) -> torch.Tensor:
         """Returns the scalar loss (fp32 or wider).
 
@@ -109,13 +148,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             vocab_size: the whole vocabulary, needed where it is shared.
             on_weight_grad: is called with the weight's gradient and some of its rows, as soon as these are formed; in
                 ascending order, until it is complete.
+            terms: of the loss beside the cross entropy (:mod:`gptpar.kernels.plain_loss`).
         """
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad)
-        num_tokens, device = hidden_ND.shape[0], hidden_ND.device.type
+        num_tokens = hidden_ND.shape[0]
         split = axis.split(0, vocab_size or weight_VD.shape[0])
-        # By the longest share: every rank must cut the tokens alike.
-        step = -(-num_tokens // num_chunks(num_tokens, split.longest, hidden_ND.element_size(), device))
+        step = _chunk_tokens(hidden_ND, split.longest)
         own_labels_N = labels_N - split.start if axis.size > 1 else labels_N
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
@@ -125,7 +164,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + step)
             logits_NV = hidden_ND[part] @ weight_VD.t()
             chunk_loss, grad_NV = _chunk_loss(
-                logits_NV, own_labels_N[part], weights_N[part], scale if needs_grad else None, axis
+                logits_NV, own_labels_N[part], weights_N[part], scale if needs_grad else None, axis, terms
             )
             del logits_NV
             loss += chunk_loss
@@ -151,5 +190,5 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (
             grad_hidden_ND * ratio.to(grad_hidden_ND.dtype),
             grad_weight_VD * ratio.to(grad_weight_VD.dtype),
-            *[None] * 6,
+            *[None] * 7,
         )

@@ -96,6 +96,14 @@ def row_backward(
     return grad_x, rows.t() @ x
 
 
+@torch.library.custom_op("gptpar::sum_over_ranks", mutates_args=())
+def sum_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum over ranks of what each has. Every rank goes on with it in its own way, so backward sums, too."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_group(group))
+    return total
+
+
 @column_forward.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool) -> torch.Tensor:
     return x.new_empty(x.shape[0] * (_group(group).size() if sequence_parallel else 1), weight.shape[0])
@@ -118,6 +126,22 @@ def _(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, group: str, sequence_parallel: bool, fused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+@sum_over_ranks.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _summed_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return sum_over_ranks(grad, ctx.group), None
+
+
+sum_over_ranks.register_autograd(_summed_gradient, setup_context=_keep_group)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

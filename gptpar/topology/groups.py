@@ -127,10 +127,19 @@ def _my_group(rank_lists: Iterable[Sequence[int]], rank: int) -> dist.ProcessGro
     for ranks in rank_lists:
         if len(ranks) == 1:
             continue
-        group = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+        group = dist.group.WORLD if len(ranks) == dist.get_world_size() else _new_group(ranks)
         if rank in ranks:
             mine = group
     return mine
+
+
+def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group whose collectives give up as early as the world's: torch's default is 30 minutes, whatever was asked."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    timeout = None if options is None else options._timeout  # a group that plans alone has none
+    return dist.new_group(list(ranks), timeout=timeout)
 
 
 def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
@@ -149,7 +158,7 @@ def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
                 ("activations_out", "activations_in", here, there),
                 ("gradients_out", "gradients_in", there, here),
             ):
-                group = dist.new_group([sender, receiver])
+                group = _new_group([sender, receiver])
                 if rank == sender:
                     found[out] = Link(receiver, group)
                     dist.send(hello, receiver, group=group)

@@ -94,11 +94,20 @@ def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str
     if o.use_checkpoint_opt_param_scheduler or o.override_opt_param_scheduler or evaluates_only:
         return
     here = make_schedule(config, BatchPlan.of(config.batch, stored.progress).train_samples)
-    if differ := _differences(stored.schedule, dataclasses.asdict(here)):
+    if differ := _differences(_with_effect(stored.schedule), _with_effect(dataclasses.asdict(here))):
         yield (
             f"its schedule is another one ({differ}; lengths in samples or tokens): add --override-opt-param-scheduler "
             "to take this command line's, or --use-checkpoint-opt-param-scheduler."
         )
+
+
+def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:
+    """A schedule without the lengths that change nothing of it: a longer run may have the same rate and weight decay.
+
+    A constant weight decay does not grow over the run, and a constant rate does not decay.
+    """
+    idle = {name for name, style in (("total", "decay_style"), ("decay", "style")) if schedule[style] == "constant"}
+    return {name: value for name, value in schedule.items() if name not in idle}
 
 
 def _other_data(config: Config, inputs: Inputs, stored: StoredRun) -> list[str]:

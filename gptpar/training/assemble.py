@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from gptpar.checkpoint.ranks import Ranks
 from gptpar.config import Config
 from gptpar.config.checks.offload import offload_gradients_obstacles
 from gptpar.config.derive import Derived
@@ -19,6 +21,7 @@ from gptpar.reporting.guards import GuardedSink
 from gptpar.reporting.scalars import ScalarOptions
 from gptpar.reporting.sinks import Sink, make_sinks, require_packages
 from gptpar.system.activity import Activity
+from gptpar.system.restart import Restart, note_begun
 from gptpar.system.stop import StopRequest
 from gptpar.topology.groups import Topology, open_topology
 from gptpar.topology.world import world_from_environment
@@ -28,11 +31,15 @@ from gptpar.training.auto_ratio import with_ratio
 from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_banner
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders, Vocabulary, make_loaders, vocabulary_of, with_vocabulary
+from gptpar.training.evaluation.in_run import tasks_of
+from gptpar.training.mirror import open_mirror
 from gptpar.training.progress import Progress
+from gptpar.training.recovery import RecoveryTimes
 from gptpar.training.reporter import Reporter
 from gptpar.training.run import Run
 from gptpar.training.run_folder.branches import is_inside
 from gptpar.training.run_folder.folder import RunFolder, open_run_folder
+from gptpar.training.saving import open_saving
 from gptpar.training.trainer import Trainer
 
 
@@ -110,9 +117,12 @@ def open_run(
             )
         )
         say = _say if topology.is_main else _say_nothing
+        times = RecoveryTimes(Restart.of_worker(), say)
         folder = stack.enter_context(_run_folder(config, say))
+        local = stack.enter_context(_local_folder(config, topology, say))
         vocabulary = vocabulary_of(config.tokenizer)
         config = with_vocabulary(config, vocabulary)
+        tasks = tasks_of(config)
         inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
         done = resume.progress_to_resume(config, inputs)
         plan = BatchPlan.of(config.batch, done)
@@ -125,7 +135,9 @@ def open_run(
         stack.callback(trainer.close)
         if trainer.host is not None:
             say(offload_line(trainer.engine, trainer.host))
+        times.mark("built")
         progress = resume.load(trainer, inputs, say)
+        times.mark("loaded")
         if progress != done:  # the newest checkpoint's data are damaged: what was made for it is made for an older one
             plan = BatchPlan.of(config.batch, progress)
             loaders = _open_loaders(stack, config, topology, progress, vocabulary, say)
@@ -135,12 +147,17 @@ def open_run(
             log = config.logging
             require_packages(tensorboard=bool(log.tensorboard_dir), wandb=bool(log.wandb_project))
         writes = folder is not None and _put_in_order(folder, config, plan, progress)
-        permit = None if folder is None else folder.require_owner
-        sinks = [*more_sinks, *_sinks(config, topology, progress, say, writes)] if topology.is_main else []
+        if writes and local is not None:
+            _put_in_order(local, config, plan, progress)
+        permits = [None if one is None else one.require_owner for one in (folder, local)]
+        mirror = open_mirror(config.recovery.mirror_interval, trainer, progress.iteration, say)
+        note_begun()
+        sinks = [*more_sinks, times, *_sinks(config, topology, progress, say, writes)] if topology.is_main else []
         reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)
         stack.callback(reporter.close)
+        saving = stack.enter_context(open_saving(trainer, inputs, say, reporter.flush, permits))
         request.hold()
-        yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started, permit)
+        yield Run(trainer, progress, plan, loaders, inputs, reporter, request, say, started, saving, mirror, tasks)
 
 
 def _open_loaders(
@@ -165,6 +182,27 @@ def _run_folder(config: Config, say: Callable[[str], None]) -> AbstractContextMa
     if folder is None or config.logging.skip_train:
         return nullcontext()
     return open_run_folder(Path(folder), Path(tensorboard) if tensorboard else None, say)
+
+
+def _local_folder(
+    config: Config, topology: Topology, say: Callable[[str], None]
+) -> AbstractContextManager[RunFolder | None]:
+    """The ``--save-local`` folder, for this run alone.
+
+    Raises:
+        GptparError: the processes are on several machines, each of which would hold a part of each checkpoint.
+    """
+    folder = config.checkpoint.save_local
+    if folder is None or config.logging.skip_train:
+        return nullcontext()
+    machines = set(Ranks(None).each(lambda: os.uname().nodename))
+    if len(machines) > 1:
+        raise GptparError(
+            f"--save-local {folder}: the run's processes are on {len(machines)} machines "
+            f"({', '.join(sorted(machines))}), and no machine's disk would hold a whole checkpoint: leave it out, and "
+            "save more often to --save, behind the training."
+        )
+    return open_run_folder(Path(folder), None, say)
 
 
 def _put_in_order(folder: RunFolder, config: Config, plan: BatchPlan, progress: Progress) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from gptpar.config import Config
+from gptpar.config import Config, ModelConfig, OptimizerConfig
 from gptpar.config.derive import Derived
 from gptpar.config.sections.batch import MEASURED_STEPS
 from gptpar.engine.engine import Engine
@@ -28,6 +28,7 @@ from gptpar.training.data import Vocabulary
 from gptpar.training.gpt import split_of
 from gptpar.training.reporter import device_peak
 
+ACTIVATIONS = {"gelu_tanh": "GELU", "gelu": "exact GELU", "squared_relu": "squared ReLU"}
 OVERESTIMATE = 1.1
 """A run is refused only where even this much less would not fit: the expectation may be wrong."""
 
@@ -71,7 +72,7 @@ def offload_line(engine: Engine, host: HostOptimizer) -> str:
 def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
     m = config.model
     shape = f"{m.num_layers} layers x {m.hidden_size} hidden x {m.num_attention_heads} heads of {m.kv_channels}"
-    kind = "SwiGLU" if m.swiglu else "GELU"
+    kind = "SwiGLU" if m.swiglu else ACTIVATIONS[m.mlp_activation]
     norm = f"{m.normalization}{' (queries and keys, too)' if m.qk_layernorm else ''}"
     pad = f"{vocabulary.size:,} token ids, padded to a multiple of {m.make_vocab_size_divisible_by}"
     return [
@@ -80,6 +81,7 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
             "kind",
             f"{m.position_embedding_type} positions, {norm}, {kind}, {'tied' if m.tied else 'untied'}",
         ),
+        *([Row("options", ", ".join(options))] if (options := list(_options(m))) else []),
         Row("vocabulary", f"{m.padded_vocab_size:,}", pad),
         Row("parameters", format_count(gpt_model(m).num_parameters)),
         Row(
@@ -88,6 +90,24 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
             "full attention, forward and backward",
         ),
     ]
+
+
+def _options(m: ModelConfig) -> Iterator[str]:
+    """What few models have, in words."""
+    if m.norm_placement != "pre":
+        yield f"norms {'after' if m.norm_placement == 'post' else 'before and after'} attention and MLP"
+    if m.use_parallel_residual:
+        yield "attention and MLP side by side"
+    if m.attention_output_gate:
+        yield "gated attention"
+    if m.window_size is not None:
+        yield f"windows of {m.window_size} tokens ({m.window_pattern or 'S'})"
+    if m.logit_softcap:
+        yield f"logits capped at {m.logit_softcap:g}"
+    if m.z_loss_weight:
+        yield f"z-loss {m.z_loss_weight:g}"
+    if m.mup:
+        yield f"muP from a width of {m.mup_base_hidden_size}"
 
 
 def _layout(config: Config, topology: Topology) -> list[Row]:
@@ -116,12 +136,19 @@ def _run(config: Config, plan: BatchPlan) -> list[Row]:
             f"{plan.train_samples:,} samples, {format_count(tokens)} tokens"
             + f"; after {MEASURED_STEPS} steps, what fits into {config.batch.train_minutes} minutes" * undecided,
         ),
-        Row("learning rate", f"{o.lr} to {o.min_lr}, {o.lr_decay_style}", _last_rate(config, plan)),
+        Row("learning rate", _rates(o), _last_rate(config, plan)),
         *_growth(config, plan),
     ]
     if config.checkpoint.save:
         rows.append(Row("run folder", config.checkpoint.save, "checkpoints, metrics.jsonl, TensorBoard"))
     return rows
+
+
+def _rates(optimizer: OptimizerConfig) -> str:
+    """The schedule in a few words."""
+    if optimizer.scheduler is not None:
+        return f"{optimizer.lr}, DeepSpeed's {optimizer.scheduler['type']}"
+    return f"{optimizer.lr} to {optimizer.min_lr}, {optimizer.lr_decay_style}"
 
 
 def _last_rate(config: Config, plan: BatchPlan) -> str:

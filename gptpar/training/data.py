@@ -54,7 +54,18 @@ def vocabulary_of(config: TokenizerConfig) -> Vocabulary:
 
 
 def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
-    """The configuration with the padded vocabulary filled in."""
+    """The configuration with the padded vocabulary filled in; a model of ``--load-hf`` brings its own.
+
+    Raises:
+        DataError: the tokenizer has ids that such a model has no rows for.
+    """
+    if config.checkpoint.load_hf is not None:
+        if vocabulary.size > (rows := config.model.padded_vocab_size):
+            raise DataError(
+                f"the tokenizer has {vocabulary.size:,} ids and the model in --load-hf {config.checkpoint.load_hf} "
+                f"{rows:,} rows for them: give the model's own tokenizer"
+            )
+        return config
     padded = padded_vocab(vocabulary.size, config.model.make_vocab_size_divisible_by)
     return config.update("model", padded_vocab_size=padded)
 

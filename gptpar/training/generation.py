@@ -1,11 +1,11 @@
-"""Continue a prompt with a trained model: the model of a checkpoint, and token after token from its logits."""
+"""The model of a checkpoint, whole or split over processes, without optimizer: to evaluate it, or to make text."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,6 +26,44 @@ def load_model(
     Raises:
         CheckpointError: none that can be read.
     """
+    loaded = load_stages(
+        folder, lambda stored: [Stage(gpt_model(stored.model).specs)], device, dtype, iteration=iteration
+    )
+    return loaded.stages[0], loaded.stored
+
+
+@dataclass(frozen=True)
+class LoadedStages:
+    """A checkpoint's model, or the part of it that this process holds; without optimizer.
+
+    Attributes:
+        stages: with their weights, in evaluation mode.
+        path, iteration: of the checkpoint.
+    """
+
+    stages: Sequence[Stage]
+    stored: StoredModel
+    path: Path
+    iteration: int
+
+
+def load_stages(
+    folder: Path,
+    build: Callable[[StoredModel], Sequence[Stage]],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    iteration: int | None = None,
+) -> LoadedStages:
+    """Fill stages from a run folder's newest whole checkpoint, or from that of one iteration.
+
+    Args:
+        build: makes this process's stages, without storage; is called for each checkpoint that is tried.
+        dtype: of the parameters.
+
+    Raises:
+        CheckpointError: none that can be read.
+    """
     if problem := why_not_to_load(folder):
         raise CheckpointError(problem)
     found = [path for number, path in find_checkpoints(folder) if iteration in (None, number)]
@@ -39,18 +77,29 @@ def load_model(
             manifest = read_manifest(path)
             stored = stored_model(path, manifest.meta)
             _require_its_tensors(path, manifest, stored.model)
-            stage = Stage(gpt_model(stored.model).specs)
-            shapes = {name: tuple(parameter.shape) for name, parameter in stage.global_parameters().items()}
-            _require_shapes(path, manifest, shapes)
-            weights = read_tensors(path, [f"weights/{name}" for name in shapes])
+            stages = build(stored)
+            _fill(stages, path, manifest, device, dtype)
         except CheckpointError as error:
             problems.append(str(error))
             print(f"skipped a checkpoint: {error}", file=sys.stderr)
             continue
-        values = {name: weights[f"weights/{name}"].to(device, dtype) for name in shapes}
-        stage.place(values | memory_for(stage.buffer_infos(), device))
-        return stage.eval().requires_grad_(False), stored
+        return LoadedStages(stages, stored, path, manifest.iteration)
     raise CheckpointError(f"no checkpoint in {folder} can be read:\n" + "\n".join(problems))
+
+
+def _fill(stages: Sequence[Stage], path: Path, manifest: Manifest, device: torch.device, dtype: torch.dtype) -> None:
+    """Give stages the weights of a checkpoint: of each parameter the split that they have."""
+    infos = {name: info for stage in stages for name, info in stage.infos().items()}
+    _require_shapes(path, manifest, {name: tuple(info.full_shape) for name, info in infos.items()})
+    weights = read_tensors(path, [f"weights/{name}" for name in infos])
+    values = {}
+    for name, info in infos.items():
+        full = weights.pop(f"weights/{name}")
+        own = tuple(slice(start, start + size) for start, size in zip(info.offsets, info.shape, strict=True))
+        values[name] = full[own].to(device, dtype, copy=True)
+    for stage in stages:
+        stage.place(values | memory_for(stage.buffer_infos(), device))
+        stage.eval().requires_grad_(False)
 
 
 def _require_its_tensors(path: Path, manifest: Manifest, model: ModelConfig) -> None:
@@ -79,46 +128,3 @@ def _require_shapes(path: Path, manifest: Manifest, shapes: dict[str, tuple[int,
                 f"tensor 'weights/{name}' of {path} is {list(entry.shape)}, and {list(shape)} in the model that its "
                 "meta describes; take another checkpoint with --ckpt-step N"
             )
-
-
-@torch.no_grad()
-def sample(
-    stage: Stage,
-    prompt: list[int],
-    *,
-    num_tokens: int,
-    context: int,
-    vocab_size: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    stop_at: int | None = None,
-    seed: int = 1234,
-) -> Iterator[int]:
-    """Sample token after token, each from the whole context computed anew.
-
-    Args:
-        prompt: ids to continue; must not be empty.
-        context: the model's sequence length; older tokens are forgotten.
-        vocab_size: padding rows of the output beyond this are never chosen.
-        temperature: 0 takes the likeliest token.
-        top_k: choose among the k likeliest only; 0 among all.
-        stop_at: end after this id.
-    """
-    device = next(stage.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        window = torch.tensor([tokens[-context:]], device=device)
-        fields: dict[str, Any] = {"seq_length": window.shape[1]}
-        logits = stage(window, fields)[-1, :vocab_size].float().cpu()
-        if temperature < torch.finfo(logits.dtype).tiny:  # nothing to divide by: the limit of ever lower ones
-            choice = int(logits.argmax())
-        else:
-            logits = (logits - logits.max()) / temperature  # at most 0, so that no temperature overflows
-            if top_k:
-                logits[logits < logits.topk(min(top_k, vocab_size)).values[-1]] = -torch.inf
-            choice = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-        yield choice
-        tokens.append(choice)
-        if choice == stop_at:
-            return

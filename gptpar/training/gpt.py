@@ -21,6 +21,7 @@ from gptpar.offload.build import make_host_optimizer
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.tied_embedding import PartialGradient, tied_unit
 from gptpar.optim.optimizers import OPTIMIZERS
+from gptpar.optim.parameter_groups import ParameterGroups
 from gptpar.pipeline.module import LayerSplit, PipelineModule, split_model
 from gptpar.pipeline.recompute import Keep, recompute_groups
 from gptpar.pipeline.stage import Fields
@@ -38,6 +39,7 @@ class GptEngine:
         model: its description.
         pipeline: the model, cut into stages.
         host: the CPU optimizer; ``None`` where it has nothing to do.
+        groups: the parameters' groups.
         partial_gradient: submits the tied embedding's gradient in part before it is final, where that is possible.
     """
 
@@ -45,6 +47,7 @@ class GptEngine:
     pipeline: PipelineModule
     engine: Engine
     host: HostOptimizer | None
+    groups: ParameterGroups
     partial_gradient: PartialGradient | None
 
 
@@ -62,7 +65,8 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
     tensor, data = tensor_axis(config, topology), data_axis(config, topology)
     model = gpt_model(config.model, tensor, recompute_modules=frozenset(config.recompute.recompute_modules))
     pipeline = make_pipeline(config, topology, tensor, settings.dtype, model)
-    table = table_of(pipeline, tensor, data, config.offload.least_ratio)
+    groups = ParameterGroups(config, model)
+    table = table_of(pipeline, tensor, data, config.offload.least_ratio, groups.group_of)
     tied = tied_unit(config, topology.layout, table, model.shared)
     on_host = config.offload.cpu_parameters
     parameters = ParameterMemory(table.units, data, settings.dtype, device, on_host=on_host)
@@ -83,8 +87,10 @@ def make_engine(config: Config, topology: Topology, *, tries_memory: bool = Fals
         device,
         host,
         tied=pipeline.tied_groups,
+        families=groups.families,
     )
-    return GptEngine(model, pipeline, engine, host, PartialGradient.of(tied, host, engine, pipeline.stages_here))
+    partial_gradient = PartialGradient.of(tied, host, engine, pipeline.stages_here)
+    return GptEngine(model, pipeline, engine, host, groups, partial_gradient)
 
 
 def engine_settings(config: Config, topology: Topology) -> EngineSettings:

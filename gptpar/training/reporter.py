@@ -11,10 +11,11 @@ import torch
 from gptpar.config import Config
 from gptpar.engine.readings import Moment
 from gptpar.model.flops import flops_per_token, mfu, peak_flops, tflops_per_gpu
-from gptpar.reporting.console import iteration_line, timing_line, validation_lines
-from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, ValidationRecord
+from gptpar.reporting.console import iteration_line, task_line, timing_line, validation_lines
+from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, TaskRecord, ValidationRecord
 from gptpar.reporting.sinks import Sink
 from gptpar.system.host import process_memory
+from gptpar.system.restart import Restart
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Step
@@ -25,7 +26,12 @@ SPEEDS = ("tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "mfu_
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """A finished step, read back from the device."""
+    """A finished step, read back from the device.
+
+    Attributes:
+        skipped: because the gradient was not finite.
+        is_outlier: skipped, too, but for its loss or norm.
+    """
 
     step: Step
     loss: float
@@ -35,6 +41,7 @@ class StepNumbers:
     num_zeros: int | None = None
     cpu_optimizer: CpuOptimizerTimes | None = None
     auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
+    is_outlier: bool = False
 
 
 def device_peak(number_format: str, device: torch.device) -> float | None:
@@ -66,6 +73,7 @@ class Reporter:
 
     def __post_init__(self) -> None:
         self._peak = device_peak(self.config.precision.dtype, self.device)
+        self._restarts = Restart.of_worker().number
         self.follow(self.plan)
         self._since = Moment(self.device)
 
@@ -125,7 +133,13 @@ class Reporter:
             memory=self._memory(),
             host_bytes=process_memory() if self.config.logging.log_memory_to_tensorboard else None,
             cpu_optimizer=numbers.cpu_optimizer,
+            restarts=self._restarts,
             auxiliary_losses=numbers.auxiliary_losses,
+            num_outliers=None if self.config.health.skip_step_sigma is None else int(numbers.is_outlier),
+            first_sample=progress.consumed_samples - step.samples,
+            layer_norms={
+                f"{kind}/{layer}": norm for kind, of in step.layer_norms.items() for layer, norm in of.items()
+            },
         )
 
     def _memory(self) -> MemoryStats | None:
@@ -151,6 +165,7 @@ class Reporter:
             eta_s=last.eta_s / speed,
             num_skipped=sum(r.num_skipped for r in window),
             num_nan=sum(r.num_nan for r in window),
+            num_outliers=_sum_known([r.num_outliers for r in window]),
             cpu_optimizer=_averaged_times([r.cpu_optimizer for r in window]),
             **{name: value * speed for name, value in speeds.items()},
         )
@@ -161,6 +176,12 @@ class Reporter:
         self.say(validation_lines(record))
         for sink in self.sinks:
             sink.validation(record)
+
+    def task(self, record: TaskRecord) -> None:
+        """Report the scores of a task."""
+        self.say(task_line(record))
+        for sink in self.sinks:
+            sink.task(record)
 
     def flush(self) -> None:
         """At a checkpoint: what the sinks kept in memory is to be on the disk, too."""
@@ -175,6 +196,12 @@ class Reporter:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _sum_known(values: Sequence[int | None]) -> int | None:
+    """The sum of those that are known; ``None`` where none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _with_averaged_losses(record: IterationRecord, good: Sequence[IterationRecord]) -> IterationRecord:

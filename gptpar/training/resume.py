@@ -14,6 +14,7 @@ from gptpar.checkpoint import (
     HINT_NAME,
     DamagedCheckpoint,
     Manifest,
+    checkpoints_in,
     edited_hint,
     find_checkpoints,
     load_checkpoint,
@@ -21,11 +22,13 @@ from gptpar.checkpoint import (
     save_checkpoint,
 )
 from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
-from gptpar.config import CheckpointConfig, Config
+from gptpar.config import CheckpointConfig, Config, Flags
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
+from gptpar.system.restart import has_begun, memory_folder
 from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
+from gptpar.training.exchange.start_from_hf import start_from_hf
 from gptpar.training.progress import Progress
 from gptpar.training.run_folder.branches import branch_with
 from gptpar.training.trainer import Trainer
@@ -49,9 +52,20 @@ def save(
     """
     checkpoint = trainer.config.checkpoint
     assert checkpoint.save is not None
-    tensors = checkpoint_tensors(trainer, with_moments=not checkpoint.no_save_optim)
-    meta = meta_of(trainer, progress, inputs)
+    tensors, meta = tensors_to_save(trainer), meta_of(trainer, progress, inputs)
     return save_checkpoint(checkpoint.save, progress.iteration, tensors, meta, keep=keep, permit=permit)
+
+
+def tensors_to_save(trainer: Trainer) -> dict[str, TensorParts]:
+    """What a checkpoint of the run has, in the order in which steps overwrite it: all of one parameter, then the next.
+
+    It waits until the last step is done on the CPU.
+    """
+    tensors = checkpoint_tensors(trainer, with_moments=not trainer.config.checkpoint.no_save_optim)
+    place: dict[str, int] = {}
+    for name in tensors:
+        place.setdefault(name.partition("/")[2], len(place))
+    return dict(sorted(tensors.items(), key=lambda item: place[item[0].partition("/")[2]]))
 
 
 def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, Any]:
@@ -67,6 +81,7 @@ def meta_of(trainer: Trainer, progress: Progress, inputs: Inputs) -> dict[str, A
         "data_order": inputs.data_order,
         "config": trainer.config.to_dict(),
         "torch": torch.__version__,
+        **({} if trainer.skip_step is None else {"skip_step": trainer.skip_step.state()}),
     }
 
 
@@ -85,15 +100,35 @@ def folder_problems(config: CheckpointConfig) -> Iterator[str]:
     load, save = config.load, config.save
     if load and (problem := why_not_to_load(load, _NEW_WEIGHTS)):
         yield problem
-    if not save or (load and Path(load).resolve() == Path(save).resolve()):
+    if not save or goes_on(config):
         return
-    if problem := why_not_to_save(save):
-        yield problem
-    elif found := find_checkpoints(save):
-        yield (
-            f"--save {save} already holds checkpoints (newest: iteration {found[0][0]}): add --load {save} to go on "
-            "from there, or choose another folder."
-        )
+    for flag, folder in (("--save", save), ("--save-local", config.save_local)):
+        if folder is None:
+            continue
+        if problem := why_not_to_save(folder, flag):
+            yield problem
+        elif found := find_checkpoints(folder):
+            yield (
+                f"{flag} {folder} already holds checkpoints (newest: iteration {found[0][0]}): add --load {save} to go "
+                "on from there, or choose another folder."
+            )
+
+
+def goes_on(config: CheckpointConfig) -> bool:
+    """Whether the run loads from the folder in which it saves."""
+    return bool(config.load and config.save) and Path(str(config.load)).resolve() == Path(str(config.save)).resolve()
+
+
+def folders_to_load(config: Config | Flags, load: str) -> list[Path]:
+    """Where the newest whole checkpoint is looked for: ``--load``, and if the run itself goes on, its other folders.
+
+    These are ``--save-local``, and the mirror in memory where this is a restart.
+    """
+    c, folder = config.checkpoint, folder_to_load(config, load)
+    if not goes_on(c) or c.finetune:
+        return [folder]
+    mirror = memory_folder() if has_begun() else None
+    return [folder, *(Path(one) for one in (c.save_local, mirror) if one)]
 
 
 def refuse_foreign_folders(config: Config) -> None:
@@ -106,7 +141,7 @@ def refuse_foreign_folders(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def checkpoint_to_resume(config: Config) -> Manifest | None:
+def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
     """What the checkpoint that ``--load`` (and ``--ckpt-step``) mean says of itself; ``None`` for a fresh start.
 
     Raises:
@@ -117,7 +152,7 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
         return None
     if problem := why_not_to_load(c.load, _NEW_WEIGHTS):
         raise CheckpointError(problem)
-    found = find_checkpoints(folder_to_load(config, c.load))
+    found = checkpoints_in(folders_to_load(config, c.load))
     branch = branch_with(c.load, c.ckpt_step)  # where all checkpoints are in branches, nobody wants random weights
     required = c.exit_on_missing_checkpoint or c.finetune or config.logging.skip_train or c.ckpt_step is not None
     if not found and not required and branch is None:
@@ -131,7 +166,7 @@ def checkpoint_to_resume(config: Config) -> Manifest | None:
     raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}")
 
 
-def folder_to_load(config: Config, load: str) -> Path:
+def folder_to_load(config: Config | Flags, load: str) -> Path:
     """``--load``, or a branch of it: a fine-tuning in one folder moves all checkpoints there before its first save.
 
     The same command, given again after a kill in between, then begins with the same weights.
@@ -163,8 +198,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if manifest is None or c.load is None:
         if c.load is not None:
             say(f" > no checkpoint in {c.load} yet: starting from the beginning")
-        trainer.initialise()
-        return Progress()
+        return _begin(trainer, say)
     folder = folder_to_load(config, c.load)
     if folder != Path(c.load):
         say(f" > all checkpoints of {c.load} are in branches: fine-tuning begins with {folder}")
@@ -174,7 +208,8 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         raise CheckpointError(
             f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
         )
-    loaded = load_checkpoint(folder, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
+    roots = folders_to_load(config, c.load)
+    loaded = load_checkpoint(roots, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
     trainer.engine.publish()
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
     if c.ckpt_step is None and (named := edited_hint(folder)) not in (None, loaded.iteration):
@@ -193,7 +228,17 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
     if not weights_only:
         trainer.engine.optimizer.steps_taken = stored.optimizer_steps
     trainer.loss_scale.load(stored.loss_scale)
+    if trainer.skip_step is not None:
+        trainer.skip_step.load(stored.skip_step)
     return stored.progress
+
+
+def _begin(trainer: Trainer, say: Callable[[str], None]) -> Progress:
+    """The start of a new run: initial weights, or those of ``--load-hf``."""
+    trainer.initialise()
+    if (folder := trainer.config.checkpoint.load_hf) is not None:
+        start_from_hf(trainer, Path(folder), say)
+    return Progress()
 
 
 def _only_missing(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -13,15 +14,24 @@ import torch
 from gptpar.config import Config
 from gptpar.errors import GptparError
 from gptpar.optim.schedule import make_schedule
+from gptpar.optim.skip_step import NOT_FINITE, OUTLIER
 from gptpar.reporting.records import CpuOptimizerTimes, ValidationRecord
 from gptpar.system.stop import StopRequest
 from gptpar.training import resume
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders
+from gptpar.training.evaluation.in_run import TaskEvaluation
+from gptpar.training.evaluation.tasks import Task
 from gptpar.training.fitted_length import FittedLength
+from gptpar.training.health.layer_norms import GRADIENT, WEIGHTS
+from gptpar.training.health.replicas import ReplicaCheck
+from gptpar.training.health.spikes import Spike, SpikeBundles
+from gptpar.training.mirror import Mirror
 from gptpar.training.progress import Progress
 from gptpar.training.reporter import Reporter, StepNumbers
+from gptpar.training.saving import Saving
 from gptpar.training.trainer import Step, Trainer
+from gptpar.training.votes import Votes
 
 MAX_SKIPPED_IN_A_ROW = 100
 """A dynamic loss scale of 2^32 may need 32 overflows to find its level; more than this many are no search."""
@@ -50,7 +60,9 @@ class Run:
     """Everything a run is made of. :meth:`train` is its story.
 
     Attributes:
-        permit: is asked before anything is saved or deleted; see ``save_checkpoint``.
+        saving: when and where checkpoints are saved.
+        mirror: copies of the state in memory.
+        tasks: to evaluate on, beside validation data.
     """
 
     trainer: Trainer
@@ -62,13 +74,20 @@ class Run:
     request: StopRequest
     say: Callable[[str], None]
     started: float
-    permit: Callable[[], None] | None = None
-    saved_at: int | None = None
+    saving: Saving
+    mirror: Mirror | None = None
+    tasks: Sequence[Task] = ()
     skipped_in_a_row: int = 0
     cpu_optimizer_before: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
     evaluated_at: dict[str, int] = field(default_factory=dict)
     told_that_all_are_kept: bool = False
     fitted_length: FittedLength | None = None
+
+    def __post_init__(self) -> None:
+        self.replicas = ReplicaCheck(self.trainer.engine, self.trainer.topology)
+        self.on_tasks = TaskEvaluation(
+            self.tasks, self.trainer, lambda record: self.reporter.task(record), self.say, self.is_to_stop
+        )
 
     @property
     def config(self) -> Config:
@@ -108,7 +127,7 @@ class Run:
         if launched is not None:
             self.finish(launched)
         listener.end()
-        self.save()
+        self.saving.save_last(self.progress, keep_all=self._keeps_all())
 
     def launch_update(self, loss: torch.Tensor, samples: int) -> Step:
         """Launch the optimizer step and move on in the data."""
@@ -116,7 +135,12 @@ class Run:
         p.iteration += 1
         p.consumed_samples += samples
         return self.trainer.update(
-            loss, iteration=p.iteration, samples=samples, progress=position, stop=self.wants_to_stop()
+            loss,
+            iteration=p.iteration,
+            samples=samples,
+            progress=position,
+            stop=self.wants_to_stop(),
+            saves=self.saving.votes(),
         )
 
     def _position(self, coming: int = 0) -> float:
@@ -131,11 +155,14 @@ class Run:
             step,
             loss,
             grad_norm,
-            bool(skipped),
+            skipped == NOT_FINITE,
             *self.optional_numbers(),
             cpu_optimizer=self._cpu_optimizer_times(),
             auxiliary_losses=dict(zip(self.trainer.pipeline.auxiliary.names, auxiliary, strict=True)),
+            is_outlier=skipped == OUTLIER,
         )
+        if numbers.is_outlier:
+            self._keep_spike(step, loss, grad_norm)
         self.progress.skipped_iterations += numbers.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if numbers.skipped else 0
         self.progress.nan_iterations += not math.isfinite(loss)
@@ -150,7 +177,36 @@ class Run:
             )
         if self.fitted_length is not None and self.fitted_length.is_due():
             self.fit_length(self.fitted_length)
-        return votes > 0
+        asked = Votes.of(votes)
+        self.saving.hear(asked.saves)
+        self.saving.poll()
+        return asked.stop
+
+    def _keep_spike(self, step: Step, loss: float, grad_norm: float) -> None:
+        """Tell of an outlier; all processes measure it, and the main one writes its bundle."""
+        skip_step, layers = self.trainer.skip_step, self.trainer.layer_norms
+        assert skip_step is not None
+        norms = dict(step.layer_norms)
+        if self.trainer.keeps_spikes and step.squares is not None:
+            norms |= {
+                GRADIENT: layers.of_gradients(step.squares.read(), step.loss_scale),
+                WEIGHTS: layers.of_weights(),
+            }
+        window = skip_step.window(of_last=True)  # the next step is not judged yet
+        spike = Spike(
+            step.iteration,
+            loss,
+            grad_norm,
+            self.progress.consumed_samples - step.samples,
+            step.samples,
+            window["losses"],
+            window["norms"],
+            norms,
+        )
+        self.say(f" > {spike.sentence()}")
+        loader, folder = self.loaders["train"], self.config.checkpoint.save
+        if self.trainer.keeps_spikes and self.trainer.topology.is_main and loader is not None and folder is not None:
+            SpikeBundles(Path(folder), loader, self.config, self.say).keep(spike)
 
     def fit_length(self, length: FittedLength) -> None:
         """Fix the number of steps; all processes take the mean of their times, and so the same number."""
@@ -199,10 +255,10 @@ class Run:
         return on_cpu or self.trainer.loss_scale.dynamic or self.config.logging.log_num_zeros_in_grad
 
     def wants_to_stop(self) -> bool:
-        """Whether this process was asked to stop, or its time is over."""
+        """Whether this process was asked to stop, its time is over, or its save has failed, which ends the run."""
         limit = self.config.batch.exit_duration_in_mins
         late = limit is not None and (time.time() - self.started) / 60 > limit
-        return late or self.request.signal is not None
+        return late or self.request.signal is not None or self.saving.failed
 
     def is_to_stop(self) -> bool:
         """Whether any process was asked to stop. A signal may reach some processes only: all must ask, and agree."""
@@ -210,20 +266,38 @@ class Run:
 
     def something_is_due(self) -> bool:
         """Whether the step just launched is followed by an evaluation, a save or the end."""
-        intervals = (self._eval_interval(), self.config.checkpoint.save_interval, self.config.batch.exit_interval)
-        return any(self._is_multiple(interval) for interval in intervals)
+        intervals = (
+            self._eval_interval(),
+            self.on_tasks.interval,
+            self.config.batch.exit_interval,
+            self.config.health.check_replicas_interval,
+        )
+        due = self.saving.is_due(self.progress.iteration) or self._mirror_is_due()
+        return due or any(self._is_multiple(one) for one in intervals)
+
+    def _mirror_is_due(self) -> bool:
+        """Not at the end, where the state is saved: a restart would find nothing left to do, and not save it."""
+        due = self.mirror is not None and self.mirror.is_due(self.progress.iteration)
+        return due and not self.plan.finished(self.progress)
 
     def do_what_is_due(self) -> bool:
-        """Save and evaluate at their intervals; saving comes first, as an evaluation may fail.
+        """Check replicas, save and evaluate at their intervals; an evaluation may fail, so it is last.
 
         Returns:
             False if an evaluation was left because a process was asked to stop.
         """
         if not self.something_is_due():
             return True
-        if self._is_multiple(self.config.checkpoint.save_interval):
-            self.save()
+        if self._is_multiple(self.config.health.check_replicas_interval):
+            self.trainer.activity.note(f"comparing replicas after iteration {self.progress.iteration}")
+            self.replicas.check(self.progress.iteration)
+        if self.saving.is_due(self.progress.iteration):
+            self.saving.save_what_is_due(self.progress, keep_all=self._keeps_all())
+        elif self._mirror_is_due() and self.mirror is not None:
+            self.mirror.save(self.saving, self.progress)
         finished = not self._is_multiple(self._eval_interval()) or self.evaluate("valid")
+        if finished and self._is_multiple(self.on_tasks.interval):
+            finished = self.on_tasks.evaluate(self.progress)
         self.reporter.restart_clock()
         return finished
 
@@ -279,28 +353,14 @@ class Run:
         turn = min(turn, self.plan.num_iterations() // interval)
         return [((turn * count + number) * batch, batch) for number in range(count)]
 
-    def save(self) -> None:
-        """Write a checkpoint, unless this moment is on disk already."""
-        folder = self.config.checkpoint.save
-        if folder is None or self.saved_at == self.progress.iteration:
-            return
-        self.saved_at = self.progress.iteration
-        self.trainer.activity.note(f"saving the checkpoint of iteration {self.progress.iteration}")
-        self.say(f"saving checkpoint at iteration {self.progress.iteration:7d} to {folder}")
-        keep = self._checkpoints_to_keep()
-        resume.save(self.trainer, self.progress, self.inputs, keep=keep, permit=self.permit)
-        self.say(f"  successfully saved checkpoint at iteration {self.progress.iteration:7d} to {folder}")
-        self.reporter.flush()
-
-    def _checkpoints_to_keep(self) -> int | None:
-        """All of them while steps are skipped: the weights may be broken, and an older checkpoint the last good one."""
-        keep = self.config.checkpoint.keep_checkpoints
-        if keep is None or not self.skipped_in_a_row:
-            return keep
+    def _keeps_all(self) -> bool:
+        """While steps are skipped: the weights may be broken, and an older checkpoint the last good one."""
+        if self.config.checkpoint.keep_checkpoints is None or not self.skipped_in_a_row:
+            return False
         if not self.told_that_all_are_kept:
             self.say(
                 "  no older checkpoint is deleted while steps are skipped (the gradient is not finite): "
                 "the newest may hold broken weights"
             )
         self.told_that_all_are_kept = True
-        return None
+        return True

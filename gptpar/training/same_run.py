@@ -37,6 +37,9 @@ _BY_RULE = {
         "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
         "model.kv_channels model.max_position_embeddings model.position_embedding_type model.rotary_base "
         "model.rotary_percent model.normalization model.norm_epsilon model.qk_layernorm model.swiglu "
+        "model.norm_placement model.use_parallel_residual model.qk_layernorm_scope model.attention_output_gate "
+        "model.window_size model.window_pattern model.mlp_activation model.logit_softcap "
+        "model.mup model.mup_base_hidden_size model.mup_base_kv_channels "
         "model.add_bias_linear model.add_qkv_bias model.untie_embeddings_and_output_weights model.padded_vocab_size "
         "data.reset_position_ids data.reset_attention_mask"
     ),
@@ -44,9 +47,9 @@ _BY_RULE = {
         "model.seq_length data.mock_data data.split data.split_rule data.dataloader_type data.eod_mask_loss data.seed"
     ),
     Rule.TOLD: (
-        "model.attention_dropout model.hidden_dropout "
+        "model.attention_dropout model.hidden_dropout model.z_loss_weight "
         "batch.global_batch_size batch.rampup_batch_size batch.step_batch_size_schedule batch.train_minutes "
-        "optimizer.optimizer optimizer.clip_grad "
+        "optimizer.optimizer optimizer.clip_grad optimizer.weight_decay_override optimizer.lr_override "
         "precision.fp16 precision.bf16 precision.fp64 precision.loss_scale"
     ),
     Rule.ELSEWHERE: (
@@ -56,7 +59,7 @@ _BY_RULE = {
         "optimizer.lr_decay_tokens optimizer.lr_warmup_fraction optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.lr_warmup_tokens optimizer.lr_warmup_init optimizer.lr_wsd_decay_style optimizer.lr_wsd_decay_iters "
         "optimizer.lr_wsd_decay_samples optimizer.weight_decay optimizer.start_weight_decay "
-        "optimizer.end_weight_decay optimizer.weight_decay_incr_style "
+        "optimizer.end_weight_decay optimizer.weight_decay_incr_style optimizer.scheduler "
         "tokenizer.tokenizer_type tokenizer.tokenizer_model tokenizer.vocab_file tokenizer.merge_file "
         "tokenizer.vocab_size"
     ),
@@ -78,7 +81,7 @@ RULES: dict[str, Rule] = {
 }
 """``section.field`` -> rule, for each field of each section that is not free as a whole."""
 
-FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "logging")
+FREE_SECTIONS = ("parallel", "recompute", "offload", "checkpoint", "recovery", "logging", "health")
 
 _FOLLOWS_FROM = {"model.padded_vocab_size": "--make-vocab-size-divisible-by: a padded vocabulary of"}
 """What is told in place of a flag where a field has none."""

@@ -17,6 +17,7 @@ from gptpar.config.complete import complete_model
 from gptpar.errors import CheckpointError
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.schedule import Schedule
+from gptpar.optim.skip_step import is_window
 from gptpar.training.progress import Progress
 
 MAX_INT = 2**63 - 1
@@ -34,6 +35,7 @@ class StoredRun:
         tokenizer: the tokenizer's identity.
         corpora: the corpora's identities by flag, as ``corpora_of`` gives them; ``None``: saved before they were kept.
         data_order: as :func:`~gptpar.training.data.data_order` gives it; ``None``: likewise.
+        skip_step: the window of outliers; ``None``: no step was judged.
         config: the run's configuration, as far as it was asked for; former versions stored what was typed, too.
         known: the fields of it that the checkpoint says, as ``section.field``.
     """
@@ -45,6 +47,7 @@ class StoredRun:
     tokenizer: dict[str, Any]
     corpora: dict[str, list[dict[str, Any]]] | None
     data_order: dict[str, Any] | None
+    skip_step: dict[str, Any] | None
     config: Flags
     known: frozenset[str]
 
@@ -76,6 +79,7 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
         *_problem_of(dict, meta.get("tokenizer"), "tokenizer"),
         *_corpora_problems(meta.get("corpora")),
         *_problem_of(dict, meta.get("data_order", {}), "data_order"),
+        *_window_problems(meta.get("skip_step")),
     ]
     if problems:
         raise _unusable(
@@ -89,6 +93,7 @@ def stored_run(path: Path, meta: dict[str, Any], wanted: Collection[str]) -> Sto
         tokenizer=meta["tokenizer"],
         corpora=meta.get("corpora"),
         data_order=meta.get("data_order"),
+        skip_step=meta.get("skip_step"),
         config=config,
         known=known,
     )
@@ -219,6 +224,11 @@ def _expected(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         return "a list"
     return {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "an object"}[hint]
+
+
+def _window_problems(state: object) -> Iterator[str]:
+    if state is not None and not is_window(state):
+        yield _wrong("skip_step", state, "a window of losses and as many norms")
 
 
 def _corpora_problems(corpora: object) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,19 +17,26 @@ from gptpar.optim.elementwise import Hyperparameters
 from gptpar.optim.group_ranges import DECAYS
 from gptpar.optim.loss_scale import LossScale, make_loss_scale
 from gptpar.optim.schedule import Schedule
+from gptpar.optim.skip_step import make_skip_step, step_unless_outlier
 from gptpar.pipeline.runtime import MicroBatch as StageInput
 from gptpar.plan.graph import wants_graph
 from gptpar.system.activity import Activity
 from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import initialise
 from gptpar.training.gpt import make_engine
+from gptpar.training.health.layer_norms import ACTIVATION, GRADIENT, UPDATE, LayerNorms, Norms, OldWeights
+from gptpar.training.votes import Votes
 
 
 @dataclass(frozen=True)
 class Step:
     """A step that was launched.
 
-    ``readings`` are loss, gradient norm, skipped (0 or 1), votes to stop and the model's auxiliary losses.
+    Attributes:
+        readings: loss, gradient norm, skipped (0, 1 or ``skip_step.OUTLIER``), all processes' votes, and the model's
+            auxiliary losses.
+        squares: of this process's gradient, by unit, for the bundle of an outlier; ``None``: none is kept.
+        layer_norms: kind of norm -> layer -> norm, at their interval.
     """
 
     iteration: int
@@ -37,6 +44,8 @@ class Step:
     learning_rate: float
     loss_scale: float
     readings: Readings
+    squares: Readings | None = None
+    layer_norms: Mapping[str, Norms] = field(default_factory=dict)
 
 
 @dataclass
@@ -90,7 +99,7 @@ class Trainer:
         self.loss_scale: LossScale = make_loss_scale(config.precision)
         made = make_engine(config, topology, tries_memory=tries_memory)
         self.engine, self.host, self._partial_gradient = made.engine, made.host, made.partial_gradient
-        self.pipeline = made.pipeline
+        self.pipeline, self._groups = made.pipeline, made.groups
         if config.precision.compile and topology.device.type == "cuda":
             for stage in self.pipeline.stages_here:
                 stage.compile_layers(made.model.names(Role.BLOCK))
@@ -103,6 +112,10 @@ class Trainer:
         dtype = self.engine.optimizer.master.dtype  # fp16 may be too narrow for the loss scale
         self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss
         self._iteration = 0
+        health = config.health
+        self.skip_step = make_skip_step(health.skip_step_sigma, health.skip_step_window, topology.device)
+        self.layer_norms = LayerNorms(self.engine, self.pipeline.stages_here, topology)
+        self._norms_of_outputs: Norms = {}
 
     def close(self) -> None:
         """Before the processes part."""
@@ -121,11 +134,14 @@ class Trainer:
         """Say where in the schedules the coming step will probably be: the CPU optimizer may begin it early."""
         self.engine.optimizer.expect_step(self._hyperparameters(progress), self.loss_scale.value)
 
-    def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, Hyperparameters]:
-        """A step's, by parameter group: of the parameters that decay, and of those that do not."""
+    def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, ...]:
+        """A step's, by parameter group."""
         lr, weight_decay = self.schedule.learning_rate(progress), self.schedule.weight_decay(progress)
-        decays = self.engine.optimizer.optimizer.configured(self.config.optimizer, lr, weight_decay)
-        return decays, decays._replace(weight_decay=0.0)
+        groups = self._groups.hyperparameters(self.engine.optimizer.optimizer, self.config.optimizer, lr, weight_decay)
+        if (betas := self.schedule.betas(progress)) is None:
+            return groups
+        own = dict(zip(("beta1", "beta2"), betas, strict=True))
+        return tuple(group._replace(**own) for group in groups)
 
     def forward_backward(self, batches: Sequence[MicroBatch], iteration: int) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over this process's micro-batches.
@@ -139,6 +155,9 @@ class Trainer:
         self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.layout.data))
         self._iteration = iteration
         self.activity.note(f"iteration {iteration + 1}, forward and backward")
+        if self._measures_layers(iteration + 1):
+            with torch.no_grad():
+                self._norms_of_outputs = self.layer_norms.of_outputs(lambda: self._losses(batches))
         if self._partial_gradient is not None:
             self._partial_gradient.expect_tokens(batches[-1].tokens_BS)
         on_device = [batch.to(self.topology.device, non_blocking=True) for batch in batches]
@@ -164,7 +183,16 @@ class Trainer:
         words = self.config.data.seed, self._iteration, place
         return tokens, {**fields, **seed_fields(self._layers_with_dropout, *words, self.topology.device)}
 
-    def update(self, loss: torch.Tensor, *, iteration: int, samples: int, progress: float, stop: bool) -> Step:
+    def update(
+        self,
+        loss: torch.Tensor,
+        *,
+        iteration: int,
+        samples: int,
+        progress: float,
+        stop: bool,
+        saves: Sequence[bool] = (),
+    ) -> Step:
         """Take an optimizer step.
 
         Args:
@@ -172,22 +200,49 @@ class Trainer:
             samples: samples in the global batch.
             progress: position in the schedules, in their unit.
             stop: this process's vote to end the run; all processes learn of it in the readings.
+            saves: this process's votes to save, by target (:class:`~gptpar.training.votes.Votes`).
         """
         self.activity.note(f"iteration {iteration}, optimizer step")
         hyperparameters, scale = self._hyperparameters(progress), self.loss_scale.value
-        square = self.engine.square_of_grad()
-        sums = [square, self._share_of_mean(loss), torch.full_like(square, float(stop)), *self._auxiliary_shares()]
+        square, asked = self.engine.square_of_grad(), Votes.number(stop, saves)
+        sums = [square, self._share_of_mean(loss), torch.full_like(square, asked), *self._auxiliary_shares()]
         square, mean_loss, votes, *auxiliary = self.topology.sum_over_all(torch.stack(sums))
         norm = square.sqrt() / torch.full_like(square, scale)  # a number would be inverted and multiplied on GPUs
-        skipped = self.engine.step(norm, hyperparameters, scale)
         timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
+        measures, keeps = self._measures_layers(iteration), self.keeps_spikes
+        squares = Readings(self.engine.squares_of_grad(), timeout_s) if measures or keeps else None
+        old = self.layer_norms.old_weights() if measures else None
+        skipped = step_unless_outlier(
+            self.skip_step, mean_loss, norm, lambda judged: self.engine.step(judged, hyperparameters, scale)
+        )
         return Step(
             iteration,
             samples,
             hyperparameters[DECAYS].lr,
             scale,
             Readings([mean_loss, norm, skipped, votes, *auxiliary], timeout_s),
+            squares,
+            {} if old is None or squares is None else self._norms_of_layers(squares, scale, old),
         )
+
+    @property
+    def keeps_spikes(self) -> bool:
+        """Whether outliers are kept with their batches and norms."""
+        return (
+            self.skip_step is not None and self.config.health.spike_bundle and self.config.checkpoint.save is not None
+        )
+
+    def _measures_layers(self, iteration: int) -> bool:
+        interval = self.config.health.log_layer_norms_interval
+        return interval is not None and iteration % interval == 0
+
+    def _norms_of_layers(self, squares: Readings, scale: float, old: OldWeights) -> dict[str, Norms]:
+        """Of the step just launched, for which this waits."""
+        return {
+            ACTIVATION: self._norms_of_outputs,
+            GRADIENT: self.layer_norms.of_gradients(squares.read(), scale),
+            UPDATE: self.layer_norms.of_update(old),
+        }
 
     def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""

@@ -21,13 +21,13 @@ TORCHRUN_WAITS = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
 SLOW_SAVE = """
 import os, time
 if "RANK" in os.environ:
-    import gptpar.checkpoint.storage as storage
-    write, slept = storage.write_chunk, []
+    from gptpar.checkpoint.data_file import DataFile
+    write, slept = DataFile.write, []
     def slow(*arguments):
         if not slept:
             slept.append(time.sleep(1.5))
         return write(*arguments)
-    storage.write_chunk = slow
+    DataFile.write = slow
 """
 
 

@@ -1,1 +1,1 @@
-"""Mistakes that a colleague could make, put into the code one at a time: does the suite catch each of them?"""
+"""Faults injected into real runs: kills, signals, full disks, damaged and malicious files. Does each run survive?"""

@@ -1,140 +1,182 @@
-"""Put each fault of the table into a copy of this checkout, alone, and see whether the tests that it names notice.
+"""Inject seeded faults into real runs, each in a fresh folder, and judge each by its oracle.
 
-    python -m tests.faults                    all of them, after the same tests without any fault
-    python -m tests.faults --only NAME ...    some of them
-    python -m tests.faults --fast             which of them the fast tier catches
-    python -m tests.faults --list             what there is
+    python -m tests.faults --short                    a few of each kind: two minutes on two cores (part of CI)
+    python -m tests.faults --count 500 --seed 1000    all kinds; prints the table of docs/reliability.md
+    python -m tests.faults --one KIND:WORKERS:SEED    one fault alone, with all that its commands said
+    python -m tests.faults --list                     the kinds, and what each does
 
-Prints a line a fault: which test caught it, how, and after how many seconds. Returns 1 where a fault was not caught,
-or where a test fails without a fault. It takes about 15 minutes of two cores, so it is no part of the suite; that each
-fault still fits the code is (``tests/unit/repository/test_faults.py``).
-
-With ``--fast``, only tests of the fast tier run: those that a fault names, then the unit tests of its package. It
-returns 1 where they catch less than 70 % of the faults.
+A fault that was not survived is printed with the command that repeats it, and the exit status is 1. A run of the suite
+that was cut short goes on where it was, given the same --work folder. Seeds say everything that is random but the
+scheduler's choices. --record adds the table's line to benchmarks/faults.jsonl; tools/measured_tables.py shows it in
+docs/reliability.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.fault import ROOT, Fault
-from tests.faults.table import FAULTS
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_variable] = "1"  # before numpy and torch: a process with threads cannot be forked
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
-COPIED = ("gptpar", "csrc", "tests", "tools", "pyproject.toml", "README.md", "docs")
-TIME_LIMIT_S = 600.0
-FAILED = 1
-"""Exit status of pytest where tests ran and some failed; all others say that the tests themselves could not run."""
-FAST_SHARE = 0.7
-"""The fast tier catches at least so much of the faults."""
+from tests.faults import commands  # noqa: E402
+from tests.faults.fault import OK, Failed, Fault, Verdict, chosen  # noqa: E402
+from tests.faults.place import Place  # noqa: E402
+from tests.faults.prepared import Prepared  # noqa: E402
+from tests.faults.table import KINDS, as_text, kind_of, summary  # noqa: E402
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the tests said.
-
-    Attributes:
-        status: pytest's exit status; ``None`` where it did not end in time.
-        failure: id of the first test that failed, with its error; else the end of the output.
-    """
-
-    status: int | None
-    failure: str
-    seconds: float
+RECORD = commands.ROOT / "benchmarks/faults.jsonl"
+SHORT_COUNT, SHORT_SEED = 60, 1
 
 
-def judge(tests: Sequence[str], fault: Fault | None, *, fast: bool = False) -> Verdict:
-    """Run tests, or those of them in the fast tier, in a fresh copy of the checkout, which has a fault or none."""
-    with tempfile.TemporaryDirectory(prefix="gptpar-fault-") as folder:
-        copy = Path(folder)
-        _copy_checkout(copy)
-        if fault is not None:
-            fault.inject(copy)
-        return _run([*tests, "-m", "fast"] if fast else tests, copy)
-
-
-def _copy_checkout(copy: Path) -> None:
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, copy / name)
-
-
-def _run(arguments: Sequence[str], copy: Path) -> Verdict:
-    command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *arguments]
-    # Compiled helpers are kept in the user's cache by the hash of their source, so that a fault in csrc is built anew.
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
-    started = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=copy,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def judge(fault: Fault, prepared: Prepared, folder: Path, *, talk: bool = False) -> Verdict:
+    """Inject one fault, and say what came of it."""
+    kind, began = kind_of(fault.kind, fault.workers), time.monotonic()
+    place = Place(folder, prepared, fault.workers, fault.seed)
+    outcome, seen, measured = OK, "", None
     try:
-        output, _ = process.communicate(timeout=TIME_LIMIT_S)
-        status: int | None = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the processes that a test has started, too
-        output, status = process.communicate()[0], None
-    failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    last = output.strip().splitlines()[-1:]
-    return Verdict(status, (failures or last or ["no output"])[0], time.monotonic() - started)
+        measured = kind.inject(place)
+    except Failed as failed:
+        outcome, seen = failed.outcome, failed.seen
+    except Exception:
+        outcome, seen = "not whole", f"the suite itself failed: {traceback.format_exc()[-600:]}"
+    if talk:
+        print(place.logs())
+    place.close()
+    return Verdict(
+        str(fault),
+        outcome,
+        "; ".join([*place.notes, seen]) if seen else "",
+        measured.steps_lost if measured else 0,
+        measured.seconds_to_exit if measured else 0.0,
+        round(time.monotonic() - began, 2),
+    )
 
 
-def _line(name: str, verdict: Verdict) -> str:
-    test, _, error = verdict.failure.removeprefix("FAILED ").partition(" - ")
-    return f"{name:50} {verdict.seconds:4.0f} s  {test}  {error[:100]}".rstrip()
+def judge_all(faults: Sequence[Fault], prepared: Prepared, work: Path, jobs: int) -> Iterator[Verdict]:
+    """Judge faults in ``jobs`` forked processes; each takes the next one that nobody has taken."""
+    results, taken = work / "verdicts.jsonl", work / "taken"
+    shutil.rmtree(taken, ignore_errors=True)
+    taken.mkdir()
+    known = [Verdict(**json.loads(line)) for line in results.read_text().splitlines()] if results.exists() else []
+    wanted = {str(fault) for fault in faults}
+    done = {verdict.fault: verdict for verdict in known if verdict.fault in wanted}
+    yield from done.values()
+    left = [fault for fault in faults if str(fault) not in done]
+    children = [_fork_job(left, prepared, work) for _ in range(jobs)]
+    seen = 0
+    while True:
+        ended = [os.waitpid(pid, os.WNOHANG)[0] for pid in children]
+        children = [pid for pid, gone in zip(children, ended, strict=True) if not gone]
+        lines = results.read_text().splitlines()[len(known) :] if results.exists() else []
+        for line in lines[seen:]:
+            yield Verdict(**json.loads(line))
+        seen = len(lines)
+        if not children:
+            return
+        time.sleep(0.2)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; returns the exit status."""
-    by_name = {fault.name: fault for fault in FAULTS}
+def _fork_job(faults: Sequence[Fault], prepared: Prepared, work: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        for number, fault in enumerate(faults):
+            if _take(work / "taken" / str(number)):
+                verdict = judge(fault, prepared, work / "places" / str(fault).replace(":", "-"))
+                with (work / "verdicts.jsonl").open("a") as file:
+                    file.write(json.dumps(dataclasses.asdict(verdict)) + "\n")
+        status = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _take(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _tell(verdict: Verdict) -> None:
+    if verdict.outcome != OK:
+        print(f"{verdict.fault}: {verdict.outcome}: {verdict.seen}")
+        print(f"    again: python -m tests.faults --one {verdict.fault}", flush=True)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=list(by_name), choices=list(by_name), metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N")
-    parser.add_argument("--fast", action="store_true", help="only tests of the fast tier; prints the share they catch")
-    parser.add_argument("--list", action="store_true", help="print the faults' names and files")
-    args = parser.parse_args(argv)
-    chosen = [by_name[name] for name in args.only]
+    parser.add_argument("--short", action="store_true", help=f"{SHORT_COUNT} faults of one worker and a few of four")
+    parser.add_argument("--count", type=int, default=500, help="number of faults, about (default: 500)")
+    parser.add_argument("--seed", type=int, default=1000, help="the first seed of each kind (default: 1000)")
+    parser.add_argument("--only", nargs="+", metavar="KIND", help="kinds to choose from")
+    parser.add_argument("--workers", type=int, choices=(1, 2, 4), help="kinds with so many workers alone")
+    parser.add_argument("--one", type=Fault.parse, metavar="KIND:WORKERS:SEED", help="one fault, told in full")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
+    parser.add_argument("--work", type=Path, help="folder to work in, and to go on in later (default: a temporary one)")
+    parser.add_argument("--record", action="store_true", help=f"add the result to {RECORD.name}")
+    parser.add_argument("--list", action="store_true", help="name the kinds")
+    return parser.parse_args(argv)
+
+
+def faults_of(args: argparse.Namespace) -> list[Fault]:
+    """The faults that the command line means, long ones first."""
+    if args.one:
+        return [args.one]
+    kinds = [kind for kind in KINDS if not args.only or kind.name in args.only]
+    kinds = [kind for kind in kinds if args.workers in (None, kind.workers)]
+    if args.short:
+        kinds = [kind for kind in kinds if kind.workers == 1 or kind.in_short]
+    found = chosen(kinds, SHORT_COUNT if args.short else args.count, SHORT_SEED if args.short else args.seed)
+    return sorted(found, key=lambda fault: -fault.workers)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge, print the table; returns the exit status."""
+    args = _arguments(argv)
     if args.list:
-        print("\n".join(f"{fault.name:50} {fault.file}" for fault in chosen))
+        for kind in KINDS:
+            print(f"{kind.name:34} {kind.workers}  {(kind.inject.__doc__ or '').strip().splitlines()[0]}")
         return 0
-    if problems := [problem for fault in chosen if (problem := fault.problem())]:
-        print("\n".join(problems))
-        return 1
-    tests = {fault.name: [*fault.tests, *(fault.unit_tests() if args.fast else [])] for fault in chosen}
-    sound = judge(sorted({test for named in tests.values() for test in named}), None, fast=args.fast)
-    print(_line("(no fault)", sound), flush=True)
-    if sound.status != 0:
-        return 1
-    missed = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        verdicts = pool.map(lambda fault: judge(tests[fault.name], fault, fast=args.fast), chosen)
-        for fault, verdict in zip(chosen, verdicts, strict=True):
-            print(_line(fault.name, verdict), flush=True)
-            if verdict.status != FAILED:
-                missed.append(fault.name)
-    caught = 1 - len(missed) / len(chosen)
-    print(f"{len(chosen) - len(missed)} of {len(chosen)} faults ({caught:.0%}) were caught")
-    print("".join(f"not: {name}\n" for name in missed), end="")
-    return int(caught < (FAST_SHARE if args.fast else 1))
+    faults = faults_of(args)
+    commands.preload()
+    with tempfile.TemporaryDirectory(prefix="gptpar-faults-") as temporary:
+        work, began = (args.work or Path(temporary)).resolve(), time.monotonic()
+        work.mkdir(parents=True, exist_ok=True)
+        prepared = Prepared(work / "prepared")
+        prepared.prepare({1, *(fault.workers for fault in faults)})
+        if args.one:
+            verdict = judge(args.one, prepared, work / "one", talk=True)
+            print(verdict)
+            return int(verdict.outcome != OK)
+        verdicts = []
+        for verdict in judge_all(faults, prepared, work, args.jobs):
+            verdicts.append(verdict)
+            _tell(verdict)
+        bad = sum(verdict.outcome != OK for verdict in verdicts) + len(faults) - len(verdicts)
+        print(as_text(verdicts))
+        print(f"{len(verdicts)} faults, {bad} not survived, {time.monotonic() - began:.0f} s")
+        if args.record:
+            line = {"seed": args.seed, "faults": len(verdicts), "not_survived": bad, "kinds": summary(verdicts)}
+            with RECORD.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    return int(bad > 0)
 
 
 if __name__ == "__main__":

@@ -1,62 +1,102 @@
-"""One mistake: where it is put into the code, and which tests have to notice it."""
+"""What a fault is, and what may come of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from tests.faults.place import Place
+
+OK = "ok"
+OUTCOMES = (
+    OK,
+    "silent loss",  # what was said to be saved is not there, or a wrong number is told as if it were right
+    "work lost",  # more steps are gone than one save interval, or than a request to stop may cost
+    "hang",  # it did not end in time, or left a process behind
+    "code executed",
+    "traceback",  # in place of a sentence; or a death by a signal that nobody sent
+    "wrong continuation",  # losses or final state differ from those of the undisturbed run
+    "not whole",  # a run that had to go on did not, or a file that is nobody's business was changed
+)
+
+
+class Failed(Exception):
+    """An oracle's verdict: which of the bad outcomes, and what was seen."""
+
+    def __init__(self, outcome: str, seen: str):
+        assert outcome in OUTCOMES[1:]
+        self.outcome, self.seen = outcome, seen
+        super().__init__(f"{outcome}: {seen}")
+
+
+@dataclass
+class Measured:
+    """What a survived fault has cost.
+
+    Attributes:
+        steps_lost: iterations that were trained again.
+        seconds_to_exit: from the fault, or from the request to stop, to the end of the last process.
+    """
+
+    steps_lost: int = 0
+    seconds_to_exit: float = 0.0
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A mistake in one file.
+class Kind:
+    """A way of injecting faults.
 
     Attributes:
-        name: what goes wrong, in a few words joined by hyphens.
-        file: the file, from the repository's root.
-        right: the text that is right; it occurs exactly once in the file.
-        wrong: what takes its place.
-        tests: files or test ids, from the repository's root; at least one of them must fail.
+        name: a few words joined by hyphens.
+        inject: injects one, and judges; all that is random comes from ``place.random``.
+        workers: of the runs that it disturbs.
+        share: how many faults are of this kind, in proportion to the shares of the other kinds.
+        in_short: whether the short suite holds some of this kind although it has several workers.
     """
 
     name: str
-    file: str
-    right: str
-    wrong: str
-    tests: tuple[str, ...]
-
-    def problem(self, root: Path = ROOT) -> str | None:
-        """Why the fault cannot be injected into a checkout, in a sentence; ``None`` where it can."""
-        path = root / self.file
-        if not path.is_file():
-            return f"fault {self.name}: there is no {self.file}"
-        count = path.read_text().count(self.right)
-        if count != 1:
-            return f"fault {self.name}: {self.file} holds {self.right!r} {count} times, not once"
-        missing = [test for test in self.tests if not _exists(root, test)]
-        return f"fault {self.name}: there is no test {', '.join(missing)}" if missing else None
-
-    def unit_tests(self, root: Path = ROOT) -> list[str]:
-        """The folder of the unit tests of the fault's package, where there is one."""
-        package, room, *_ = Path(self.file).parts
-        folder = f"tests/unit/{room}"
-        return [folder] if package == "gptpar" and (root / folder).is_dir() else []
-
-    def inject(self, root: Path) -> None:
-        """Put the fault into a checkout.
-
-        Raises:
-            ValueError: it does not fit.
-        """
-        if problem := self.problem(root):
-            raise ValueError(problem)
-        path = root / self.file
-        path.write_text(path.read_text().replace(self.right, self.wrong))
+    inject: Callable[[Place], Measured]
+    workers: int
+    share: float
+    in_short: bool = False
 
 
-def _exists(root: Path, test: str) -> bool:
-    """Whether there is such a test file and, if the id names one, such a test function."""
-    file, _, name = test.partition("::")
-    path = root / file
-    return path.is_file() and (not name or f"def {name.partition('[')[0]}(" in path.read_text())
+@dataclass(frozen=True, order=True)
+class Fault:
+    """One fault: kind, workers and seed say everything about it."""
+
+    kind: str
+    workers: int
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.workers}:{self.seed}"
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        kind, workers, seed = text.split(":")
+        return cls(kind, int(workers), int(seed))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a fault."""
+
+    fault: str
+    outcome: str
+    seen: str = ""
+    steps_lost: int = 0
+    seconds_to_exit: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
+
+
+def chosen(kinds: Sequence[Kind], count: int, seed: int) -> list[Fault]:
+    """``count`` faults, of each kind its share, at least one of each; the seeds follow ``seed``."""
+    whole = sum(kind.share for kind in kinds)
+    faults = []
+    for kind in kinds:
+        number = max(1, round(count * kind.share / whole))
+        faults += [Fault(kind.name, kind.workers, seed + i) for i in range(number)]
+    return faults

@@ -1,27 +1,58 @@
-"""All faults."""
+"""All kinds of faults, and the table that tells what came of them."""
 
 from __future__ import annotations
 
-from tests.faults.deferred import DEFERRED
-from tests.faults.gradients import GRADIENTS
-from tests.faults.offload import OFFLOAD
-from tests.faults.options import OPTIONS
-from tests.faults.parallel import PARALLEL
-from tests.faults.pipelines import PIPELINES
-from tests.faults.ranges import RANGES
-from tests.faults.state import STATE
-from tests.faults.update import UPDATE
-from tests.faults.user_modules import USER_MODULES
+from collections import Counter
+from collections.abc import Iterable
 
-FAULTS = [
-    *UPDATE,
-    *GRADIENTS,
-    *RANGES,
-    *OFFLOAD,
-    *PARALLEL,
-    *STATE,
-    *OPTIONS,
-    *DEFERRED,
-    *PIPELINES,
-    *USER_MODULES,
-]
+from tests.faults import damage, disks, mixed_up, stopped, strangers
+from tests.faults.fault import OK, OUTCOMES, Kind, Verdict
+
+_FILES = [*damage.FILES, *mixed_up.FILES, *strangers.FILES]
+KINDS: list[Kind] = [*stopped.ONE, *disks.ONE, *_FILES, *stopped.FOUR, *disks.FOUR]
+
+
+def kind_of(name: str, workers: int) -> Kind:
+    """A kind by its name and workers.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for kind in KINDS:
+        if (kind.name, kind.workers) == (name, workers):
+            return kind
+    raise LookupError(f"there is no kind of faults {name} with {workers} workers; --list names all")
+
+
+def summary(verdicts: Iterable[Verdict]) -> list[dict[str, object]]:
+    """A row for each kind: number of faults, of each outcome, most steps lost, longest time to exit."""
+    rows: dict[tuple[str, int], list[Verdict]] = {}
+    for verdict in verdicts:
+        kind, workers, _ = verdict.fault.split(":")
+        rows.setdefault((kind, int(workers)), []).append(verdict)
+    return [
+        {
+            "kind": kind,
+            "workers": workers,
+            "faults": len(found),
+            "outcomes": dict(Counter(one.outcome for one in found)),
+            "max_steps_lost": max(one.steps_lost for one in found),
+            "max_seconds_to_exit": round(max(one.seconds_to_exit for one in found), 1),
+        }
+        for (kind, workers), found in sorted(rows.items(), key=lambda item: (item[0][1], item[0][0]))
+    ]
+
+
+def as_text(verdicts: Iterable[Verdict]) -> str:
+    """The table for a terminal."""
+    rows = summary(verdicts)
+    lines = [f"{'kind':34} {'workers':>7} {'faults':>6} {'ok':>5} {'steps lost':>10} {'to exit':>8}  other outcomes"]
+    for row in rows:
+        outcomes = row["outcomes"]
+        assert isinstance(outcomes, dict)
+        others = ", ".join(f"{name} {outcomes[name]}" for name in OUTCOMES[1:] if name in outcomes)
+        lines.append(
+            f"{row['kind']:34} {row['workers']:>7} {row['faults']:>6} {outcomes.get(OK, 0):>5} "
+            f"{row['max_steps_lost']:>10} {row['max_seconds_to_exit']:>6} s  {others}".rstrip()
+        )
+    return "\n".join(lines)

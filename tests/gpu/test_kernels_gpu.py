@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from gptpar.kernels import gpu, plain_loss
 from gptpar.kernels.bias_gradient import gelu, heads, split_heads
+from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import residual_norm
 
 pytestmark = pytest.mark.gpu
@@ -24,21 +25,24 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(7, 100), (300, 50304), (64, 12576)])
-def test_loss_kernels_equal_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(20.0, 0.0), LossTerms(0.0, 1e-2), LossTerms(5.0, 1e-2)])
+def test_loss_kernels_equal_torch(dtype: torch.dtype, shape: tuple[int, int], terms: LossTerms) -> None:
     logits = random(*shape, dtype=dtype) * 4
     labels = torch.randint(shape[1], shape[:1], device="cuda")
     weights, scale = torch.rand(shape[0], device="cuda"), torch.tensor(1024.0, device="cuda")
-    loss, grad = gpu.loss.loss_and_grad(logits.clone(), labels, weights, scale)
-    wanted_loss, wanted_grad = plain_loss.loss_and_grad(logits, labels, weights, scale)
-    torch.testing.assert_close(loss, wanted_loss, rtol=1e-5, atol=0)
-    torch.testing.assert_close(grad, wanted_grad, **TOLERANCE[dtype])
+    loss, grad = gpu.loss.loss_and_grad(logits.clone(), labels, weights, scale, terms)
+    wide = (logits.double(), labels, weights.double(), scale.double())  # fp32 would round near the cap as often
+    wanted_loss, wanted_grad = plain_loss.loss_and_grad(*wide, terms)
+    torch.testing.assert_close(loss.double(), wanted_loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad.double(), wanted_grad, **TOLERANCE[dtype])
 
     labels -= shape[1] // 2  # half of them belong to another rank
-    got, wanted = (k.share_statistics(logits, labels) for k in (gpu.loss, plain_loss))
+    got, wanted = (k.share_statistics(logits, labels, terms.softcap) for k in (gpu.loss, plain_loss))
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     lse = wanted[1].log() + wanted[0]
-    got_grad = gpu.loss.share_grad(logits.clone(), labels, lse, weights, scale)
-    torch.testing.assert_close(got_grad, plain_loss.share_grad(logits, labels, lse, weights, scale), **TOLERANCE[dtype])
+    got_grad = gpu.loss.share_grad(logits.clone(), labels, lse, weights, scale, terms)
+    wanted_grad = plain_loss.share_grad(logits, labels, lse, weights, scale, terms)
+    torch.testing.assert_close(got_grad, wanted_grad, **TOLERANCE[dtype])
 
 
 @DTYPES

@@ -21,6 +21,7 @@ from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Vocabulary, make_loaders
 from gptpar.training.progress import Progress
 from gptpar.training.run import Run
+from gptpar.training.saving import Saving
 from tests.helpers import make_trainer
 from tests.spawn import spawn
 
@@ -55,7 +56,9 @@ def run(rank: int, folder: str, layout: Layout, micro: int) -> Result:
     records: list[ValidationRecord] = []
     reporter = SimpleNamespace(validation=records.append)
     vocabulary = Vocabulary(60, None, {})
-    story = Run(trainer, Progress(STEPS), plan, loaders, vocabulary, reporter, StopRequest(), print, time.time())  # type: ignore[arg-type]
+    saving = Saving(trainer, vocabulary, print)  # type: ignore[arg-type]
+    parts = (trainer, Progress(STEPS), plan, loaders, vocabulary, reporter, StopRequest(), print, time.time(), saving)
+    story = Run(*parts)  # type: ignore[arg-type]
     story.evaluate("valid")
     return losses, records[0].loss, by_hand(trainer, folder) if layout.world_size == 1 else None
 

@@ -29,6 +29,22 @@ MODELS = {  # flags, and which fields the micro-batch has beside labels
     "documents": ("", ("loss_mask", "position_ids", "document_ids")),
     "rotary documents": ("--position-embedding-type rope", ("position_ids", "document_ids")),
 }
+OPTIONS = {  # the same of options that few models have
+    "norm of all heads": (f"{LLAMA} {UNTIED} --num-query-groups 4 --qk-layernorm --qk-layernorm-scope width", ()),
+    "norm of all heads of two groups": (
+        f"{LLAMA} --num-query-groups 2 --qk-layernorm --qk-layernorm-scope width --norm-placement post",
+        (),
+    ),
+    "norms after": ("--norm-placement post", ()),
+    "norms before and after": ("--norm-placement peri", ()),
+    "parallel residual, exact GELU": ("--use-parallel-residual --mlp-activation gelu", ()),
+    "gated attention": ("--attention-output-gate --num-query-groups 2 --squared-relu", ()),
+    "gated attention with head norms": (f"{LLAMA} --attention-output-gate --qk-layernorm", ()),
+    "windows": ("--window-size 5 --window-pattern SF", ("document_ids",)),
+    "capped logits, z-loss": ("--logit-softcap 2 --z-loss-weight 0.1", ("loss_mask",)),
+    "untied, z-loss": (f"{UNTIED} --z-loss-weight 0.1", ()),
+    "muP": (f"{UNTIED} --mup --mup-base-hidden-size 8 --mup-base-kv-channels 4", ()),
+}
 SAMPLES, LENGTH = 2, 16
 EDGES = torch.tensor([15, 16, 20, 21, 31, 32, 41, 42, 47, 48])
 """The last and first pieces of neighbouring ranks' shares of 64, for two, three and four ranks."""
@@ -104,7 +120,7 @@ def split_models(rank: int, size: int, names: list[str]) -> dict[tuple[str, bool
     cross_entropy.CHUNK_BYTES["cpu"] = 64 * 8 * 5
     found = {}
     for name in names:
-        flags, wanted = MODELS[name]
+        flags, wanted = (MODELS | OPTIONS)[name]
         for sequence_parallel in (False, True):
             axis = axis_of(rank, size, sequence_parallel)
             found[name, sequence_parallel] = loss_and_whole_gradients(build(flags, axis), axis, wanted)
@@ -123,10 +139,19 @@ def assert_equal(got: Result, wanted: Result, what: object) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_split_models_equal_the_whole_one(size: int) -> None:
     names = [name for name in MODELS if size == 2 or "llama" not in name]  # two groups do not go to four ranks
-    expected = {
-        name: loss_and_whole_gradients(build(flags, TensorAxis()), TensorAxis(), wanted)
-        for name, (flags, wanted) in MODELS.items()
-    }
+    check_split_models(size, names)
+
+
+@pytest.mark.parametrize(("size", "names"), [(2, list(OPTIONS)), (4, ["norm of all heads", "capped logits, z-loss"])])
+def test_split_options_equal_the_whole_ones(size: int, names: list[str]) -> None:
+    check_split_models(size, names)
+
+
+def check_split_models(size: int, names: list[str]) -> None:
+    expected = {}
+    for name in names:
+        flags, wanted = (MODELS | OPTIONS)[name]
+        expected[name] = loss_and_whole_gradients(build(flags, TensorAxis()), TensorAxis(), wanted)
     for rank, results in enumerate(spawn(split_models, size, size, names)):
         assert len(results) == 2 * len(names)
         for (name, sequence_parallel), got in results.items():
@@ -159,23 +184,24 @@ def test_an_uneven_vocabulary() -> None:
 
 # No rotary positions: their angles are fp32, which a compiler rounds in its own way.
 ONE_BLOCK = "--num-layers 1 --normalization RMSNorm --swiglu --num-query-groups 2"
+NORMS = "--qk-layernorm --qk-layernorm-scope width --norm-placement peri --attention-output-gate"
 
 
-def compiled(rank: int) -> dict[bool, Result]:
+def compiled(rank: int) -> dict[tuple[str, bool], Result]:
     found = {}
-    for sequence_parallel in (False, True):
+    for flags, sequence_parallel in ((ONE_BLOCK, False), (ONE_BLOCK, True), (f"{ONE_BLOCK} {NORMS}", False)):
         axis = axis_of(rank, 2, sequence_parallel)
-        stage = build(ONE_BLOCK, axis)
+        stage = build(flags, axis)
         stage.compile_layers(["layers.0"])
-        found[sequence_parallel] = loss_and_whole_gradients(stage, axis, ())
+        found[flags, sequence_parallel] = loss_and_whole_gradients(stage, axis, ())
     return found
 
 
 def test_compiled_blocks_give_the_same() -> None:
-    expected = loss_and_whole_gradients(build(ONE_BLOCK, TensorAxis()), TensorAxis(), ())
     for rank, results in enumerate(spawn(compiled, 2, timeout_s=300.0)):
-        for sequence_parallel, got in results.items():
-            assert_equal(got, expected, ("compiled", sequence_parallel, rank))
+        for (flags, sequence_parallel), got in results.items():
+            expected = loss_and_whole_gradients(build(flags, TensorAxis()), TensorAxis(), ())
+            assert_equal(got, expected, ("compiled", flags, sequence_parallel, rank))
 
 
 def recomputed(rank: int) -> list[Result]:

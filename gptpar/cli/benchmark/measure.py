@@ -26,7 +26,7 @@ from gptpar.config.validate import resolve
 from gptpar.model.flops import flops_per_token, mfu
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.graph import wants_graph
-from gptpar.reporting.records import IterationRecord, ValidationRecord
+from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
 from gptpar.system.command_line import not_negative_int, positive_int
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
@@ -52,6 +52,8 @@ class _Times:
         self.records.append(record)
 
     def validation(self, record: ValidationRecord) -> None: ...
+
+    def task(self, record: TaskRecord) -> None: ...
 
     def flush(self) -> None: ...
 

@@ -18,7 +18,7 @@ from gptpar.cli.check_layouts.outcome import Outcome
 from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.cli.launch import is_worker, start_workers, workers_wanted
 from gptpar.config import Config
-from gptpar.config.flags import parse_flags
+from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
 from gptpar.plan.space.spaces import to_prove
@@ -29,10 +29,10 @@ from gptpar.topology.world import open_world, world_from_environment
 
 DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
 processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
-with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama has every
-option that GPT-2 has not. Exits with 1 when a difference is above the tolerance. With --hidden-dropout and
---attention-dropout the masks must be equal, too. --module FILE.py:FUNCTION checks your own module, with flags of its
-own: gptpar check-layouts --module --help."""
+with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama, olmo2
+and mup have the options that GPT-2 has not. Exits with 1 when a difference is above the tolerance. With
+--hidden-dropout and --attention-dropout the masks must be equal, too. --module FILE.py:FUNCTION checks your own module,
+with flags of its own: gptpar check-layouts --module --help."""
 
 SMALL = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 100 "
@@ -43,9 +43,15 @@ MODELS = {
     "gpt": "",
     "llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --qk-layernorm",
+    "olmo2": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--num-attention-heads 8 --num-query-groups 4 --untie-embeddings-and-output-weights --norm-placement post "
+    "--qk-layernorm --qk-layernorm-scope width --window-size 5 --window-pattern SSSF --z-loss-weight 0.01 "
+    "--logit-softcap 5 --weight-decay-override embedding*=0 --lr-override layers.*.mlp.*=0.5",
+    "mup": "--use-parallel-residual --norm-placement peri --squared-relu --attention-output-gate --qk-layernorm "
+    "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 4",
 }
 """A model's flags beside SMALL. The second has weights that are whole on each tensor rank inside a split layer: the
-norms of queries and keys."""
+norms of queries and keys. The others have what these two have not."""
 
 
 def main(argv: list[str]) -> int:
@@ -56,7 +62,7 @@ def main(argv: list[str]) -> int:
     scale = ["--initial-loss-scale", "1024"] if "--fp16" in argv else []  # the usual first ones overflow for many steps
     typed = [*number_format, *scale, *(word for word in argv if word != "--fp32")]
     small = SMALL.split()
-    parsed = parse_flags([*small, *typed], prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags)
+    parsed = _parsed([*small, *typed])
     count = parsed.rest.nproc or workers_wanted(None)
     if parsed.problems:
         raise ConfigError(parsed.problems)
@@ -66,6 +72,13 @@ def main(argv: list[str]) -> int:
     for case in _chosen(words, count, parsed.rest.only):
         case_config(words, case, count)
     return start_workers(count, ["check-layouts", *_without_nproc(argv)])
+
+
+def _parsed(words: Sequence[str]) -> ParsedFlags:
+    """Without ``--config``, for the small model's words would win over the file's."""
+    return parse_flags(
+        words, prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags, takes_config=False
+    )
 
 
 def _without_nproc(argv: Sequence[str]) -> list[str]:
@@ -81,7 +94,9 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
         choices=MODELS,
         default="gpt",
         help="gpt: as GPT-2 (default); llama: rotary positions, RMSNorm, SwiGLU, grouped queries, norms of queries and "
-        "keys, an output layer of its own, no biases",
+        "keys, an output layer of its own, no biases; olmo2: that with norms of all queries and keys and after "
+        "attention and MLP, windows, z-loss, capped logits, overrides; mup: gated attention and MLP side by side, "
+        "muP",
     )
     group.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared (default: 3)")
     group.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")
@@ -89,7 +104,7 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _chosen(words: Sequence[str], num_processes: int, only: str | None) -> list[Candidate]:
-    typed = parse_flags(words, extra=_extra_flags).flags
+    typed = _parsed(words).flags
     found = [case for case in to_prove(typed, num_processes) if only is None or only in case.name]
     if not found:
         raise ConfigError([f"--only {only}: no combination of {num_processes} processes has these words in its name."])
@@ -102,7 +117,7 @@ def case_config(words: Sequence[str], case: Candidate, world_size: int) -> Confi
     Raises:
         ConfigError: the model cannot be cut like that.
     """
-    typed = parse_flags(words, extra=_extra_flags).flags
+    typed = _parsed(words).flags
     try:
         config = configured(case.applied_to(typed), world_size)
     except ConfigError as error:

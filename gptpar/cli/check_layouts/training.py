@@ -13,6 +13,7 @@ from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 from gptpar.config import Config
 from gptpar.data.loader import MicroBatch
 from gptpar.optim.schedule import make_schedule
+from gptpar.optim.skip_step import NOT_FINITE
 from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
@@ -45,18 +46,28 @@ class CaseRun:
                 loss, iteration=step + 1, samples=size, progress=float(step * size + size), stop=False
             )
             mean, norm, skipped, _, *auxiliary = launched.readings.read()
-            self.outcome.steps.append((mean, norm if not skipped else float("nan"), *auxiliary))
+            layers = [norm for kind in launched.layer_norms.values() for _, norm in sorted(kind.items())]
+            # An outlier's norm is a number like any other; whether it was skipped shows in the weights.
+            shown = float("nan") if skipped == NOT_FINITE else norm
+            self.outcome.steps.append((mean, shown, *auxiliary, *layers))
             self.outcome.weights.append(self._whole(self._state("weights")))
 
     def save(self, folder: Path, iteration: int) -> None:
         """Write a checkpoint."""
         tensors = checkpoint_tensors(self.trainer, with_moments=True)
-        save_checkpoint(folder, iteration, tensors, {"optimizer_steps": self.trainer.engine.optimizer.steps_taken})
+        window = self.trainer.skip_step
+        meta = {
+            "optimizer_steps": self.trainer.engine.optimizer.steps_taken,
+            "skip_step": None if window is None else window.state(),
+        }
+        save_checkpoint(folder, iteration, tensors, meta)
 
     def resume(self, folder: Path) -> None:
         """Take the state of whichever layout saved it."""
         loaded = load_checkpoint(folder, checkpoint_tensors(self.trainer, with_moments=True))
         self.trainer.engine.optimizer.steps_taken = loaded.meta["optimizer_steps"]
+        if self.trainer.skip_step is not None:
+            self.trainer.skip_step.load(loaded.meta["skip_step"])
         self.trainer.engine.publish()
 
     def _state(self, kind: str) -> dict[str, TensorParts]:

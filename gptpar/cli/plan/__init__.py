@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gptpar.any_module.user_module import is_named_in
 from gptpar.cli.plan import module
+from gptpar.config import CheckpointConfig
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.ranges import range_problems
 from gptpar.config.schedule_lengths import without_lengths
@@ -19,6 +20,7 @@ from gptpar.plan.remedies import remedies
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
 from gptpar.plan.search import search
 from gptpar.system.command_line import positive_float, positive_int
+from gptpar.system.quantities import positive_gib
 
 DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
 flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout
@@ -30,9 +32,17 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     group.add_argument("--world-size", type=positive_int, metavar="N", help="number of GPUs (default: 1)", default=1)
     group.add_argument("--gpu", choices=tuple(GPUS), default="h100", help="the GPU's data sheet (default: h100)")
-    group.add_argument("--gpu-memory", type=positive_float, metavar="GIB", help="of a GPU (default: the data sheet's)")
     group.add_argument(
-        "--host-memory", type=positive_float, metavar="GIB", help="of a machine (default: not looked at)"
+        "--gpu-memory",
+        type=positive_gib,
+        metavar="GIB",
+        help="of a GPU, in GiB, or 80GB (default: the data sheet's)",
+    )
+    group.add_argument(
+        "--host-memory",
+        type=positive_gib,
+        metavar="GIB",
+        help="of a machine, in GiB, or 2TiB (default: not looked at)",
     )
     group.add_argument(
         "--gpus-per-node", type=positive_int, default=8, metavar="N", help="GPUs of a machine (default: 8)"
@@ -66,7 +76,7 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
         flags = flags.update("batch", **_length(parsed))
     nothing = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
     flags = without_lengths(flags.update("data", mock_data=True, **nothing))
-    flags = flags.update("checkpoint", load=None, save=None, save_interval=None, ckpt_step=None, finetune=False)
+    flags = dataclasses.replace(flags, checkpoint=CheckpointConfig())
     flags = flags.update("logging", eval_iters=0, skip_train=False)
     return dataclasses.replace(parsed, flags=flags)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from gptpar.config import BatchConfig, BatchFlags, Flags
+from gptpar.config import BatchConfig, BatchFlags, CheckpointConfig, Flags
 from gptpar.config.batch_sizes import BatchSizes, read_schedule, run_samples
 from gptpar.config.complete import completed
 from gptpar.config.fields import Missing
@@ -126,9 +127,34 @@ def check_duration(flags: Flags) -> Iterator[str]:
         yield "--rampup-batch-size needs --train-samples or --train-tokens alone: with it, steps differ in size."
     if b.train_minutes is not None:
         yield from _fitted_length(flags)
-    if c.save_interval is not None and not c.save:
-        yield "--save-interval is given but --save is not: say where to save."
+    yield from _saves(c)
     yield from _countable(flags)
+
+
+def _exports(c: CheckpointConfig) -> Iterator[str]:
+    """What is exported to Hugging Face."""
+    if c.save_hf_interval is not None and (not c.save or c.save_interval is None):
+        yield f"--save-hf-interval {c.save_hf_interval} exports checkpoints: give --save and --save-interval."
+    elif c.save_hf_interval is not None and c.save_interval and c.save_hf_interval % c.save_interval:
+        yield (
+            f"--save-hf-interval {c.save_hf_interval} is no multiple of --save-interval {c.save_interval}: only a "
+            "checkpoint can be exported."
+        )
+
+
+def _saves(c: CheckpointConfig) -> Iterator[str]:
+    """When to save, and where."""
+    for flag in ("--save-interval-minutes", "--save-local"):  # --save-interval is Megatron's, which ignores it
+        if getattr(c, flag[2:].replace("-", "_")) is not None and not c.save:
+            yield f"{flag} is given but --save is not: say where to save."
+    yield from _exports(c)
+    intervals = c.save_local_interval, c.save_local_interval_minutes
+    if c.save_local is None and any(interval is not None for interval in intervals):
+        yield "--save-local-interval or -minutes is given but --save-local is not: say where to save."
+    elif c.save_local is not None and all(interval is None for interval in intervals):
+        yield f"--save-local {c.save_local} is never used: give --save-local-interval or --save-local-interval-minutes."
+    elif c.save_local is not None and c.save and Path(c.save_local).resolve() == Path(c.save).resolve():
+        yield f"--save-local {c.save_local} is --save itself: choose another folder, on a disk of this machine."
 
 
 def _length(b: BatchFlags) -> Iterator[str]:
@@ -188,7 +214,8 @@ def _fitted_length(flags: Flags) -> Iterator[str]:
 def _has_own_lengths(flags: Flags) -> bool:
     """Whether warm-up or decay are measured otherwise than in steps of this run."""
     o = flags.optimizer
-    return any((o.lr_decay_iters, o.lr_decay_samples, o.lr_decay_tokens, o.lr_warmup_samples, o.lr_warmup_tokens))
+    lengths = (o.lr_decay_iters, o.lr_decay_samples, o.lr_decay_tokens, o.lr_warmup_samples, o.lr_warmup_tokens)
+    return any(lengths) or o.scheduler is not None
 
 
 def check_first_step(flags: Flags) -> Iterator[str]:

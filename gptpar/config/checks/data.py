@@ -24,6 +24,7 @@ def check_data(flags: Flags) -> Iterator[str]:
         yield f"--seed is {d.seed}; the data order takes seeds below 2^32 = {SEED_LIMIT}."
     if flags.logging.full_validation:
         yield from _full_validation(d)
+    yield from _tasks(flags)
     if t.tokenizer_type is None and t.vocab_size is None:
         yield Missing("the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size.")
     if (d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask) and t.tokenizer_type is None:
@@ -60,6 +61,15 @@ def _full_validation(d: DataFlags) -> Iterator[str]:
         )
 
 
+def _tasks(flags: Flags) -> Iterator[str]:
+    log = flags.logging
+    if log.eval_tasks and flags.tokenizer.tokenizer_type is None:
+        yield Missing("--eval-tasks reads text: give --tokenizer-type and its files.")
+    unused = {"--eval-limit": log.eval_limit, "--eval-tasks-interval": log.eval_tasks_interval}
+    if not log.eval_tasks and (given := [name for name, value in unused.items() if value is not None]):
+        yield f"{' and '.join(given)} without --eval-tasks has no effect: give its files, or leave it out."
+
+
 def check_files(flags: Flags) -> Iterator[str]:
     """Whether the files that must be there are there."""
     yield from _corpora(flags.data)
@@ -82,6 +92,8 @@ def _folders(c: CheckpointConfig) -> Iterator[str]:
         yield f"--load {c.load}: there is no such folder."
     if c.save and Path(c.save).exists() and not Path(c.save).is_dir():
         yield f"--save {c.save} is a file; a folder is needed."
+    if c.save_local and Path(c.save_local).exists() and not Path(c.save_local).is_dir():
+        yield f"--save-local {c.save_local} is a file; a folder is needed."
     if (c.ckpt_step is not None or c.finetune) and not c.load:
         yield "--ckpt-step and --finetune need --load, the folder to load from."
 

@@ -22,8 +22,10 @@ def check_model(flags: Flags) -> Iterator[str]:
     yield from _heads(m)
     yield from _size(flags)
     yield from _rotation(m)
-    if m.qk_layernorm and m.kv_channels == 1:
-        yield "--qk-layernorm normalises over the channels of a head, and --kv-channels is 1: use at least 2."
+    yield from _norms(m)
+    yield from _windows(m)
+    yield from _mlp(m)
+    yield from _mup(m)
     if m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
         yield (
             f"--max-position-embeddings {m.max_position_embeddings} is less than --seq-length {m.seq_length}: "
@@ -32,6 +34,41 @@ def check_model(flags: Flags) -> Iterator[str]:
     for name in ("attention_dropout", "hidden_dropout"):
         if not 0 <= getattr(m, name) < 1:
             yield f"--{name.replace('_', '-')} is {getattr(m, name):g}; it must be at least 0 and less than 1."
+
+
+def _norms(m: ModelFlags) -> Iterator[str]:
+    """What is normalised, and over what."""
+    over_width = m.qk_layernorm_scope == "width"
+    if m.qk_layernorm and not over_width and m.kv_channels == 1:
+        yield "--qk-layernorm normalises over the channels of a head, and --kv-channels is 1: use at least 2."
+    if over_width and not m.qk_layernorm:
+        yield "--qk-layernorm-scope width says what --qk-layernorm normalises over: give that flag, too."
+    if over_width and m.normalization != "RMSNorm":
+        yield (
+            f"--qk-layernorm-scope width is there for --normalization RMSNorm alone, not for {m.normalization}: "
+            "change one of them."
+        )
+
+
+def _windows(m: ModelFlags) -> Iterator[str]:
+    pattern = m.window_pattern
+    if pattern is not None and set(pattern) - set("SF"):
+        yield f"--window-pattern {pattern[:80]} may hold the letters S (sliding) and F (full) alone, as in SSSF."
+    if pattern is not None and m.window_size is None:
+        yield "--window-pattern says which layers have a sliding window: give its --window-size, too."
+
+
+def _mlp(m: ModelFlags) -> Iterator[str]:
+    if m.swiglu and m.mlp_activation != "gelu_tanh":
+        yield f"--swiglu has an activation function of its own: drop --mlp-activation {m.mlp_activation}, or --swiglu."
+
+
+def _mup(m: ModelFlags) -> Iterator[str]:
+    if m.mup and m.mup_base_hidden_size is None:
+        yield Missing("--mup scales from the width of the model that was tuned: give --mup-base-hidden-size.")
+    for name in ("mup_base_hidden_size", "mup_base_kv_channels"):
+        if not m.mup and getattr(m, name) is not None:
+            yield f"{flag_name(name)} has a meaning with --mup alone: give that flag, or drop this one."
 
 
 def _heads(m: ModelFlags) -> Iterator[str]:

@@ -48,12 +48,7 @@ def _tensor(flags: Flags) -> Iterator[str]:
 def _sequence(flags: Flags, size: int) -> Iterator[str]:
     """The tokens of a micro-batch must have equal shares."""
     micro, length = flags.batch.micro_batch_size, flags.model.seq_length
-    if size == 1:
-        yield (
-            "--sequence-parallel splits tokens over the --tensor-model-parallel-size processes, which is 1: raise it, "
-            "or drop the flag."
-        )
-    elif micro and length and micro * length % size:
+    if micro and length and micro * length % size:
         yield (
             f"--sequence-parallel: the {micro} x {length} = {micro * length} tokens of a micro-batch are not divisible "
             f"by --tensor-model-parallel-size {size}: make --micro-batch-size or --seq-length a multiple of it."

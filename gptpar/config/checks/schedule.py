@@ -8,6 +8,7 @@ from gptpar.config import BatchConfig, Flags, OptimizerConfig, OptimizerFlags
 from gptpar.config.batch_sizes import BatchSizes, run_samples
 from gptpar.config.complete import completed
 from gptpar.config.fields import Missing, flag_name
+from gptpar.config.overrides import override_problems
 from gptpar.config.schedule_lengths import schedule_lengths
 
 
@@ -22,6 +23,8 @@ def check_schedule(flags: Flags) -> Iterator[str]:
             "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its tail."
         )
     yield from _weight_decay(o)
+    yield from override_problems("--weight-decay-override", o.weight_decay_override)
+    yield from override_problems("--lr-override", o.lr_override)
     yield from _betas(o)
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
@@ -92,7 +95,7 @@ def _betas(o: OptimizerFlags) -> Iterator[str]:
 def check_schedule_lengths(flags: Flags) -> Iterator[str]:
     """Whether warm-up, decay and WSD's tail fit into each other; the batches and the length must be in order."""
     o, seq_length = flags.optimizer, flags.model.seq_length
-    if flags.logging.skip_train or not seq_length:
+    if flags.logging.skip_train or not seq_length or o.scheduler is not None:
         return
     batch = completed(BatchConfig, flags.batch)
     lengths = schedule_lengths(completed(OptimizerConfig, o), batch, seq_length, run_samples(batch))

@@ -18,6 +18,7 @@ class BatchOptions:
         None,
         "grow the global batch from START by INCREMENT up to --global-batch-size over SAMPLES samples",
         metavar="START INCREMENT SAMPLES",
+        counts=True,
         most=10**13,
     )
     step_batch_size_schedule: tuple[str, ...] | None = flag(
@@ -26,8 +27,8 @@ class BatchOptions:
         "last SIZE is the --global-batch-size; for example 0:16 2.4B:320 4.8B:624",
         metavar="TOKENS:SIZE",
     )
-    train_iters: int | None = flag(None, "train for this many steps", least=1, most=10**10)
-    train_samples: int | None = flag(None, "train on this many samples", least=1, most=10**13)
+    train_iters: int | None = flag(None, "train for this many steps", least=1, most=10**10, counts=True)
+    train_samples: int | None = flag(None, "train on this many samples, such as 20M", least=1, most=10**13, counts=True)
     train_minutes: float | None = flag(
         None,
         "after ten steps, lower --train-iters to the number of steps that fit into this many minutes of training; the "
@@ -64,9 +65,11 @@ class BatchFlags(BatchOptions):
     )
     train_tokens: int | None = flag(
         None,
-        "train on this many tokens; beside --train-samples or --train-iters, what is reached first ends the run",
+        "train on this many tokens, such as 1.5B; beside --train-samples or --train-iters, what is reached first ends "
+        "the run",
         least=1,
         most=10**17,
+        counts=True,
     )
 
 

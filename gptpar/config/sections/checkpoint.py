@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptpar.config.fields import flag
+from gptpar.config.fields import flag, on_unless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,12 +13,35 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "run folder: checkpoints, metrics.jsonl and TensorBoard files, of one run at a time")
     load: str | None = flag(None, "folder to resume from (its newest good checkpoint)")
+    load_hf: str | None = flag(
+        None,
+        "Hugging Face folder to begin with: its model, weights and tokenizer (once --load holds a checkpoint, the run "
+        "goes on from that)",
+    )
     save_interval: int | None = flag(None, "steps between checkpoints (the last step is always saved)", least=1)
+    save_interval_minutes: float | None = flag(
+        None, "minutes between checkpoints, beside --save-interval or in its place", above=0
+    )
+    save_local: str | None = flag(
+        None,
+        "second folder, on a fast disk of this machine (or /dev/shm), which keeps the newest two checkpoints; resuming "
+        "takes the newest whole one of both folders",
+    )
+    save_local_interval: int | None = flag(None, "steps between checkpoints in --save-local", least=1)
+    save_local_interval_minutes: float | None = flag(None, "minutes between checkpoints in --save-local", above=0)
+    save_hf_interval: int | None = flag(
+        None, "steps between Hugging Face folders SAVE/hf/iter_..., a multiple of --save-interval", least=1
+    )
+    async_save: bool = on_unless("--no-async-save", "do not go on with training before a checkpoint is on the disk")
     keep_checkpoints: int | None = flag(None, "keep only this many of this run's newest checkpoints", least=1)
     no_save_optim: bool = flag(False, "save weights without the optimizer's moments")
     no_load_optim: bool = flag(False, "load weights without the optimizer's moments")
     finetune: bool = flag(False, "load weights only; start at iteration 0 with a fresh schedule and data order")
     ckpt_step: int | None = flag(
         None, "load this iteration instead of the newest; saving in that folder moves later ones to a branch", least=0
+    )
+    use_checkpoint_args: bool = flag(
+        False,
+        "take the model and the tokenizer from the checkpoint at --load; a flag that contradicts them is refused",
     )
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load holds no checkpoint instead of starting afresh")

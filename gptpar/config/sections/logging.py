@@ -18,6 +18,18 @@ class LoggingOptions:
         "--valid-data-path, or of validation's share of --data-path; several corpora count as one, without weights)",
     )
     skip_train: bool = flag(False, "evaluate the loaded checkpoint and stop")
+    eval_tasks: tuple[str, ...] | None = flag(
+        None,
+        ".jsonl files of questions with choices (HellaSwag's, ARC's or PIQA's fields, or query, choices, gold) or of "
+        "texts (text), to evaluate during the run: accuracy, or bits per byte (docs/evaluation.md)",
+        metavar="FILE",
+    )
+    eval_limit: int | None = flag(
+        None, "items of each of these files that are evaluated, drawn by a fixed seed (default: all)", least=1
+    )
+    eval_tasks_interval: int | None = flag(
+        None, "steps between evaluations on --eval-tasks (default: --eval-interval)", least=1
+    )
     log_interval: int = flag(100, "steps between console lines", least=1)
     timing_log_level: int = flag(0, "from 1 on: what the time of an iteration was spent waiting for", least=0)
     log_throughput: bool = flag(False, "add TFLOP/s per GPU to the console line")

@@ -26,10 +26,42 @@ class ModelOptions:
         spellings={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     )
     norm_epsilon: float = flag(1e-5, "added to the variance in norms", names=("--layernorm-epsilon",), above=0)
+    norm_placement: str = flag(
+        "pre",
+        "norms of a block: before attention and MLP (pre), after them and before the residual sum (post, as OLMo-2), "
+        "or both (peri)",
+        choices=("pre", "post", "peri"),
+    )
+    use_parallel_residual: bool = flag(
+        False, "attention and MLP of a block read the same input, and their outputs are added to it (GPT-NeoX)"
+    )
     qk_layernorm: bool = flag(
         False, "normalise each head's queries and keys, before rotary positions, as --normalization says"
     )
+    qk_layernorm_scope: str = flag(
+        "head",
+        "what --qk-layernorm normalises over: the channels of a head (Qwen3), or those of all heads together (OLMo-2)",
+        choices=("head", "width"),
+    )
+    attention_output_gate: bool = flag(
+        False, "multiply attention's output by the sigmoid of a gate that is projected beside the queries (Qwen3-Next)"
+    )
+    window_size: int | None = flag(
+        None, "tokens that a sliding-window layer sees, the token itself among them", least=1, most=100_000_000
+    )
+    window_pattern: str | None = flag(
+        None,
+        "which layers --window-size holds for: a letter a layer, S sliding or F full, repeated over the layers "
+        "(default: S)",
+        metavar="SSSF",
+    )
     swiglu: bool = flag(False, "gated SiLU MLP instead of GELU")
+    mlp_activation: str = flag(
+        "gelu_tanh",
+        "the MLP's activation function without --swiglu",
+        choices=("gelu_tanh", "gelu", "squared_relu"),
+        spellings={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "squared_relu"},
+    )
     add_bias_linear: bool = on_unless("--disable-bias-linear", "no biases in linear layers")
     add_qkv_bias: bool = flag(False, "bias on the QKV projection even with --disable-bias-linear")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own")
@@ -37,6 +69,24 @@ class ModelOptions:
         128, "pad the vocabulary to a multiple of this (whatever the layout)", least=1, most=10_000_000
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", least=0)
+    logit_softcap: float = flag(0.0, "c: logits become c * tanh(logits / c); 0 is off", least=0)
+    z_loss_weight: float = flag(
+        0.0, "in training, add this times the mean of logsumexp(logits)^2 to the loss; 0 is off", least=0
+    )
+    mup: bool = flag(
+        False,
+        "muP: learning rate and initial values that suit a model of --mup-base-hidden-size suit this one "
+        "(gptpar/model/mup.py)",
+    )
+    mup_base_hidden_size: int | None = flag(
+        None, "with --mup: the --hidden-size of the model that was tuned", least=1, most=1_000_000
+    )
+    mup_base_kv_channels: int | None = flag(
+        None,
+        "with --mup: the --kv-channels of that model (default: as here, so that wider models have more heads)",
+        least=1,
+        most=1_000_000,
+    )
     attention_dropout: float = flag(0.1, "dropout on attention probabilities")
     hidden_dropout: float = flag(0.1, "dropout on embeddings and on each block's two outputs")
 
@@ -75,6 +125,7 @@ class ModelFlags(ModelOptions):
     max_position_embeddings: int | None = flag(
         None, "learned positions (default: --seq-length)", least=1, most=100_000_000
     )
+    squared_relu: bool = flag(False, "same as --mlp-activation squared_relu")
     use_rotary_position_embeddings: bool = flag(False, "same as --position-embedding-type rope")
     add_position_embedding: bool = on_unless(
         "--no-position-embedding", "no positions: same as --position-embedding-type none"

@@ -20,22 +20,34 @@ class OptimizerOptions:
     )
     min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=DECAY_STYLES)
-    lr_decay_iters: int | None = flag(None, "steps until --min-lr (default: the whole run)", least=1)
-    lr_decay_samples: int | None = flag(None, "samples until --min-lr (default: the whole run)", least=1)
-    lr_decay_tokens: int | None = flag(None, "tokens until --min-lr", least=1)
+    lr_decay_iters: int | None = flag(None, "steps until --min-lr (default: the whole run)", least=1, counts=True)
+    lr_decay_samples: int | None = flag(None, "samples until --min-lr (default: the whole run)", least=1, counts=True)
+    lr_decay_tokens: int | None = flag(None, "tokens until --min-lr", least=1, counts=True)
     lr_warmup_fraction: float | None = flag(None, "share of the decay span spent warming up")
-    lr_warmup_iters: int = flag(0, "steps of linear warm-up", least=0)
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up", least=0)
-    lr_warmup_tokens: int | None = flag(None, "tokens of linear warm-up", least=0)
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up", least=0, counts=True)
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up", least=0, counts=True)
+    lr_warmup_tokens: int | None = flag(None, "tokens of linear warm-up", least=0, counts=True)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
     lr_wsd_decay_style: str = flag(
         "exponential", "shape of WSD's tail", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's tail in steps", least=1)
-    lr_wsd_decay_samples: int | None = flag(None, "length of WSD's tail in samples", least=1)
+    lr_wsd_decay_iters: int | None = flag(None, "length of WSD's tail in steps", least=1, counts=True)
+    lr_wsd_decay_samples: int | None = flag(None, "length of WSD's tail in samples", least=1, counts=True)
     weight_decay: float = flag(0.01, "decoupled weight decay (matrices only; not biases, not norms)", least=0)
     weight_decay_incr_style: str = flag(
         "constant", "how the weight decay grows", choices=("constant", "linear", "cosine")
+    )
+    weight_decay_override: tuple[str, ...] | None = flag(
+        None,
+        "factors of the weight decay for parameters by name, such as 'embedding*=0'; of those that match, the last "
+        "counts",
+        metavar="PATTERN=X",
+    )
+    lr_override: tuple[str, ...] | None = flag(
+        None,
+        "factors of the learning rate for parameters by name, such as 'layers.*.mlp.*=0.5'; of those that match, the "
+        "last counts",
+        metavar="PATTERN=X",
     )
     clip_grad: float = flag(1.0, "clip the global L2 norm of the gradient to this; 0 is off", least=0)
     adam_beta1: float = flag(0.9, "decay of the first moment")
@@ -53,6 +65,9 @@ class OptimizerOptions:
         "on resume, let the checkpoint's schedule replace this command line's",
         names=("--use-checkpoint-opt_param-scheduler",),
     )
+    scheduler: dict | None = None
+    """The ``scheduler`` of a DeepSpeed configuration, ``type`` and complete ``params``; it goes before the schedule of
+    the flags."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ class ParallelOptions:
     pipeline_partition_method: str = flag(
         "parameters",
         "where the stack is cut: parameters, flops, uniform, type:REGEX of a layer's class, or boundaries as 0,7,14",
-        names=("--partition-method",),
+        names=("--partition-method", "--pp-partition-method"),
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients over data-parallel processes in bf16 instead of fp32")
     distributed_backend: str | None = flag(None, "default: nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))

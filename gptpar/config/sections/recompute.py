@@ -24,6 +24,7 @@ class RecomputeOptions:
         "uniform: blocks recomputed together (default: 1); else: recompute only the first N blocks of each pipeline "
         "stage (default: all)",
         least=1,
+        names=("--activations-checkpoint-num-layers",),
     )
     distribute_saved_activations: bool = flag(
         False,
@@ -44,6 +45,9 @@ class RecomputeFlags(RecomputeOptions):
         choices=("core_attn", "mlp", "layernorm"),
     )
     checkpoint_activations: bool = flag(False, "same as --recompute-granularity full")
+    activations_checkpoint_method: str | None = flag(
+        None, "same as --recompute-granularity full --recompute-method WORD", choices=("uniform", "block")
+    )
     checkpoint_num_layers: int | None = flag(
         None, "same as --recompute-method uniform --recompute-num-layers N", least=1
     )

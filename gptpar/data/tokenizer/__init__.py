@@ -11,15 +11,13 @@ from pathlib import Path
 from gptpar.data.tokenizer.base import Tokenizer, TokenizerBase
 from gptpar.data.tokenizer.bpe import GPT2BPETokenizer
 from gptpar.data.tokenizer.hf import HFTokenizer, tokenizer_json
-from gptpar.data.tokenizer.sentence_piece import SentencePieceTokenizer
+from gptpar.data.tokenizer.sentence_piece import Llama2Tokenizer, SentencePieceTokenizer
 from gptpar.data.tokenizer.simple import ByteLevelTokenizer, NullTokenizer
 from gptpar.errors import ConfigError
 from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES, TOKENIZERS
 
-_CLASSES: dict[str, type[TokenizerBase]] = {
-    cls.__name__: cls
-    for cls in (GPT2BPETokenizer, SentencePieceTokenizer, HFTokenizer, NullTokenizer, ByteLevelTokenizer)
-}
+_LEARNT = (GPT2BPETokenizer, SentencePieceTokenizer, Llama2Tokenizer, HFTokenizer)
+_CLASSES: dict[str, type[TokenizerBase]] = {cls.__name__: cls for cls in (*_LEARNT, NullTokenizer, ByteLevelTokenizer)}
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "add_tokenizer_flags", "build_tokenizer", "tokenizer_problems"]
 

@@ -28,7 +28,7 @@ class SentencePieceTokenizer(TokenizerBase):
         self._model = sentencepiece.SentencePieceProcessor()
         try:
             self._model.LoadFromSerializedProto(content)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise TokenizerError(f"--tokenizer-model {tokenizer_model} is not a SentencePiece model") from error
         self.vocab_size = self._model.vocab_size()
         self.eod = self._model.eos_id()
@@ -43,3 +43,25 @@ class SentencePieceTokenizer(TokenizerBase):
 
     def decode(self, ids: Iterable[int]) -> str:
         return decode_known(ids, self.vocab_size, self._model.DecodeIds)
+
+
+class Llama2Tokenizer(SentencePieceTokenizer):
+    """Megatron-LM's: a SentencePiece model whose bos id begins each text.
+
+    Raises:
+        TokenizerError: the model has no bos piece.
+    """
+
+    name = "Llama2Tokenizer"
+
+    def __init__(self, tokenizer_model: str):
+        super().__init__(tokenizer_model)
+        self.bos = self._model.bos_id()
+        if self.bos < 0:
+            raise TokenizerError(
+                f"{tokenizer_model} has no bos piece, with which a Llama2Tokenizer begins each text; take "
+                "--tokenizer-type SentencePieceTokenizer"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        return [self.bos, *super().encode(text)]

@@ -10,16 +10,28 @@ import torch
 import triton
 import triton.language as tl
 
+from gptpar.kernels.plain_loss import CROSS_ENTROPY, LossTerms
+
 COLUMNS, NUM_WARPS = 8192, 16
 """Columns of a row that a program processes at a time, and its warps."""
 
 
 @triton.jit
-def _statistics(row, num_columns, COLUMNS: tl.constexpr):
+def _capped(x, SOFTCAP: tl.constexpr):
+    if SOFTCAP != 0:
+        x = SOFTCAP * (2 * tl.sigmoid(2 / SOFTCAP * x) - 1)  # tanh
+    return x
+
+
+@triton.jit
+def _statistics(row, num_columns, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr):
     maximum, total = -float("inf"), 0.0
     for start in range(0, num_columns, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        x = tl.load(row + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
+        inside = columns < num_columns
+        x = tl.load(row + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        if SOFTCAP != 0:
+            x = tl.where(inside, _capped(x, SOFTCAP), -float("inf"))
         larger = tl.maximum(maximum, tl.max(x, 0))
         total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(x - larger), 0)
         maximum = larger
@@ -27,77 +39,107 @@ def _statistics(row, num_columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _of_label(row, label, num_columns):
-    return tl.load(row + label, mask=(label >= 0) & (label < num_columns), other=0.0).to(tl.float32)
+def _of_label(row, label, num_columns, SOFTCAP: tl.constexpr):
+    x = tl.load(row + label, mask=(label >= 0) & (label < num_columns), other=0.0).to(tl.float32)
+    return _capped(x, SOFTCAP)
 
 
 @triton.jit
-def _write_gradient(row, label, log_sum, factor, num_columns, COLUMNS: tl.constexpr):
+def _write_gradient(
+    row, label, log_sum, factor, num_columns, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, Z_WEIGHT: tl.constexpr
+):
     for start in range(0, num_columns, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         inside = columns < num_columns
         x = tl.load(row + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        grad = (tl.exp(x - log_sum) - (columns == label).to(tl.float32)) * factor
+        x = _capped(x, SOFTCAP)
+        softmax = tl.exp(x - log_sum)
+        if Z_WEIGHT != 0:
+            softmax = softmax * (1 + 2 * Z_WEIGHT * log_sum)
+        grad = (softmax - (columns == label).to(tl.float32)) * factor
+        if SOFTCAP != 0:
+            grad = grad * (1 - x * x / (SOFTCAP * SOFTCAP))
         tl.store(row + columns, grad.to(row.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _loss_and_grad(logits, labels, weights, scale, losses, num_columns, COLUMNS: tl.constexpr):
+def _loss_and_grad(
+    logits, labels, weights, scale, losses, num_columns,
+    COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, Z_WEIGHT: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0)
     row = logits + n.to(tl.int64) * num_columns
     label, weight = tl.load(labels + n), tl.load(weights + n)
-    of_label = _of_label(row, label, num_columns)
-    maximum, total = _statistics(row, num_columns, COLUMNS)
+    of_label = _of_label(row, label, num_columns, SOFTCAP)
+    maximum, total = _statistics(row, num_columns, COLUMNS, SOFTCAP)
     log_sum = maximum + tl.log(total)
-    tl.store(losses + n, (log_sum - of_label) * weight)
-    _write_gradient(row, label, log_sum, weight * tl.load(scale), num_columns, COLUMNS)
+    loss = log_sum - of_label
+    if Z_WEIGHT != 0:
+        loss += Z_WEIGHT * log_sum * log_sum
+    tl.store(losses + n, loss * weight)
+    _write_gradient(row, label, log_sum, weight * tl.load(scale), num_columns, COLUMNS, SOFTCAP, Z_WEIGHT)
 
 
 @triton.jit
-def _share_statistics(logits, labels, maxima, totals, of_labels, num_columns, COLUMNS: tl.constexpr):
+def _share_statistics(
+    logits, labels, maxima, totals, of_labels, num_columns, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr
+):
     n = tl.program_id(0)
     row = logits + n.to(tl.int64) * num_columns
-    maximum, total = _statistics(row, num_columns, COLUMNS)
+    maximum, total = _statistics(row, num_columns, COLUMNS, SOFTCAP)
     tl.store(maxima + n, maximum)
     tl.store(totals + n, total)
-    tl.store(of_labels + n, _of_label(row, tl.load(labels + n), num_columns))
+    tl.store(of_labels + n, _of_label(row, tl.load(labels + n), num_columns, SOFTCAP))
 
 
 @triton.jit
-def _share_grad(logits, labels, log_sums, weights, scale, num_columns, COLUMNS: tl.constexpr):
+def _share_grad(
+    logits, labels, log_sums, weights, scale, num_columns,
+    COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, Z_WEIGHT: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0)
     row = logits + n.to(tl.int64) * num_columns
     factor = tl.load(weights + n) * tl.load(scale)
-    _write_gradient(row, tl.load(labels + n), tl.load(log_sums + n), factor, num_columns, COLUMNS)
+    label, log_sum = tl.load(labels + n), tl.load(log_sums + n)
+    _write_gradient(row, label, log_sum, factor, num_columns, COLUMNS, SOFTCAP, Z_WEIGHT)
 
 
 def loss_and_grad(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    scale: torch.Tensor,
+    terms: LossTerms = CROSS_ENTROPY,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`gptpar.kernels.plain_loss.loss_and_grad`; the gradient overwrites the logits."""
     losses_N = torch.empty_like(weights_N)
     _loss_and_grad[logits_NV.shape[:1]](
-        logits_NV, labels_N, weights_N, scale, losses_N, logits_NV.shape[1], COLUMNS, num_warps=NUM_WARPS
+        logits_NV, labels_N, weights_N, scale, losses_N, logits_NV.shape[1], COLUMNS, *terms, num_warps=NUM_WARPS
     )  # fmt: skip
     return losses_N.sum(), logits_NV
 
 
 def share_statistics(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See :func:`gptpar.kernels.plain_loss.share_statistics`."""
     maximum_N, sum_N, label_N = (torch.empty_like(labels_N, dtype=torch.float32) for _ in range(3))
     _share_statistics[logits_NV.shape[:1]](
-        logits_NV, labels_N, maximum_N, sum_N, label_N, logits_NV.shape[1], COLUMNS, num_warps=NUM_WARPS
+        logits_NV, labels_N, maximum_N, sum_N, label_N, logits_NV.shape[1], COLUMNS, softcap, num_warps=NUM_WARPS
     )  # fmt: skip
     return maximum_N, sum_N, label_N
 
 
 def share_grad(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, lse_N: torch.Tensor, weights_N: torch.Tensor, scale: torch.Tensor
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    lse_N: torch.Tensor,
+    weights_N: torch.Tensor,
+    scale: torch.Tensor,
+    terms: LossTerms = CROSS_ENTROPY,
 ) -> torch.Tensor:
     """See :func:`gptpar.kernels.plain_loss.share_grad`; the gradient overwrites the logits."""
     _share_grad[logits_NV.shape[:1]](
-        logits_NV, labels_N, lse_N, weights_N, scale, logits_NV.shape[1], COLUMNS, num_warps=NUM_WARPS
+        logits_NV, labels_N, lse_N, weights_N, scale, logits_NV.shape[1], COLUMNS, *terms, num_warps=NUM_WARPS
     )  # fmt: skip
     return logits_NV

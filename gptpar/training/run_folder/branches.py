@@ -24,7 +24,7 @@ from pathlib import Path
 
 from gptpar.checkpoint import folders, proofs
 from gptpar.reporting import event_files, metrics_file
-from gptpar.system.files import replace_synced, sync_directory, sync_file
+from gptpar.system.files import read_regular, replace_synced, sync_directory, sync_file
 
 FOLDER_NAME = "branches"
 JOURNAL_NAME = "branch.json"
@@ -157,7 +157,7 @@ def finish_branches(root: Path, say: Callable[[str], None]) -> None:
 def read_journal(branch: Path) -> Journal | None:
     """The journal of a branch; None if it cannot be read."""
     try:
-        values = json.loads((branch / JOURNAL_NAME).read_text(encoding="utf-8"))
+        values = json.loads(read_regular(branch / JOURNAL_NAME))
         numbers = tuple(map(int, values["checkpoints"]))
         inside = values.get("tensorboard")
         return Journal(

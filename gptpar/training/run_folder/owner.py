@@ -25,7 +25,7 @@ from pathlib import Path
 
 from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.errors import CheckpointError, printable
-from gptpar.system.files import write_synced
+from gptpar.system.files import read_regular, write_synced
 from gptpar.system.processes import Process
 
 SIGN_OF_LIFE_SECONDS = 15.0
@@ -202,8 +202,13 @@ class Owner:
 
 
 def _read(path: Path, number: int) -> Claim:
-    with open(path, encoding="utf-8", errors="replace") as file:  # opened: network file systems then ask for its times
-        text, sign_of_life = file.read(), os.fstat(file.fileno()).st_mtime
+    try:
+        text = read_regular(path)  # read first: network file systems then ask for its times
+        sign_of_life = path.stat().st_mtime
+    except FileNotFoundError:
+        raise
+    except OSError:  # nothing that a run wrote
+        return Claim(path, number, "", None, "", path.lstat().st_mtime)
     try:
         values = json.loads(text)
         process = Process.from_dict(values["process"])

@@ -145,3 +145,28 @@ def test_batch_sizes_that_cannot_be() -> None:
         engine.set_train_batch_size(9)
     with pytest.raises(GptparError, match="gradient_accumulation_steps is 1"):
         make_engine(1, bf16={"enabled": True}).set_train_batch_size(6)
+
+
+def test_an_outlier_is_not_applied_and_no_overflow(tmp_path: Path) -> None:
+    skip_step = {"gptpar": {"skip_step_sigma": 4, "skip_step_window": 4}}
+    engine = make_engine(1, **FP16, **skip_step)
+    for number in range(4):
+        micro_batch(engine, number)
+    engine.save_checkpoint(tmp_path)
+    resumed = make_engine(1, **FP16, **skip_step)
+    resumed.load_checkpoint(tmp_path)
+    for one in (engine, resumed):
+        before = one.module.weight.clone()
+        micro_batch(one, factor=50.0)
+        assert not one.was_step_applied() and torch.equal(one.module.weight, before)
+        assert (one.skipped_steps, one.cur_scale, one.skip_step.num_outliers) == (0, 16.0, 1)
+        micro_batch(one)
+        assert one.was_step_applied() and one.global_steps == 6
+    assert torch.equal(engine.module.weight, resumed.module.weight)
+
+
+def test_the_rule_has_limits() -> None:
+    with pytest.raises(GptparError, match="gptpar.skip_step_window"):
+        make_engine(gptpar={"skip_step_sigma": 4, "skip_step_window": 1})
+    with pytest.raises(GptparError, match="gptpar.skip_step_sigma"):
+        make_engine(gptpar={"skip_step_sigma": 0})

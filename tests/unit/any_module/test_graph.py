@@ -126,6 +126,7 @@ def test_recorded_steps_are_the_launched_ones(ratio: float, accumulation: int) -
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("ratio", [0.0, 0.6])
+@pytest.mark.slow
 def test_sixteen_bits_and_a_moving_loss_scale(precision: str, ratio: float) -> None:
     """fp16: the scale halves at overflows and doubles after two good steps; a replay must not keep the first one."""
     numbers = {"enabled": True} | ({"initial_scale_power": 20, "loss_scale_window": 2} if precision == "fp16" else {})
@@ -143,6 +144,7 @@ def test_sixteen_bits_and_a_moving_loss_scale(precision: str, ratio: float) -> N
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])
+@pytest.mark.slow
 def test_other_work_between_replays(ratio: float) -> None:
     """Steps of another length, a loop's step, an evaluation, and a step that is forgotten."""
     launched, recorded = make(ratio), make(ratio)

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.any_module.option_keys import OTHER_OPTIMIZER, tree_for
 from gptpar.any_module.options import (
+    OTHER_OPTIMIZER,
     EngineOptions,
     OffloadOptions,
     SchedulerOptions,
     read_options,
 )
 from gptpar.any_module.step_batch import StepBatch, step_batch
-from gptpar.config.deepspeed_keys import KEYS, SCHEDULES, Absent, Elsewhere, NoEffect, Tree
+from gptpar.config.deepspeed_rules import Absent, NotRead, Tree
+from gptpar.config.deepspeed_table import SCHEDULE_TYPES, TABLE, Door, keys_for
 from gptpar.errors import ConfigError
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.loss_scale import LossScale
@@ -218,7 +219,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         "fp16": {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 2},
         "bf16": {"enabled": True},
         "optimizer": {"type": "Lamb"},
-        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0}},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 0}},
         "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "nvme", "ratio": 1.5}},
         "dataloader_drop_last": False,
         "gptpar": {"compil": True, "units": "Block", "step_graph": 1, "speculation": "maybe"},
@@ -230,9 +231,9 @@ def test_everything_wrong_is_told_at_once() -> None:
         for sentence in (
             'optimizer.type is "Lamb", and gptpar\'s optimizers are AdamW and Lion: set it to "AdamW" or "Lion", or '
             f"leave optimizer out and {OTHER_OPTIMIZER}.",
-            'scheduler.type is "OneCycle": only WarmupLR, WarmupDecayLR, WarmupCosineLR can be made from a '
-            "configuration; pass gptpar.initialize an lr_scheduler, for example a function from the optimizer to one "
-            "of torch.optim.lr_scheduler's.",
+            'scheduler.type is "StepLR": only WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest can be '
+            "made from a configuration; pass gptpar.initialize an lr_scheduler, for example a function from the "
+            "optimizer to one of torch.optim.lr_scheduler's.",
             "zero_optimization.offload_optimizer.ratio is 1.5: a number from 0 to 1 is needed.",
             "dataloader_drop_last is false: micro-batches have one size, so a rest that fills none is left out: drop "
             "it.",
@@ -299,18 +300,13 @@ def keys_of(tree: Tree, prefix: str = "") -> set[str]:
     return found
 
 
-def test_the_keys_are_those_of_the_command_line_and_a_few_more() -> None:
-    more = keys_of(tree_for({})) - keys_of(KEYS)
-    of_pipelines = {key.removeprefix("pipeline.") for key in more if key.startswith("pipeline.")}
-    assert isinstance(KEYS["pipeline"], NoEffect) and of_pipelines == set(KEYS["pipeline"].inside)
-    assert {key for key in more if not key.startswith(("gptpar.", "scheduler.", "pipeline."))} == {
-        "bf16.auto_cast",
-        "bfloat16.auto_cast",
-        "dataloader_drop_last",
-    }
-    assert keys_of(KEYS) - keys_of(tree_for({})) == {"scheduler", "pipeline"}  # objects with rules inside
-    for kind, params in SCHEDULES.items():
-        assert keys_of(tree_for({"scheduler": {"type": kind}})) >= {f"scheduler.params.{name}" for name in params}
+def test_the_keys_are_those_of_the_command_line_and_our_own() -> None:
+    files = [{}, *({"scheduler": {"type": kind}} for kind in SCHEDULE_TYPES.values()), {"optimizer": {"type": "Lion"}}]
+    for file in files:
+        engine, pretrain = (keys_of(keys_for(file, door)) for door in (Door.ENGINE, Door.PRETRAIN))
+        assert pretrain < engine and all(key.startswith("gptpar.") for key in engine - pretrain)
+    known = set().union(*(keys_of(keys_for(file, Door.ENGINE)) for file in files))
+    assert known == {row.path for row in TABLE} | {"scheduler.params"}
 
 
 def test_no_reason_names_a_flag_of_the_command_line() -> None:
@@ -319,10 +315,10 @@ def test_no_reason_names_a_flag_of_the_command_line() -> None:
         for rule in tree.values():
             if isinstance(rule, Mapping):
                 found += reasons(rule)
-            elif not isinstance(rule, Elsewhere):
+            elif not isinstance(rule, NotRead):
                 found.append(rule.what if isinstance(rule, Absent) else rule.why)
         return found
 
-    told = reasons(tree_for({"scheduler": {"type": "WarmupLR"}}))
+    told = reasons(keys_for({"scheduler": {"type": "WarmupLR"}}, Door.ENGINE))
     assert not [why for why in told if "--" in why or "GPT" in why]
     assert len(told) > 100

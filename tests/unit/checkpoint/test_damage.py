@@ -288,6 +288,19 @@ def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixt
         inspect([str(root / "empty")])
 
 
+def test_inspect_wraps_many_settings_between_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {f"setting_{number:02}": "two words" for number in range(20)}
+    save_checkpoint(tmp_path, 3, {"a": torch.zeros(1)}, {"model": settings | {"long": "x" * 200}})
+    assert inspect([str(tmp_path / "iter_0000003")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("model: setting_00=two words, "))
+    end = next(number for number, line in enumerate(lines) if line.startswith("name "))
+    rows = lines[begin:end]
+    assert rows[-1] == "    long=" + "x" * 200  # what no line holds has a line of its own
+    assert all(len(row) <= 100 and row.endswith("=two words,") for row in rows[:-1])
+    assert all(row.startswith("    setting_") for row in rows[1:-1])
+
+
 def test_proved_first_no_byte_of_a_damaged_checkpoint_is_used(root: Path) -> None:
     for iteration in (1, 2, 3):
         flip(root / f"iter_000000{iteration}" / "rank00000.bin", 12004027)  # in the last tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import save_checkpoint
-from gptpar.checkpoint.foreign import foreign_checkpoint
+from gptpar.checkpoint.foreign import foreign_checkpoint, why_not_to_load
 from gptpar.cli.inspect import main as inspect
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.errors import CheckpointError, ConfigError
@@ -147,3 +147,27 @@ def test_generate_and_inspect_name_it(tmp_path: Path) -> None:
         load_model(tmp_path, torch.device("cpu"), torch.float32)
     with pytest.raises(CheckpointError, match=r"a DeepSpeed checkpoint \(global_step100\)"):
         inspect([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("listing", "remedy"),
+    [
+        (
+            "config.json model.safetensors",
+            "{} NEW_FOLDER makes one of it, or says what it cannot reproduce (a run begins with it by",
+        ),
+        (
+            "mp_rank_00/model_optim_rng.pt",
+            "{} NEW_FOLDER makes one of it, or says what it cannot reproduce, and",
+        ),
+        (
+            "global_step7/mp_rank_00_model_states.pt",
+            "{} NEW_FOLDER makes one of it, or says what it cannot reproduce, and",
+        ),
+        (".metadata __0_0.distcp", "no command that converts it"),
+        ("config.json pytorch_model.bin", "no command that converts it"),
+    ],
+)
+def test_the_command_that_converts_is_named(listing: str, remedy: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "theirs", listing)
+    assert remedy.replace("{}", f"gptpar convert {folder}") in (why_not_to_load(folder) or "")

@@ -10,8 +10,8 @@ import torch
 from gptpar.checkpoint import find_checkpoints, latest, load_checkpoint, load_meta, read_manifest, read_tensors
 from gptpar.checkpoint import save_checkpoint as save
 from gptpar.checkpoint.manifest import PIECE_BYTES
-from gptpar.checkpoint.pieces import tensor_pieces
 from gptpar.errors import CheckpointError
+from gptpar.system.snapshot import Snapshot
 from gptpar.topology.tensor_parts import whole
 
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32]
@@ -38,7 +38,12 @@ def all_sorts() -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> list[bytes]:
-    return [bytes(piece) for piece in tensor_pieces(tensor)]
+    """The tensor's row-major bytes in pieces."""
+    snapshot, found = Snapshot([tensor]), []
+    for piece in snapshot.pieces(tensor):
+        found.append(torch.empty(piece.num_bytes, dtype=torch.uint8))
+        snapshot.read(piece, found[-1])
+    return [bytes(piece.numpy().data) for piece in found]
 
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -9,8 +10,14 @@ import pytest
 import torch
 
 from gptpar.cli import main
+from gptpar.cli.generate import _Printer
+from gptpar.cli.pretrain import pretrain
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.data.tokenizer import Tokenizer
 from gptpar.pipeline import Stage
-from gptpar.training.generation import sample
+from gptpar.training.sampling import Sampling, continue_texts, make_texts
+from tests.unit.training.evaluation.task_files import BYTES
 
 
 class FixedLogits(torch.nn.Module):
@@ -26,9 +33,11 @@ class FixedLogits(torch.nn.Module):
 
 def sampled(logits: list[float], temperature: float, top_k: int = 0) -> list[int]:
     stage = cast(Stage, FixedLogits(logits))
-    return list(
-        sample(stage, [0], num_tokens=40, context=4, vocab_size=len(logits), temperature=temperature, top_k=top_k)
-    )
+    how = Sampling(40, context=4, vocab_size=len(logits), temperature=temperature, top_k=top_k)
+    (text,) = texts = make_texts([[0]], how)
+    for _ in continue_texts(stage, texts, how):
+        pass
+    return text.made
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-320, 1e-40, 1e-37, 1e-30, 1e-9])
@@ -52,6 +61,8 @@ def test_ever_higher_temperatures_take_all_alike(temperature: float) -> None:
         (["--seed", "-1"], "argument --seed: -1 is not a whole number from 0 to 2^64 - 1"),
         (["--temperature", "nan"], "argument --temperature: nan is not a number of 0 or more"),
         (["--temperature", "x"], "argument --temperature: x is not a number of 0 or more"),
+        (["--top-p", "0"], "argument --top-p: 0 is not above 0 and at most 1"),
+        (["--stop", ""], "argument --stop: is empty: give a text"),
         (["--temperature", "1e999"], "argument --temperature: 1e999 is not a number of 0 or more"),
         (
             ["--load", ""],
@@ -72,3 +83,76 @@ def test_seeds_up_to_64_bits_are_taken(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["generate", "--load", str(tmp_path), "--seed", str(2**64 - 1)]) == 1
     assert "there is no checkpoint in" in capsys.readouterr().err
     torch.Generator().manual_seed(2**64 - 1)
+
+
+class Letters:
+    """A token is a byte of UTF-8; 256 ends a document."""
+
+    eod = 256
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def streamed(text: str, *stop: str) -> list[str]:
+    """What is printed after each byte, and at the end."""
+    printer, ids = _Printer(cast(Tokenizer, Letters()), stop), list(text.encode())
+    shown = []
+    for count in range(1, len(ids) + 1):
+        shown.append(printer.take(ids[:count], last=False))
+        if printer.stopped:
+            break
+    return [*shown, printer.take(ids[: len(shown)], last=True)]
+
+
+def test_a_stream_shows_whole_characters() -> None:
+    assert streamed("a\u00e9b") == ["a", "", "\u00e9", "b", ""]
+    printer = _Printer(cast(Tokenizer, Letters()), ())
+    assert printer.take([97, 0xC3], last=False) == "a" and printer.take([97, 0xC3, 256], last=True) == "\ufffd"
+
+
+def test_a_stream_ends_before_a_stop_text_of_which_it_shows_nothing() -> None:
+    assert streamed("one\n\ntwo", "\n\n") == ["", "o", "n", "e", "", ""]
+    assert "".join(streamed("one two", "xyz", "w")) == "one t"
+    assert "".join(streamed("one", "xyz")) == "one"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that saved a model of bytes."""
+    folder: Path = tmp_path_factory.mktemp("run")
+    config, derived = resolve(parse_flags([*BYTES.split(), "--save", str(folder)]), 1)
+    pretrain(config, derived, ())
+    return folder
+
+
+def printed(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    capsys.readouterr()
+    assert main(["generate", "--load", str(folder), "--num-tokens", "12", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_several_prompts_give_what_each_gives_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = [printed(folder, capsys, "--prompt", prompt) for prompt in ("one", "and two")]
+    wanted = f"--- 1 of 2\n{alone[0]}--- 2 of 2\n{alone[1]}"
+    assert printed(folder, capsys, "--prompt", "one", "--prompt", "and two") == wanted
+    (tmp_path / "prompts.txt").write_text("one\nand two\n")
+    assert printed(folder, capsys, "--prompts", str(tmp_path / "prompts.txt")) == wanted
+    assert alone[0].startswith("one") and len(alone[0]) > 5
+
+
+def test_a_stream_is_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = printed(folder, capsys, "--prompt", "one")
+    assert printed(folder, capsys, "--prompt", "one", "--stream") == whole
+    stop = whole[6]
+    assert printed(folder, capsys, "--prompt", "one", "--stop", stop) == whole[: whole.index(stop, 3)] + "\n"
+
+
+def test_prompts_that_cannot_be_read_are_told(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--load", str(folder), "--prompts", str(tmp_path / "no")]) == 1
+    assert "no cannot be read" in capsys.readouterr().err
+    (tmp_path / "empty").write_text("")
+    assert main(["generate", "--load", str(folder), "--prompts", str(tmp_path / "empty")]) == 1
+    assert "has no lines: write a prompt on each line" in capsys.readouterr().err

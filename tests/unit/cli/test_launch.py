@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,32 +15,35 @@ from types import SimpleNamespace
 import pytest
 
 from gptpar.cli import launch
+from gptpar.cli.launch import relay, worker
+from gptpar.cli.launch.failure import Failure
 from gptpar.errors import GptparError
-from gptpar.system.activity import FOLDER_VARIABLE, START, Activity
+from gptpar.system.activity import FOLDER_VARIABLE, START, Activity, last_activity
 
 ROOT = Path(__file__).parents[3]
 # The launcher with one worker that is no torch: what it does follows as a Python program, and writes to stdout.
 LAUNCHER = """
-import os, signal, subprocess, sys, time
-from gptpar.cli import launch
-launch.POLL_SECONDS = 0.05
-launch.SAME_REQUEST_SECONDS = 0.3
-launch.AT_ONCE_SECONDS = launch.GRACE_SECONDS = 0.5
+import sys
+from gptpar.cli.launch import LaunchJob, Program, relay, run_job, supervisor
+from gptpar.errors import GptparError
 
-def torchrun(argv, folder):
-    worker = subprocess.Popen([sys.executable, "-c", argv[0]], stdout=subprocess.PIPE, text=True)
-    print(worker.stdout.readline(), worker.pid, flush=True)
-    code = worker.wait()
-    return None if code == 0 else (0, code)
+class Store:
+    def __init__(self, address, port): pass
+    def environment(self): return {}
 
-launch._torchrun = torchrun
-raise SystemExit(launch.main([sys.argv[1]]))
+supervisor.LocalStore = Store
+supervisor.END_SECONDS = 0.5
+relay.POLL_SECONDS = 0.05
+relay.SAME_REQUEST_SECONDS = 0.3
+relay.AT_ONCE_SECONDS = relay.GRACE_SECONDS = 0.5
+raise SystemExit(run_job(LaunchJob(Program("executable", sys.executable, ("-uc", sys.argv[1])), 1)))
 """
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
 from gptpar.system.activity import Activity
 activity = Activity(0, Path(os.environ["GPTPAR_ACTIVITY_FOLDER"]))
+ready = f"ready\\n{os.getpid()}"
 """
 SAVES = (
     WORKER
@@ -47,7 +51,7 @@ SAVES = (
 activity.note("saving")
 signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(0)))
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-print("ready", flush=True)
+print(ready, flush=True)
 time.sleep(60)
 """
 )
@@ -57,7 +61,7 @@ HANGS = (
 activity.note("iteration 12, backward")
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-print("ready", flush=True)
+print(ready, flush=True)
 time.sleep(60)
 """
 )
@@ -78,18 +82,21 @@ def started(worker: str, folder: Path, **environment: str) -> tuple[subprocess.P
     return process, int(process.stdout.readline())
 
 
+SEVERAL = ["--nnodes", "2", "--node-rank", "1", "x.py"]
+
+
 def test_torchrun_does_not_see_the_signals_and_leaves_no_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = []
 
     def run(words: object) -> None:
-        seen.append((words.signals_to_handle, Path(words.log_dir).parent, os.environ[launch.LAUNCHER_VARIABLE]))  # type: ignore[attr-defined]
+        seen.append((words.signals_to_handle, Path(words.log_dir).parent, os.environ[worker.LAUNCHER_VARIABLE]))  # type: ignore[attr-defined]
         assert list(tmp_path.iterdir()) == [Path(os.environ[FOLDER_VARIABLE])]
 
     monkeypatch.setattr("torch.distributed.run.run", run)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launch.start_workers(2, ["pretrain"]) == 0
+    assert launch.main(SEVERAL) == 0
     ((signals, folder, launcher),) = seen
     assert signals == "SIGQUIT" and folder.name.startswith("gptpar-activity-") and launcher == str(os.getpid())
     assert list(tmp_path.iterdir()) == [] and FOLDER_VARIABLE not in os.environ
@@ -98,15 +105,16 @@ def test_torchrun_does_not_see_the_signals_and_leaves_no_folder(
 def test_a_signal_before_there_are_workers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "_torchrun", lambda argv, folder: os.kill(os.getpid(), signal.SIGTERM))
-    monkeypatch.setattr(launch, "_children", set)
+    monkeypatch.setattr(launch, "run_torchrun", lambda words, folder: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(relay, "children", lambda pid: set())
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launch.main([]) == 143
+    assert launch.main(SEVERAL) == 143
     assert capsys.readouterr().err == "stopped by SIGTERM before there was anything to save\n"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
+@pytest.mark.slow
 def test_workers_get_the_time_they_need(tmp_path: Path, number: signal.Signals) -> None:
     process, _ = started(SAVES.replace("SIGTERM", number.name), tmp_path)
     process.send_signal(number)
@@ -115,16 +123,17 @@ def test_workers_get_the_time_they_need(tmp_path: Path, number: signal.Signals) 
 
 
 def test_workers_that_show_no_life_are_killed_and_it_is_said(tmp_path: Path) -> None:
-    process, worker = started(HANGS, tmp_path, GPTPAR_STOP_SECONDS="0.5")
+    process, pid = started(HANGS, tmp_path, GPTPAR_STOP_SECONDS="0.5")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143
     place = "no sign of life for 0.5 s at iteration 12, backward"
     lost = "and the workers were killed, with what they learnt since the last checkpoint"
     assert process.communicate()[1] == f"error: stopped by SIGTERM, {lost}: {place}\n"
-    assert not Path(f"/proc/{worker}").exists() and list(tmp_path.iterdir()) == []
+    assert not Path(f"/proc/{pid}").exists() and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("worker", "killed"), [(SAVES, False), (HANGS, True)])
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, worker: str, killed: bool) -> None:
     process, _ = started(worker, tmp_path)
     process.send_signal(signal.SIGTERM)
@@ -136,14 +145,14 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, worker: str, killed: bool
 
 
 def test_workers_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    program = "from gptpar.cli.launch import end_with_launcher; end_with_launcher()\n" + SAVES.replace(
+    program = "from gptpar.cli.launch.worker import end_with_launcher; end_with_launcher()\n" + SAVES.replace(
         "time.sleep(1), ", ""
     )
-    process, worker = started(program, tmp_path)
+    process, pid = started(program, tmp_path)
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{worker}").exists() and "\nState:\tZ" not in Path(f"/proc/{worker}/status").read_text():
+    while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -157,31 +166,51 @@ def test_only_a_launcher_that_is_gone_ends_a_worker(monkeypatch: pytest.MonkeyPa
     sent: list[tuple[int, int]] = []
     watched: list[tuple[int, int]] = []
     kill = os.kill
-    monkeypatch.setenv(launch.LAUNCHER_VARIABLE, str(pid))
+    monkeypatch.setenv(worker.LAUNCHER_VARIABLE, str(pid))
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)) if number else kill(pid, 0))
     libc = SimpleNamespace(prctl=lambda *arguments: watched.append(arguments))
-    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: libc)
-    launch.end_with_launcher()
+    monkeypatch.setattr(worker.ctypes, "CDLL", lambda name: libc)
+    worker.end_with_launcher()
     assert sent == ([(os.getpid(), signal.SIGTERM)] if launcher == "dead" else [])
-    assert watched == ([(launch.PR_SET_PDEATHSIG, signal.SIGTERM)] if launcher == "parent" else [])
+    assert watched == ([(worker.PR_SET_PDEATHSIG, signal.SIGTERM)] if launcher == "parent" else [])
 
 
 def test_a_worker_that_fails_on_the_way_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     Activity(1, tmp_path).note("saving the checkpoint of iteration 7")
-    relay = launch._Relay(tmp_path, 1.0)
-    relay._signal = signal.SIGTERM
-    assert relay.exit_code((1, 1)) == 1
+    its_relay = relay.Relay(tmp_path, 1.0, relay.Children())
+    its_relay.signal = signal.SIGTERM
+    assert its_relay.exit_code(Failure(1, 1, last_activity(tmp_path, 1))) == 1
     place = "while it was at saving the checkpoint of iteration 7"
     assert capsys.readouterr().err == (
         f"error: stopped by SIGTERM, but rank 1 ended with exit code 1 {place}; its message is above\n"
     )
-    assert relay.exit_code(None) == 143
+    assert its_relay.exit_code(None) == 143
     Activity(1, tmp_path).note(START)
-    assert relay.exit_code((1, -signal.SIGTERM)) == 143
+    assert its_relay.exit_code(Failure(1, -signal.SIGTERM, last_activity(tmp_path, 1))) == 143
     assert capsys.readouterr().err == "stopped by SIGTERM before there was anything to save\n"
 
 
+@pytest.mark.parametrize("holds", [False, True], ids=["first start", "restart"])
+def test_workers_of_a_restart_have_something_to_save(
+    holds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a request to stop meets in start-up are waited for: their state may lie in memory alone."""
+    killed: list[int] = []
+    monkeypatch.setattr(relay, "START_SECONDS", 0.0)
+    monkeypatch.setattr(relay, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(relay, "send", lambda processes, number: killed.append(number) if processes else None)
+    workers = SimpleNamespace(holds=holds, living=lambda: {1}, listening=set)
+    its_relay = relay.Relay(tmp_path, 1000.0, workers)
+    its_relay.signal = signal.SIGTERM
+    watcher = threading.Thread(target=its_relay._watch)
+    watcher.start()
+    time.sleep(0.3)
+    its_relay._ended.set()
+    watcher.join()
+    assert (signal.SIGKILL in killed) != holds
+
+
 def test_patience_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(launch.PATIENCE_VARIABLE, "soon")
+    monkeypatch.setenv(relay.PATIENCE_VARIABLE, "soon")
     with pytest.raises(GptparError, match="GPTPAR_STOP_SECONDS=soon is not a number of seconds"):
-        launch.main([])
+        launch.main(["x.py"])

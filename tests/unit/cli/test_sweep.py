@@ -277,6 +277,7 @@ def test_a_command_is_run_and_read() -> None:
     assert run_command([sys.executable, "-c", "pass"], 60).failure == "it printed no JSON line"
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_ends_with_its_children(tmp_path: Path) -> None:
     """The child has a session of its own, as torchrun's workers do, and ignores SIGTERM."""
     file = tmp_path / "pid"

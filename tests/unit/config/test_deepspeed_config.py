@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +110,50 @@ def test_comments_and_trailing_commas() -> None:
         ("", "line 1, column 1: Expecting value"),
     ],
 )
-def test_text_that_cannot_be_read_is_told_with_its_place(text: str, expected: str) -> None:
+def test_text_that_cannot_be_read_is_told_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(JsonError) as caught:
         read_object(text)
     assert str(caught.value).startswith(expected)
+
+
+LOOSE = """{
+  train_batch_size: 8   # no quotes
+  "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}
+  "fp16": {"enabled": true}
+}"""
+
+
+def test_looser_json_is_left_to_the_hjson_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(JsonError) as caught:
+        read_object(LOOSE)
+    assert str(caught.value) == (
+        "line 2, column 3: Expecting property name enclosed in double quotes (pip install 'gptpar[hjson]' reads what "
+        "DeepSpeed's looser parser reads)"
+    )
+    asked: list[str] = []
+
+    def loads(text: str, object_pairs_hook: Any) -> Any:
+        asked.append(text)
+        return object_pairs_hook([("train_batch_size", 8), ("a", 1), ("a", 2)][: 2 + ("twice" in text)])
+
+    monkeypatch.setitem(sys.modules, "hjson", types.SimpleNamespace(loads=loads))
+    assert read_object('{"a": 1}') == {"a": 1} and asked == []
+    assert read_object(LOOSE) == {"train_batch_size": 8, "a": 1} and asked == [LOOSE]
+    with pytest.raises(JsonError, match="given twice in one object: a"):
+        read_object(f"{LOOSE} twice")
+
+
+def test_what_hjson_reads_is_what_was_meant() -> None:
+    pytest.importorskip("hjson")
+    assert read_object(LOOSE) == {
+        "train_batch_size": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "fp16": {"enabled": True},
+    }
 
 
 def test_a_key_given_twice_is_a_problem_with_the_file(folder: Path) -> None:
@@ -160,20 +202,20 @@ def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) 
         (
             {"train_batch_size": 64, **BATCH},
             "",
-            "--global-batch-size 64 is not --micro-batch-size 2 x --gradient-accumulation-steps 4 x 4 data-parallel "
-            "process(es) = 32: drop one of the three, or make them agree.",
+            "ds.json: train_batch_size 64 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 4 x 4 "
+            "data-parallel process(es) = 32: drop one of the three, or make them agree.",
         ),
         (
             {"train_batch_size": 40, "gradient_accumulation_steps": 3},
             "",
-            "--global-batch-size 40 is not a multiple of --gradient-accumulation-steps 3 x 4 data-parallel process(es) "
-            "= 12, so there is no --micro-batch-size for it: change one of them.",
+            "ds.json: train_batch_size 40 is not a multiple of gradient_accumulation_steps 3 x 4 data-parallel "
+            "process(es) = 12, so there is no --micro-batch-size for it: change one of them.",
         ),
         (
             {"train_batch_size": 34, "train_micro_batch_size_per_gpu": 2},
             "",
-            "--global-batch-size 34 is not a multiple of --micro-batch-size 2 x 4 data-parallel process(es) = 8: the "
-            "nearest that fits is 32.",
+            "ds.json: train_batch_size 34 is not a multiple of train_micro_batch_size_per_gpu 2 x 4 data-parallel "
+            "process(es) = 8: the nearest that fits is 32.",
         ),
         (
             BATCH,
@@ -186,7 +228,11 @@ def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) 
             "",
             "--micro-batch-size is missing: the number of samples one process runs at once, for example 4.",
         ),
-        ({**BATCH, "gradient_accumulation_steps": 0}, "", "--gradient-accumulation-steps is 0; it must be at least 1."),
+        (
+            {**BATCH, "gradient_accumulation_steps": 0},
+            "",
+            "ds.json: gradient_accumulation_steps is 0; it must be at least 1.",
+        ),
     ],
 )
 def test_batch_sizes_that_contradict_each_other(folder: Path, file: dict[str, Any], flags: str, expected: str) -> None:
@@ -208,7 +254,7 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
     file = {
         "prescale_gradients": True,
         "wall_clock_breakdown": False,
-        "tensorboard": {"enabled": True, "output_path": "x", "job_name": "y"},
+        "tensorboard": {"enabled": False, "output_path": "x", "job_name": "y"},
         "activation_checkpointing": {"partition_activations": True},
         "data_types": {"grad_accum_dtype": "bf16"},
         "communication_data_type": "bf16",
@@ -220,10 +266,11 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
     assert parsed.without_effect == [
         "prescale_gradients: the loss is divided before the backward pass",
         "wall_clock_breakdown: iteration time and throughput are always measured; see gptpar benchmark --breakdown",
-        "tensorboard: see --tensorboard-dir",
-        "activation_checkpointing: see --recompute-granularity, --partition-activations and --checkpoint-in-cpu",
+        "tensorboard: it is off",
         "data_types.grad_accum_dtype: gradients are always summed in fp32",
+        "amp: it is off",
         "zero_optimization.stage3_max_live_parameters: sizes of messages are chosen here",
+        "activation_checkpointing.partition_activations: nothing is recomputed without --recompute-granularity full",
     ]
 
 
@@ -259,10 +306,10 @@ def test_two_keys_of_one_meaning_must_agree(folder: Path) -> None:
 
 
 def test_problems_of_file_and_flags_are_told_together(folder: Path) -> None:
-    found = problems({**BATCH, **RATE, "zero_optimization": {"stage": 7}, "x": 1}, "--hidden-size 770 --num-layer 2")
+    found = problems({**BATCH, **RATE, "zero_optimization": {"stage": 7, "x": 1}}, "--hidden-size 770 --num-layer 2")
     assert found == [
         "unknown flag --num-layer; did you mean --num-layers?",
-        "ds.json: x is unknown; leave it out.",
+        "ds.json: zero_optimization.x is unknown; leave it out.",
         "--hidden-size 770 is not divisible by --num-attention-heads 12: use 768 or 780, or give --kv-channels.",
-        "--zero-stage is 7; it must be at most 3.",
+        "ds.json: zero_optimization.stage is 7; it must be at most 3.",
     ]

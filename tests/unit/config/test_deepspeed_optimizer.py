@@ -42,23 +42,27 @@ def rates(file: dict[str, Any], *steps: int) -> list[float]:
 
 
 def test_warmup_then_constant(folder: Path) -> None:
-    assert rates(linear("WarmupLR"), 0, 50, 100, 4999) == pytest.approx([0, 3e-4, 6e-4, 6e-4])
+    assert rates(linear("WarmupLR"), 0, 1, 51, 101, 4999) == pytest.approx([0, 0, 3e-4, 6e-4, 6e-4])
     file = linear("WarmupLR", warmup_min_lr=1e-4, warmup_max_lr=5e-4)
-    assert rates(file, 0, 50, 4999) == pytest.approx([1e-4, 3e-4, 5e-4])
+    assert rates(file, 0, 51, 4999) == pytest.approx([1e-4, 3e-4, 5e-4])
     assert "optimizer.params.lr: scheduler.params.warmup_max_lr is the peak" in parsed_with(file).without_effect
 
 
 def test_warmup_then_linear_decay_to_where_it_began(folder: Path) -> None:
     file = linear("WarmupDecayLR", warmup_min_lr=1e-4, warmup_max_lr=5e-4, total_num_steps=1100)
-    assert rates(file, 0, 100, 600, 1100, 2000) == pytest.approx([1e-4, 5e-4, 3e-4, 1e-4, 1e-4])
+    assert rates(file, 0, 101, 601, 1101, 2000) == pytest.approx([1e-4, 5e-4, 3e-4, 1e-4, 1e-4])
 
 
 def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
     file = linear("WarmupCosineLR", warmup_min_ratio=0.5, cos_min_ratio=0.1, total_num_steps=1100)
     quarter = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))
-    assert rates(file, 0, 100, 350, 600, 1100) == pytest.approx([3e-4, 6e-4, quarter * 6e-4, 0.55 * 6e-4, 6e-5])
+    found = rates(file, 0, 1, 350, 600, 1100)
+    assert found == pytest.approx([0, 3e-4, quarter * 6e-4, 0.55 * 6e-4, 6e-5])
     _, derived = resolved(file)
-    assert derived["min lr"].reason == "ds.json: scheduler.params.cos_min_ratio; 0.1 x the peak 0.0006"
+    assert (derived["cos min ratio"].value, derived["cos min ratio"].reason) == (
+        0.1,
+        "ds.json: scheduler.params.cos_min_ratio",
+    )
     assert rates(linear("WarmupCosineLR", total_num_steps=1100), 1100) == pytest.approx([6e-8])
 
 
@@ -83,22 +87,27 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
             "ds.json: optimizer.params.betas is [0.9]: two numbers in brackets are needed.",
         ),
         (
-            linear("WarmupLR", warmup_type="log"),
+            linear("WarmupLR", warmup_type="cubic"),
             "",
-            'ds.json: scheduler.params.warmup_type is "log": the warm-up is linear here; set it to "linear", or leave '
-            "scheduler out and give --lr-warmup-iters and --lr-decay-style.",
+            'ds.json: scheduler.params.warmup_type is "cubic": one of log, linear is needed.',
         ),
         (
-            {**RATE, "scheduler": {"type": "WarmupLR"}},
+            linear("WarmupLR", warmup_min_lr=[0, 1e-4]),
             "",
-            'ds.json: scheduler.params.warmup_type is "log", DeepSpeed\'s default: the warm-up is linear here; set it '
-            'to "linear", or leave scheduler out and give --lr-warmup-iters and --lr-decay-style.',
+            "ds.json: scheduler.params.warmup_min_lr is [0, 0.0001]: one rate is needed: the groups that decay and "
+            "those that do not have the same.",
+        ),
+        (
+            {**RATE, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}},
+            "",
+            'ds.json: scheduler.type is "StepLR": only WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest '
+            "can be made from a configuration; leave scheduler out and give --lr-decay-style, --lr-warmup-iters, "
+            "--lr-decay-iters and --min-lr.",
         ),
         (
             {**RATE, "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4}}},
             "",
-            'ds.json: scheduler.type is "OneCycle": only WarmupLR, WarmupDecayLR, WarmupCosineLR have an equal here; '
-            "leave scheduler out and give --lr-decay-style, --lr-warmup-iters, --lr-decay-iters and --min-lr.",
+            "ds.json: scheduler.params.cycle_max_lr is missing: the maximum of the cycle.",
         ),
         (
             linear("WarmupDecayLR", total_num_steps=1000),

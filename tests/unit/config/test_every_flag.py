@@ -33,6 +33,7 @@ SAID_BY_OTHERS = {
     "train_tokens": "--train-iters 20 --train-tokens 640",
     "gradient_accumulation_steps": "--gradient-accumulation-steps 3",
     "step_batch_size_schedule": "--step-batch-size-schedule 0:8",
+    "squared_relu": "--squared-relu",
     "use_rotary_position_embeddings": "--use-rotary-position-embeddings",
     "add_position_embedding": "--no-position-embedding",
     "group_query_attention": "--num-query-groups 2",
@@ -41,6 +42,7 @@ SAID_BY_OTHERS = {
     "use_distributed_optimizer": "--use-distributed-optimizer",
     "recompute_activations": "--recompute-activations",
     "checkpoint_activations": "--checkpoint-activations",
+    "activations_checkpoint_method": "--activations-checkpoint-method block",
     "checkpoint_num_layers": "--checkpoint-activations --checkpoint-num-layers 2",
 }
 # Nothing more can be said with these: one choice, the shape's name, and a file whose contents are the flags.

@@ -107,7 +107,6 @@ def test_whole_numbers_may_be_written_with_an_exponent() -> None:
         ("--loss-scale 8", "--loss-scale 8 has a meaning with --fp16 only"),
         ("--cuda-graph on", "--cuda-graph on: dropout is seeded by the host"),
         ("--data-path a b", "data is given twice"),
-        ("--save-interval 3", "--save-interval is given but --save is not"),
         ("--finetune", "need --load"),
         (
             "--tensor-model-parallel-size 2",

@@ -32,13 +32,6 @@ WORLD = 8
             ],
         ),
         (
-            "--sequence-parallel",
-            [
-                "--sequence-parallel splits tokens over the --tensor-model-parallel-size processes, which is 1: raise "
-                "it, or drop the flag."
-            ],
-        ),
-        (
             "--sequence-parallel --tensor-model-parallel-size 4 --seq-length 7",
             [
                 "--sequence-parallel: the 2 x 7 = 14 tokens of a micro-batch are not divisible by "

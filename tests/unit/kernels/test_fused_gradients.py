@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from gptpar.kernels import plain_loss
 from gptpar.kernels.bias_gradient import gelu, heads, split_heads
+from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import residual_norm
 
 
@@ -57,18 +58,22 @@ def test_the_stream_meets_itself_behind_a_norm(adds: bool) -> None:
     assert_same(torch.autograd.grad(got, inputs, grads), wanted)
 
 
-def test_loss_and_gradient_whole_and_in_shares() -> None:
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(3.0), LossTerms(0.0, 0.1), LossTerms(3.0, 0.1)], ids=str)
+def test_loss_and_gradient_whole_and_in_shares(terms: LossTerms) -> None:
     logits, labels, weights = random(6, 10), torch.tensor([0, 9, 4, 5, 3, 7]), random(6, seed=1).detach().abs()
-    losses = F.cross_entropy(logits, labels, reduction="none")
+    softcap, z_weight = terms
+    entering = softcap * torch.tanh(logits / softcap) if softcap else logits
+    lse = torch.logsumexp(entering, -1)
+    losses = F.cross_entropy(entering, labels, reduction="none") + z_weight * lse**2
     (wanted,) = torch.autograd.grad((losses * weights).sum() * 8, logits)
     scale = torch.tensor(8.0, dtype=torch.float64)
-    loss, grad = plain_loss.loss_and_grad(logits.detach(), labels, weights, scale)
+    loss, grad = plain_loss.loss_and_grad(logits.detach(), labels, weights, scale, terms)
     assert_same((loss, grad), ((losses * weights).sum().detach(), wanted))
 
     shares = [(logits.detach()[:, :4], labels), (logits.detach()[:, 4:], labels - 4)]
-    (m, s, own), (n, t, other) = (plain_loss.share_statistics(*share) for share in shares)
+    (m, s, own), (n, t, other) = (plain_loss.share_statistics(*share, softcap) for share in shares)
     maximum = torch.maximum(m, n)
     lse = (s * (m - maximum).exp() + t * (n - maximum).exp()).log() + maximum
-    assert_same((lse - own - other,), (losses.detach(),))
-    parts = [plain_loss.share_grad(*share, lse, weights, scale) for share in shares]
+    assert_same((plain_loss.token_losses(lse, own + other, terms),), (losses.detach(),))
+    parts = [plain_loss.share_grad(*share, lse, weights, scale, terms) for share in shares]
     assert_same((torch.cat(parts, 1),), (wanted,))

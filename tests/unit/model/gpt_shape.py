@@ -18,7 +18,14 @@ class GPTShape:
     padded_vocab_size: int = 50304
     position_embedding_type: str = "learned_absolute"
     normalization: str = "LayerNorm"
+    norm_placement: str = "pre"
+    use_parallel_residual: bool = False
     qk_layernorm: bool = False
+    qk_layernorm_scope: str = "head"
+    attention_output_gate: bool = False
+    window_size: int | None = None
+    window_pattern: str | None = None
+    mup: bool = False
     swiglu: bool = False
     add_bias_linear: bool = True
     add_qkv_bias: bool = False

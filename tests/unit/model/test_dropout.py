@@ -244,9 +244,9 @@ def test_a_block_is_compiled_once_for_all_layers_and_seeds(monkeypatch: pytest.M
     """As one graph on the CPU; a GPU's way leaves it to seed the generator, and is not compiled anew either."""
     assert compiled_frames(2, fullgraph=True) == 1
 
-    def as_on_a_gpu(*arguments: Any) -> torch.Tensor:
+    def as_on_a_gpu(*arguments: Any, scale: float | None) -> torch.Tensor:
         *tensors, p, seeds, first_group, _ = arguments
-        return _one_call_a_group(*tensors, p, seeds.host, first_group)
+        return _one_call_a_group(*tensors, p, seeds.host, first_group, scale)
 
     monkeypatch.setattr("gptpar.model.core_attention.attention_with_dropout", as_on_a_gpu)
     assert compiled_frames(9) == compiled_frames(2)

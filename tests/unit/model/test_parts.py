@@ -34,6 +34,19 @@ OPTIONS = {
     "wide heads": "--kv-channels 16",
     "head norms": "--qk-layernorm",
     "head norms, rotary": "--qk-layernorm --position-embedding-type rope --normalization RMSNorm --num-query-groups 2",
+    "norm of all heads": "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm --num-query-groups 2",
+    "norms after": "--norm-placement post",
+    "norms after, no LayerNorm": "--norm-placement post --normalization RMSNorm",
+    "norms before and after": "--norm-placement peri",
+    "parallel residual": "--use-parallel-residual",
+    "exact GELU": "--mlp-activation gelu",
+    "squared ReLU": "--squared-relu",
+    "gated attention": "--attention-output-gate --num-query-groups 2",
+    "windows": "--window-size 5 --window-pattern SF",
+    "capped logits": "--logit-softcap 0.3",
+    "capped logits, untied": "--logit-softcap 0.3 --untie-embeddings-and-output-weights",
+    "muP": "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 2",
+    "muP, untied": "--mup --mup-base-hidden-size 8 --untie-embeddings-and-output-weights",
     "all": "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear "
     "--num-query-groups 2 --untie-embeddings-and-output-weights",
 }
@@ -130,6 +143,25 @@ def test_fused_loss_and_gradients_equal_the_plain_ones(name: str) -> None:
     torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
     for parameter, g, w in zip(parameters, got, wanted, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-13, msg=parameter)
+
+
+@pytest.mark.parametrize("flags", ["", "--logit-softcap 2", "--untie-embeddings-and-output-weights"])
+def test_the_z_loss_is_a_part_of_the_training_loss_alone(flags: str) -> None:
+    stage, plain = build(f"--z-loss-weight 0.1 {flags}"), build(flags)
+    tokens = random_tokens(2, 16, 60)
+    mask = (torch.arange(32).view(2, 16) % 5 != 0).double()
+    fields = {"labels": tokens[:, 1:], "loss_mask": mask, "seq_length": 16}
+    with torch.no_grad():
+        torch.testing.assert_close(stage(tokens[:, :-1], fields), plain(tokens[:, :-1], fields), rtol=1e-14, atol=0)
+    parameters = stage.global_parameters()
+    loss = stage(tokens[:, :-1], fields)
+    lse = stage(tokens[:, :-1], {"seq_length": 16}).logsumexp(-1)
+    losses = F.cross_entropy(stage(tokens[:, :-1], {"seq_length": 16}), tokens[:, 1:].flatten(), reduction="none")
+    wanted = ((losses + 0.1 * lse**2) * mask.flatten()).sum() / mask.sum()
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    pairs = (torch.autograd.grad(value, list(parameters.values())) for value in (loss, wanted))
+    for name, got, plain_grad in zip(parameters, *pairs, strict=True):
+        torch.testing.assert_close(got, plain_grad, rtol=1e-9, atol=1e-13, msg=name)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -239,6 +239,7 @@ def test_all_problems_of_the_flags_are_told() -> None:
         make_planner([*SMALL.replace("--bf16", "--fp64").split()])
 
 
+@pytest.mark.slow
 def test_search_takes_the_fastest_that_fits() -> None:
     planner, _ = make_planner(
         (CALM + "--preset 2.7B --global-batch-size 64 --world-size 8 --gpu-memory 40 --search").split()
@@ -290,6 +291,7 @@ PIPED = SMALL + (
 )
 
 
+@pytest.mark.slow
 def test_text_shows_stages_schedule_and_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     assert cli(["plan", *PIPED.split(), "--png", str(picture)]) == 0

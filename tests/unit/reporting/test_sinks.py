@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import tracemalloc
 import types
@@ -31,7 +33,8 @@ def test_jsonl_object_of_an_iteration_and_of_an_evaluation(tmp_path):
     sink.validation(ValidationRecord(3, 24, 3072, 4.5))
     sink.validation(ValidationRecord(3, 24, 3072, 4.25, split="test"))
     lines = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()  # on disk before close
-    assert [json.loads(line) for line in lines] == [
+    assert all(re.fullmatch("[0-9a-f]{8}", json.loads(line)["crc32"]) for line in lines)
+    assert read_metrics(tmp_path / "new" / "run" / "metrics.jsonl") == [
         {
             "iteration": 3,
             "consumed_samples": 24,
@@ -106,6 +109,39 @@ def test_resume_keeps_the_readable_lines_of_a_damaged_file_and_the_file(tmp_path
         assert said[-1].startswith(f"{path}: line 2 is not ") and "and 1 more; the readable lines" in said[-1]
         assert said[-1].endswith(f"the file as it was is {aside}")
     assert len(said) == 2 and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_flipped_digit_is_found(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[1].replace('"lm_loss": 4', '"lm_loss": 5'), lines[2]]))
+    with pytest.raises(GptparError, match="line 2 is not as it was written, by its CRC-32"):
+        read_metrics(path)
+    said = []
+    prepare(path, 3, said.append)
+    assert path.read_text() == lines[0] + lines[2] and "line 2 is not as it was written" in said[0]
+
+
+def test_a_repeated_history_is_kept_once(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    path, said = tmp_path / "metrics.jsonl", []
+    text = path.read_text()
+    path.write_text(text + text)
+    prepare(path, 3, said.append)
+    assert path.read_text() == text and "line 4 goes back to iteration 1 after 3 and 2 more" in said[0]
+
+
+def test_what_is_no_file_makes_room_for_the_history(tmp_path):
+    path, said = tmp_path / "metrics.jsonl", []
+    os.mkfifo(path)
+    assert last_iteration(path) is None
+    with pytest.raises(OSError, match="it is no regular file"):
+        read_metrics(path)
+    prepare(path, 7, said.append)
+    aside = tmp_path / "metrics.damaged-1.jsonl"
+    assert said == [f"{path} is no regular file: it is {aside} now, and the history begins anew"]
+    assert not path.exists()
 
 
 def test_the_last_iteration_is_read_from_the_end(tmp_path):

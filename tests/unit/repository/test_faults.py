@@ -1,46 +1,71 @@
-"""The table of faults fits the code: ``python -m tests.faults`` would inject each of them, and run tests that exist."""
+"""The suite of injected faults: its kinds, its seeds, and what it disturbs."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults.fault import Fault
-from tests.faults.table import FAULTS
+from tests.faults.fault import Fault, Verdict, chosen
+from tests.faults.hook import disturb
+from tests.faults.table import KINDS, as_text, kind_of, summary
+
+# What a save does, as seen by the hook: open, write, fsync, rename; the open of another folder does not count.
+WORK = """
+import disturb, os
+disturb.from_environment()
+open("/dev/null", "w").close()
+fd = os.open("run/a", os.O_WRONLY | os.O_CREAT)
+os.write(fd, b"text")
+os.fsync(fd)
+os.rename("run/a", "run/iter_0000001")
+print("done", flush=True)
+"""
 
 
-def test_every_fault_fits_the_code_once() -> None:
-    assert not (problems := [problem for fault in FAULTS if (problem := fault.problem())]), "\n".join(problems)
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
+def test_every_kind_has_a_name_and_a_sentence() -> None:
+    assert len({(kind.name, kind.workers) for kind in KINDS}) == len(KINDS) >= 25
+    assert all(kind_of(kind.name, kind.workers) is kind and kind.inject.__doc__ for kind in KINDS)
+    with pytest.raises(LookupError, match="no kind of faults meteor with 1 workers"):
+        kind_of("meteor", 1)
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text("a = 1\nb = 1\n")
-    (tmp_path / "test_code.py").write_text("def test_a(): ...\n")
-
-    def fault(file: str, right: str, test: str) -> Fault:
-        return Fault("wrong-number", file, right, "= 2", (test,))
-
-    fits = fault("code.py", "a = 1", "test_code.py::test_a[case]")
-    for wrong, told in (
-        (fault("other.py", "a = 1", "test_code.py"), "there is no other.py"),
-        (fault("code.py", "= 1", "test_code.py"), "code.py holds '= 1' 2 times, not once"),
-        (fault("code.py", "c = 1", "test_code.py"), "code.py holds 'c = 1' 0 times, not once"),
-        (
-            fault("code.py", "a = 1", "test_code.py::test_b"),
-            "there is no test test_code.py::test_b",
-        ),
-    ):
-        with pytest.raises(ValueError) as caught:
-            wrong.inject(tmp_path)
-        assert str(caught.value) == f"fault wrong-number: {told}"
-    fits.inject(tmp_path)
-    assert (tmp_path / "code.py").read_text() == "= 2\nb = 1\n"
+def test_a_larger_count_holds_the_faults_of_a_smaller_one() -> None:
+    few, many = chosen(KINDS, 100, 7), chosen(KINDS, 500, 7)
+    assert set(few) < set(many) and len(set(many)) == len(many)
+    assert abs(len(many) - 500) < 10 and {fault.kind for fault in few} == {kind.name for kind in KINDS}
+    assert all(Fault.parse(str(fault)) == fault for fault in few)
+    assert not set(many) & set(chosen(KINDS, 500, 5000))
 
 
-def test_unit_tests_of_a_fault_are_those_of_its_package() -> None:
-    folders = {fault.file.split("/")[1]: fault.unit_tests() for fault in FAULTS if fault.file.startswith("gptpar/")}
-    assert folders["engine"] == ["tests/unit/engine"]
-    assert folders["tensor_parallel"] == []  # it computes between processes
-    assert Fault("a-name", "csrc/cpu_adam.cpp", "a", "b", ("c",)).unit_tests() == []
+def test_the_table_counts_outcomes() -> None:
+    verdicts = [Verdict("a:1:1", "ok", "", 3, 1.5), Verdict("a:1:2", "hang", "x", 0, 9.0), Verdict("a:4:1", "ok")]
+    first, second = summary(verdicts)
+    assert (first["faults"], first["outcomes"], first["max_steps_lost"]) == (2, {"ok": 1, "hang": 1}, 3)
+    assert (first["max_seconds_to_exit"], second["workers"]) == (9.0, 4)
+    assert "hang 1" in as_text(verdicts)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "left"),
+    [
+        ({"kill_at": 1}, -signal.SIGKILL, []),
+        ({"kill_at": 4}, -signal.SIGKILL, ["a"]),
+        ({"fail_at": 3, "errno": 28}, 1, ["a"]),
+        ({"kill_at": 5}, 0, ["iter_0000001"]),
+    ],
+)
+def test_a_process_is_disturbed_at_the_operation_that_was_named(
+    fault: dict[str, int], status: int, left: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    spec = json.dumps({"under": str(tmp_path / "run"), **fault})
+    environment = {**os.environ, "PYTHONPATH": str(Path(disturb.__file__).parent), disturb.VARIABLE: spec}
+    # -S: sitecustomize would install it a second time
+    done = subprocess.run([sys.executable, "-S", "-c", WORK], cwd=tmp_path, env=environment, capture_output=True)
+    assert (done.returncode, sorted(os.listdir(tmp_path / "run"))) == (status, left), done.stderr

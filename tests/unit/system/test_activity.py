@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from gptpar.cli.launch import _ending
+from gptpar.cli.launch.failure import Failure
 from gptpar.system import activity
 from gptpar.system.activity import SLOT_BYTES, START, Activity, LostRankError, last_activity
+from gptpar.system.life import COUNTED_BYTES, SignsOfLife
 
 GLOO = "[/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:29092: Connection reset by peer. This is typically"
 NCCL = "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL version 2.28\nncclRemoteError"
@@ -85,6 +87,29 @@ def test_other_errors_pass_through() -> None:
 def test_the_launchers_last_sentence() -> None:
     place = "while it was at iteration 12, backward"
     expected = f"was killed by SIGKILL, as Linux does to the largest process when memory is full, {place}"
-    assert _ending(-signal.SIGKILL, "iteration 12, backward") == expected
-    assert _ending(-signal.SIGSEGV, "iteration 12, backward") == f"was killed by SIGSEGV {place}"
-    assert _ending(1, "iteration 12, backward") == f"ended with exit code 1 {place}; its message is above"
+    assert str(Failure(3, -signal.SIGKILL, "iteration 12, backward")) == f"rank 3 {expected}"
+    assert str(Failure(0, -signal.SIGSEGV, "iteration 12, backward")) == f"rank 0 was killed by SIGSEGV {place}"
+    assert (
+        str(Failure(0, 1, "iteration 12, backward")) == f"rank 0 ended with exit code 1 {place}; its message is above"
+    )
+
+
+def test_the_same_note_again_is_a_sign_of_life(tmp_path: Path) -> None:
+    worker, signs = Activity(0, tmp_path), SignsOfLife(tmp_path)
+    worker.note("evaluation")
+    assert signs.silence([]) < 0.05
+    time.sleep(0.1)
+    assert signs.silence([]) >= 0.1
+    worker.note("evaluation")
+    assert signs.silence([]) < 0.05
+
+
+def test_reading_much_is_a_sign_of_life_and_looking_at_a_file_is_none(tmp_path: Path) -> None:
+    signs, file = SignsOfLife(tmp_path), tmp_path / "file"
+    file.write_bytes(bytes(COUNTED_BYTES))
+    signs.silence([os.getpid()])
+    time.sleep(0.1)
+    (tmp_path / "other").write_text("a sign that the folder's owner lives")
+    assert signs.silence([os.getpid()]) >= 0.1
+    file.read_bytes()
+    assert signs.silence([os.getpid()]) < 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 
 import pytest
 
@@ -71,3 +72,28 @@ def test_an_empty_path_is_an_unset_variable_to_every_verb(words: list[str], caps
 
 def test_what_a_stranger_wrote_stays_on_its_line() -> None:
     assert printable("a\x1b[2J\r\nb\u2028c\ud800 é") == r"a\x1b[2J\r\nb\u2028c\ud800 é"
+
+
+@pytest.mark.parametrize(("number", "told"), [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGINT, "interrupted")])
+def test_a_request_to_stop_that_became_another_error_stays_one(
+    number: signal.Signals, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an extension module does whose import a signal cuts short."""
+
+    def importing(argv: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException:
+            raise ImportError("initialization failed") from None
+        return 0
+
+    assert command_line.run(importing, []) == 128 + number
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+
+def test_an_error_cannot_carry_escapes_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def bad(argv: list[str]) -> int:
+        raise DataError("it holds \x1b[2J\x9b and\n  1. a list")
+
+    assert command_line.run(bad, []) == 1
+    assert capsys.readouterr().err == "error: it holds \\x1b[2J\\x9b and\n  1. a list\n"

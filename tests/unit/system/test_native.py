@@ -134,7 +134,7 @@ def test_the_check_of_a_cached_library_takes_less_than_two_milliseconds(csrc):
     ("mode", "owner", "shared"),
     [(0o755, 0, False), (0o775, 0, True), (0o757, 0, True), (0o1777, 0, False), (0o755, 12345, True)],
 )
-def test_a_cache_that_others_can_exchange_is_not_used(csrc, tmp_path, monkeypatch, mode, owner, shared):
+def test_a_cache_thatothers_can_exchange_is_not_used(csrc, tmp_path, monkeypatch, mode, owner, shared):
     """A parent folder that others can write, or another user's, lets them put another folder in the cache's place."""
     if owner and os.getuid():
         pytest.skip("only root can give a folder away")

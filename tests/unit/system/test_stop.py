@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -107,3 +108,21 @@ def test_a_verb_that_is_stopped_says_so(number: signal.Signals, capsys: pytest.C
 
     assert command_line.run(work, []) == 128 + number and cleaned == [True]
     assert capsys.readouterr().err == f"error: stopped by {number.name}\n"
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_request_in_start_up_is_not_lost_where_its_exception_is(number: signal.Signals) -> None:
+    """An import may catch it, or make another error of it."""
+    expected = KeyboardInterrupt if number == signal.SIGINT else Stopped
+    request = StopRequest()
+    with pytest.raises(expected), request.listening():
+        try:
+            send(number)
+        except BaseException:
+            raise ImportError("initialization failed") from None
+    request = StopRequest()
+    with pytest.raises(expected), request.listening():
+        with contextlib.suppress(BaseException):
+            send(number)
+        request.hold()
+        raise AssertionError("there is something to save now, and the request is forgotten")

@@ -78,6 +78,18 @@ OTHER: dict[str, Any] = {
     "model.normalization": "RMSNorm",
     "model.norm_epsilon": 0.1,
     "model.qk_layernorm": True,
+    "model.norm_placement": "peri",
+    "model.use_parallel_residual": True,
+    "model.qk_layernorm_scope": "width",
+    "model.attention_output_gate": True,
+    "model.window_size": 4,
+    "model.window_pattern": "SF",
+    "model.mlp_activation": "gelu",
+    "model.logit_softcap": 20.0,
+    "model.mup": True,
+    "model.mup_base_hidden_size": 16,
+    "model.mup_base_kv_channels": 4,
+    "model.z_loss_weight": 1e-4,
     "model.swiglu": True,
     "model.add_bias_linear": False,
     "model.add_qkv_bias": True,
@@ -100,6 +112,8 @@ OTHER: dict[str, Any] = {
     "batch.train_minutes": 7.0,
     "optimizer.optimizer": "other",
     "optimizer.clip_grad": 2.0,
+    "optimizer.weight_decay_override": ("embedding*=0",),
+    "optimizer.lr_override": ("embedding*=0.5",),
     "optimizer.adam_beta1": 0.8,
     "optimizer.adam_beta2": 0.8,
     "optimizer.adam_eps": 1e-6,
@@ -260,3 +274,28 @@ def test_norms_of_heads_are_saved_and_generate_has_them(tmp_path: Path, more: st
     with torch.no_grad():
         assert torch.equal(stage(tokens, fields), trainer.engine.stages[0](tokens, fields))
     trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--lr-decay-style constant", ""),
+        ("--lr-decay-style cosine --lr-decay-iters 20", ""),
+        ("--lr-decay-style cosine", "(decay 40 there, 60 here; lengths"),
+        (
+            "--lr-decay-style constant --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+            "(total 40 there, 60 here; lengths",
+        ),
+    ],
+)
+def test_a_longer_run_is_another_schedule_only_where_something_follows_from_the_length(
+    tmp_path: Path, flags: str, told: str
+) -> None:
+    saved(tmp_path, flags)
+    longer = tiny_config(f"--load {tmp_path} {flags} --train-iters 30")
+    if told:
+        with pytest.raises(CheckpointError, match="its schedule is another one") as caught:
+            progress_to_resume(longer, inputs_of(longer))
+        assert told in str(caught.value)
+    else:
+        assert progress_to_resume(longer, inputs_of(longer)).iteration == 7

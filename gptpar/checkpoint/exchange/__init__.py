@@ -1,0 +1,1 @@
+"""Checkpoint files of other programs, read without running anything in them, and written."""

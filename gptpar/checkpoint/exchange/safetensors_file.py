@@ -1,0 +1,291 @@
+"""Files in the safetensors format: 8 bytes with the header's length, a JSON header, then the tensors' bytes.
+
+A file may come from a stranger. So every number of the header is checked before a byte is read or memory is taken.
+Format: https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptpar.checkpoint.manifest import MAX_COUNT, MAX_DIMS
+from gptpar.checkpoint.pieces import run_parallel
+from gptpar.errors import CheckpointError, printable
+from gptpar.system.snapshot import PIECE_BYTES
+
+MAX_HEADER_BYTES = 100_000_000
+"""As the format's own library allows."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""What weights may be stored in. Other formats have tensors that are no plain weights, quantised ones for example."""
+
+OTHER_SIZES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""Bytes of an element in formats of buffers, which are passed over."""
+
+NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: the format's word for it.
+        start, stop: its bytes, counted from the header's end.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file whose header has been read and checked.
+
+    Attributes:
+        header: the JSON text, with the blanks that fill it up.
+        tensors: by name.
+    """
+
+    path: Path
+    header: str
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def data_start(self) -> int:
+        """Where the tensors' bytes begin in the file."""
+        return 8 + len(self.header.encode())
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in host memory.
+
+        Raises:
+            CheckpointError: it is in a format that is no weight's, or the file has shrunk.
+        """
+        stored = self.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {printable(name)!r} is {stored.dtype}; weights are read in {', '.join(DTYPES)}"
+            )
+        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        if not tensor.numel():
+            return tensor
+        view, done = tensor.view(-1).view(torch.uint8).numpy().data, 0
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.data_start + stored.start)
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise CheckpointError(f"{self.path} ends inside tensor {printable(name)!r}: it was cut short")
+                done += count
+        return tensor
+
+
+def open_safetensors(path: Path) -> SafetensorsFile:
+    """Read a file's header.
+
+    Raises:
+        CheckpointError: it is no such file, or its header claims what cannot be.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError(f"{path} is no safetensors file: {size:,} bytes, whose header claims {length:,}")
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        header = text.decode()
+        fields = json.loads(header, object_pairs_hook=_without_repeats)
+        if not isinstance(fields, dict):
+            raise ValueError("it is no object")
+        tensors = dict(_tensors(fields))
+        _require_tiling(tensors, size - 8 - length)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is a damaged or a hostile safetensors file: {error or 'too deep'}") from None
+    return SafetensorsFile(path, header, tensors)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which no name may stand twice.
+
+    Raises:
+        ValueError: one does.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return fields
+
+
+def _tensors(fields: dict[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
+    """The entries of a header.
+
+    Raises:
+        ValueError: one of them is not of the format.
+    """
+    for name, entry in fields.items():
+        if name == "__metadata__":
+            continue
+        told = f"tensor {printable(name[:80])!r}"
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{told} is not described by dtype, shape and data_offsets")
+        shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
+        if not _are_counts(shape) or len(shape) > MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:
+            raise ValueError(f"shape or data_offsets of {told} are not whole numbers")
+        width = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_SIZES.get(str(dtype))
+        if width is None:
+            raise ValueError(f"{told} is in an unknown format, {printable(str(dtype)[:20])!r}")
+        if offsets[1] - offsets[0] != prod(shape) * width:
+            raise ValueError(f"{told} of shape {shape} and {dtype} claims bytes {offsets[0]:,} to {offsets[1]:,}")
+        yield name, StoredTensor(dtype, tuple(shape), *offsets)
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_COUNT for value in values)
+
+
+def _require_tiling(tensors: Mapping[str, StoredTensor], num_bytes: int) -> None:
+    """Tensors must cover a file's bytes, each byte once.
+
+    Raises:
+        ValueError: they leave a gap, overlap, or reach past the file's end.
+    """
+    claims = sorted((stored.start, stored.stop) for stored in tensors.values())
+    places = [(0, 0), *claims, (num_bytes, num_bytes)]
+    for (_, stop), (start, _) in pairwise(places):
+        if stop != start:
+            raise ValueError(
+                f"its tensors leave a gap, overlap or reach past the end: one ends at byte {stop:,}, the next begins "
+                f"at {start:,}, and there are {num_bytes:,}"
+            )
+
+
+def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
+    """The header of a new file, byte for byte as the format's own library writes it for transformers.
+
+    Its order: wider elements first, then by name.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, NAME_OF[tensors[name][0]], name))
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        stop = start + prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False)
+    return text + " " * (-len(text.encode()) % 8)
+
+
+class SafetensorsWriter:
+    """A new file with a given header; its tensors are written in any order.
+
+    Args:
+        path: where no file is yet.
+        header: what :func:`header_of` gives, or what a file had.
+
+    Raises:
+        CheckpointError: by all methods, where the system refuses.
+    """
+
+    def __init__(self, path: Path, header: str):
+        fields = json.loads(header)
+        self.tensors = dict(_tensors(fields))
+        self._path, start = path, header.encode()
+        self._data_start = 8 + len(start)
+        num_bytes = max((stored.stop for stored in self.tensors.values()), default=0)
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            os.truncate(self._file, self._data_start + num_bytes)
+            _write_at(self._file, len(start).to_bytes(8, "little") + start, 0)
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Write a tensor, converted to the format that the header names; it may be any view, cut and copied in pieces.
+
+        Args:
+            values: whose elements, row by row, are the tensor's.
+        """
+        stored = self.tensors[name]
+        dtype, whole = DTYPES[stored.dtype], values.unsqueeze(0) if values.dim() == 0 else values
+        rows = len(whole)
+        if prod(whole.shape) * dtype.itemsize != stored.stop - stored.start:
+            raise CheckpointError(
+                f"{self._path}: tensor {name!r} of shape {list(stored.shape)} got {list(values.shape)}"
+            )
+        if not rows:
+            return
+        row_bytes = (stored.stop - stored.start) // rows
+        step = max(1, PIECE_BYTES // max(1, row_bytes))
+
+        def piece(first: int) -> None:
+            part = whole[first : first + step].to(dtype).contiguous()
+            place = self._data_start + stored.start + first * row_bytes
+            _write_at(self._file, part.view(-1).view(torch.uint8).numpy().data, place)
+
+        try:
+            run_parallel([lambda first=first: piece(first) for first in range(0, rows, step)])  # type: ignore[misc]
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def close(self, *, sync: bool = True) -> None:
+        """Return when the file is on the disk."""
+        try:
+            if sync:
+                os.fsync(self._file)
+        except OSError as error:
+            raise self._refused(error) from None
+        finally:
+            os.close(self._file)
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self._path} cannot be written: {error.strerror}")
+
+
+def _write_at(file: int, data: bytes | memoryview, place: int) -> None:
+    view = memoryview(data)
+    while len(view):
+        count = os.pwrite(file, view, place)
+        view, place = view[count:], place + count
+
+
+def open_all(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
+    """Which file has which tensor.
+
+    Raises:
+        CheckpointError: with what is wrong in all files; a tensor that stands in two of them is wrong, too.
+    """
+    places: dict[str, SafetensorsFile] = {}
+    problems = []
+    for path in paths:
+        try:
+            file = open_safetensors(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if twice := places.keys() & file.tensors.keys():
+            problems.append(f"tensor {printable(min(twice))!r} is in {places[min(twice)].path.name} and in {path.name}")
+        places |= dict.fromkeys(file.tensors, file)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return places

@@ -1,0 +1,115 @@
+"""``gptpar completion SHELL``: a script, made from the verbs' own parsers, with which a shell completes words."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gptpar.cli import VERBS
+from gptpar.config.values import flag_fields
+from gptpar.errors import GptparError
+from gptpar.system.command_line import DESCRIBE, Described, Parser
+
+DESCRIPTION = """Print a script that completes verbs, flags, and the words that a flag takes; other words are completed
+as files. bash: gptpar completion bash > FILE, and source FILE in .bashrc. zsh: the same in .zshrc. fish: gptpar
+completion fish > ~/.config/fish/completions/gptpar.fish. Make it again after an update."""
+
+
+@dataclass(frozen=True)
+class FlagWords:
+    """A verb's flag.
+
+    Attributes:
+        name: with its dashes.
+        takes_value: whether a value follows.
+        choices: the words that it takes; empty where these are free.
+        help: what it does.
+    """
+
+    name: str
+    takes_value: bool
+    choices: tuple[str, ...]
+    help: str
+
+
+def main(argv: list[str]) -> int:
+    """Print the script."""
+    parser = Parser(prog="gptpar completion", description=DESCRIPTION)
+    parser.add_argument("shell", choices=SCRIPTS, help="the shell that will read it")
+    shell = parser.parse_args(argv).shell
+    print("\n".join(SCRIPTS[shell]({verb: list(flags_of(verb)) for verb in VERBS})))
+    return 0
+
+
+def flags_of(verb: str) -> Iterator[FlagWords]:
+    """The flags that a verb's parser has.
+
+    Raises:
+        GptparError: the verb reads no words.
+    """
+    # What a configuration's flag takes is checked behind argparse, so that all mistakes are told at once.
+    words_of = {one.key: one.spec.metadata["choices"] or one.kind.words for one in flag_fields()}
+    for action in _parser_of(verb)._actions:
+        choices = tuple(map(str, words_of.get(action.dest) or action.choices or ()))
+        for name in action.option_strings:
+            if name.startswith("--"):
+                yield FlagWords(name, action.nargs != 0, choices, action.help or "")
+
+
+def _parser_of(verb: str) -> argparse.ArgumentParser:
+    try:
+        importlib.import_module(f"gptpar.cli.{verb.replace('-', '_')}").main([DESCRIBE])
+    except Described as described:
+        return described.parser
+    raise GptparError(f"gptpar {verb} has no parser")
+
+
+def bash_script(flags: dict[str, list[FlagWords]]) -> Iterator[str]:
+    """A function that bash calls for each word to complete."""
+    yield "_gptpar() {"
+    yield '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}" words=""'
+    yield "    if [[ $COMP_CWORD -eq 1 ]]; then"
+    yield f'        words="{" ".join(flags)}"'
+    yield "    else"
+    yield '        case "${COMP_WORDS[1]} $before" in'
+    for verb, own in flags.items():
+        for flag in own:
+            if flag.choices:
+                yield f'            "{verb} {flag.name}") words="{" ".join(flag.choices)}" ;;'
+    yield "        esac"
+    yield '        [[ $word == -* ]] && case "${COMP_WORDS[1]}" in'
+    for verb, own in flags.items():
+        yield f'            {verb}) words="{" ".join(flag.name for flag in own)}" ;;'
+    yield "        esac"
+    yield "    fi"
+    yield '    COMPREPLY=($(compgen -W "$words" -- "$word"))'
+    yield "}"
+    yield "complete -o default -F _gptpar gptpar"
+
+
+def zsh_script(flags: dict[str, list[FlagWords]]) -> Iterator[str]:
+    """bash's function, through zsh's own layer for such functions."""
+    yield "autoload -Uz compinit bashcompinit && compinit && bashcompinit"
+    yield from bash_script(flags)
+
+
+def fish_script(flags: dict[str, list[FlagWords]]) -> Iterator[str]:
+    """A line for each verb and each flag."""
+    for verb, text in VERBS.items():
+        yield f"complete -c gptpar -n __fish_use_subcommand -f -a {verb} -d {_quoted(text)}"
+    for verb, own in flags.items():
+        for flag in own:
+            words = f" -x -a {_quoted(' '.join(flag.choices))}" if flag.choices else " -r" if flag.takes_value else ""
+            seen = f"'__fish_seen_subcommand_from {verb}'"
+            text = _quoted(" ".join(flag.help.replace("%%", "%").split()))
+            yield f"complete -c gptpar -n {seen} -l {flag.name[2:]}{words} -d {text}"
+
+
+def _quoted(text: str) -> str:
+    """A word of fish."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+SCRIPTS = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}

@@ -1,0 +1,124 @@
+"""``gptpar convert SOURCE TARGET``: a checkpoint becomes a Hugging Face folder, a foreign model a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from pathlib import Path
+
+from gptpar.checkpoint import find_checkpoints, newest_whole
+from gptpar.checkpoint.foreign import converter_of, foreign_checkpoint, holds_ours
+from gptpar.checkpoint.manifest import MANIFEST_NAME
+from gptpar.errors import CheckpointError
+from gptpar.reporting.banner import format_bytes
+from gptpar.system.command_line import Parser, not_negative_int
+from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES
+from gptpar.training.exchange.hf_export import DTYPES, ExportOptions, prepare_export
+from gptpar.training.exchange.hf_import import import_hf
+from gptpar.training.exchange.megatron import import_megatron
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text)
+    if not found or found[2] not in UNITS or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text[:40]} is no size such as 5GB or 500MiB")
+    return int(found[1]) * UNITS[found[2]]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The verb's flags."""
+    parser = Parser(
+        prog="gptpar convert",
+        description="Convert a checkpoint of gptpar to a Hugging Face folder, or another program's model to a "
+        "checkpoint. What SOURCE is, its files tell. SOURCE stays as it is; TARGET appears whole or not at all.",
+        epilog="examples:\n  gptpar convert runs/350M hf/350M --dtype bf16\n  gptpar convert hf/Llama-3 runs/Llama-3",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a run folder or checkpoint, or a foreign model")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="a new folder")
+    to_hf = parser.add_argument_group("to Hugging Face")
+    to_hf.add_argument("--ckpt-step", type=not_negative_int, metavar="N", help="this iteration instead of the newest")
+    to_hf.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of the weights (default: as they came in, else the run's number format)"
+    )
+    to_hf.add_argument(
+        "--max-shard-size", type=_size, metavar="SIZE", help="of a file (default: as they came in, else 5GB)"
+    )
+    to_hf.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
+    to_hf.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help="another tokenizer's kind")
+    for name, text in TOKENIZER_FILES.items():
+        to_hf.add_argument(f"--{name.replace('_', '-')}", metavar="FILE", help=f"where it is now: {text}")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Convert, and say what was written."""
+    args = make_parser().parse_args(argv)
+    started = time.monotonic()
+    if holds_ours(args.source):
+        path = _checkpoint(args.source, args.ckpt_step)
+        export = prepare_export(path, args.target, _options(args))
+        export.write(args.target)
+        what, num_bytes = f"Hugging Face folder {args.target} from {path}", export.nbytes
+    else:
+        path = _convert_foreign(args)
+        what, num_bytes = f"checkpoint {path} from {args.source}", sum(one.stat().st_size for one in path.iterdir())
+    seconds = time.monotonic() - started
+    print(f"made the {what}: {format_bytes(num_bytes)} in {seconds:.1f} s")
+    return 0
+
+
+def _options(args: argparse.Namespace) -> ExportOptions:
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return ExportOptions(
+        dtype=None if args.dtype is None else DTYPES[args.dtype],
+        max_shard_bytes=args.max_shard_size,
+        moved_tokenizer=given,
+        with_tokenizer=not args.no_tokenizer,
+    )
+
+
+def _checkpoint(source: Path, iteration: int | None) -> Path:
+    """The checkpoint that is meant.
+
+    Raises:
+        CheckpointError: there is none, or none that is whole.
+    """
+    if (source / MANIFEST_NAME).is_file():
+        return source
+    found = dict(find_checkpoints(source))
+    if iteration is not None:
+        if iteration not in found:
+            have = ", ".join(map(str, sorted(found)))
+            raise CheckpointError(f"{source} has no checkpoint of iteration {iteration}; it has {have}")
+        return found[iteration]
+    if (newest := newest_whole([source])) is None:
+        raise CheckpointError(f"{source} holds no whole checkpoint; gptpar inspect {source} says what is damaged")
+    return newest[1]
+
+
+def _convert_foreign(args: argparse.Namespace) -> Path:
+    """A checkpoint of what another program saved.
+
+    Raises:
+        CheckpointError: it is nothing that can be read, or flags were given that only an export reads.
+    """
+    only_out = ("ckpt_step", "dtype", "max_shard_size", "tokenizer_type", *TOKENIZER_FILES)
+    given = [f"--{name.replace('_', '-')}" for name in only_out if getattr(args, name) is not None]
+    if given:
+        raise CheckpointError(f"{', '.join(given)}: for checkpoints of gptpar only, and {args.source} holds none")
+    if not args.source.exists():
+        raise CheckpointError(f"{args.source} does not exist")
+    found = foreign_checkpoint(args.source)
+    match converter_of(found) if found else None:
+        case "megatron":
+            return import_megatron(args.source, args.target)
+        case "huggingface":
+            return import_hf(args.source, args.target)
+    if (args.source / "config.json").is_file():  # what is missing there, or wrong, is told
+        return import_hf(args.source, args.target)
+    raise CheckpointError(f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert")

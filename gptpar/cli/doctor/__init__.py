@@ -1,0 +1,58 @@
+"""``gptpar doctor``: whether this machine is ready to train, and how fast it moves bytes."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from gptpar.cli.doctor.finding import Finding
+from gptpar.cli.doctor.machine import MIB, machine_findings, speed_findings
+from gptpar.cli.doctor.software import software_findings
+from gptpar.errors import printable
+from gptpar.system.command_line import Parser, positive_int
+
+DESCRIPTION = """Look at this machine: torch, CUDA, NCCL, compilers and the C++ helpers; cores, memory, limits and disk;
+the speed of copies in host memory, to and from a GPU, between GPUs, and to a disk. Each line says ok, or warn with an
+advice. A machine without a GPU is no reason to warn. Exit code: 0 when all is ok, else 1."""
+
+WIDTH = 100
+
+
+def main(argv: list[str]) -> int:
+    """Print what was found; returns 1 if any line warns, else 0."""
+    parser = Parser(prog="gptpar doctor", description=DESCRIPTION)
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), help="where runs will be saved: its disk is looked at and written to"
+    )
+    parser.add_argument("--mib", type=positive_int, default=256, metavar="N", help="size of each timed copy")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    options = parser.parse_args(argv)
+    findings = [*software_findings(), *machine_findings(options.folder)]
+    findings += speed_findings(options.folder, options.mib * MIB)
+    if options.json:
+        print(json.dumps(as_json(findings)))
+    else:
+        print("\n".join(lines(findings)))
+    return int(not all(finding.is_ok for finding in findings))
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, object]:
+    """All of it, by name."""
+    found = {
+        one.name: {"ok": one.is_ok, "text": one.text, "advice": one.advice, "value": one.value} for one in findings
+    }
+    return {"ok": all(one.is_ok for one in findings), "findings": found}
+
+
+def lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """One a finding, its advice below it, and what to make of it all."""
+    width = max(len(one.name) for one in findings)
+    for one in findings:
+        state = "ok  " if one.is_ok else "warn"
+        yield printable(f"{state}  {one.name:<{width}}  {one.text}"[:WIDTH])
+        indent = " " * (width + 8)
+        yield from textwrap.wrap(printable(one.advice), WIDTH, initial_indent=indent, subsequent_indent=indent)
+    warnings = sum(not one.is_ok for one in findings)
+    yield f"{warnings} of {len(findings)} lines warn" if warnings else f"all {len(findings)} lines are ok"

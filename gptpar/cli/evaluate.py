@@ -1,0 +1,111 @@
+"""``gptpar evaluate``: scores of a checkpoint on tasks, by one process or several."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from gptpar.cli.launch import is_worker, start_workers, workers_wanted
+from gptpar.cli.moved_tokenizer import add_tokenizer_flags, moved_tokenizer
+from gptpar.errors import ConfigError
+from gptpar.model.dtypes import DTYPES
+from gptpar.reporting.console import task_line
+from gptpar.reporting.records import TaskRecord
+from gptpar.system.activity import Activity
+from gptpar.system.command_line import Parser, not_empty, not_negative_int, positive_int
+from gptpar.system.stop import StopRequest
+from gptpar.topology.groups import Topology, open_topology
+from gptpar.topology.layout import Layout
+from gptpar.topology.world import world_from_environment
+from gptpar.training.evaluation.checkpoint import load_pipeline
+from gptpar.training.evaluation.evaluator import Evaluator
+from gptpar.training.evaluation.items import all_problems
+from gptpar.training.evaluation.tasks import read_tasks
+
+DESCRIPTION = """Evaluate a checkpoint on questions with choices (accuracy) or on texts (bits per byte). Scores are
+printed on stderr as they come, and at the end as one JSON object on stdout. Several processes share the items, or, with
+the flags of tensor and pipeline parallelism, the model. The checkpoint may be of any layout."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The verb's flags."""
+    parser = Parser(prog="gptpar evaluate", description=DESCRIPTION)
+    add = parser.add_argument
+    add("--load", required=True, type=Path, metavar="DIR", help="run folder with checkpoints")
+    add("--ckpt-step", type=not_negative_int, metavar="N", help="use this iteration instead of the newest")
+    add(
+        "--eval-tasks",
+        required=True,
+        nargs="+",
+        type=not_empty,
+        metavar="FILE",
+        help=".jsonl files of questions (HellaSwag's, ARC's or PIQA's fields, or query, choices, gold) or texts (text)",
+    )
+    add("--eval-limit", type=positive_int, metavar="N", help="items of each file, drawn by a fixed seed (default: all)")
+    add("--micro-batch-size", type=positive_int, default=4, metavar="N", help="rows of the full context at once")
+    add(
+        "--dtype",
+        choices=sorted(DTYPES),
+        metavar="WORD",
+        help=f"number format: {', '.join(sorted(DTYPES))} (default: bf16 on a GPU, else fp32)",
+    )
+    for axis in ("tensor", "pipeline"):
+        help = f"processes that share the model's {'layers' if axis == 'pipeline' else 'weights, layer by layer'}"
+        add(f"--{axis}-model-parallel-size", type=positive_int, default=1, metavar="N", help=help)
+    add("--nproc-per-node", type=positive_int, metavar="N", help="processes to start (default: one for each GPU)")
+    add_tokenizer_flags(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Read the tasks, start workers if that is still to be done, and evaluate."""
+    args = make_parser().parse_args(argv)
+    if problems := list(all_problems(args.eval_tasks)):
+        raise ConfigError(problems)
+    worker = is_worker()
+    count = world_from_environment()[2] if worker else workers_wanted(args.nproc_per_node)
+    if count % (share := args.tensor_model_parallel_size * args.pipeline_model_parallel_size):
+        raise ConfigError(
+            [f"{count} processes cannot be cut into groups of {share} (tensor x pipeline): set --nproc-per-node."]
+        )
+    if count > 1 and not worker:
+        return start_workers(count, ["evaluate", *argv])
+    layout = Layout(count // share, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    activity = Activity.of_worker()
+    with (
+        StopRequest().listening() as request,
+        activity.lost_ranks_explained(),
+        open_topology(layout, backend=None, timeout_minutes=10.0) as topology,
+    ):
+        request.hold()
+        found = evaluate(args, topology, request, activity)
+        if found is not None and topology.is_main:
+            print(json.dumps(found, indent=2), flush=True)
+    return 0 if found is not None or worker or request.signal is None else 128 + request.signal
+
+
+def evaluate(
+    args: argparse.Namespace, topology: Topology, request: StopRequest, activity: Activity
+) -> dict[str, Any] | None:
+    """What is printed: the checkpoint and each task's scores; ``None`` after a request to stop."""
+    dtype = DTYPES[args.dtype or ("bf16" if topology.device.type == "cuda" else "fp32")]
+    model = load_pipeline(args.load, topology, dtype, args.ckpt_step)
+    stored, iteration = model.loaded.stored, model.loaded.iteration
+    context = stored.model.seq_length
+    tasks = read_tasks(args.eval_tasks, moved_tokenizer(stored.tokenizer, args), context, args.eval_limit)
+    evaluator = Evaluator(model.pipeline, topology, context, args.micro_batch_size * context, activity.note)
+    scores: dict[str, Any] = {}
+    for task in tasks:
+        found = evaluator.evaluate(task, lambda: topology.any_rank(request.signal is not None))
+        if found is None:
+            return None
+        sizes: dict[str, Any] = {"num_items": found.num_items, "num_tokens": found.num_tokens, "seconds": found.seconds}
+        scores[task.name] = {**found.scores, **sizes}
+        if topology.is_main:
+            record = TaskRecord(iteration, 0, 0, found.task, found.scores, **sizes)
+            print(task_line(record), file=sys.stderr, flush=True)
+    of_checkpoint = {"checkpoint": str(model.loaded.path), "iteration": iteration}
+    return {**of_checkpoint, "eval_limit": args.eval_limit, "tasks": scores}

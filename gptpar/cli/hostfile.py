@@ -1,0 +1,188 @@
+"""``gptpar launch --hostfile``: DeepSpeed's hostfile and its selections. Pure but for reading.
+
+A line is ``HOST slots=N``; ``#`` begins a comment. A selection is ``HOST@HOST:0,2``: a host whole, or some of its
+slots. Facts: deepspeed/launcher/runner.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from gptpar.errors import ConfigError
+
+_FLAGS = (
+    *("--hostfile", "--include", "--exclude", "--num-nodes", "--num-gpus"),
+    *("--master-addr", "--master-port"),
+)
+_LINE = re.compile(r"\s*([A-Za-z0-9_.:@-]+)\s+slots=([1-9]\d*)\s*")
+
+
+def read_hostfile(path: Path) -> dict[str, list[int]]:
+    """Each host's slots, in the file's order.
+
+    Raises:
+        ConfigError: with every line that is none.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError([f"the hostfile {path} cannot be read ({error.strerror})."]) from None
+    hosts: dict[str, list[int]] = {}
+    problems = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0]
+        if not text.strip():
+            continue
+        found = _LINE.fullmatch(text)
+        if found is None:
+            problems.append(f"{path}, line {number}: HOST slots=NUMBER is needed, not {line.strip()!r}.")
+        elif found[1] in hosts:
+            problems.append(f"{path}, line {number}: {found[1]} is named again.")
+        else:
+            hosts[found[1]] = list(range(int(found[2])))
+    if not hosts and not problems:
+        problems.append(f"the hostfile {path} names no host.")
+    if problems:
+        raise ConfigError(problems)
+    return hosts
+
+
+def selected(
+    hosts: Mapping[str, Sequence[int]],
+    *,
+    include: str = "",
+    exclude: str = "",
+    num_nodes: int | None = None,
+    num_gpus: int | None = None,
+) -> dict[str, list[int]]:
+    """The hosts and slots that are to be used.
+
+    Args:
+        include, exclude: selections; at most one of them.
+        num_nodes: take only this many hosts, the first ones.
+        num_gpus: take only this many slots of each host, the first ones.
+
+    Raises:
+        ConfigError: with all problems, among them unequal numbers of slots, which torchrun cannot start.
+    """
+    if include and exclude:
+        raise ConfigError(["--include and --exclude exclude each other: say which hosts to use, or which not."])
+    chosen = _parsed(include or exclude, hosts)
+    found = _included(chosen, hosts) if include else _left(chosen, hosts)
+    found = {host: slots[:num_gpus] for host, slots in list(found.items())[:num_nodes]}
+    if problems := list(_shortages(found, num_nodes, num_gpus)):
+        raise ConfigError(problems)
+    return found
+
+
+def _included(chosen: Mapping[str, Sequence[int]], hosts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    return {host: list(slots or hosts[host]) for host, slots in chosen.items()}
+
+
+def _left(chosen: Mapping[str, Sequence[int]], hosts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """What an exclusion leaves: no slot of a host that is named whole."""
+    gone = {host: set(slots or hosts[host]) for host, slots in chosen.items()}
+    left = {host: [slot for slot in slots if slot not in gone.get(host, ())] for host, slots in hosts.items()}
+    return {host: slots for host, slots in left.items() if slots}
+
+
+def _shortages(found: Mapping[str, Sequence[int]], num_nodes: int | None, num_gpus: int | None) -> Iterator[str]:
+    """Why these slots cannot be used."""
+    if num_nodes is not None and len(found) < num_nodes:
+        yield f"--num_nodes {num_nodes}, but {len(found)} host(s) are there."
+    if num_gpus is not None and any(len(slots) < num_gpus for slots in found.values()):
+        yield f"--num_gpus {num_gpus}, but a host has fewer slots."
+    if not found:
+        yield "no slot is left: change --include or --exclude."
+    elif len({len(slots) for slots in found.values()}) > 1:
+        counts = ", ".join(f"{host} {len(slots)}" for host, slots in found.items())
+        yield f"every host must have the same number of slots ({counts}): see --include and --num_gpus."
+
+
+def _parsed(selection: str, hosts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """A selection's slots by host; empty: all of that host's."""
+    found: dict[str, list[int]] = {}
+    problems = []
+    for part in filter(None, selection.split("@")):
+        host, _, words = part.partition(":")
+        slots = [int(word) if word.isdecimal() else -1 for word in words.split(",")] if words else []
+        if host not in hosts:
+            problems.append(f"{host} is not in the hostfile, which names {', '.join(hosts)}.")
+        elif not set(slots) <= set(hosts[host]):
+            problems.append(f"{part}: {host} has the slots {', '.join(map(str, hosts[host]))}.")
+        found[host] = slots
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def commands(
+    hosts: Mapping[str, Sequence[int]], words: Sequence[str], *, address: str = "", port: int = 29500
+) -> list[str]:
+    """What to run on each host, in order: torchrun numbers the workers, and only the chosen GPUs are visible.
+
+    Args:
+        words: what each host runs, behind ``gptpar launch``'s own flags.
+        address: of the first host, where the others know it by another name.
+    """
+    first = address or next(iter(hosts)).rpartition("@")[2]
+    shared = ["gptpar", "launch", "--nnodes", str(len(hosts)), "--master-addr", first, "--master-port", str(port)]
+    found = []
+    for rank, slots in enumerate(hosts.values()):
+        own = ["--nproc-per-node", str(len(slots)), "--node-rank", str(rank)]
+        visible = ",".join(map(str, slots))
+        found.append(f"CUDA_VISIBLE_DEVICES={visible} {shlex.join([*shared, *own, *words])}")
+    return found
+
+
+def is_asked_for(argv: Sequence[str]) -> bool:
+    """Whether ``gptpar launch`` was called with a hostfile."""
+    return any(word.partition("=")[0] == "--hostfile" for word in argv[:14])
+
+
+def main(argv: Sequence[str]) -> int:
+    """``gptpar launch --hostfile FILE ...``: print what to run on each host; nothing is started.
+
+    Raises:
+        ConfigError: with all problems.
+    """
+    values, words = _flags_first(argv)
+    if "--hostfile" not in values or not words:
+        missing = "a program, for example -m gptpar pretrain FLAGS" if "--hostfile" in values else "--hostfile FILE"
+        raise ConfigError([f"gptpar launch needs {missing}, behind DeepSpeed's flags ({', '.join(_FLAGS)})."])
+    hosts = selected(
+        read_hostfile(Path(values["--hostfile"])),
+        include=values.get("--include", ""),
+        exclude=values.get("--exclude", ""),
+        num_nodes=_count(values, "--num-nodes"),
+        num_gpus=_count(values, "--num-gpus"),
+    )
+    port = _count(values, "--master-port") or 29500
+    lines = commands(hosts, words, address=values.get("--master-addr", ""), port=port)
+    for host, line in zip(hosts, lines, strict=True):
+        print(f"{host}: {line}")
+    print("Start each on its host, all within a few minutes; examples/launch_hostfile.sh starts whole hosts by ssh.")
+    return 0
+
+
+def _flags_first(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(values of this launcher's flags, the program and its words)"""
+    values, words = {}, list(argv)
+    while words and words[0].partition("=")[0].replace("_", "-") in _FLAGS:
+        name, glued, value = words.pop(0).partition("=")
+        if not glued and not words:
+            raise ConfigError([f"{name} needs a value."])
+        values[name.replace("_", "-")] = value if glued else words.pop(0)
+    return values, words
+
+
+def _count(values: Mapping[str, str], name: str) -> int | None:
+    text = values.get(name)
+    if text is None or text == "-1":  # DeepSpeed's word for all
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError([f"{name} {text}: a whole number of at least 1 is needed."])
+    return int(text)

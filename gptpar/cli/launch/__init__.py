@@ -1,0 +1,126 @@
+"""Start one worker for each visible GPU, unless somebody (torchrun, SLURM) has done so already, and end them in order.
+
+On one machine the launcher is ours (``supervisor``); it starts the workers again after a death, where that is asked
+for. On several machines it is torchrun (``machines``). torchrun kills its workers 30 seconds after a signal, in the
+middle of a save (before torch 2.13 this cannot be changed). So it does not see the signals: in both cases ``relay``
+passes them on to the workers, which save and end by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gptpar.cli import hostfile
+from gptpar.cli.launch.failure import Failure
+from gptpar.cli.launch.job import HANG_SECONDS, LaunchJob, job_of, keep_all, read_flags
+from gptpar.cli.launch.machines import run_torchrun
+from gptpar.cli.launch.memory import folder_in_memory, keep_newest
+from gptpar.cli.launch.program import Program
+from gptpar.cli.launch.relay import NOTHING_LOST, Children, Relay, patience, tell
+from gptpar.cli.launch.supervisor import Supervisor
+from gptpar.cli.launch.worker import end_with_launcher, is_worker
+from gptpar.errors import GptparError
+from gptpar.system.activity import all_activities
+from gptpar.system.stop import Stopped
+
+__all__ = [
+    "LaunchJob",
+    "Program",
+    "end_with_launcher",
+    "is_worker",
+    "main",
+    "run_job",
+    "start_workers",
+    "workers_wanted",
+]
+
+
+def workers_wanted(nproc_per_node: int | None) -> int:
+    """Processes this machine is to run: as asked for, else one for each visible GPU, else one."""
+    if nproc_per_node:
+        return nproc_per_node
+    import torch  # a second, which a verb that needs no GPU should not pay for
+
+    return max(1, torch.cuda.device_count())
+
+
+def start_workers(
+    count: int,
+    argv: Sequence[str],
+    *,
+    max_restarts: int = 0,
+    hang_seconds: float | None = None,
+    processes_left: Callable[[int], int] = keep_all,
+) -> int:
+    """Run ``python -m gptpar ARGV`` in ``count`` processes of this machine; returns an exit code.
+
+    Args:
+        argv: the verb and its flags.
+        max_restarts, hang_seconds, processes_left: see :class:`LaunchJob`.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    return run_job(
+        LaunchJob(
+            Program("module", "gptpar", tuple(argv)),
+            count,
+            max_restarts=max_restarts,
+            hang_seconds=hang_seconds or (HANG_SECONDS if max_restarts else 0.0),
+            modules=(f"gptpar.cli.{argv[0].replace('-', '_')}", *_IMPORTED_LATER),
+            processes_left=processes_left,
+        )
+    )
+
+
+_IMPORTED_LATER = ("torch.utils.tensorboard",)
+"""What a run imports on its way to the first step."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """``gptpar launch``: takes torchrun's flags; the workers get the time they need to save.
+
+    Raises:
+        GptparError: the workers did not find each other.
+    """
+    if hostfile.is_asked_for(argv):
+        return hostfile.main(argv)
+    words = read_flags(argv)
+    job = job_of(words)
+    if job is not None:
+        if job.count > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        return run_job(job)
+    if words.hang_seconds is not None:
+        raise GptparError(
+            "--hang-seconds watches the workers of one machine, without torchrun's rendezvous and log flags: leave it "
+            "out; a worker that waits too long for another ends after --distributed-timeout-minutes."
+        )
+    with tempfile.TemporaryDirectory(prefix="gptpar-activity-") as name:
+        relay = Relay(Path(name), patience(), Children())
+        return _exit_code(relay, Path(name), lambda: run_torchrun(words, Path(name)))
+
+
+def run_job(job: LaunchJob) -> int:
+    """Run a job's workers; returns an exit code."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gptpar-activity-")))
+        memory = stack.enter_context(folder_in_memory()) if job.max_restarts else None
+        supervisor = Supervisor(job, folder, memory)
+        code = _exit_code(supervisor.relay, folder, supervisor.run)
+        has_failed = code not in (0, 128 + (supervisor.relay.signal or 0))  # else the newest state is on the disk
+        if has_failed and memory is not None and (sentence := keep_newest(memory)):
+            tell(sentence)
+        return code
+
+
+def _exit_code(relay: Relay, folder: Path, run: Callable[[], Failure | None]) -> int:
+    try:
+        with relay.relaying():
+            failure = run()
+    except Stopped as stopped:  # no worker was there to take the request
+        tell(f"{stopped}{'' if all_activities(folder) else NOTHING_LOST}")
+        return 128 + stopped.signal
+    return relay.exit_code(failure)

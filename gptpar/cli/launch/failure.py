@@ -1,0 +1,57 @@
+"""How a worker failed, and what is said of it."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first worker that failed.
+
+    Attributes:
+        code: its exit code, minus a signal's number where a signal killed it; ``None``: it lives and does nothing.
+        doing: its last note.
+        silent: seconds in which no worker showed a sign of life.
+        stopped: somebody has stopped it (SIGSTOP).
+        final: the run itself said that this is no accident: wrong flags, damaged data, divergence.
+        remark: why it is the end.
+    """
+
+    rank: int
+    code: int | None
+    doing: str
+    silent: float = 0.0
+    stopped: bool = False
+    final: bool = False
+    remark: str = ""
+
+    @property
+    def is_exit(self) -> bool:
+        """Whether the worker ended by itself, as after an exception."""
+        return self.code is not None and self.code > 0
+
+    @property
+    def exit_code(self) -> int:
+        """Of a launcher that ends because of it."""
+        return max(1, self.code or 0)
+
+    def is_repeated(self, before: Failure | None) -> bool:
+        """Whether an exception ended the run at the place where one had ended it before: that is no accident."""
+        return self.is_exit and before is not None and (self.code, self.doing) == (before.code, before.doing)
+
+    def __str__(self) -> str:
+        """As a sentence without its full stop."""
+        return f"rank {self.rank} {self._what()}{self.remark}"
+
+    def _what(self) -> str:
+        place = f"while it was at {self.doing}"
+        if self.code is None:
+            how = "is stopped" if self.stopped else "does nothing"
+            return f"{how} at {self.doing}, and no worker has shown a sign of life for {self.silent:.0f} s"
+        if self.code == -signal.SIGKILL:
+            return f"was killed by SIGKILL, as Linux does to the largest process when memory is full, {place}"
+        if self.code < 0:
+            return f"was killed by {signal.Signals(-self.code).name} {place}"
+        return f"ended with exit code {self.code} {place}; its message is above"

@@ -1,0 +1,100 @@
+"""What a launcher is to run, from torchrun's flags or from a verb."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gptpar.cli.launch.program import Kind, Program
+from gptpar.cli.launch.rendezvous import LOOPBACK
+from gptpar.system.command_line import describe_if_asked, positive_float
+
+HANG_SECONDS = 600.0
+"""Default patience with workers that show no sign of life. A first step may compile for minutes."""
+
+IMPORTED_BY_ENGINES = ("gptpar.any_module.initialize", "gptpar.checkpoint")
+_OURS = {
+    *("nnodes", "nproc_per_node", "standalone", "max_restarts", "monitor_interval", "module", "no_python"),
+    *("training_script", "training_script_args", "master_addr", "master_port", "node_rank", "signals_to_handle"),
+    "hang_seconds",
+}
+"""Flags that a job takes over, or has no use for on one machine."""
+
+
+def keep_all(count: int) -> int:
+    """The number of workers of a job that cannot run with another."""
+    return count
+
+
+@dataclass(frozen=True)
+class LaunchJob:
+    """Workers of one machine.
+
+    Attributes:
+        count: how many.
+        max_restarts: how often they are started again after a death.
+        hang_seconds: seconds without a sign of life after which they count as dead; 0: never.
+        address, port: where they meet; port 0 is a free one.
+        modules: what they import first.
+        processes_left: the number of processes before a death -> how many can go on after it.
+    """
+
+    program: Program
+    count: int
+    max_restarts: int = 0
+    hang_seconds: float = 0.0
+    address: str = LOOPBACK
+    port: int = 0
+    modules: Sequence[str] = IMPORTED_BY_ENGINES
+    processes_left: Callable[[int], int] = keep_all
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether its workers are forks of a template."""
+        return self.max_restarts > 0 and self.program.kind != "executable" and sys.platform.startswith("linux")
+
+
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """torchrun's flags, and ``--hang-seconds``."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = "gptpar launch"
+    parser.add_argument(
+        "--hang-seconds",
+        "--hang_seconds",
+        type=positive_float,
+        metavar="S",
+        help="on one machine, with --max-restarts: seconds without a sign of life after which workers are started "
+        f"again, as after a death (default: {HANG_SECONDS:g})",
+    )
+    describe_if_asked(parser, argv)
+    return parser.parse_args(list(argv))
+
+
+def job_of(words: argparse.Namespace) -> LaunchJob | None:
+    """The job that torchrun's flags describe, if it is one machine's and needs nothing that only torchrun has."""
+    from torch.distributed.run import determine_local_world_size, get_args_parser
+
+    default = get_args_parser()
+    if words.nnodes not in ("1", "1:1") or _asks_torchrun(words, default):
+        return None
+    kind: Kind = "executable" if words.no_python else "module" if words.module else "script"
+    chosen = not words.standalone and words.master_port != default.get_default("master_port")
+    return LaunchJob(
+        Program(kind, words.training_script, tuple(words.training_script_args)),
+        determine_local_world_size(words.nproc_per_node),
+        max_restarts=words.max_restarts,
+        hang_seconds=words.hang_seconds or (HANG_SECONDS if words.max_restarts else 0.0),
+        address=LOOPBACK if words.standalone else words.master_addr,
+        port=int(words.master_port) if chosen else 0,
+    )
+
+
+def _asks_torchrun(words: argparse.Namespace, default: argparse.ArgumentParser) -> bool:
+    """Whether a flag, or a variable in its place, is given that only torchrun knows."""
+    others = {name for name, value in vars(words).items() if name not in _OURS and value != default.get_default(name)}
+    return bool(others) or any(name.startswith("PET_") for name in os.environ)

@@ -1,0 +1,65 @@
+"""Several machines: torchrun in this process, which sees no signals."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gptpar.cli.launch.failure import Failure
+from gptpar.cli.launch.worker import LAUNCHER_VARIABLE
+from gptpar.errors import GptparError
+from gptpar.system.activity import FOLDER_VARIABLE, last_activity
+from gptpar.system.stop import Stopped
+
+
+def run_torchrun(words: argparse.Namespace, folder: Path) -> Failure | None:
+    """Run torchrun with its flags; returns the worker that failed first, if one did.
+
+    Args:
+        folder: for the workers' records of activity.
+
+    Raises:
+        GptparError: the machines did not meet.
+        Stopped: a signal that is not relayed ended it.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.run import run
+
+    # What went wrong is said by the worker itself and by the launcher; torchrun's own report would bury both.
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    words.signals_to_handle = "SIGQUIT"  # the others are the relay's; torchrun wants at least one
+    words.log_dir = words.log_dir or str(folder / "torchrun")
+    try:
+        with _told_to_workers(folder):
+            run(words)
+    except ChildFailedError as error:
+        rank, failed = error.get_first_failure()
+        return Failure(rank, failed.exitcode, last_activity(folder, rank))
+    except SignalException as stopped:
+        raise Stopped(stopped.sigval) from None
+    except (DistError, RendezvousError) as error:
+        where = words.rdzv_endpoint or f"{words.master_addr}:{words.master_port}"
+        raise GptparError(
+            f"the machines did not meet at {where} ({str(error).splitlines()[0]}): see that the first machine runs "
+            "and can be reached there, and that no other program has this port (else choose another MASTER_PORT)."
+        ) from error
+    return None
+
+
+@contextlib.contextmanager
+def _told_to_workers(folder: Path) -> Iterator[None]:
+    """They inherit the environment."""
+    os.environ[FOLDER_VARIABLE], os.environ[LAUNCHER_VARIABLE] = str(folder), str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[FOLDER_VARIABLE], os.environ[LAUNCHER_VARIABLE]

@@ -1,0 +1,75 @@
+"""A folder in this machine's memory that outlives the workers and not the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gptpar.checkpoint.folders import find_checkpoints
+from gptpar.system.processes import Process
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "gptpar-mirror-"
+KEPT_PREFIX = "gptpar-kept-"
+OWNER = "owner.json"
+UNNAMED_SECONDS = 60.0
+"""A folder without an owner that is older than this was left by a launcher that died while it made it."""
+
+
+@contextlib.contextmanager
+def folder_in_memory(root: Path = SHARED_MEMORY) -> Iterator[Path | None]:
+    """A new folder that only this user can open, removed at the end; ``None`` where the system has no such place.
+
+    What launchers that were killed left there is removed first.
+    """
+    remove_abandoned(root)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+    except OSError:
+        yield None
+        return
+    try:
+        (folder / OWNER).write_text(json.dumps(Process.this().to_dict()))
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep_newest(folder: Path) -> str | None:
+    """Move a failed run's newest copy out of the folder, which will be removed: it may be newer than the disk's.
+
+    Returns:
+        A sentence that says where it is now; ``None``: there is no copy.
+    """
+    copies = find_checkpoints(folder)
+    if not copies:
+        return None
+    iteration, newest = copies[0]
+    kept = Path(tempfile.mkdtemp(prefix=KEPT_PREFIX, dir=folder.parent))
+    newest.rename(kept / newest.name)
+    return (
+        f"the copy of iteration {iteration} in memory is kept: if no newer one is on the disk, go on from it with "
+        f"--load {kept}; remove the folder when you no longer need it."
+    )
+
+
+def remove_abandoned(root: Path) -> None:
+    """Remove this user's folders whose launchers have ended."""
+    for folder in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another launcher was quicker
+            if folder.is_dir() and folder.stat().st_uid == os.getuid() and _is_abandoned(folder):
+                shutil.rmtree(folder)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        owner = Process.from_dict(json.loads((folder / OWNER).read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return time.time() - folder.stat().st_mtime > UNNAMED_SECONDS
+    return owner.is_local() and not owner.is_alive()

@@ -1,0 +1,49 @@
+"""What the workers run: a module, a script or an executable, in a new interpreter or in this one."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["module", "script", "executable"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a command line names after the launcher's own flags.
+
+    Attributes:
+        kind: how ``name`` is to be taken.
+        name: a module as after ``python -m``, a script's path, or an executable.
+        words: its arguments.
+    """
+
+    kind: Kind
+    name: str
+    words: tuple[str, ...]
+
+    def command(self) -> list[str]:
+        """The command line of a process of its own. Output is unbuffered, as torchrun has it."""
+        if self.kind == "executable":
+            return [self.name, *self.words]
+        module = ["-m"] if self.kind == "module" else []
+        return [*interpreter(), *module, self.name, *self.words]
+
+    def run_here(self) -> None:
+        """As ``__main__`` of this process, which has done nothing yet but importing modules."""
+        if self.kind == "module":
+            sys.argv = [self.name, *self.words]
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [self.name, *self.words]
+            sys.path[0] = os.path.dirname(os.path.abspath(self.name))
+            runpy.run_path(self.name, run_name="__main__")
+
+
+def interpreter() -> list[str]:
+    """This Python with the flags that it was started with, and unbuffered."""
+    return [sys.executable, "-u", *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]

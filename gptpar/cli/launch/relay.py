@@ -1,0 +1,188 @@
+"""Requests to stop: passed on to the workers, which save and end by themselves; killed only if they no longer live."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from gptpar.cli.launch.failure import Failure
+from gptpar.errors import GptparError
+from gptpar.system.activity import START, all_activities
+from gptpar.system.life import SignsOfLife
+from gptpar.system.processes import children
+from gptpar.system.stop import AT_ONCE_SECONDS, SAME_REQUEST_SECONDS, Stopped, handling
+
+PATIENCE_VARIABLE = "GPTPAR_STOP_SECONDS"
+PATIENCE_SECONDS = 1800.0
+"""How long workers that were asked to stop may show no sign of life: a note of what they do, bytes read or written.
+
+A worker that waits for another ends by itself after --distributed-timeout-minutes."""
+
+START_SECONDS = 30.0
+"""The same for workers in their first start-up, which have nothing to save."""
+
+GRACE_SECONDS = 5.0
+"""Beyond the time after which a worker ends itself."""
+
+POLL_SECONDS = 0.5
+NOTHING_LOST = " before there was anything to save"
+
+
+def patience() -> float:
+    """The user's, in seconds.
+
+    Raises:
+        GptparError: it is no number.
+    """
+    text = os.environ.get(PATIENCE_VARIABLE, str(PATIENCE_SECONDS))
+    try:
+        return float(text)
+    except ValueError:
+        raise GptparError(f"{PATIENCE_VARIABLE}={text} is not a number of seconds: correct it, or unset it.") from None
+
+
+def tell(message: str) -> None:
+    """On stderr, if it is still there."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(message, file=sys.stderr, flush=True)
+
+
+class Workers(Protocol):
+    """Who starts and watches the workers.
+
+    Attributes:
+        holds: there is something to save, even while no worker lives: a request to stop is kept for the next ones.
+    """
+
+    holds: bool
+
+    def living(self) -> set[int]:
+        """Process ids."""
+        ...
+
+    def listening(self) -> set[int]:
+        """Those that can take a request now."""
+        ...
+
+
+class Children:
+    """Workers that somebody else in this process starts: its children, from their first moment."""
+
+    holds = False
+
+    def living(self) -> set[int]:
+        return children(os.getpid())
+
+    listening = living
+
+
+class Relay:
+    """Passes requests to stop on to the workers.
+
+    Args:
+        folder: of the workers' records of activity.
+        patience: seconds without a sign of life.
+
+    Attributes:
+        signal: the first request.
+    """
+
+    def __init__(self, folder: Path, patience: float, workers: Workers):
+        self._folder, self._patience, self._workers = folder, patience, workers
+        self.signal: signal.Signals | None = None
+        self._when = 0.0
+        self._at_once: float | None = None
+        self._killed = ""
+        self._told: set[int] = set()
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+
+    @contextlib.contextmanager
+    def relaying(self) -> Iterator[None]:
+        """Handle the signals inside the block."""
+        try:
+            with handling(self._pass_on):
+                yield
+        finally:
+            self._ended.set()
+
+    @property
+    def kills(self) -> bool:
+        """Whether workers are no longer given the time to save."""
+        return bool(self._killed) or self._at_once is not None
+
+    def exit_code(self, failure: Failure | None) -> int:
+        """What the launcher returns; says how the run ended where no worker has said so.
+
+        Args:
+            failure: of the worker that failed first.
+        """
+        asked = self.signal
+        if failure is None:
+            return 0 if asked is None else 128 + asked
+        if asked is None:
+            tell(f"error: {failure}")
+            return failure.exit_code
+        if self._killed:
+            tell(
+                f"error: stopped by {asked.name}, and the workers were killed, with what they learnt since the last "
+                f"checkpoint: {self._killed}"
+            )
+        elif self._at_once is not None:
+            tell("error: interrupted twice: stopped at once, without saving")
+        elif failure.code in (-asked, 128 + asked) and failure.doing == START:
+            tell(f"stopped by {asked.name}{NOTHING_LOST}")
+        else:
+            tell(f"error: stopped by {asked.name}, but {failure}")
+            return failure.exit_code
+        return 128 + (asked if self._at_once is None else signal.SIGINT)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal, self._when = signal.Signals(number), time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._when > SAME_REQUEST_SECONDS:
+            self._at_once = self._at_once or time.monotonic()
+        workers = self._workers.listening()
+        if not workers and not self._workers.holds:
+            raise Stopped(number)
+        send(workers, number)
+        self._told |= workers
+        if not self._watcher.is_alive() and not self._ended.is_set():
+            self._watcher.start()
+
+    def _watch(self) -> None:
+        """From the first request on, in a thread: whoever waits for the workers has the main one."""
+        assert self.signal is not None
+        signs = SignsOfLife(self._folder)
+        while not self._ended.wait(POLL_SECONDS):
+            workers, now = self._workers.living(), time.monotonic()
+            new = self._workers.listening() - self._told  # started while the request came
+            send(new, self.signal)
+            self._told |= new
+            places = set(all_activities(self._folder).values())
+            silent = signs.silence(workers)
+            is_early = places <= {START} and not self._workers.holds
+            patience = min(START_SECONDS, self._patience) if is_early else self._patience
+            if self._at_once is not None and now - self._at_once > AT_ONCE_SECONDS + GRACE_SECONDS:
+                self._kill(workers, "a second Ctrl-C did not end them")
+            elif silent > patience:
+                self._kill(workers, f"no sign of life for {patience:g} s at {'; '.join(sorted(places)) or START}")
+
+    def _kill(self, workers: set[int], reason: str) -> None:
+        self._killed = self._killed or reason
+        send(workers, signal.SIGKILL)
+
+
+def send(processes: set[int], number: int) -> None:
+    """A signal, to those that still live."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)

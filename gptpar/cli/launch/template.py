@@ -1,0 +1,127 @@
+"""A process that has imported everything and done nothing: its forks are workers that need not import.
+
+Importing torch and gptpar takes seconds, on a busy machine most of a restart. A fork of a process that has imported
+them takes hundredths. What makes forking dangerous is state that a fork copies by half: threads (the copy has one, and
+locks that the others held stay locked) and CUDA (its driver refuses a copied context). So the template starts no
+thread and never asks CUDA, and its fork looks whether that is true: if not, it becomes a new interpreter, which only
+takes longer. numpy is told to start no threads of its own.
+
+A worker is the template's grandchild, whose parent ends at once. It becomes a child of the launcher, which asked Linux
+for the orphans below it: the launcher can wait for it, and is the parent whose death the worker is told of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gptpar.cli.launch.program import Program, interpreter
+from gptpar.cli.launch.worker import PR_SET_PDEATHSIG
+
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+ADOPTED_SECONDS = 10.0
+_SERVE = f"import sys; from {__name__} import serve; serve(*map(int, sys.argv[1:])).run_here()"
+
+
+class Template:
+    """The launcher's side.
+
+    Args:
+        program: what the workers run.
+        modules: what they would import first; one that is missing is left out.
+        environment: of all workers; what libraries read of it when they are loaded cannot change later.
+    """
+
+    def __init__(self, program: Program, modules: Sequence[str], environment: Mapping[str, str]):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._socket, theirs = socket.socketpair()
+        self._replies = self._socket.makefile("r")
+        with theirs:
+            self._process = subprocess.Popen(
+                [*interpreter(), "-c", _SERVE, str(theirs.fileno()), str(os.getpid())],
+                env={**environment, "OPENBLAS_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._send({"modules": list(modules), "kind": program.kind, "name": program.name, "words": program.words})
+
+    def start(self, environment: Mapping[str, str]) -> int:
+        """A new worker's process id.
+
+        Raises:
+            OSError: the template is gone.
+        """
+        self._send(dict(environment))
+        reply = self._replies.readline()
+        if not reply:
+            raise ConnectionResetError("the process that forks the workers is gone")
+        return int(reply)
+
+    def __enter__(self) -> Template:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the template; its workers stay."""
+        self._process.kill()
+        self._process.wait()
+        self._replies.close()
+        self._socket.close()
+
+    def _send(self, value: dict[str, Any]) -> None:
+        self._socket.sendall(json.dumps(value).encode() + b"\n")
+
+
+def serve(file: int, launcher: int) -> Program:
+    """The template's side: fork a worker for each request; returns in the worker, which then runs the program."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    with socket.socket(fileno=file) as connection, connection.makefile("r") as requests:
+        said = json.loads(requests.readline())
+        program = Program(said["kind"], said["name"], tuple(said["words"]))
+        for name in said["modules"]:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        for line in requests:
+            alone = len(os.listdir("/proc/self/task")) == 1
+            if child := os.fork():
+                os.waitpid(child, 0)
+            elif os.fork():
+                os._exit(0)
+            else:
+                _become_worker(json.loads(line), connection, launcher)
+                if not alone or _has_asked_cuda():
+                    os.execvp(program.command()[0], program.command())
+                return program
+    os._exit(0)
+
+
+def _become_worker(environment: dict[str, str], connection: socket.socket, launcher: int) -> None:
+    """Take on what a new process would have: environment, session, name and random numbers."""
+    deadline = time.monotonic() + ADOPTED_SECONDS
+    while os.getppid() != launcher:
+        if time.monotonic() > deadline:  # the launcher is gone
+            os._exit(1)
+        time.sleep(0.001)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, f"gptpar rank {environment['RANK']}".encode())
+    connection.sendall(f"{os.getpid()}\n".encode())
+    if "numpy" in sys.modules:  # Python's own generator and torch's see to themselves
+        sys.modules["numpy"].random.seed()
+
+
+def _has_asked_cuda() -> bool:
+    """In a fork: whether its origin had, so that CUDA cannot be used here."""
+    torch = sys.modules.get("torch")
+    asked = getattr(torch and torch._C, "_cuda_isInBadFork", lambda: False)
+    return bool(asked())

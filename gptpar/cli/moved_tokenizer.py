@@ -1,0 +1,33 @@
+"""The tokenizer that a checkpoint names, whose files may lie elsewhere by now."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from gptpar.config import TokenizerConfig
+from gptpar.data.tokenizer import Tokenizer
+from gptpar.errors import CheckpointError
+from gptpar.training.data import tokenizer_of
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say where the files are now."""
+    parser.add_argument("--tokenizer-model", metavar="FILE", help="where the tokenizer's model is now, if it was moved")
+    parser.add_argument("--vocab-file", metavar="FILE", help="where GPT-2 BPE's encoder.json is now, if it was moved")
+    parser.add_argument("--merge-file", metavar="FILE", help="where GPT-2 BPE's vocab.bpe is now, if it was moved")
+
+
+def moved_tokenizer(config: TokenizerConfig, args: argparse.Namespace) -> Tokenizer:
+    """The tokenizer, with what the flags say.
+
+    Raises:
+        CheckpointError: the model was trained without one.
+    """
+    moved = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    tokenizer = tokenizer_of(dataclasses.replace(config, **{k: v for k, v in moved.items() if v}))
+    if tokenizer is None:
+        raise CheckpointError(
+            "the model was trained without a tokenizer (--vocab-size alone), so there is no text to make"
+        )
+    return tokenizer

@@ -1,0 +1,214 @@
+"""What a key of a DeepSpeed configuration can mean here, and how its value is read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+OFF = object()
+"""What a reader returns for a value that asks for nothing."""
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The key says a field of the configuration, or several with a list.
+
+    Attributes:
+        read: turns the JSON value into the field's, or into ``OFF``; a ``ValueError`` says what is needed instead.
+        to: fields as ``section.field``, separated by spaces.
+        why: what a reader of the banner should know.
+        inside: the keys that it may hold, if it is an object.
+    """
+
+    read: Callable[[Any], Any]
+    to: str = ""
+    why: str = ""
+    inside: str = ""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """The key is understood, and nothing depends on it; ``inside``: the keys it may hold, if it is an object."""
+
+    why: str
+    inside: str = ""
+
+
+@dataclass(frozen=True)
+class Only:
+    """The key may have these values, which change nothing; ``why`` no other can be had, and what to do."""
+
+    values: tuple[object, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Absent:
+    """What the key turns on is not there; off it is accepted, whatever else it says.
+
+    Attributes:
+        is_on: whether a value asks for it.
+    """
+
+    what: str
+    is_on: Callable[[Any], bool] = lambda value: (
+        bool(value) and not (isinstance(value, dict) and value.get("enabled") is False)
+    )
+
+
+@dataclass(frozen=True)
+class NotRead:
+    """The key is known, but belongs to something that is refused as a whole."""
+
+
+Rule: TypeAlias = Sets | NoEffect | Only | Absent | NotRead
+Tree: TypeAlias = "dict[str, Rule | Tree]"
+
+# --- readers of values ----------------------------------------------------------------------------------------------
+
+
+def whole(value: Any) -> int:
+    """A whole number, which may be written as 5e8."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0 or abs(value) >= 2**63:
+        raise ValueError("a whole number is needed")
+    return int(value)
+
+
+def positive(value: Any) -> int:
+    """A whole number of at least 1."""
+    if whole(value) < 1:
+        raise ValueError("a whole number of at least 1 is needed")
+    return whole(value)
+
+
+def number(value: Any) -> float:
+    """Any number that a float can hold; JSON writes others, too."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        raise ValueError("a number is needed")
+    return float(value)
+
+
+def share(value: Any) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= number(value) <= 1:
+        raise ValueError("a number from 0 to 1 is needed")
+    return number(value)
+
+
+def truth(value: Any) -> bool:
+    """true or false."""
+    if not isinstance(value, bool):
+        raise ValueError("true or false is needed")
+    return value
+
+
+def if_true(value: Any) -> object:
+    """A switch whose false is no wish."""
+    return True if truth(value) else OFF
+
+
+def text(value: Any) -> str:
+    """A text that says something."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("a text is needed")
+    return value
+
+
+def rates(value: Any) -> float | tuple[float, ...]:
+    """A rate of all parameter groups, or one for each."""
+    return tuple(map(number, value)) if isinstance(value, list) else number(value)
+
+
+def one_rate(value: Any) -> float:
+    """The rate of all parameter groups."""
+    if isinstance(value, list):
+        raise ValueError("one rate is needed: the groups that decay and those that do not have the same")
+    return number(value)
+
+
+def betas(value: Any) -> list[float]:
+    """Two numbers."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("two numbers in brackets are needed")
+    return [number(beta) for beta in value]
+
+
+def scale_of_power(value: Any) -> float:
+    """A loss scale by its power of two."""
+    if not 0 <= whole(value) <= 127:
+        raise ValueError("a whole number from 0 to 127 is needed")
+    return 2.0 ** whole(value)
+
+
+def word_of(meanings: Mapping[str, Any], otherwise: str = "") -> Callable[[Any], Any]:
+    """A reader of one of these words; ``otherwise``: what is said of any other value."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str) or value not in meanings:
+            raise ValueError(otherwise or f"one of {', '.join(meanings)} is needed")
+        return meanings[value]
+
+    return read
+
+
+def parameters_on_cpu(value: Any) -> bool:
+    """Whether parameters are in host memory."""
+    if value == "nvme":
+        raise ValueError('parameters on NVMe are not part of this version yet; "cpu" and "none" are')
+    return bool(word_of({"none": False, "cpu": True})(value))
+
+
+def switch(value: Any) -> str:
+    """On, off, or as the engine finds best (``auto``, which is read as if nothing were said)."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value not in ("on", "off"):
+        raise ValueError('true, false or "auto" is needed')
+    return str(value)
+
+
+def class_names(value: Any) -> tuple[str, ...]:
+    """Names of modules' classes."""
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+        raise ValueError('a list of class names is needed, for example ["GPT2Block"]')
+    return tuple(value)
+
+
+def partition(value: Any) -> str:
+    """How a list of layers is divided."""
+    if not isinstance(value, str):
+        raise ValueError("parameters, uniform, type:REGEX or boundaries such as 0,7,14 are needed")
+    return "parameters" if value == "best" else value
+
+
+def if_enabled(read: Callable[[Mapping[str, Any]], Any]) -> Callable[[Any], Any]:
+    """A reader of a section that says nothing unless it is ``enabled``."""
+
+    def read_section(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("an object in braces is needed")
+        return read(value) if truth(value.get("enabled", False)) else OFF
+
+    return read_section
+
+
+def monitor_folder(section: Mapping[str, Any]) -> str:
+    """Where DeepSpeed puts a monitor's files."""
+    return os.path.join(str(section.get("output_path") or ""), text(section.get("job_name", "DeepSpeedJobName")))
+
+
+def asks_for_routing(value: Any) -> bool:
+    """Whether ``data_efficiency`` asks for anything: its parts have switches of their own."""
+    parts = [value.get(name, {}) for name in ("data_sampling", "data_routing")] if isinstance(value, dict) else [value]
+    on = not isinstance(value, dict) or value.get("enabled") is True
+    return on and any(part.get("enabled") is True if isinstance(part, dict) else bool(part) for part in parts)
+
+
+def asks_for_parallelism(value: Any) -> bool:
+    """Whether ``tensor_parallel`` asks for more than one process."""
+    sizes = [value.get("autotp_size", 1), value.get("tp_size", 1)] if isinstance(value, dict) else [value]
+    off = isinstance(value, dict) and value.get("enabled") is False
+    return not off and any(size not in (0, 1, False, None) for size in sizes)

@@ -1,0 +1,383 @@
+"""The table of DeepSpeed's keys: what each means to ``gptpar pretrain`` and to ``gptpar.initialize``.
+
+A row is a key's path, its rule on the command line, its rule for an engine where that differs, the optimizers or
+schedules whose section has it, and DeepSpeed's default where gptpar's own is another. Everything else about the keys
+follows: which are unknown, what is refused and why, what the banner names as without effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from gptpar.config.compat import ALWAYS, BUCKETS, COLLECTIVES
+from gptpar.config.deepspeed_rules import (
+    Absent,
+    NoEffect,
+    NotRead,
+    Only,
+    Rule,
+    Sets,
+    Tree,
+    asks_for_parallelism,
+    asks_for_routing,
+    betas,
+    class_names,
+    if_enabled,
+    if_true,
+    monitor_folder,
+    number,
+    one_rate,
+    parameters_on_cpu,
+    partition,
+    positive,
+    rates,
+    scale_of_power,
+    share,
+    switch,
+    text,
+    truth,
+    whole,
+    word_of,
+)
+
+
+class Door(Enum):
+    """Who reads a configuration."""
+
+    PRETRAIN = auto()
+    ENGINE = auto()
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key.
+
+    Attributes:
+        path: of the key, with dots.
+        pretrain, engine: its rule at each door; ``engine=None``: the same.
+        default: DeepSpeed's where the key is absent and its first-level section is there; ``None``: gptpar's own.
+        of: ``type`` of the optimizers or schedules that have it, in small letters; empty: all.
+    """
+
+    path: str
+    pretrain: Rule | None
+    engine: Rule | None = None
+    default: Any = None
+    of: tuple[str, ...] = ()
+
+    def rule(self, door: Door) -> Rule | None:
+        """The rule at a door; ``None``: the key is unknown there."""
+        return self.engine if door is Door.ENGINE and self.engine is not None else self.pretrain
+
+
+ADAM = ("adam", "adamw")
+OPTIMIZERS = (*ADAM, "lion")
+WARMUPS = ("warmuplr", "warmupdecaylr", "warmupcosinelr")
+SCHEDULE_TYPES = {name.lower(): name for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")}
+SCHEDULE_TYPES |= {"lrrangetest": "LRRangeTest"}
+TYPES: Mapping[str, tuple[str, ...]] = {"optimizer": OPTIMIZERS, "scheduler": tuple(SCHEDULE_TYPES)}
+"""The sections whose keys follow from their type, and the types that there are."""
+
+DEFAULTS_SINCE = {
+    "gradient_clipping": (
+        " since its 0.19.3 (change of June 2026); before that it did not clip: write 0.0 to do as it did then"
+    )
+}
+"""Defaults that changed: which DeepSpeed's they are."""
+
+_FP32_STATE = "master weights, moments and gradient sums are always fp32: leave it out"
+_MEASURED = "iteration time and throughput are always measured; see gptpar benchmark --breakdown"
+_TIMES = NoEffect("the engine measures nothing: time your loop")
+_RECORDS = "the engine writes no records: log what it returns"
+_PINNED = NoEffect("host memory that a GPU reads or writes is always pinned")
+_NVME = NoEffect("the operating system reads ahead and writes back")
+_ANY_LAYOUT = NoEffect("checkpoints load into any layout")
+_DIVIDED = NoEffect("the loss is divided before the backward pass")
+_FALSE = (False,)
+IGNORED = "DeepSpeed has no such key, and ignores it"
+_SCHEDULE_WORDS = {name: name for name in SCHEDULE_TYPES.values()}
+_NO_SCHEDULE = f"only {', '.join(SCHEDULE_TYPES.values())} can be made from a configuration; "
+_MONITOR = "enabled output_path job_name"
+_PIPELINE = NoEffect("see --pipeline-model-parallel-size and --partition-method")
+_RECOMPUTE = NoEffect("see --recompute-granularity, --partition-activations and --checkpoint-in-cpu")
+_OWN_RECOMPUTE = NoEffect("recomputation is the module's own: it stays as it is")
+_FULL_BATCHES = "micro-batches have one size, so a rest that fills none is left out: drop it"
+
+
+def _schedule_param(name: str, read: Any, of: tuple[str, ...], default: Any = None, why: str = "") -> Key:
+    return Key(f"scheduler.params.{name}", Sets(read, f"scheduler.{name}", why), default=default, of=of)
+
+
+def _rate_param(name: str, of: tuple[str, ...], default: Any = None, why: str = "") -> Key:
+    field = f"scheduler.{name}"
+    engine = Sets(rates, field, why)
+    return Key(f"scheduler.params.{name}", Sets(one_rate, field, why), engine, default, of)
+
+
+def _same(rule: Rule, prefix: str, names: str, engine: Rule | None = None) -> tuple[Key, ...]:
+    """Rows of keys that have one rule."""
+    return tuple(Key(prefix + name, rule, engine) for name in names.split())
+
+
+# fmt: off
+_BATCH = (
+    Key("train_batch_size", Sets(whole, "batch.global_batch_size")),
+    Key("train_micro_batch_size_per_gpu", Sets(whole, "batch.micro_batch_size")),
+    Key("gradient_accumulation_steps", Sets(whole, "batch.gradient_accumulation_steps")),
+    Key("gradient_clipping", Sets(number, "optimizer.clip_grad"), default=1.0),
+    Key("steps_per_print", Sets(whole, "logging.log_interval")),
+    Key("dataloader_drop_last", NoEffect("every batch is full"), Only((True,), _FULL_BATCHES)),
+    Key("prescale_gradients", _DIVIDED),
+    Key("gradient_predivide_factor", _DIVIDED),
+    Key("communication_data_type", Sets(word_of({"fp32": False, "bf16": True}), "parallel.grad_reduce_in_bf16",
+        "the sum is kept in fp32")),
+    Key("data_types.grad_accum_dtype", NoEffect("gradients are always summed in fp32")),
+)
+
+_DECAY = "optimizer.weight_decay"
+_OPTIMIZER = (
+    Key("optimizer.type", Sets(lambda kind: "lion" if kind.lower() == "lion" else "adam", "optimizer.optimizer")),
+    Key("optimizer.legacy_fusion", NoEffect("there is one fused kernel")),
+    Key("optimizer.params.lr", Sets(number, "optimizer.lr")),
+    Key("optimizer.params.betas", Sets(betas, "optimizer.adam_beta1 optimizer.adam_beta2"), of=ADAM),
+    Key("optimizer.params.betas", Sets(betas, "optimizer.lion_beta1 optimizer.lion_beta2"), of=("lion",)),
+    Key("optimizer.params.eps", Sets(number, "optimizer.adam_eps"), of=ADAM),
+    Key("optimizer.params.weight_decay", Sets(number, _DECAY, "of matrices, not of biases and norms"), Sets(number,
+        _DECAY, "of every parameter whose group says no other"), default=0.0),
+    Key("optimizer.params.max_grad_norm", Sets(number, "optimizer.clip_grad")),
+    Key("optimizer.params.set_grad_none", NoEffect("gradients have one place in memory")),
+    Key("optimizer.params.adam_w_mode", Sets(truth), of=ADAM),
+    Key("optimizer.params.torch_adam", NoEffect("the fused kernels are chosen here"), of=ADAM),
+    Key("optimizer.params.amsgrad", Only(_FALSE, "AMSGrad is not part of gptpar: leave it out"), of=ADAM),
+    Key("optimizer.params.bias_correction", Only((True,), "Adam's bias correction is always on: leave it out"),
+        of=ADAM),
+    Key("optimizer.params.fp32_optimizer_states", Only((True,), _FP32_STATE)),
+)
+
+_CYCLE, _RANGE = ("onecycle",), ("lrrangetest",)
+_SCHEDULER = (
+    Key("scheduler.type", Sets(word_of(_SCHEDULE_WORDS, f"{_NO_SCHEDULE}leave scheduler out and give --lr-decay-style, "
+        "--lr-warmup-iters, --lr-decay-iters and --min-lr"), "scheduler.type"),
+        Sets(word_of(_SCHEDULE_WORDS, f"{_NO_SCHEDULE}pass gptpar.initialize an lr_scheduler, for example a function "
+        "from the optimizer to one of torch.optim.lr_scheduler's"), "scheduler.type")),
+    Key("scheduler.params.last_batch_iteration", Only((-1,), "a resumed run goes on by its checkpoint: leave it out")),
+    _rate_param("warmup_min_lr", WARMUPS[:2], 0.0, "the first two steps have it"),
+    _rate_param("warmup_max_lr", WARMUPS[:1]),
+    _rate_param("warmup_max_lr", WARMUPS[1:2], 1e-3),
+    _schedule_param("warmup_num_steps", whole, WARMUPS, 1000),
+    _schedule_param("warmup_type", word_of({"log": "log", "linear": "linear"}), WARMUPS, "log"),
+    _schedule_param("total_num_steps", whole, WARMUPS[1:]),
+    _schedule_param("warmup_min_ratio", number, WARMUPS[2:], 0.0),
+    _schedule_param("cos_min_ratio", number, WARMUPS[2:], 1e-4),
+    _schedule_param("cycle_min_lr", number, _CYCLE),
+    _schedule_param("cycle_max_lr", number, _CYCLE),
+    _schedule_param("decay_lr_rate", number, _CYCLE, 0.0),
+    _schedule_param("cycle_first_step_size", positive, _CYCLE, 2000),
+    _schedule_param("cycle_second_step_size", positive, _CYCLE),
+    _schedule_param("cycle_first_stair_count", whole, _CYCLE, 0),
+    _schedule_param("cycle_second_stair_count", whole, _CYCLE),
+    _schedule_param("decay_step_size", whole, _CYCLE, 0),
+    _schedule_param("cycle_momentum", truth, _CYCLE, True, "both betas are the schedule's"),
+    _schedule_param("cycle_min_mom", share, _CYCLE, 0.8),
+    _schedule_param("cycle_max_mom", share, _CYCLE, 0.9),
+    _schedule_param("decay_mom_rate", number, _CYCLE, 0.0),
+    _rate_param("lr_range_test_min_lr", _RANGE, 1e-3),
+    _schedule_param("lr_range_test_step_size", positive, _RANGE, 2000),
+    _schedule_param("lr_range_test_step_rate", number, _RANGE, 1.0),
+    _schedule_param("lr_range_test_staircase", truth, _RANGE, False),
+)
+
+_FORMATS = (
+    Key("fp16.enabled", Sets(truth, "precision.fp16")),
+    Key("fp16.loss_scale", Sets(lambda value: number(value) or None, "precision.loss_scale"), default=0),
+    Key("fp16.initial_scale_power", Sets(scale_of_power, "precision.initial_loss_scale"), default=16),
+    Key("fp16.loss_scale_window", Sets(whole, "precision.loss_scale_window")),
+    Key("fp16.hysteresis", Sets(whole, "precision.hysteresis")),
+    Key("fp16.min_loss_scale", Sets(number, "precision.min_loss_scale")),
+    Key("fp16.consecutive_hysteresis", Only(_FALSE, "the hysteresis is restored when the scale doubles: leave it out")),
+    Key("fp16.auto_cast", NoEffect("inputs are token ids"), Sets(truth, "module.fp16_auto_cast")),
+    Key("fp16.fp16_master_weights_and_grads", Only(_FALSE, _FP32_STATE)),
+    Key("fp16.fp16", NoEffect("GPT-NeoX's second name of fp16.enabled, which decides"), NoEffect("enabled decides")),
+    *(row for bf16 in ("bf16.", "bfloat16.") for row in (
+        Key(f"{bf16}enabled", Sets(truth, "precision.bf16")),
+        Key(f"{bf16}immediate_grad_update", NoEffect("gradients are always added to their fp32 sums at once")),
+        Key(f"{bf16}check_grad_overflow", NoEffect("a step whose gradient is not finite is always skipped")),
+        *_same(Only(_FALSE, _FP32_STATE), bf16, "bf16_master_weights_and_grads bf16_optimizer_states"),
+        Key(f"{bf16}auto_cast", NoEffect("inputs are token ids"), Sets(truth, "module.bf16_auto_cast")),
+    )),
+    Key("amp", Absent("Apex")),
+    Key("torch_autocast", Absent("torch's autocast (see bf16 and fp16)")),
+)
+
+_ZERO_ = "zero_optimization."
+_OPTIMIZER_OUT, _PARAMETERS_OUT = f"{_ZERO_}offload_optimizer.", f"{_ZERO_}offload_param."
+_ONE_BY_ONE = NoEffect("layers come one by one")
+_STAGE3 = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance module_granularity_threshold"
+)
+_ZERO = (
+    Key(f"{_ZERO_}stage", Sets(whole, "parallel.zero_stage")),
+    Key(f"{_OPTIMIZER_OUT}device", Sets(word_of({"none": False, "cpu": True, "nvme": True}), "offload.cpu_optimizer")),
+    Key(f"{_OPTIMIZER_OUT}nvme_path", Sets(text, "offload.optimizer_nvme_path")),
+    Key(f"{_OPTIMIZER_OUT}ratio", Sets(share, "offload.cpu_optimizer_ratio",
+        "exact here: this share of the elements, at every ZeRO stage")),
+    Key(f"{_OPTIMIZER_OUT}pin_memory", _PINNED),
+    Key(f"{_OPTIMIZER_OUT}cpuadam_cores_perc", NoEffect("see --cpu-optimizer-threads"), NoEffect("see gptpar.threads")),
+    Key(f"{_OPTIMIZER_OUT}super_offload", NoEffect("see --offload-speculation"), NoEffect("see gptpar.speculation")),
+    *_same(_NVME, _OPTIMIZER_OUT, "buffer_count buffer_size pipeline_read pipeline_write pipeline fast_init"),
+    Key(f"{_PARAMETERS_OUT}device", Sets(parameters_on_cpu, "offload.cpu_parameters")),
+    Key(f"{_PARAMETERS_OUT}pin_memory", _PINNED),
+    *_same(_ONE_BY_ONE, _PARAMETERS_OUT, "nvme_path buffer_count buffer_size max_in_cpu"),
+    Key(f"{_ZERO_}cpu_offload", Sets(truth, "offload.cpu_optimizer")),
+    *_same(Sets(truth, "offload.cpu_parameters"), _ZERO_, "cpu_offload_param cpu_offload_params"),
+    Key(f"{_ZERO_}cpu_offload_use_pin_memory", _PINNED),
+    *_same(NoEffect(ALWAYS), _ZERO_, "contiguous_gradients load_from_fp32_weights"),
+    Key(f"{_ZERO_}ignore_unused_parameters", NoEffect("every parameter of a GPT is used"),
+        NoEffect("a parameter without gradient in a step is updated with a gradient of zero")),
+    Key(f"{_ZERO_}sub_group_size", NoEffect("the optimizer's pieces are chosen here")),
+    *_same(_ANY_LAYOUT, _ZERO_,
+        "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save elastic_checkpoint "
+        "stage3_gather_fp16_weights_on_model_save pipeline_loading_checkpoint"),
+    *_same(NoEffect(BUCKETS), _ZERO_, "reduce_bucket_size allgather_bucket_size all_reduce_bucket_size"),
+    *_same(NoEffect(BUCKETS), _ZERO_, " ".join(f"{name} stage3_{name}" for name in _STAGE3.split())),
+    *_same(NoEffect(COLLECTIVES), _ZERO_,
+        "reduce_scatter overlap_comm allgather_partitions round_robin_gradients use_multi_rank_bucket_allreduce "
+        "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential use_all_reduce_for_fetch_params"),
+    *_same(NoEffect("it changes no number"), _ZERO_, "legacy_stage1 override_module_apply memory_efficient_linear"),
+    Key(f"{_ZERO_}leaf_module", NoEffect("units follow from the layers"), NoEffect("see gptpar.units")),
+    Key(f"{_ZERO_}log_trace_cache_warnings", NoEffect("nothing is traced")),
+    Key(f"{_ZERO_}zenflow", Absent("ZenFlow")),
+    Key(f"{_ZERO_}zero_hpz_partition_size", Only((0, 1),
+        "a second partition within a node is not part of gptpar: leave it out")),
+    Key(f"{_ZERO_}mics_shard_size", Only((-1, 0), "MiCS is not part of gptpar: leave it out")),
+    Key(f"{_ZERO_}mics_hierarchical_params_gather", Absent("MiCS")),
+    *_same(Absent("quantized communication (ZeRO++)"), _ZERO_,
+        "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights zeropp_loco_param"),
+    *_same(NoEffect("the optimizer is gptpar's, with every ZeRO stage"), "", "zero_allow_untested_optimizer"),
+    *_same(NoEffect("the CPU optimizer is gptpar's"), "", "zero_force_ds_cpu_optimizer"),
+    *_same(NoEffect(COLLECTIVES), "", "disable_allgather gradient_allreduce_op use_data_before_expert_parallelism"),
+)
+
+_LOGS = (
+    *_same(NoEffect(_MEASURED), "", "wall_clock_breakdown timers", _TIMES),
+    Key("memory_breakdown", NoEffect("see gptpar plan and --log-memory-to-tensorboard"),
+        NoEffect("see torch.cuda.memory_summary()")),
+    Key("dump_state", NoEffect("the start banner shows the configuration"),
+        NoEffect("the engine prints no configuration")),
+    Key("log_level", NoEffect("what is logged is one line each --log-interval"), NoEffect("see steps_per_print")),
+    Key("comms_logger", NoEffect("see gptpar benchmark --breakdown"), _TIMES),
+    Key("tensorboard", Sets(if_enabled(monitor_folder), "logging.tensorboard_dir", inside=_MONITOR), NoEffect(_RECORDS,
+        _MONITOR)),
+    Key("csv_monitor", NoEffect("SAVE/metrics.jsonl is always written, a line for each step", _MONITOR),
+        NoEffect(_RECORDS, _MONITOR)),
+    Key("wandb", Sets(if_enabled(lambda section: text(section.get("project", "deepspeed"))), "logging.wandb_project",
+        "group and team: see WANDB_RUN_GROUP and WANDB_ENTITY", "enabled group team project"), NoEffect(_RECORDS,
+        "enabled group team project")),
+    *_same(NoEffect("see --tensorboard-dir and --wandb-project",
+        "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"), "",
+        "comet", NoEffect(_RECORDS)),
+    Key("flops_profiler", Sets(if_enabled(lambda section: True), "logging.log_throughput",
+        "each line tells TFLOP/s; gptpar benchmark --breakdown tells which part takes which time",
+        "enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor"), _TIMES),
+)
+
+_ACTIVATIONS = "activation_checkpointing."
+_REST = (
+    Key(f"{_ACTIVATIONS}partition_activations", Sets(if_true, "recompute.distribute_saved_activations"),
+        _OWN_RECOMPUTE),
+    Key(f"{_ACTIVATIONS}cpu_checkpointing", Sets(if_true, "recompute.checkpoint_in_cpu"), _OWN_RECOMPUTE),
+    *_same(_RECOMPUTE, _ACTIVATIONS,
+        "contiguous_memory_optimization number_checkpoints num_checkpoints synchronize_checkpoint_boundary profile",
+        _OWN_RECOMPUTE),
+    Key("pipeline.stages", _PIPELINE, Sets(whole, "pipeline.stages")),
+    Key("pipeline.partition", _PIPELINE, Sets(partition, "pipeline.partition")),
+    Key("pipeline.activation_checkpoint_interval", _PIPELINE, Sets(whole, "pipeline.recompute")),
+    Key("pipeline.seed_layers", _PIPELINE, NoEffect("each layer's initial values are drawn from a seed of its own")),
+    Key("pipeline.use_reentrant", _PIPELINE, NoEffect("activations are computed again without nested backward passes")),
+    *_same(_PIPELINE, "pipeline.", "pipe_partitioned grad_partitioned",
+        NoEffect("activations go whole from stage to stage")),
+    *_same(NoEffect("checkpoints load into any layout; see --save and --load",
+        "tag_validation load_universal use_node_local_storage parallel_write writer"), "", "checkpoint",
+        NoEffect("checkpoints load into any ZeRO stage and number of processes")),
+    Key("nebula", Absent("Nebula's checkpoints")),
+    Key("aio", NoEffect(_NVME.why,
+        "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds")),
+    *_same(NoEffect("see --no-compile", "enabled backend kwargs deepcompile offload_activation passes"), "", "compile",
+        NoEffect("see gptpar.compile")),
+    Key("graph_harvesting", NoEffect("see --cuda-graph"), NoEffect("see gptpar.step_graph")),
+    *_same(NoEffect(IGNORED), "", "cuda_visible_devices monitor_config comms_config"),
+    Key("sparse_gradients", Absent("sparse gradients")),
+    Key("elasticity", Absent("elastic training")),
+    Key("autotuning", Absent("DeepSpeed's autotuning (see gptpar plan --search)"), Absent("DeepSpeed's autotuning")),
+    Key("curriculum_learning", Absent("curriculum learning")),
+    Key("data_efficiency", Absent("curriculum learning and data routing", asks_for_routing)),
+    Key("compression_training", Absent("compression")),
+    *_same(Absent("quantized training"), "", "quantize_training weight_quantization"),
+    Key("progressive_layer_drop", Absent("progressive layer dropping")),
+    Key("sparse_attention", Absent("sparse attention")),
+    Key("eigenvalue", Absent("the eigenvalue estimate")),
+    Key("hybrid_engine", Absent("the hybrid engine")),
+    Key("tensor_parallel",
+        Absent("tensor parallelism by this file (see --tensor-model-parallel-size)", asks_for_parallelism),
+        Absent("tensor parallelism of any module", asks_for_parallelism)),
+    Key("sequence_parallel_size", Only((1,), "context parallelism is not part of this version yet: leave it out")),
+)
+
+_GPTPAR = (
+    Key("gptpar.compile", None, Sets(truth, "module.compile")),
+    Key("gptpar.units", None, Sets(class_names, "module.units")),
+    Key("gptpar.step_graph", None, Sets(switch, "precision.cuda_graph")),
+    Key("gptpar.speculation", None, Sets(switch, "offload.offload_speculation")),
+    Key("gptpar.threads", None, Sets(whole, "offload.cpu_optimizer_threads")),
+    Key("gptpar.virtual_stages", None, Sets(whole, "pipeline.virtual_stages")),
+    Key("gptpar.seed", None, Sets(whole, "data.seed")),
+    Key("gptpar.skip_step_sigma", None, Sets(number, "health.skip_step_sigma")),
+    Key("gptpar.skip_step_window", None, Sets(whole, "health.skip_step_window")),
+)
+# fmt: on
+
+TABLE = (*_BATCH, *_OPTIMIZER, *_SCHEDULER, *_FORMATS, *_ZERO, *_LOGS, *_REST, *_GPTPAR)
+
+
+def keys_for(raw: Mapping[str, Any], door: Door) -> Tree:
+    """The keys that a file may hold at a door: those of the optimizer and the schedule follow from their types."""
+    types = {section: type_of(raw, section) for section in TYPES}
+    tree: Tree = {}
+    for row in TABLE:
+        *sections, name = row.path.split(".")
+        rule = row.rule(door)
+        if rule is None or (row.of and types[sections[0]] not in row.of):
+            continue
+        at: Any = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[name] = rule
+    for section, kind in types.items():
+        if kind not in TYPES[section]:
+            keys: Any = tree[section]
+            tree[section] = NotRead() if section == "optimizer" else {"type": keys["type"], "params": NotRead()}
+    return tree
+
+
+def defaults_for(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed assumes where the file says nothing, as far as it differs from gptpar's own defaults; by path."""
+    return {
+        row.path: row.default
+        for row in TABLE
+        if row.default is not None
+        and (row.path.partition(".")[0] in raw or "." not in row.path)
+        and (not row.of or type_of(raw, row.path.partition(".")[0]) in row.of)
+    }
+
+
+def type_of(raw: Mapping[str, Any], section: str) -> str:
+    """The type of the optimizer or the schedule in small letters; an optimizer without one is AdamW."""
+    value = raw.get(section)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in (None, "auto"):
+        return "adamw" if section == "optimizer" else ""
+    return str(kind).lower()

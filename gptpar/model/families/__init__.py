@@ -1,0 +1,147 @@
+"""Model families of Hugging Face transformers: which of them a GPT is, in both directions.
+
+Each family has a file of its own. It says which flags make a GPT compute what a ``config.json`` describes, which
+``config.json`` describes a GPT, and how transformers names and stores the weights. Each field that the computation
+depends on is read, and told if its value cannot be reproduced. Nothing here imports transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gptpar.config import ModelConfig, ModelFlags, TokenizerConfig
+from gptpar.config.complete import complete_model
+from gptpar.errors import ConfigError
+from gptpar.model.families.fields import HfConfig, windows_of
+from gptpar.model.families.gpt2 import GPT2_NAMES, gpt2, gpt2_fields
+from gptpar.model.families.gpt_neox import GPT_NEOX_NAMES, gpt_neox, gpt_neox_fields
+from gptpar.model.families.llama import LLAMA_NAMES, llama, llama_fields
+from gptpar.model.families.names import HfTensor, WeightNames, hf_tensors
+from gptpar.model.families.olmo2 import olmo2, olmo2_fields
+from gptpar.model.families.qwen2 import qwen2, qwen2_fields
+from gptpar.model.families.qwen3 import qwen3, qwen3_fields
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        flags: of a ``config.json``.
+        fields: the ``config.json`` of a model, if it is of this family; without ``model_type`` and ``vocab_size``.
+        names: of its weights.
+    """
+
+    flags: Callable[[HfConfig], ModelFlags]
+    fields: Callable[[ModelConfig], dict[str, Any]]
+    names: WeightNames
+
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(gpt2, gpt2_fields, GPT2_NAMES),
+    "gpt_neox": Family(gpt_neox, gpt_neox_fields, GPT_NEOX_NAMES),
+    "llama": Family(llama, llama_fields, LLAMA_NAMES),
+    "qwen2": Family(qwen2, qwen2_fields, LLAMA_NAMES),
+    "qwen3": Family(qwen3, qwen3_fields, LLAMA_NAMES),
+    "olmo2": Family(olmo2, olmo2_fields, LLAMA_NAMES),
+}
+"""By ``model_type``."""
+
+TRAINING_ONLY = frozenset(
+    {
+        *("seq_length", "max_position_embeddings", "padded_vocab_size", "make_vocab_size_divisible_by"),
+        *("init_method_std", "attention_dropout", "hidden_dropout", "z_loss_weight"),
+        *("window_size", "window_pattern", "mup_base_hidden_size", "mup_base_kv_channels"),
+    }
+)
+"""Fields of a model that its logits do not depend on, or that are compared in another form."""
+
+
+def flags_of(hf_config: Mapping[str, Any]) -> ModelFlags:
+    """The flags that describe a transformers model; every number of the model's shape is known.
+
+    The vocabulary is ``padded_vocab_size``, the rows of the model's embedding, and the sequence length is the largest
+    number of positions. ``gptpar.config.complete.complete_model`` makes a ``ModelConfig`` of it.
+
+    Args:
+        hf_config: the contents of a ``config.json``, by any version of transformers since 4.
+
+    Raises:
+        ConfigError: with all reasons why gptpar cannot compute the same: the family is unknown, a number is missing,
+            or an option is not there.
+    """
+    kind = hf_config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError([f"model_type {kind!r} is not known; gptpar knows {', '.join(FAMILIES)}."])
+    config = HfConfig(hf_config)
+    try:
+        flags = FAMILIES[kind].flags(config)
+    except KeyError as missing:
+        config.problems.append(f"{missing.args[0]} is missing in the config.json: a {kind} model needs it.")
+    if config.problems:
+        raise ConfigError([f"{kind}: {problem}" for problem in config.problems])
+    return flags
+
+
+def config_of(model: ModelConfig, vocab_rows: int) -> dict[str, Any]:
+    """The ``config.json`` of a GPT: that of the first family whose models compute the same.
+
+    Args:
+        vocab_rows: rows of the vocabulary.
+
+    Raises:
+        ConfigError: no family does; with what the nearest one has otherwise.
+    """
+    told: dict[str, list[str]] = {}
+    for kind, family in FAMILIES.items():
+        fields_there = {"model_type": kind, **family.fields(model), "vocab_size": vocab_rows}
+        try:
+            there = complete_model(flags_of(fields_there), TokenizerConfig())
+        except ConfigError:  # the family cannot even say it
+            continue
+        told[kind] = differences(model, there)
+        if not told[kind]:
+            return fields_there
+    kind = min(told, key=lambda kind: len(told[kind]))
+    raise ConfigError(
+        [f"no model of transformers computes what this one does; the nearest family is {kind}.", *told[kind]]
+    )
+
+
+def differences(model: ModelConfig, there: ModelConfig) -> list[str]:
+    """What two models compute differently, a sentence each; a number that only training reads is no difference."""
+    mine, theirs = _computed(model), _computed(there)
+    return [
+        f"--{name.replace('_', '-')} is {mine[name]}, and there it is {theirs[name]}."
+        for name in mine
+        if name in theirs and mine[name] != theirs[name]
+    ]
+
+
+def _computed(model: ModelConfig) -> dict[str, Any]:
+    """The fields that a model's logits depend on; those that others switch off are left out."""
+    found = {
+        spec.name: getattr(model, spec.name) for spec in dataclasses.fields(model) if spec.name not in TRAINING_ONLY
+    }
+    rope, learned = (model.position_embedding_type == kind for kind in ("rope", "learned_absolute"))
+    off = {
+        "rotary_base": not rope,
+        "rotary_percent": not rope,
+        "qk_layernorm_scope": not model.qk_layernorm,
+        "mlp_activation": model.swiglu,
+        "add_qkv_bias": model.add_bias_linear,
+    }
+    found = {name: value for name, value in found.items() if not off.get(name, False)}
+    found["max_position_embeddings"] = model.max_position_embeddings if learned else None
+    return found | {"window_size": windows_of(model)}
+
+
+def tensors_of(kind: str, model: ModelConfig, vocab_rows: int) -> list[HfTensor]:
+    """The tensors of a model of a family, as transformers names and stores them."""
+    return list(hf_tensors(model, FAMILIES[kind].names, vocab_rows))
+
+
+__all__ = ["FAMILIES", "Family", "HfTensor", "config_of", "differences", "flags_of", "tensors_of"]

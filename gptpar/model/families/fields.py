@@ -1,0 +1,120 @@
+"""Reads a ``config.json``: fields with transformers' defaults, options that must have one value, rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gptpar.config import ModelConfig
+from gptpar.model.flops import window_of
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "squared_relu",
+}
+"""transformers' name of an activation function -> ``--mlp-activation``."""
+
+ACTIVATIONS_BACK = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+"""``--mlp-activation`` -> the name that transformers' own models use."""
+
+
+class HfConfig:
+    """The fields of one ``config.json``.
+
+    Attributes:
+        problems: a sentence for each field with a value that cannot be reproduced.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self._fields = fields
+        self.problems: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        """A field that must be there.
+
+        Raises:
+            KeyError: it is not.
+        """
+        if self._fields.get(name) is None:
+            raise KeyError(name)
+        return self._fields[name]
+
+    def get(self, name: str, default: Any) -> Any:
+        """A field, or its default where it is missing or ``null``."""
+        value = self._fields.get(name)
+        return default if value is None else value
+
+    def require(self, name: str, value: Any, why: str, *, default: Any = None) -> None:
+        """Note a problem unless a field has this value.
+
+        Args:
+            default: of a field that is missing; ``None``: the required value.
+        """
+        if (found := self.get(name, value if default is None else default)) != value:
+            self.problems.append(f"{name} is {found!r}, and gptpar computes with {value!r} alone: {why}.")
+
+    def activation(self, name: str, default: str) -> str:
+        """The ``--mlp-activation`` that a field names."""
+        found = self.get(name, default)
+        if found not in ACTIVATIONS:
+            self.problems.append(f"{name} is {found!r}, and gptpar has {', '.join(ACTIVATIONS)}.")
+        return ACTIVATIONS.get(found, "gelu")
+
+    def rotary(self, default_base: float, default_share: float = 1.0) -> dict[str, Any]:
+        """The flags for rotary positions: transformers 5 has one dictionary of them, version 4 had a field each."""
+        together = self.get("rope_parameters", {})
+        scaling = self.get("rope_scaling", {})
+        base = together.get("rope_theta", self.get("rope_theta", self.get("rotary_emb_base", default_base)))
+        share = together.get("partial_rotary_factor", self.get("rotary_pct", default_share))
+        kind = together.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
+        if kind != "default":
+            self.problems.append(f"rope_type is {kind!r}, and gptpar has rotary positions without scaling alone.")
+        if base != int(base):
+            self.problems.append(f"rope_theta is {base}, and --rotary-base is a whole number.")
+        return {"position_embedding_type": "rope", "rotary_base": int(base), "rotary_percent": float(share)}
+
+    def windows(self) -> dict[str, Any]:
+        """The flags for sliding windows."""
+        layers = self["num_hidden_layers"]
+        if not self.get("use_sliding_window", False):
+            return {}
+        full = self.get("max_window_layers", 28)
+        kinds = self.get("layer_types", ["full_attention" if i < full else "sliding_attention" for i in range(layers)])
+        pattern = "".join("S" if kind == "sliding_attention" else "F" for kind in kinds)
+        if "S" not in pattern:
+            return {}
+        return {"window_size": self["sliding_window"], "window_pattern": shortest_period(pattern)}
+
+
+def shortest_period(pattern: Sequence[str]) -> str:
+    """The shortest beginning of a pattern whose repetition has the pattern at its beginning."""
+    text = "".join(pattern)
+    return next(text[:n] for n in range(1, len(text) + 1) if all(text[i] == text[i % n] for i in range(len(text))))
+
+
+def rotary_fields(model: ModelConfig, **more: Any) -> dict[str, Any]:
+    """The fields for rotary positions, as versions 4 and 5 of transformers read them."""
+    together = {"rope_theta": float(model.rotary_base), "rope_type": "default", **more}
+    return {"rope_theta": float(model.rotary_base), "rope_parameters": together}
+
+
+def windows_of(model: ModelConfig) -> list[int | None]:
+    """Each layer's window, whatever the length of the samples; ``None``: all earlier tokens."""
+    long = replace(model, seq_length=1 << 62)
+    return [window_of(long, layer) for layer in range(model.num_layers)]
+
+
+def window_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields for sliding windows."""
+    windows = windows_of(model)
+    size = next((window for window in windows if window is not None), None)
+    return {
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "max_window_layers": next((i for i, window in enumerate(windows) if window is not None), model.num_layers),
+        "sliding_window": size,
+        "use_sliding_window": size is not None,
+    }

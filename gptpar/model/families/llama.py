@@ -1,0 +1,108 @@
+"""Llama (Touvron et al. 2023): rotary positions, RMSNorm, SwiGLU, grouped queries, no biases.
+
+Qwen2, Qwen3 and OLMo-2 differ from it in a few options: :func:`like_llama` has what they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gptpar.config import ModelConfig, ModelFlags
+from gptpar.model.families.fields import HfConfig, rotary_fields
+from gptpar.model.families.names import WHOLE, WeightNames, Within, part, projections
+
+
+def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float = 1e-6, **options: Any) -> ModelFlags:
+    """The flags that the family's models share.
+
+    Args:
+        rope_theta, norm_eps: the family's defaults.
+        **options: further flags.
+    """
+    config.require("hidden_act", "silu", "the MLP is SwiGLU")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    shared: dict[str, Any] = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": hidden,
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "group_query_attention": config.get("num_key_value_heads", heads) != heads,
+        "num_query_groups": config.get("num_key_value_heads", heads),
+        "kv_channels": config.get("head_dim", hidden // heads),
+        "seq_length": config["max_position_embeddings"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "padded_vocab_size": config["vocab_size"],
+        **config.rotary(rope_theta),
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.get("rms_norm_eps", norm_eps),
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "init_method_std": config.get("initializer_range", 0.02),
+        "attention_dropout": config.get("attention_dropout", 0.0),
+        "hidden_dropout": 0.0,
+    }
+    return ModelFlags(**(shared | options))
+
+
+def llama(config: HfConfig) -> ModelFlags:
+    """The flags of a ``LlamaForCausalLM``."""
+    biases = config.get("attention_bias", False)
+    config.require("mlp_bias", biases, "biases are in all linear layers or in none", default=False)
+    return like_llama(config, add_bias_linear=biases)
+
+
+def fields_like_llama(model: ModelConfig, architecture: str, **options: Any) -> dict[str, Any]:
+    """The ``config.json`` of a model, as far as the families that are like Llama share it.
+
+    Args:
+        **options: the family's own fields.
+    """
+    return {
+        "architectures": [architecture],
+        "attention_dropout": model.attention_dropout,
+        "head_dim": model.kv_channels,
+        "hidden_act": "silu",
+        "hidden_size": model.hidden_size,
+        "initializer_range": model.init_method_std,
+        "intermediate_size": model.ffn_hidden_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "num_attention_heads": model.num_attention_heads,
+        "num_hidden_layers": model.num_layers,
+        "num_key_value_heads": model.num_query_groups,
+        "rms_norm_eps": model.norm_epsilon,
+        **rotary_fields(model),
+        "tie_word_embeddings": model.tied,
+        **options,
+    }
+
+
+def llama_fields(model: ModelConfig) -> dict[str, Any]:
+    """The ``config.json`` of a model."""
+    biases = model.add_bias_linear
+    return fields_like_llama(model, "LlamaForCausalLM", attention_bias=biases, mlp_bias=biases)
+
+
+def _block(model: ModelConfig) -> Mapping[str, Mapping[str, Within]]:
+    """Of the families that are like Llama, too: each has some of these parameters."""
+    return {
+        "attention_norm": {"input_layernorm": WHOLE},
+        "attention.qkv": {f"self_attn.{name}_proj": place for name, place in projections(model).items()},
+        "attention.query_norm": {"self_attn.q_norm": WHOLE},
+        "attention.key_norm": {"self_attn.k_norm": WHOLE},
+        "attention.out": {"self_attn.o_proj": WHOLE},
+        "attention_post_norm": {"post_attention_layernorm": WHOLE},
+        "mlp_norm": {"post_attention_layernorm": WHOLE},
+        "mlp.up": {"mlp.gate_proj": part(0), "mlp.up_proj": part(1)},
+        "mlp.down": {"mlp.down_proj": WHOLE},
+        "mlp_post_norm": {"post_feedforward_layernorm": WHOLE},
+    }
+
+
+LLAMA_NAMES = WeightNames(
+    base="model.",
+    ends={"embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head"},
+    blocks="layers",
+    block=_block,
+)

@@ -1,0 +1,166 @@
+"""How transformers names and stores a model's weights: a table of tensors, each a view of one of ours.
+
+A :class:`HfTensor` says which of our parameters holds a tensor of theirs, and where in it. The same table serves both
+directions: an export reads the view, an import writes it.
+
+Legend of views: G key/value heads ("groups"), Q query heads of one group, K head width, D the other dim of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from gptpar.config import ModelConfig
+from gptpar.config.roles import Role
+from gptpar.model.gpt import gpt_model
+from gptpar.model.layer_spec import build_on_meta
+
+View = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Within:
+    """Where in a parameter of ours a tensor of theirs is.
+
+    Attributes:
+        view: of our whole parameter, a view whose elements, row by row, are their tensor's.
+        merged: the first dim of the view that their tensor has merged with others, where the view has more dims.
+    """
+
+    view: View
+    merged: int = 0
+
+
+def _whole(ours: torch.Tensor) -> torch.Tensor:
+    return ours
+
+
+def _transposed(ours: torch.Tensor) -> torch.Tensor:
+    return ours.t() if ours.dim() == 2 else ours
+
+
+WHOLE = Within(_whole)
+TRANSPOSED = Within(_transposed)
+"""GPT-2 stores a linear layer's matrix as [inputs, outputs] (``Conv1D``); biases are alike."""
+
+
+def part(index: int) -> Within:
+    """One of the equal parts of a gated MLP's first layer."""
+    return Within(lambda ours: ours[index])
+
+
+def rows(number: int) -> Within:
+    """The vocabulary without the rows that only pad it."""
+    return Within(lambda ours: ours[:number])
+
+
+def projections(model: ModelConfig) -> dict[str, Within]:
+    """Queries, keys and values (``q``, ``k``, ``v``) of a QKV projection whose rows are ordered by group."""
+    groups, width, queries = model.num_query_groups, model.kv_channels, _queries_per_group(model)
+
+    def of_each_group(first: int, stop: int) -> Within:
+        return Within(lambda ours: ours.view(groups, -1, width, *ours.shape[1:])[:, first:stop])
+
+    return {
+        "q": of_each_group(0, queries),
+        "k": of_each_group(queries, queries + 1),
+        "v": of_each_group(queries + 1, queries + 2),
+    }
+
+
+def all_q_all_k_all_v(model: ModelConfig) -> Within:
+    """GPT-2's ``c_attn``: all heads' queries, then all keys, then all values, transposed as its other matrices."""
+    heads, width = model.num_attention_heads, model.kv_channels
+
+    def view(ours: torch.Tensor) -> torch.Tensor:
+        in_order = ours.view(heads, 3, width, *ours.shape[1:]).transpose(0, 1)
+        return in_order.movedim(-1, 0) if ours.dim() == 2 else in_order
+
+    return Within(view, merged=-3)
+
+
+def _queries_per_group(model: ModelConfig) -> int:
+    return model.num_attention_heads // model.num_query_groups
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """One tensor of transformers.
+
+    Attributes:
+        name: theirs.
+        ours: global name of the parameter that holds it.
+        place: where in that parameter.
+        shape: theirs.
+    """
+
+    name: str
+    ours: str
+    place: Within
+    shape: tuple[int, ...]
+
+    def view(self, ours: torch.Tensor) -> torch.Tensor:
+        """Their tensor within our whole parameter; it may have more dims than theirs."""
+        return self.place.view(ours)
+
+    def fill(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Write their tensor into our whole parameter."""
+        view = self.view(ours)
+        view.copy_(theirs.reshape(view.shape))
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """A family's names of weights, without ``weight`` and ``bias``.
+
+    Attributes:
+        base: what stands before the names of all but the LM head; files of older versions may lack it.
+        ends: layers around the blocks: our layer's name -> theirs.
+        blocks: what stands before a block's number.
+        block: our name within a block -> their names, and where each is; ``None``: all of ours.
+    """
+
+    base: str
+    ends: Mapping[str, str]
+    blocks: str
+    block: Callable[[ModelConfig], Mapping[str, Mapping[str, Within]]]
+
+
+def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Iterator[HfTensor]:
+    """All tensors of a model, as transformers names them, in the order of the forward pass.
+
+    Args:
+        vocab_rows: rows of the vocabulary that their model has.
+
+    Raises:
+        KeyError: a parameter that the family does not have.
+    """
+    seen = set()
+    for layer in gpt_model(model).layers:
+        if layer.spec.name in seen:
+            continue
+        seen.add(layer.spec.name)
+        is_block, is_vocabulary = layer.role is Role.BLOCK, layer.role in (Role.EMBEDDING, Role.LM_HEAD)
+        prefix = f"{names.base}{names.blocks}.{layer.spec.name.rpartition('.')[2]}." if is_block else ""
+        table = names.block(model) if is_block else None
+        for ours, parameter in build_on_meta(layer.spec).named_parameters():
+            inner, _, end = ours.rpartition(".")
+            if table is not None:
+                theirs = table[inner]
+            else:
+                theirs = {names.ends[layer.spec.name]: rows(vocab_rows) if is_vocabulary else WHOLE}
+            for name, place in theirs.items():
+                view = place.view(parameter)
+                shape = _merged(tuple(view.shape), place.merged, 1 if end == "bias" else min(2, parameter.dim()))
+                yield HfTensor(f"{prefix}{name}.{end}", f"{layer.spec.name}.{ours}", place, shape)
+
+
+def _merged(shape: tuple[int, ...], first: int, num_dims: int) -> tuple[int, ...]:
+    """A shape of which dims from `first` on are made one, so that `num_dims` are left."""
+    first = first % len(shape)
+    stop = first + len(shape) - num_dims + 1
+    return (*shape[:first], prod(shape[first:stop]), *shape[stop:])

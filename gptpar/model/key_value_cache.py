@@ -1,0 +1,115 @@
+"""Keys and values of the tokens that a model has read, so that the next token costs one token's computation.
+
+Each row of a batch is a text. A token's position is its place in the cache, so rows of different lengths need no
+padding: a token sees the places up to its own, and what lies beyond is never read.
+
+Legend: R rows, B those of a call, S sequence, T positions that there is room for, G key/value heads, H query heads, K
+head width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gptpar.model.attention import Attention
+from gptpar.model.core_attention import AttentionDropout, core_attention
+
+
+@dataclass
+class CachePlace:
+    """Where the tokens of the coming forward pass belong; all layers share it.
+
+    Attributes:
+        rows: the cache's rows that are read and written; ``None``: the cache is left alone.
+        positions_BS: int64, of each token in its text; ``None``: the rows begin, their tokens are all there is.
+        length: more than any position.
+    """
+
+    rows: slice | None = None
+    positions_BS: torch.Tensor | None = None
+    length: int = 0
+
+
+class KeyValueCache:
+    """Takes the place of :func:`core_attention` in one layer.
+
+    Args:
+        rows: texts.
+        length: positions of each text.
+        place: where the coming tokens belong.
+    """
+
+    def __init__(self, rows: int, length: int, place: CachePlace):
+        self._shape, self._place = (rows, length), place
+        self._keys_RGTK: torch.Tensor | None = None
+        self._values_RGTK: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        q_BHSK: torch.Tensor,
+        k_BGSK: torch.Tensor,
+        v_BGSK: torch.Tensor,
+        document_ids_BS: torch.Tensor | None,
+        dropout: AttentionDropout | None,
+        window: int | None,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Returns y_BHSK; documents and dropout are of training."""
+        place = self._place
+        if place.rows is None:
+            return core_attention(q_BHSK, k_BGSK, v_BGSK, None, None, window, scale)
+        keys_BGTK, values_BGTK = self._memory(k_BGSK, place.rows)
+        if place.positions_BS is None:
+            length = k_BGSK.shape[2]
+            keys_BGTK[:, :, :length], values_BGTK[:, :, :length] = k_BGSK, v_BGSK
+            return core_attention(q_BHSK, k_BGSK, v_BGSK, None, None, window, scale)
+        rows_B1 = torch.arange(len(keys_BGTK), device=k_BGSK.device)[:, None]
+        keys_BGTK[rows_B1, :, place.positions_BS] = k_BGSK.transpose(1, 2)
+        values_BGTK[rows_B1, :, place.positions_BS] = v_BGSK.transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q_BHSK,
+            keys_BGTK[:, :, : place.length],
+            values_BGTK[:, :, : place.length],
+            attn_mask=seen_B1ST(place.positions_BS, place.length, window),
+            scale=scale,
+            enable_gqa=q_BHSK.shape[1] != k_BGSK.shape[1],
+        )
+
+    def _memory(self, k_BGSK: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._keys_RGTK is None or self._values_RGTK is None:
+            (num_rows, length), (_, groups, _, width) = self._shape, k_BGSK.shape
+            self._keys_RGTK, self._values_RGTK = k_BGSK.new_zeros(2, num_rows, groups, length, width)
+        return self._keys_RGTK[rows], self._values_RGTK[rows]
+
+
+def seen_B1ST(positions_BS: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+    """Boolean mask: a token sees the positions up to its own, with a window the last ``window`` of these alone."""
+    places_T = torch.arange(length, device=positions_BS.device)
+    own_BS1 = positions_BS[:, :, None]
+    seen_BST = places_T <= own_BS1
+    return (seen_BST if window is None else seen_BST & (places_T > own_BS1 - window))[:, None]
+
+
+@contextlib.contextmanager
+def cached(model: nn.Module, rows: int, length: int) -> Iterator[CachePlace]:
+    """Give each attention layer of a model a cache; at the end they are as before.
+
+    Args:
+        rows, length: texts, and positions of each.
+    """
+    place = CachePlace()
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    before = [layer.attend for layer in layers]
+    for layer in layers:
+        layer.attend = KeyValueCache(rows, length, place)
+    try:
+        yield place
+    finally:
+        for layer, attend in zip(layers, before, strict=True):
+            layer.attend = attend

@@ -1,0 +1,50 @@
+"""muP: hyperparameters that were tuned on a narrow model hold for a wide one (Yang et al. 2022, arXiv 2203.03466).
+
+The rules are those of the paper's table 8, for Adam, with the ratio m = hidden size / base hidden size. A base model
+(m = 1) is the same with and without them:
+
+| parameters | initial deviation | learning rate | multiplier |
+|---|---|---|---|
+| embeddings, norms, biases | as without | 1 | 1 |
+| matrices of the blocks | divided by sqrt(m) | 1 / m | 1 |
+| LM head | as without | 1 | its input: 1 / m |
+
+Attention divides scores by the heads' width K in place of its root: the scale is sqrt(base K) / K, which is 1 / sqrt(K)
+for the base model. The table is the one of three equal forms that allows an LM head which is tied to the embedding.
+The MLP's width has to grow with the hidden size.
+"""
+
+from __future__ import annotations
+
+from gptpar.config import ModelConfig
+
+
+def width_ratio(config: ModelConfig) -> float:
+    """m of the module's docstring; 1 without muP."""
+    return config.hidden_size / config.mup_base_hidden_size if config.mup and config.mup_base_hidden_size else 1.0
+
+
+def hidden_std(config: ModelConfig) -> float:
+    """The initial standard deviation of the blocks' matrices, before the residual branches' own factor."""
+    return config.init_method_std / width_ratio(config) ** 0.5
+
+
+def output_multiplier(config: ModelConfig) -> float:
+    """The factor of the LM head's input."""
+    return 1 / width_ratio(config)
+
+
+def attention_scale(config: ModelConfig) -> float | None:
+    """The factor of attention's scores; ``None``: 1 / sqrt(K)."""
+    base = config.mup_base_kv_channels
+    return base**0.5 / config.kv_channels if config.mup and base else None
+
+
+def learning_rate_multiplier(config: ModelConfig, in_block: bool, is_matrix: bool) -> float:
+    """The factor of a parameter's learning rate.
+
+    Args:
+        in_block: whether it is in one of the blocks.
+        is_matrix: whether it is a matrix, not a bias or the weight of a norm.
+    """
+    return 1 / width_ratio(config) if in_block and is_matrix else 1.0

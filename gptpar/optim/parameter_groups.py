@@ -1,0 +1,115 @@
+"""A GPT's parameter groups: what each parameter's learning rate and weight decay are multiplied by.
+
+Matrices decay, biases and vectors do not (Megatron's rule). ``--lr-override`` and ``--weight-decay-override`` give
+other factors by name, and muP scales learning rates (:mod:`gptpar.model.mup`). The parameters of a group have the same
+two factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import NamedTuple
+
+from gptpar.config import Config, OptimizerConfig
+from gptpar.config.overrides import read_override
+from gptpar.config.roles import Role
+from gptpar.errors import ConfigError
+from gptpar.model import mup
+from gptpar.model.layer_spec import LayerSpec, build_on_meta
+from gptpar.model.spec import ModelSpec
+from gptpar.optim.elementwise import ElementwiseOptimizer, Hyperparameters
+from gptpar.optim.group_ranges import Family
+from gptpar.pipeline.stage import ParameterInfo
+
+
+class GroupFactors(NamedTuple):
+    """Factors of what the schedules say for a step."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+
+
+class ParameterGroups:
+    """The groups of a run, the same on every process.
+
+    Args:
+        model: all layers of the model.
+
+    Attributes:
+        factors: by group. The first two are those of a run without overrides: with the decay, and without.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+
+    def __init__(self, config: Config, model: ModelSpec):
+        optimizer, self._model = config.optimizer, config.model
+        self._lr_overrides = [read_override(word) for word in optimizer.lr_override or ()]
+        self._decay_overrides = [read_override(word) for word in optimizer.weight_decay_override or ()]
+        self._blocks = frozenset(model.names(Role.BLOCK))
+        self.factors = [GroupFactors(), GroupFactors(weight_decay=0.0)]
+        if not (self._lr_overrides or self._decay_overrides or config.model.mup):
+            return
+        names = dict(_parameters(model.specs))
+        self._require_matches(list(names))
+        found = sorted({self._factors(name, num_dims) for name, num_dims in names.items()})
+        self.factors += [one for one in found if one not in self.factors]
+
+    def group_of(self, name: str, info: ParameterInfo) -> int:
+        """Number of a parameter's group."""
+        return self.factors.index(self._factors(name, len(info.full_shape)))
+
+    @cached_property
+    def families(self) -> tuple[Family, ...]:
+        """The groups that one launch updates: those of one learning rate, with a decay and without."""
+        groups: list[list[int]] = [[number] for number, one in enumerate(self.factors) if one.weight_decay]
+        for number, one in enumerate(self.factors):
+            if not one.weight_decay:
+                family = next((family for family in groups if self.factors[family[0]].lr == one.lr), None)
+                groups.append([number]) if family is None else family.append(number)
+        return tuple(tuple(family) for family in groups)
+
+    def hyperparameters(
+        self, optimizer: ElementwiseOptimizer, flags: OptimizerConfig, lr: float, weight_decay: float
+    ) -> tuple[Hyperparameters, ...]:
+        """A step's hyperparameters, by group.
+
+        Args:
+            lr, weight_decay: as the schedules say.
+        """
+        return tuple(optimizer.configured(flags, lr * one.lr, weight_decay * one.weight_decay) for one in self.factors)
+
+    def _factors(self, name: str, num_dims: int) -> GroupFactors:
+        is_matrix = num_dims > 1 and not name.endswith(".bias")
+        in_block = any(name.startswith(f"{block}.") for block in self._blocks) if self._model.mup else False
+        lr = _last_match(self._lr_overrides, name, 1.0)
+        decay = _last_match(self._decay_overrides, name, 1.0 if is_matrix else 0.0)
+        return GroupFactors(lr * mup.learning_rate_multiplier(self._model, in_block, is_matrix), decay)
+
+    def _require_matches(self, names: Sequence[str]) -> None:
+        flags = {"--lr-override": self._lr_overrides, "--weight-decay-override": self._decay_overrides}
+        problems = [
+            f"{flag} {pattern}={factor:g} matches no parameter; names are like {names[0]}, {names[-1]}."
+            for flag, overrides in flags.items()
+            for pattern, factor in overrides
+            if not any(fnmatchcase(name, pattern) for name in names)
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+
+def _last_match(overrides: Sequence[tuple[str, float]], name: str, otherwise: float) -> float:
+    return next((factor for pattern, factor in reversed(overrides) if fnmatchcase(name, pattern)), otherwise)
+
+
+def _parameters(specs: Sequence[LayerSpec]) -> Iterator[tuple[str, int]]:
+    """(global name, number of dimensions) of each parameter; of equal layers, one is built."""
+    built: list[tuple[LayerSpec, list[tuple[str, int]]]] = []
+    for spec in specs:
+        inner = next((found for equal, found in built if equal.builds_the_same(spec)), None)
+        if inner is None:
+            inner = [(name, parameter.dim()) for name, parameter in build_on_meta(spec).named_parameters()]
+            built.append((spec, inner))
+        yield from ((f"{spec.name}.{name}", num_dims) for name, num_dims in inner)

@@ -1,0 +1,166 @@
+"""DeepSpeed's learning-rate schedules as pure functions of the number of steps taken.
+
+Each formula is called with ``n``, the optimizer steps taken so far (skipped ones do not count), ``lr``, the rate that
+the optimizer was given, and DeepSpeed's parameters by their names and with their defaults. It returns the rate of the
+step that follows. DeepSpeed's scheduler takes its first step after the optimizer's, so the warm-ups are one step
+behind: step n has the value of DeepSpeed's formula at ``i = n - 1``, and the first two steps have the lowest rate.
+Facts: deepspeed/runtime/lr_schedules.py, DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+
+def warmup_lr(
+    n: int,
+    lr: float,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> float:
+    """From the lowest rate to the highest (default: ``lr``), which it keeps."""
+    highest = lr if warmup_max_lr is None else warmup_max_lr
+    steps = max(2, warmup_num_steps)
+    i = max(0, n - 1)
+    return warmup_min_lr + (highest - warmup_min_lr) * (_warmed(i, steps, warmup_type) if i < steps else 1.0)
+
+
+def warmup_decay_lr(
+    n: int,
+    lr: float,
+    total_num_steps: int,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 1e-3,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> float:
+    """From the lowest rate to the highest, and back on a straight line, until ``total_num_steps``."""
+    steps, i = max(2, warmup_num_steps), max(0, n - 1)
+    if i < steps:
+        share = _warmed(i, steps, warmup_type)
+    else:
+        share = max(0.0, (total_num_steps - i) / max(1, total_num_steps - steps))
+    return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
+
+
+def warmup_cosine_lr(
+    n: int,
+    lr: float,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 1e-4,
+    warmup_type: str = "log",
+) -> float:
+    """From a share of ``lr`` to all of it, and down half a cosine to another share.
+
+    The first step has rate 0 whatever ``warmup_min_ratio`` is, and the cosine is a step ahead: the first step after the
+    warm-up is 1 / (``total_num_steps`` - warm-up) of its way down.
+    """
+    steps, i = max(2, warmup_num_steps), n - 1
+    if i < 0:
+        return 0.0
+    if i < steps:
+        return lr * (warmup_min_ratio + (1 - warmup_min_ratio) * _warmed(i, steps, warmup_type))
+    way = min(1.0, (i - steps + 1) / max(1, total_num_steps - steps))
+    return lr * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * way)) / 2)
+
+
+def one_cycle_lr(
+    n: int,
+    lr: float,
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+) -> float:
+    """Up in the first steps of a cycle and down in the second, in stairs if they are counted; then the rate decays."""
+    second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+    total = cycle_first_step_size + second
+    if n <= total:
+        stairs = cycle_first_stair_count, cycle_second_stair_count
+        return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * _height(n, cycle_first_step_size, second, stairs)
+    if not decay_step_size or not decay_lr_rate:
+        return cycle_min_lr
+    return cycle_min_lr / (1 + decay_lr_rate * (n - total) / decay_step_size)
+
+
+def one_cycle_betas(
+    n: int,
+    cycle_first_step_size: int = 2000,
+    cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0,
+    cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+    **rates: float,
+) -> tuple[float, float] | None:
+    """Both betas of a OneCycle's step, the first against the rate; ``None``: the optimizer's own stay."""
+    if not cycle_momentum:
+        return None
+    second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+    total = cycle_first_step_size + second
+    beta = cycle_max_mom
+    if n == 0:
+        beta = cycle_min_mom
+    elif n <= total:
+        stairs = cycle_first_stair_count, cycle_second_stair_count
+        beta -= (cycle_max_mom - cycle_min_mom) * _height(n, cycle_first_step_size, second, stairs)
+    elif decay_step_size:
+        beta *= 1 + decay_mom_rate * (n - total) / decay_step_size
+    return beta, 0.99
+
+
+def lr_range_test(
+    n: int,
+    lr: float,
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> float:
+    """Up without end, on a straight line or in stairs."""
+    interval = n / lr_range_test_step_size
+    return lr_range_test_min_lr * (
+        1 + lr_range_test_step_rate * (math.floor(interval) if lr_range_test_staircase else interval)
+    )
+
+
+FORMULAS: Mapping[str, Callable[..., float]] = {
+    "WarmupLR": warmup_lr,
+    "WarmupDecayLR": warmup_decay_lr,
+    "WarmupCosineLR": warmup_cosine_lr,
+    "OneCycle": one_cycle_lr,
+    "LRRangeTest": lr_range_test,
+}
+"""By ``scheduler.type``."""
+
+
+def _warmed(i: int, num_steps: int, kind: str) -> float:
+    """The share of the warm-up that is done, 0 at i = 0."""
+    return i / num_steps if kind == "linear" else math.log(i + 1) / math.log(num_steps)
+
+
+def _height(n: int, first: int, second: int, stairs: tuple[int, int | None]) -> float:
+    """How far up the cycle is, from 0 to 1."""
+    at = n % (first + second)
+    way, count = (at / first, stairs[0]) if at <= first else ((first + second - at) / second, stairs[1])
+    count = stairs[0] if count is None else count
+    if not count:
+        return way
+    position = at * count / first if at <= first else (first + second - at) * count / second
+    return math.floor(position) / count

@@ -1,0 +1,51 @@
+"""A tensor's row-major bytes in blocks of limited size, and copies of them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+
+def row_major_blocks(tensor: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
+    """Consecutive parts of a tensor, each a view of at most ``max_bytes``, in the order of its row-major bytes.
+
+    The parts depend on shape, strides and number format alone. Those of a contiguous tensor are one-dimensional.
+    """
+    if not tensor.numel():
+        return
+    if tensor.is_contiguous():
+        # as_strided: a contiguous tensor of one element may still have any stride.
+        yield from tensor.as_strided((tensor.numel(),), (1,)).split(max_bytes // tensor.itemsize)
+    elif tensor.nbytes <= max_bytes:
+        yield tensor
+    elif rows := max_bytes // tensor[0].nbytes:
+        yield from tensor.split(rows)
+    else:
+        for row in tensor:
+            yield from row_major_blocks(row, max_bytes)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """(first address, address past the last) of the memory in which a tensor's elements lie; (0, 0) without any."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+@torch.no_grad()
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy row-major bytes to ``target`` [bytes], uint8, on the host; complete when this returns.
+
+    A contiguous tensor on the host is copied by this thread alone: torch would wake all of its own.
+    """
+    source = source.contiguous()
+    if source.device.type == "cpu":
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # gives Python's lock away
+        return
+    flat = source.as_strided((source.numel(),), (1,)).view(torch.uint8)
+    target.copy_(flat, non_blocking=target.is_pinned())
+    if source.is_cuda:
+        torch.cuda.current_stream(source.device).synchronize()

@@ -1,0 +1,59 @@
+"""What the system allows this process: cores, memory of its control groups, locked memory, shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from pathlib import Path
+
+from gptpar.system.host import group_folders
+
+
+def core_quota(root: Path = Path("/")) -> float | None:
+    """Cores whose time the control groups around this process grant it; ``None`` without such a limit.
+
+    Args:
+        root: of the file system that is asked.
+    """
+    found = []
+    for folder, is_v2 in group_folders(root, "cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            if is_v2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:  # "max" is no number; version 1 says -1
+                found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that the control groups around this process grant it; ``None`` where they are no limit.
+
+    Args:
+        root: of the file system that is asked.
+    """
+    found = []
+    for folder, is_v2 in group_folders(root, "memory"):
+        for name in ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(int((folder / name).read_text()))
+    total = total_memory(root)
+    return min((limit for limit in found if not total or limit < total), default=None)
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """Bytes of host memory of the whole machine; 0 where the system does not say.
+
+    Args:
+        root: of the file system that is asked.
+    """
+    with contextlib.suppress(OSError, StopIteration), (root / "proc/meminfo").open() as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+    return 0
+
+
+def lockable_memory() -> int | None:
+    """Bytes that this process may lock (``ulimit -l``); ``None``: without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft

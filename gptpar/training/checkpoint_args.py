@@ -1,0 +1,71 @@
+"""``--use-checkpoint-args``: the model and the tokenizer are those of the checkpoint at ``--load``."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from gptpar.checkpoint.folders import checkpoint_path
+from gptpar.config import ModelFlags, TokenizerConfig
+from gptpar.config.derive import Derived
+from gptpar.config.fields import flag_name
+from gptpar.config.flags import ParsedFlags
+from gptpar.training.resume import checkpoint_to_resume, folder_to_load
+from gptpar.training.same_run import RULES, Rule
+from gptpar.training.stored import StoredModel, stored_model
+
+_REASON = "--use-checkpoint-args"
+
+
+def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
+    """The command line, its model and tokenizer filled from the checkpoint where ``--use-checkpoint-args`` asks for it.
+
+    A flag that makes another model, or another tokenizer, than the checkpoint's is a problem. Others win over the
+    checkpoint: dropout, the sequence length, and the tokenizer's files, which may have moved.
+
+    Raises:
+        CheckpointError: there is no checkpoint to read, or it is damaged or foreign.
+    """
+    c = parsed.flags.checkpoint
+    if not c.use_checkpoint_args:
+        return parsed
+    if c.load is None:
+        return _with_problem(parsed, f"{_REASON} needs --load, a folder with checkpoints.")
+    manifest = checkpoint_to_resume(parsed.flags)
+    if manifest is None:
+        return _with_problem(parsed, f"{_REASON}: there is no checkpoint in --load {c.load} yet: drop it at the start.")
+    stored = stored_model(checkpoint_path(folder_to_load(parsed.flags, c.load), manifest.iteration), manifest.meta)
+    return _filled(parsed, stored, Path(c.load))
+
+
+def _with_problem(parsed: ParsedFlags, problem: str) -> ParsedFlags:
+    return dataclasses.replace(parsed, problems=[*parsed.problems, problem])
+
+
+def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags:
+    flags, derived, conflicts = parsed.flags, list(parsed.derived), []
+    if flags.model.preset is not None:
+        conflicts.append(f"--preset {flags.model.preset} and {_REASON} both say what the model is: drop one of them.")
+    for section, kind, there in (("model", ModelFlags, stored.model), ("tokenizer", TokenizerConfig, stored.tokenizer)):
+        for spec in dataclasses.fields(kind):
+            key, here = f"{section}.{spec.name}", getattr(getattr(flags, section), spec.name)
+            value = getattr(there, spec.name, here)
+            if key in parsed.given and value != here and _must_agree(key):
+                conflicts.append(
+                    f"{flag_name(spec.name)} {_shown(here)}, but the checkpoint in {load} has {_shown(value)}: drop "
+                    f"it, or drop {_REASON}."
+                )
+            elif key not in parsed.given and value != here and spec.metadata:
+                flags = flags.update(section, **{spec.name: value})
+                derived.append(Derived(spec.name.replace("_", " "), _shown(value), _REASON))
+    return dataclasses.replace(parsed, flags=flags, derived=derived, problems=[*parsed.problems, *conflicts])
+
+
+def _must_agree(key: str) -> bool:
+    """Whether another value makes another model or tokenizer."""
+    return key in ("tokenizer.tokenizer_type", "tokenizer.vocab_size") or RULES.get(key) is Rule.MODEL
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)

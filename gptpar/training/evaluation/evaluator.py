@@ -1,0 +1,101 @@
+"""Scores of tasks from a model in any layout: the forward pass of training, and a sum over the processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gptpar.pipeline.module import PipelineModule
+from gptpar.topology.groups import Topology
+from gptpar.training.evaluation.batches import RowBatch, batch_tensors, plan_batches
+from gptpar.training.evaluation.tasks import Task
+
+MICRO_BATCHES_A_STAGE = 4
+"""Micro-batches in the pipeline at once, for each stage: few enough to stop soon, enough to keep stages busy."""
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """A task's scores and what they took.
+
+    Attributes:
+        task: its name.
+        scores: by name (:mod:`gptpar.training.evaluation.tasks`).
+        num_tokens: that the model read, without padding.
+    """
+
+    task: str
+    scores: dict[str, float]
+    num_items: int
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Runs tasks through a model.
+
+    Attributes:
+        pipeline: the model as this process holds it.
+        context: the most tokens that the model reads.
+        tokens: of a micro-batch.
+        note: is told what this process is doing.
+    """
+
+    pipeline: PipelineModule
+    topology: Topology
+    context: int
+    tokens: int
+    note: Callable[[str], None] = lambda sentence: None
+
+    def evaluate(self, task: Task, stop: Callable[[], bool] = lambda: False) -> TaskScores | None:
+        """A task's scores, on every process; ``None`` if it was left.
+
+        Args:
+            stop: whether to leave it, the same on all processes, which ask together.
+        """
+        started = time.perf_counter()
+        sums = self.log_likelihoods(task, stop)
+        if sums is None:
+            return None
+        scores = task.scores(sums.tolist())
+        return TaskScores(task.name, scores, len(task.items), task.num_tokens, time.perf_counter() - started)
+
+    @torch.no_grad()
+    def log_likelihoods(self, task: Task, stop: Callable[[], bool]) -> torch.Tensor | None:
+        """float64[rows]: the log-likelihood of each row's scored tokens; ``None`` if it was left."""
+        layout = self.topology.layout
+        batches = plan_batches(
+            [len(row) for row in task.rows],
+            tokens=self.tokens,
+            context=self.context,
+            multiple=layout.tensor,
+            ranks=layout.data,
+            rank=self.topology.data_rank,
+        )
+        sums = torch.zeros(len(task.rows), dtype=torch.float64, device=self.topology.device)
+        self.pipeline.eval()
+        at_once = 1 if layout.pipeline == 1 else MICRO_BATCHES_A_STAGE * layout.pipeline
+        for start in range(0, len(batches), at_once):
+            if stop():
+                return None
+            self.note(f"evaluation of {task.name}, micro-batch {start + 1} of {len(batches)}")
+            self._add(sums, task, batches[start : start + at_once])
+        return self.topology.sum_over_all(sums / layout.tensor)  # all tensor ranks have the losses
+
+    def _add(self, sums: torch.Tensor, task: Task, batches: Sequence[RowBatch]) -> None:
+        """Run some micro-batches, and put their rows' log-likelihoods where they belong."""
+        device = self.topology.device
+        tensors = [[one.to(device, non_blocking=True) for one in batch_tensors(b, task.rows)] for b in batches]
+        inputs = [
+            (tokens_BS, {"labels": labels_BS, "seq_length": tokens_BS.shape[1], "each_token": True})
+            for tokens_BS, labels_BS, _ in tensors
+        ]
+        # Only the last stage has losses.
+        for losses_N, batch, (_, _, scored_BS) in zip(self.pipeline.outputs(inputs), batches, tensors, strict=False):
+            losses_BS = losses_N.double().view_as(scored_BS).masked_fill(~scored_BS, 0.0)
+            rows = torch.tensor(batch.rows, dtype=torch.int64).to(device, non_blocking=True)
+            sums[rows] = -losses_BS.sum(1)[: len(rows)]

@@ -1,0 +1,286 @@
+"""From a checkpoint to a Hugging Face folder, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptpar.checkpoint import Manifest, read_manifest, read_tensors
+from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
+from gptpar.checkpoint.exchange.safetensors_file import SafetensorsWriter, header_of
+from gptpar.config import ModelConfig
+from gptpar.errors import CheckpointError, ConfigError, TokenizerError
+from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
+from gptpar.system.files import write_synced
+from gptpar.training.exchange.hf_folder import CONFIG, INDEX, WEIGHTS, model_of, shapes_of
+from gptpar.training.exchange.kept import Kept, kept_in
+from gptpar.training.exchange.tokenizer_files import tokenizer_files
+from gptpar.training.stored import StoredModel, stored_model
+
+GENERATION_CONFIG = "generation_config.json"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a model is written.
+
+    Attributes:
+        dtype: of the weights; ``None``: what they came in from Hugging Face, else the run's number format.
+        max_shard_bytes: of a file; ``None``: the files that it came in, else 5 GB.
+        moved_tokenizer: fields of :class:`TokenizerConfig` that are others now than the checkpoint says.
+        with_tokenizer: whether its files are written.
+    """
+
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int | None = None
+    moved_tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    with_tokenizer: bool = True
+
+
+@dataclass(frozen=True)
+class Export:
+    """A model that is ready to be written; everything about it has been checked.
+
+    Attributes:
+        path: of the checkpoint.
+        tensors: by their file's spelling of the name.
+        headers: file name -> header of a weight file.
+        texts: file name -> contents of every other file.
+    """
+
+    path: Path
+    manifest: Manifest
+    tensors: Mapping[str, HfTensor]
+    headers: Mapping[str, str]
+    texts: Mapping[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights."""
+        return sum(entry.nbytes for name, entry in self.manifest.tensors.items() if name.startswith("weights/"))
+
+    def write(self, target: Path) -> None:
+        """Write the folder; it appears whole or not at all. In memory there is one parameter at a time.
+
+        Raises:
+            CheckpointError: the target is there, the disk refuses, or the checkpoint is damaged.
+        """
+        with new_folder(target) as folder:
+            for name, text in self.texts.items():
+                write_synced(folder / name, text)
+            writers = {name: SafetensorsWriter(folder / name, header) for name, header in self.headers.items()}
+            try:
+                self._write_weights([*writers.values()])
+            finally:
+                for writer in writers.values():
+                    writer.close()
+
+    def _write_weights(self, writers: Sequence[SafetensorsWriter]) -> None:
+        places = {name: writer for writer in writers for name in writer.tensors}
+        by_parameter: dict[str, list[str]] = {}
+        for name in places:
+            by_parameter.setdefault(self.tensors[name].ours, []).append(name)
+        for ours, names in by_parameter.items():
+            stored = f"weights/{ours}"
+            parameter = read_tensors(self.path, [stored], self.manifest)[stored]
+            for name in names:
+                places[name].write(name, self.tensors[name].view(parameter))
+
+
+def prepare_export(path: Path, target: Path, options: ExportOptions = ExportOptions()) -> Export:
+    """Check everything about an export of one checkpoint.
+
+    Args:
+        path: of the checkpoint, ``.../iter_0000010``.
+
+    Raises:
+        CheckpointError: with everything that is wrong.
+    """
+    problems = [problem] if (problem := why_not_new(target)) else []
+    manifest = read_manifest(path)
+    try:
+        exported = _exported(path, manifest)
+    except ConfigError as error:
+        raise CheckpointError("\n".join([*problems, *error.problems])) from None
+    problems += _missing(exported.stored.model, manifest)
+    texts: dict[str, bytes] = {}
+    try:
+        texts |= _texts_beside(exported, options)
+    except TokenizerError as error:
+        problems.append(str(error))
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    end, before = _end_of_text(exported.meta), _dtype_of(exported.fields, exported.meta)
+    dtype = options.dtype or before
+    if CONFIG not in texts or dtype != before:
+        texts[CONFIG] = _json({**end, **exported.fields, **_dtype_fields(exported.fields, dtype)})
+    texts.setdefault(GENERATION_CONFIG, _json({"_from_model_config": True, **end}))
+    files = _as_it_came(exported, options) or _files_anew(exported.tensors, dtype, options)
+    return Export(path, manifest, files.tensors, files.headers, {**files.index, **texts})
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """A checkpoint's model in the words of transformers.
+
+    Attributes:
+        fields: of its ``config.json``.
+        kept: what is kept of the folder that the model came in.
+        same: whether the model still is what was kept.
+    """
+
+    stored: StoredModel
+    meta: Mapping[str, Any]
+    fields: Mapping[str, Any]
+    tensors: Sequence[HfTensor]
+    kept: Kept | None
+    same: bool
+
+    @property
+    def kind(self) -> str:
+        return str(self.fields["model_type"])
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The weight files to be written; see :class:`Export`."""
+
+    tensors: Mapping[str, HfTensor]
+    headers: Mapping[str, str]
+    index: Mapping[str, bytes]
+
+
+def _exported(path: Path, manifest: Manifest) -> _Exported:
+    """Read what a checkpoint, and what is kept beside it, say of its model.
+
+    Raises:
+        CheckpointError: something cannot be read.
+        ConfigError: no family computes what the model does.
+    """
+    stored, meta, kept = stored_model(path, manifest.meta), manifest.meta, kept_in(path.parent)
+    model = stored.model
+    if kept is not None:
+        there = model_of(kept.fields)
+        if there.padded_vocab_size == model.padded_vocab_size and not differences(model, there):
+            tensors = tensors_of(kept.fields["model_type"], model, model.padded_vocab_size)
+            return _Exported(stored, meta, kept.fields, tensors, kept, same=True)
+    size = _tokenizer(meta).get("vocab_size")
+    rows = size if type(size) is int and 0 < size <= model.padded_vocab_size else model.padded_vocab_size
+    fields = config_of(model, rows)
+    return _Exported(stored, meta, fields, tensors_of(fields["model_type"], model, rows), kept, same=False)
+
+
+def _tokenizer(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of the tokenizer, as far as the checkpoint says it."""
+    identity = meta.get("tokenizer")
+    return identity if isinstance(identity, dict) else {}
+
+
+def _missing(model: ModelConfig, manifest: Manifest) -> list[str]:
+    """What the checkpoint lacks of its model."""
+    problems = []
+    for name, shape in shapes_of(model).items():
+        entry = manifest.tensors.get(f"weights/{name}")
+        if entry is None:
+            problems.append(f"the checkpoint lacks the weight {name!r}")
+        elif entry.shape != shape:
+            problems.append(f"the weight {name!r} is {list(entry.shape)}, and {list(shape)} in the model of its meta")
+    return problems
+
+
+def _as_it_came(exported: _Exported, options: ExportOptions) -> _Files | None:
+    """The files that the model came in, if these are to be written again; files of older versions lack a prefix."""
+    kept = exported.kept
+    if kept is None or not exported.same or options.dtype is not None or options.max_shard_bytes is not None:
+        return None
+    base = FAMILIES[exported.kind].names.base
+    by_name = {name: one for one in exported.tensors for name in (one.name.removeprefix(base), one.name)}
+    names = [name for text in kept.headers.values() for name in json.loads(text) if name != "__metadata__"]
+    if len(names) != len(exported.tensors) or not by_name.keys() >= set(names):
+        return None
+    index = {INDEX: (kept.folder / INDEX).read_bytes()} if (kept.folder / INDEX).is_file() else {}
+    return _Files({name: by_name[name] for name in names}, kept.headers, index)
+
+
+def _files_anew(tensors: Sequence[HfTensor], dtype: torch.dtype, options: ExportOptions) -> _Files:
+    """The files that transformers would write."""
+    shards = _shards(tensors, dtype, options.max_shard_bytes or MAX_SHARD_BYTES)
+    headers = {name: header_of({one.name: (dtype, one.shape) for one in shard}) for name, shard in shards.items()}
+    index = {INDEX: _index(shards, dtype)} if len(shards) > 1 else {}
+    return _Files({tensor.name: tensor for tensor in tensors}, headers, index)
+
+
+def _dtype_of(fields: Mapping[str, Any], meta: Mapping[str, Any]) -> torch.dtype:
+    """The format in which weights are written if nobody says another."""
+    named = str(fields.get("dtype") or fields.get("torch_dtype") or "").removeprefix("torch.")
+    by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    if named in by_name:
+        return by_name[named]
+    config = meta.get("config")
+    precision = config.get("precision") if isinstance(config, dict) else None
+    chosen = [name for name in DTYPES if isinstance(precision, dict) and precision.get(name) is True]
+    return DTYPES[chosen[0]] if chosen else torch.float32
+
+
+def _dtype_fields(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """Version 5 of transformers reads ``dtype``, version 4 ``torch_dtype``."""
+    return {"dtype" if "dtype" in fields else "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, bytes]:
+    """The tokenizer's files, and what was kept of the folder that the model came in.
+
+    Raises:
+        TokenizerError: a file is not where it was in training.
+    """
+    of_the_model, kept = (CONFIG, GENERATION_CONFIG), exported.kept
+    before = {path.name: path.read_bytes() for path in kept.files()} if kept else {}
+    texts = {name: text for name, text in before.items() if name in of_the_model and exported.same}
+    if not options.with_tokenizer:
+        return texts
+    if not options.moved_tokenizer and kept and kept.has_tokenizer(_tokenizer(exported.meta)):
+        return texts | {name: text for name, text in before.items() if name not in of_the_model}
+    tokenizer = replace(exported.stored.tokenizer, **options.moved_tokenizer)
+    return texts | tokenizer_files(tokenizer, exported.stored.model.max_position_embeddings)
+
+
+def _end_of_text(meta: Mapping[str, Any]) -> dict[str, int | None]:
+    """The token that begins and ends documents; ``None``, as version 4 would put its own default."""
+    eod = _tokenizer(meta).get("eod")
+    return dict.fromkeys(("bos_token_id", "eos_token_id"), eod if type(eod) is int else None)
+
+
+def _shards(tensors: Iterable[HfTensor], dtype: torch.dtype, max_bytes: int) -> dict[str, list[HfTensor]]:
+    """Tensors by file; a file has at least one, and another one only if it then stays within `max_bytes`."""
+    shards: list[list[HfTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        size = prod(tensor.shape) * dtype.itemsize
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    count = len(shards)
+    return {f"model-{number:05d}-of-{count:05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def _index(shards: Mapping[str, Sequence[HfTensor]], dtype: torch.dtype) -> bytes:
+    elements = sum(prod(one.shape) for shard in shards.values() for one in shard)
+    places = {one.name: name for name, shard in shards.items() for one in shard}
+    counts = {"total_parameters": elements, "total_size": elements * dtype.itemsize}
+    return _json({"metadata": counts, "weight_map": dict(sorted(places.items()))})
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

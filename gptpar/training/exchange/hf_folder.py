@@ -1,0 +1,212 @@
+"""A Hugging Face model on the disk, opened and checked: its configuration, and where its weights are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptpar.checkpoint.exchange.safetensors_file import DTYPES, SafetensorsFile, open_all
+from gptpar.config import Flags, ModelConfig, TokenizerConfig
+from gptpar.config.checks.model import check_model
+from gptpar.config.complete import complete_model
+from gptpar.errors import CheckpointError, ConfigError, printable
+from gptpar.model.families import FAMILIES, HfTensor, flags_of, tensors_of
+from gptpar.model.gpt import gpt_model
+from gptpar.model.layer_spec import build_on_meta
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_JSON_BYTES = 64 << 20
+
+NO_WEIGHT = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq|.*\.position_ids")
+"""Buffers that older versions of transformers saved beside the weights; they follow from the configuration."""
+
+MAX_LISTED = 8
+MAX_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor's bytes are."""
+
+    file: SafetensorsFile
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.file.tensors[self.name].dtype]
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """A model whose folder has been checked: every tensor is there and has the right shape.
+
+    Attributes:
+        kind: its ``model_type``.
+        fields: of its ``config.json``.
+        parameters: our global name -> their tensors that it consists of, each with the place of its bytes.
+    """
+
+    folder: Path
+    kind: str
+    fields: Mapping[str, Any]
+    model: ModelConfig
+    parameters: Mapping[str, list[tuple[HfTensor, Source]]]
+
+    def parameter(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One of our parameters, in host memory: fp32, or fp64 where their tensor is."""
+        sources = self.parameters[name]
+        wide = any(source.dtype == torch.float64 for _, source in sources)
+        ours = torch.empty(shape, dtype=torch.float64 if wide else torch.float32)
+        for tensor, source in sources:
+            tensor.fill(ours, source.file.read(source.name))
+        return ours
+
+
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The global shape of each parameter of a model."""
+    return {
+        f"{spec.name}.{name}": tuple(parameter.shape)
+        for spec in gpt_model(model).specs
+        for name, parameter in build_on_meta(spec).named_parameters()
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a file from a stranger.
+
+    Raises:
+        CheckpointError: it is none, or too large for one.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
+        fields = json.loads(path.read_bytes())
+        if not isinstance(fields, dict):
+            raise ValueError("it is no JSON object")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not what transformers writes: {printable(str(error)[:200])}") from None
+    return fields
+
+
+def model_of(fields: Mapping[str, Any]) -> ModelConfig:
+    """The model that a ``config.json`` describes.
+
+    Raises:
+        ConfigError: with all reasons why gptpar cannot compute the same.
+    """
+    layers = fields.get("num_hidden_layers", fields.get("n_layer"))
+    if layers is not None and (type(layers) is not int or not 1 <= layers <= MAX_LAYERS):
+        raise ConfigError([f"{CONFIG} says {printable(str(layers)[:80])} layers; there can be 1 to {MAX_LAYERS:,}."])
+    try:
+        flags = flags_of(fields)
+        if problems := list(check_model(Flags(model=flags))):
+            raise ConfigError([f"{CONFIG}: {problem}" for problem in problems])
+        return complete_model(flags, TokenizerConfig())
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        raise ConfigError([f"{CONFIG} has a value of a wrong kind: {printable(str(error)[:200])}."]) from None
+
+
+def open_hf(folder: Path) -> HfModel:
+    """Open a folder with ``config.json`` and safetensors files; nothing but headers is read.
+
+    Raises:
+        CheckpointError: with everything that is wrong.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; give one with {CONFIG} and {WEIGHTS}")
+    problems: list[str] = []
+    fields, model, files = None, None, {}
+    try:
+        fields = read_json(folder / CONFIG)
+        model = model_of(fields)
+    except ConfigError as error:
+        problems += error.problems
+    except CheckpointError as error:
+        problems.append(str(error))
+    try:
+        files = open_all(_weight_files(folder))
+    except CheckpointError as error:
+        problems.append(str(error))
+    if problems or fields is None or model is None:
+        raise CheckpointError(f"{folder} cannot be read as a Hugging Face model:\n" + "\n".join(problems))
+    kind = fields["model_type"]
+    found = _matched(kind, model, files)
+    if problems := list(_mismatches(kind, model, found, files)):
+        told = [*problems[:MAX_LISTED], *([f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED))]
+        raise CheckpointError(f"the weights in {folder} are not those of its {CONFIG}:\n" + "\n".join(told))
+    parameters: dict[str, list[tuple[HfTensor, Source]]] = {}
+    for tensor, source in found:
+        assert source is not None
+        parameters.setdefault(tensor.ours, []).append((tensor, source))
+    return HfModel(folder, kind, fields, model, parameters)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model.
+
+    Raises:
+        CheckpointError: there are none, or the index names what is no file of the folder.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        remedy = " Load and save it with transformers once, which writes safetensors files." if others else ""
+        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}.{remedy}")
+    places = read_json(folder / INDEX).get("weight_map")
+    names = set(places.values()) if isinstance(places, dict) and _are_texts(places.values()) else set()
+    if not names or not all(map(is_weight_file, names)):
+        raise CheckpointError(f"{folder / INDEX} does not say which files of this folder have the weights")
+    return [folder / name for name in sorted(names)]
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a stranger's name is that of a weight file in the folder itself."""
+    return re.fullmatch(r"[\w.-]+\.safetensors", name) is not None
+
+
+def _are_texts(values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _matched(
+    kind: str, model: ModelConfig, files: Mapping[str, SafetensorsFile]
+) -> list[tuple[HfTensor, Source | None]]:
+    """Each tensor that the model needs, and where it is; older files lack the base model's prefix in all names."""
+    base = FAMILIES[kind].names.base
+    found: list[tuple[HfTensor, Source | None]] = []
+    for tensor in tensors_of(kind, model, model.padded_vocab_size):
+        spellings = (tensor.name, tensor.name.removeprefix(base))
+        name = next((name for name in spellings if name in files), None)
+        found.append((tensor, None if name is None else Source(files[name], name)))
+    return found
+
+
+def _mismatches(
+    kind: str,
+    model: ModelConfig,
+    found: list[tuple[HfTensor, Source | None]],
+    files: Mapping[str, SafetensorsFile],
+) -> Iterator[str]:
+    for tensor, source in found:
+        if source is None:
+            yield f"tensor {tensor.name!r} is missing"
+            continue
+        stored = source.file.tensors[source.name]
+        if stored.shape != tensor.shape:
+            yield f"tensor {tensor.name!r} is {list(stored.shape)}, and {list(tensor.shape)} follows from {CONFIG}"
+        if stored.dtype not in DTYPES:
+            yield f"tensor {tensor.name!r} is {stored.dtype}; weights are read in {', '.join(DTYPES)}"
+    head = f"{FAMILIES[kind].names.ends['output']}.weight"
+    used = {source.name for _, source in found if source is not None} | ({head} if model.tied else set())
+    for name in sorted(files.keys() - used):
+        if not NO_WEIGHT.fullmatch(name):
+            yield f"tensor {printable(name[:80])!r} has no place in a {kind} model as gptpar knows it"

@@ -1,0 +1,95 @@
+"""From a Hugging Face folder to a checkpoint, or into the parameters of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
+from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint
+from gptpar.config import TokenizerConfig
+from gptpar.errors import CheckpointError
+from gptpar.topology.tensor_parts import TensorParts
+from gptpar.training.exchange.hf_folder import HfModel, open_hf, shapes_of
+from gptpar.training.exchange.kept import FOLDER, keep
+from gptpar.training.exchange.meta import converted_meta
+
+
+def import_hf(source: Path, target: Path) -> Path:
+    """Make a checkpoint of iteration 0 of a Hugging Face model, parameter by parameter; the source stays as it is.
+
+    Args:
+        target: a new folder of checkpoints.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        CheckpointError: with everything that is wrong.
+    """
+    problems = [problem] if (problem := why_not_new(target)) else []
+    try:
+        model = open_hf(source)
+    except CheckpointError as error:
+        raise CheckpointError("\n".join([*problems, str(error)])) from None
+    if problems:
+        raise CheckpointError(problems[0])
+    tokenizer = tokenizer_in(source)
+    if tokenizer is None:
+        tokenizer = TokenizerConfig(vocab_size=model.model.padded_vocab_size)
+    shapes = shapes_of(model.model)
+    tensors = (
+        StreamedTensor(f"weights/{name}", partial(model.parameter, name, shapes[name])) for name in model.parameters
+    )
+    meta = converted_meta(model.model, _moved(tokenizer, target), f"huggingface {model.kind}")
+    with new_folder(target) as folder:
+        keep(model, folder)
+        path = write_checkpoint(folder, 0, tensors, meta)
+    return target / path.name
+
+
+def tokenizer_in(folder: Path) -> TokenizerConfig | None:
+    """The tokenizer of a Hugging Face folder, if it is one that gptpar has."""
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if (folder / "tokenizer.json").is_file():
+        return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
+    if vocab.is_file() and merges.is_file():
+        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+    if (folder / "tokenizer.model").is_file():
+        kind = "GPTSentencePieceTokenizer"
+        return TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(folder / "tokenizer.model"))
+    return None
+
+
+def _moved(tokenizer: TokenizerConfig, target: Path) -> TokenizerConfig:
+    """The same tokenizer, by its copies beside the checkpoint."""
+    kept = (target / FOLDER).absolute()
+    names = ("tokenizer_model", "vocab_file", "merge_file")
+    given = {name: Path(path) for name in names if (path := getattr(tokenizer, name)) is not None}
+    moved: dict[str, Any] = {name: str(kept if path.is_dir() else kept / path.name) for name, path in given.items()}
+    return dataclasses.replace(tokenizer, **moved)
+
+
+def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
+    """Give a run's parameters a Hugging Face model's values, on every process what it holds of each.
+
+    Args:
+        weights: by our global name.
+
+    Raises:
+        CheckpointError: a parameter that their model does not have, or of another shape.
+    """
+    shapes = shapes_of(model.model)
+    problems = [
+        f"{name} is {list(parts.shape)} in this run and {list(shapes.get(name, ())) or 'missing'} in {model.folder}"
+        for name, parts in weights.items()
+        if shapes.get(name) != tuple(parts.shape)
+    ]
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    for name, parts in weights.items():
+        if parts.num_held:
+            parts.fill(model.parameter(name, shapes[name]))

@@ -1,0 +1,83 @@
+"""What a Hugging Face folder had beside its weights, kept in the folder of the checkpoints made of it.
+
+    SAVE/huggingface/config.json, generation_config.json, tokenizer.json, ...   byte for byte
+    SAVE/huggingface/safetensors_headers.json                                   the headers of its weight files
+
+So the way back gives the same files: the same configuration and tokenizer, and tensors of the same names, formats and
+order in files of the same names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from gptpar.errors import CheckpointError
+from gptpar.training.exchange.hf_folder import CONFIG, INDEX, HfModel, is_weight_file, read_json
+from gptpar.training.run_folder.branches import FOLDER_NAME as BRANCHES
+
+FOLDER, HEADERS = "huggingface", "safetensors_headers.json"
+PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.md", "LICENSE*")
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was kept.
+
+    Attributes:
+        fields: of ``config.json``.
+        headers: file name -> the header of a weight file.
+    """
+
+    folder: Path
+    fields: dict[str, Any]
+    headers: dict[str, str]
+
+    def files(self) -> Iterator[Path]:
+        """All files but the headers and the index of weight files."""
+        return (path for path in sorted(self.folder.iterdir()) if path.name not in (HEADERS, INDEX) and path.is_file())
+
+    def has_tokenizer(self, identity: dict[str, Any]) -> bool:
+        """Whether the files are those of a run's tokenizer; a run without one has no other."""
+        wanted = set(identity["sha256"].values()) if isinstance(identity.get("sha256"), dict) else set()
+        return wanted <= {hashlib.sha256(path.read_bytes()).hexdigest() for path in self.files()}
+
+
+def kept_in(root: Path) -> Kept | None:
+    """What is kept for the checkpoints of a folder, which may be a branch of a run; ``None``: they began in gptpar.
+
+    Raises:
+        CheckpointError: the files cannot be read.
+    """
+    places = [root, *([root.parent.parent] if root.parent.name == BRANCHES else [])]
+    folder = next((place / FOLDER for place in places if (place / FOLDER / CONFIG).is_file()), None)
+    if folder is None:
+        return None
+    headers = read_json(folder / HEADERS) if (folder / HEADERS).is_file() else {}
+    if not all(is_weight_file(name) and isinstance(text, str) for name, text in headers.items()):
+        raise CheckpointError(f"{folder / HEADERS} is damaged; delete it, and files are laid out anew")
+    return Kept(folder, read_json(folder / CONFIG), headers)
+
+
+def keep(model: HfModel, root: Path) -> None:
+    """Copy what is beside the weights of a Hugging Face folder into a folder of checkpoints; once."""
+    if (root / FOLDER).exists():
+        return
+    temporary = root / f".{FOLDER}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for path in sorted(model.folder.iterdir()):
+        wanted = any(fnmatchcase(path.name, pattern) for pattern in PATTERNS)
+        if wanted and path.is_file() and path.stat().st_size <= MAX_BYTES:
+            shutil.copyfile(path, temporary / path.name)
+    files = {source.file.path.name: source.file for parts in model.parameters.values() for _, source in parts}
+    headers = {name: file.header for name, file in sorted(files.items())}
+    (temporary / HEADERS).write_text(json.dumps(headers), encoding="utf-8")
+    temporary.rename(root / FOLDER)

@@ -1,0 +1,72 @@
+"""``--load-hf``: a run whose model, weights and tokenizer are a Hugging Face folder's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from gptpar.config import ModelFlags, TokenizerConfig
+from gptpar.config.derive import Derived
+from gptpar.config.fields import flag_name
+from gptpar.config.flags import ParsedFlags
+from gptpar.errors import CheckpointError
+from gptpar.model.families import flags_of
+from gptpar.training.exchange.hf_folder import HfModel, open_hf
+from gptpar.training.exchange.hf_import import fill_from_hf, tokenizer_in
+from gptpar.training.exchange.kept import keep
+from gptpar.training.trainer import Trainer
+
+OF_TRAINING = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"})
+"""Fields of a model that a run may set otherwise than the ``config.json`` says."""
+
+
+def take_model_of_hf(parsed: ParsedFlags) -> None:
+    """Fill the model's flags, and the tokenizer's if none is given, from ``--load-hf``; note what conflicts."""
+    folder = parsed.flags.checkpoint.load_hf
+    if folder is None:
+        return
+    try:
+        model = open_hf(Path(folder))
+    except CheckpointError as error:
+        parsed.problems.append(f"--load-hf: {error}")
+        return
+    theirs = flags_of(model.fields)
+    parsed.problems += _conflicts(parsed, theirs)
+    typed = {name for name in OF_TRAINING if f"model.{name}" in parsed.given}
+    names = (spec.name for spec in dataclasses.fields(ModelFlags) if spec.name not in typed)
+    parsed.flags = parsed.flags.update("model", **{name: getattr(theirs, name) for name in names})
+    parsed.derived.append(Derived("model", model.kind, f"--load-hf {folder}"))
+    tokenizer = parsed.flags.tokenizer
+    if tokenizer.tokenizer_type is None and tokenizer.vocab_size is None:
+        found = tokenizer_in(Path(folder)) or TokenizerConfig(vocab_size=model.model.padded_vocab_size)
+        parsed.flags = dataclasses.replace(parsed.flags, tokenizer=found)
+        parsed.derived.append(Derived("tokenizer", found.tokenizer_type or "none", f"--load-hf {folder}"))
+
+
+def _conflicts(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:
+    """A sentence for each flag of the model that says otherwise than the ``config.json``."""
+    for name in sorted(parsed.given):
+        section, _, field = name.partition(".")
+        if section != "model" or field in OF_TRAINING or not hasattr(theirs, field):
+            continue
+        here, there = getattr(parsed.flags.model, field), getattr(theirs, field)
+        if field == "preset":
+            yield "--preset says another model's shape than --load-hf: leave one of them out."
+        elif here != there:
+            yield f"{flag_name(field)} is {here}, and the model of --load-hf has {there}: leave the flag out."
+
+
+def start_from_hf(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
+    """Give a run that begins a Hugging Face model's weights; every process calls it and reads what it holds.
+
+    Raises:
+        CheckpointError: the folder is not what it was when the command line was read.
+    """
+    model: HfModel = open_hf(folder)
+    fill_from_hf(model, trainer.engine.optimizer.state_tensors()["weights"])
+    trainer.engine.publish()
+    save = trainer.config.checkpoint.save
+    if save is not None and trainer.topology.is_main:
+        keep(model, Path(save))
+    say(f" > weights of the {model.kind} model in {folder}")

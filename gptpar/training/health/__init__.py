@@ -1,0 +1,1 @@
+"""Watches a run's numbers: norms of layers, bundles of outliers, weights that several processes hold."""

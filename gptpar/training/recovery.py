@@ -1,0 +1,95 @@
+"""How the workers of a restart go on: from which state, and how long it took them to get there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gptpar.checkpoint import DamagedCheckpoint, Manifest, checkpoints_in, read_manifest
+from gptpar.config import CheckpointConfig, Flags
+from gptpar.config.flags import ParsedFlags
+from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
+from gptpar.system.restart import Restart, has_begun, memory_folder
+
+
+def continued(parsed: ParsedFlags) -> ParsedFlags:
+    """A worker's command line as it is to be read in this start of the workers.
+
+    The first start loads what the user says. A later one goes on from the newest state that an earlier one left, with
+    the same global batch, however many processes there are now.
+    """
+    manifest = newest_of_own(parsed.flags.checkpoint)
+    if manifest is None:
+        return parsed
+    load = parsed.flags.checkpoint.save or str(memory_folder())
+    flags = parsed.flags.update("checkpoint", load=load, finetune=False, ckpt_step=None, no_load_optim=False)
+    flags = with_global_batch(flags, manifest.meta["config"]["batch"]["global_batch_size"])
+    return dataclasses.replace(parsed, flags=flags)
+
+
+def with_global_batch(flags: Flags, size: int) -> Flags:
+    """The flags with a global batch that does not follow from the number of processes."""
+    return flags.update("batch", global_batch_size=size, gradient_accumulation_steps=None)
+
+
+def newest_of_own(checkpoint: CheckpointConfig) -> Manifest | None:
+    """What the newest state that earlier starts of these workers left says of itself.
+
+    ``None`` in the first start, and in one after a death before anything was saved.
+    """
+    if not has_begun():
+        return None
+    folders = [Path(one) for one in (memory_folder(), checkpoint.save, checkpoint.save_local) if one]
+    for _, path in checkpoints_in(folders):
+        with contextlib.suppress(DamagedCheckpoint):  # one before it is taken
+            return read_manifest(path)
+    return None
+
+
+class RecoveryTimes:
+    """A sink that tells, after the first step of a restart, what each part of it took.
+
+    Args:
+        restart: which one.
+        say: prints a line.
+    """
+
+    name, keeps_records = "times of a restart", False
+
+    def __init__(self, restart: Restart, say: Callable[[str], None]):
+        self._say, self._restart, self._last = say, restart, time.monotonic()
+        self._parts = {"noticed": restart.noticed_s, "ended": restart.ended_s, "started": self._last - restart.started}
+        self._told = restart.number == 0
+
+    def mark(self, what: str) -> None:
+        """Something is done now."""
+        now = time.monotonic()
+        self._parts[what], self._last = now - self._last, now
+
+    def iteration(self, record: IterationRecord) -> None:
+        """The first one ends the restart."""
+        if self._told:
+            return
+        self._told = True
+        self.mark("first step")
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self._parts.items())
+        number, limit = self._restart.number, self._restart.limit
+        self._say(
+            f" > restart {number} of {limit} took {sum(self._parts.values()):.2f} s up to the end of iteration "
+            f"{record.iteration} ({parts})"
+        )
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Nothing to tell."""
+
+    def task(self, record: TaskRecord) -> None:
+        """Nothing to tell."""
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing is open."""

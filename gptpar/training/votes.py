@@ -1,0 +1,36 @@
+"""What processes ask of each other at the end of a step, in the one number that they sum anyway. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+_EACH = 1 << 16
+"""More than the processes of a run; three counts fit into a float64 exactly."""
+
+MAX_TARGETS = 2
+
+
+@dataclass(frozen=True)
+class Votes:
+    """What any process asked for.
+
+    Attributes:
+        stop: to end the run.
+        saves: to save, for each of ``MAX_TARGETS`` targets.
+    """
+
+    stop: bool
+    saves: tuple[bool, ...]
+
+    @staticmethod
+    def number(stop: bool, saves: Sequence[bool] = ()) -> float:
+        """One process's votes, to be summed."""
+        return float(sum(_EACH**place for place, vote in enumerate((stop, *saves)) if vote))
+
+    @classmethod
+    def of(cls, total: float) -> Self:
+        """From the sum over all processes."""
+        counts = [int(total) // _EACH**place % _EACH for place in range(1 + MAX_TARGETS)]
+        return cls(counts[0] > 0, tuple(count > 0 for count in counts[1:]))

@@ -1,0 +1,5 @@
+"""Python imports this by itself where the folder is on PYTHONPATH: it disturbs the process as its environment says."""
+
+import disturb
+
+disturb.from_environment()

@@ -1,0 +1,203 @@
+"""Where one fault happens, and the oracles that judge what came of it."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.faults import commands
+from tests.faults.commands import Running
+from tests.faults.fault import Failed, Measured
+from tests.faults.prepared import INTERVAL, STEPS, Prepared, losses, state_of, training
+
+EXIT_LIMIT = {1: 60.0, 2: 150.0, 4: 150.0}
+"""Seconds in which the processes of a run must have ended after a fault; much more than it takes on a busy machine."""
+
+RUN_LIMIT = {1: 120.0, 2: 300.0, 4: 300.0}
+"""Seconds for a whole run."""
+
+REAL_WORKERS = 0.1
+"""Share of the runs whose launcher starts its workers as it does everywhere else, with all their start-up."""
+
+_STEP = re.compile(r"iteration +(\d+)/")
+_SAVED = re.compile(r"successfully saved checkpoint at iteration +(\d+)")
+_BEGAN = re.compile(r"saving checkpoint at iteration +(\d+)")
+_LOADED = re.compile(r"loaded \S+ \(iteration (\d+)\)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+class Place:
+    """A fresh folder for one fault.
+
+    Args:
+        folder: is made, and removed by :meth:`close`.
+        prepared: what faults start from.
+        workers: of the disturbed runs.
+        seed: of everything random.
+    """
+
+    def __init__(self, folder: Path, prepared: Prepared, workers: int, seed: int):
+        self.folder, self.prepared, self.workers = folder, prepared, workers
+        self.random = random.Random(seed)
+        self.reference = prepared.reference(workers)
+        self.run_folder = folder / "run"
+        self.marker = folder / "executed"
+        self.notes: list[str] = []
+        self._started: list[Running] = []
+        folder.mkdir(parents=True)
+
+    def with_data(self) -> Place:
+        """Corpus and tokenizer, shared with all other faults."""
+        (self.folder / "data").symlink_to(self.prepared.folder / "data")
+        return self
+
+    def with_stopped_run(self) -> Place:
+        """A copy of a run that was stopped in the middle, with its own corpus, tokenizer and index cache."""
+        shutil.copytree(self.prepared.stopped, self.folder, dirs_exist_ok=True)
+        return self
+
+    def start(self, words: Sequence[str] | str, **options: Any) -> Running:
+        """Start a command in the folder; options as in :func:`tests.faults.commands.start`."""
+        output = options.pop("output", self.folder / f"log-{len(self._started)}")
+        argv = words.split() if isinstance(words, str) else list(words)
+        running = commands.start(argv, output, folder=self.folder, mark=str(self.folder), **options)
+        self._started.append(running)
+        return running
+
+    def train(self, *more: str, **options: Any) -> Running:
+        """Begin the run, or go on with it: always the same command."""
+        options.setdefault("forked_workers", self.random.random() > REAL_WORKERS)
+        return self.start([*training(self.workers), *more], **options)
+
+    def say(self, words: Sequence[str] | str, **options: Any) -> Running:
+        """A command to its end, judged by what all commands have to keep to."""
+        running = self.start(words, **options)
+        self.ended(running, RUN_LIMIT[1])
+        return self.plain(running)
+
+    def note(self, what: str) -> None:
+        """Remember what was done, for the verdict."""
+        self.notes.append(what)
+
+    def close(self) -> None:
+        """End what is left, and remove the folder."""
+        for running in self._started:
+            running.end()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def logs(self) -> str:
+        """What all commands have said."""
+        return "\n".join(f"--- command {i}: {r.status}\n{r.text()}" for i, r in enumerate(self._started))
+
+    # What is asked of every command.
+
+    def ended(self, running: Running, limit: float | None = None) -> float:
+        """Wait for the end of all its processes; returns the seconds it took."""
+        began, limit = time.monotonic(), limit or EXIT_LIMIT[self.workers]
+        if not running.wait(limit):
+            left = running.others() or [running.pid]
+            raise Failed("hang", f"not ended after {limit:g} s; processes left: {left}: {running.text()[-300:]}")
+        return time.monotonic() - began
+
+    def plain(self, running: Running, *, killed: bool = False) -> Running:
+        """It said no traceback and nothing unprintable, ran nobody's code, and died of no signal.
+
+        Args:
+            killed: whether somebody has sent it a signal.
+        """
+        text = running.text()
+        if self.marker.exists():
+            raise Failed("code executed", f"{self.marker} exists")
+        if "Traceback (most recent call last)" in text:
+            raise Failed("traceback", text[text.index("Traceback (most") :][-700:])
+        if found := _CONTROL.search(text):
+            raise Failed("code executed", f"{found[0]!r} reached the terminal: {text[: found.end()][-100:]!r}")
+        if not killed and running.status is not None and running.status < 0:
+            raise Failed("traceback", f"died of signal {-running.status}: {text[-300:]}")
+        if running.status in (1, 2) and "error: " not in text and "DAMAGED" not in text:
+            raise Failed("traceback", f"exit status {running.status} and no error: {text[-300:]}")
+        return running
+
+    # What is asked of a run that goes on.
+
+    def goes_on(self, before: Sequence[Running] = (), *, saved: bool = False) -> Measured:
+        """The same command finishes the run, as if nothing had happened.
+
+        Args:
+            before: the disturbed commands of this run, which ended before now.
+            saved: whether the last of them had the time to save everything.
+        """
+        running = self.train()
+        self.ended(running, RUN_LIMIT[self.workers])
+        self.plain(running)
+        if running.status != 0:
+            raise Failed("not whole", f"the run does not go on: {running.text()[-500:]}")
+        lost = self._lost([one.text() for one in before], self.resumed_at(running), saved)
+        self.equals_undisturbed()
+        return Measured(steps_lost=lost)
+
+    def _lost(self, before: Sequence[str], resumed: int, saved: bool) -> int:
+        """Steps that are trained again; more than may be are a failure."""
+        announced = max((_last(_SAVED, one) for one in before), default=0)
+        if announced > resumed:
+            raise Failed("silent loss", f"iteration {announced} was said to be saved; it went on from {resumed}")
+        reached, began = (max((_last(each, one) for one in before), default=0) for each in (_STEP, _BEGAN))
+        lost = max(0, reached - resumed)
+        # A save that was under way when the fault came may have gone on behind the training.
+        allowed = 0 if saved else INTERVAL + (reached - began if began > announced else 0)
+        if lost > allowed:
+            raise Failed("work lost", f"{lost} steps, from {resumed} to {reached}; {allowed} are allowed")
+        return lost
+
+    def equals_undisturbed(self, *, log: bool = True) -> None:
+        """The finished run's state is bit for bit the undisturbed one's, and so is each loss in its log."""
+        try:
+            state = commands.asked(state_of, str(self.run_folder), STEPS)
+        except RuntimeError as error:
+            raise Failed("not whole", f"no checkpoint of iteration {STEPS}: {str(error)[-200:]}") from None
+        if state != self.reference.state:
+            raise Failed("wrong continuation", "the final state differs from the undisturbed run's")
+        if log and (found := losses(self.run_folder)) != self.reference.losses:
+            first = min(
+                key for key in found | self.reference.losses if found.get(key) != self.reference.losses.get(key)
+            )
+            raise Failed(
+                "wrong continuation",
+                f"metrics.jsonl, iteration {first}: {found.get(first)}, undisturbed {self.reference.losses.get(first)}",
+            )
+
+    # Moments.
+
+    def steps_told(self, running: Running) -> int:
+        """The last iteration that a run has told of."""
+        return _last(_STEP, running.text())
+
+    def resumed_at(self, running: Running) -> int:
+        """The iteration from which a run went on."""
+        return STEPS if "nothing left to train" in running.text() else _last(_LOADED, running.text())
+
+    def moment(self, running: Running) -> str:
+        """Let a run live until some moment of start-up, training or its last save; returns where that is."""
+        if self.random.random() < 0.2:
+            running.sleep(self.random.uniform(0, self.reference.start_seconds))
+            return "start"
+        running.until(lambda: "iteration        1/" in running.text(), RUN_LIMIT[self.workers])
+        running.sleep(self.random.uniform(0, self.reference.train_seconds))
+        return "training"
+
+    def operation(self) -> dict[str, Any]:
+        """Some file operation of some rank below the run folder: what a disturbance of it needs."""
+        rank = self.random.choice([rank for rank, count in enumerate(self.reference.operations) if count])
+        number = self.random.randint(1, self.reference.operations[rank])
+        return {"under": str(self.run_folder), "rank": None if self.workers == 1 else rank, "number": number}
+
+
+def _last(pattern: re.Pattern[str], text: str) -> int:
+    """The last number that a pattern finds; 0 for none."""
+    found = pattern.findall(text)
+    return int(found[-1]) if found else 0

@@ -1,0 +1,234 @@
+"""What strangers may have written: edited metas, malicious pickles, other programs' folders, lines that forge."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.faults.fault import Failed, Kind, Measured
+from tests.faults.place import Place
+from tests.faults.prepared import STEPS
+
+FORGED = "\x1b]0;owned\x07\x1b[2J\r\n error: all is well\u202e\x9b31m\u2028 and\x08 more"
+"""Control characters, terminal escapes, line ends and changes of direction."""
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 2**31, 2**63, -(2**63), 10**30, 1e308, -1e-300, 0.5),
+    *("", "x", FORGED, [], [1], {}, {"a": FORGED}, [[[[]]]], "9" * 5000),
+)
+READERS = (
+    "inspect run",
+    "inspect run --verify",
+    "inspect run/iter_0000022",
+    "runs run",
+    "runs run --verify",
+    "generate --load run --prompt abc --num-tokens 4 --temperature 0 --device cpu",
+)
+
+
+class Executed:
+    """Unpickling it makes the marker file."""
+
+    def __init__(self, marker: Path):
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self._marker,))
+
+
+def edited_meta(place: Place) -> Measured:
+    """Values anywhere in a manifest are replaced, removed or added, its SHA-256 renewed: no verb meets a surprise."""
+    place.with_stopped_run()
+    newest = max(place.run_folder.glob("iter_*"))
+    document = json.loads((newest / "manifest.json").read_text())
+    body = document["manifest"]
+    part = body if place.random.random() < 0.3 else body["meta"]
+    for _ in range(place.random.randint(1, 3)):
+        _edit(place, part)
+    _write_manifest(newest, body)
+    place.say(place.random.choice(READERS))
+    place.say(place.random.choice(READERS))
+    running = place.train()
+    place.ended(running, 120.0)
+    place.plain(running)
+    return Measured()
+
+
+def forged_strings(place: Place) -> Measured:
+    """Every string and key of a meta holds control characters; every verb reads it."""
+    place.with_stopped_run()
+    everywhere = place.random.random() < 0.5
+    for checkpoint in place.run_folder.glob("iter_*"):
+        body = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
+        body["meta"] = _forge(body["meta"], lambda: everywhere or place.random.random() < 0.2)
+        if place.random.random() < 0.3:
+            body["tensors"] = {
+                (name + FORGED if place.random.random() < 0.2 else name): entry
+                for name, entry in body["tensors"].items()
+            }
+        _write_manifest(checkpoint, body)
+    for words in READERS:
+        place.say(words)
+    running = place.train()
+    place.ended(running, 120.0)
+    place.plain(running)
+    return Measured()
+
+
+def forged_logs(place: Place) -> Measured:
+    """Control characters in the strings, keys and lines of logs, hints, proofs and owners' files."""
+    place.with_stopped_run()
+    run = place.run_folder
+    line = json.dumps({"iteration": 3, "lm_loss": FORGED, FORGED: 1}, ensure_ascii=place.random.random() < 0.5)
+    choice = place.random.randrange(4)
+    if choice == 0:
+        with (run / "metrics.jsonl").open("a", newline="") as file:
+            file.write(place.random.choice((line, FORGED, "{" + FORGED)) + "\n")
+    elif choice == 1:
+        (run / "latest_checkpointed_iteration.txt").write_text(place.random.choice((FORGED, "22" + FORGED, "9" * 5000)))
+    elif choice == 2:
+        owner = {"token": FORGED, "since": FORGED, "process": {"host": FORGED, "pid": 1, "started": FORGED}}
+        (run / "owner-1.json").write_text(json.dumps(owner))
+    else:
+        for proof in (run / ".verified").iterdir():
+            proof.write_text(json.dumps(_forge(json.loads(proof.read_text()), lambda: True)))
+    for words in ("runs run", "summary run", "plot run"):
+        place.say(words)
+    if choice != 2:  # a live owner on another machine is waited for
+        running = place.train()
+        place.ended(running, 120.0)
+        place.plain(running)
+    return Measured()
+
+
+def malicious_pickles(place: Place) -> Measured:
+    """A pickle that runs code when opened, in place of each file and as every file that other programs unpickle."""
+    import torch
+
+    place.with_stopped_run()
+    kind, rng = place.random.randrange(3), place.random
+    if kind == 0:
+        path = rng.choice([path for path in sorted(place.folder.rglob("*")) if path.is_file()])
+        torch.save(Executed(place.marker), path) if rng.random() < 0.5 else path.write_bytes(_pickled(place))
+    else:
+        newest = max(place.run_folder.glob("iter_*"))
+        names = ("model_optim_rng.pt", ".metadata", "__0_0.distcp", "common.pt", "pytorch_model.bin", "state.pkl")
+        folder = newest if kind == 1 else place.run_folder
+        for name in names:
+            torch.save(Executed(place.marker), place.folder / "pickle")
+            (place.folder / "pickle").rename(folder / name)
+    place.say(rng.choice((*READERS, "summary run", "plot run")))
+    running = place.train()
+    place.ended(running, 120.0)
+    place.plain(running)
+    return Measured()
+
+
+def foreign_folders(place: Place) -> Measured:
+    """--load and --save at what looks like another program's checkpoint: nothing is opened, nothing is written."""
+    import torch
+
+    place.with_data()
+    layouts = (
+        ("iter_0000005/mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt"),
+        ("iter_0000005/.metadata", "iter_0000005/common.pt", "iter_0000005/__0_0.distcp"),
+        ("global_step5/mp_rank_00_model_states.pt", "latest"),
+        ("global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",),
+        ("config.json", "model.safetensors", "tokenizer.json"),
+        ("config.json", "pytorch_model.bin"),
+        ("step-5/.metadata", "step-5/__0_0.distcp"),
+        ("ckpt.pt",),
+    )
+    files = [place.run_folder / name for name in place.random.choice(layouts)]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.name.startswith("latest"):
+            file.write_text(place.random.choice(("5", "global_step5", FORGED)))
+        else:
+            torch.save(Executed(place.marker), place.folder / "pickle")
+            (place.folder / "pickle").rename(file)
+    before = _contents(place.run_folder)
+    for words in (["inspect", "run"], ["runs", "run"], ["generate", "--load", "run", "--device", "cpu"]):
+        place.say(words)
+    running = place.train()
+    place.ended(running, 120.0)
+    place.plain(running)
+    if running.status == 0:
+        raise Failed("wrong continuation", f"a run began beside another program's checkpoint: {running.text()[-300:]}")
+    if _contents(place.run_folder) != before:
+        raise Failed("not whole", "another program's folder was changed")
+    return Measured()
+
+
+def changed_world(place: Place) -> Measured:
+    """A run that was stopped goes on with two processes, or with four and another layout: the same losses but for
+    the order of sums."""
+    place.with_stopped_run()
+    layout = place.random.choice(("--nproc-per-node 2", "--nproc-per-node 2 --tensor-model-parallel-size 2"))
+    running = place.train(*layout.split(), forked_workers=True)
+    place.ended(running, 300.0)
+    place.plain(running)
+    from tests.faults.prepared import losses
+
+    found, wanted = losses(place.run_folder), place.reference.losses
+    far = [i for i in wanted if abs(found.get(i, 0.0) - wanted[i]) > 1e-3]
+    if running.status != 0 or far or len(found) != STEPS:
+        seen = f"status {running.status}, other losses at {far[:5]}: {running.text()[-300:]}"
+        raise Failed("wrong continuation", seen)
+    return Measured()
+
+
+def _edit(place: Place, part: Any) -> None:
+    """Change one value somewhere below ``part``."""
+    rng = place.random
+    while isinstance(part, dict | list) and part:
+        key = rng.choice(list(part)) if isinstance(part, dict) else rng.randrange(len(part))
+        if isinstance(part[key], dict | list) and part[key] and rng.random() < 0.75:
+            part = part[key]
+            continue
+        change = rng.random()
+        if change < 0.15:
+            del part[key]
+        elif change < 0.25 and isinstance(part, dict):
+            part[rng.choice(("unknown", FORGED))] = rng.choice(VALUES)
+        else:
+            part[key] = rng.choice(VALUES)
+        return
+
+
+def _forge(values: Any, which: Callable[[], bool]) -> Any:
+    if isinstance(values, dict):
+        return {(key + FORGED if which() and which() else key): _forge(value, which) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_forge(value, which) for value in values]
+    return values + FORGED if isinstance(values, str) and which() else values
+
+
+def _write_manifest(checkpoint: Path, body: dict[str, Any]) -> None:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    (checkpoint / "manifest.json").write_text(json.dumps({"sha256": digest, "manifest": body}))
+    shutil.rmtree(checkpoint.parent / ".verified", ignore_errors=True)
+
+
+def _pickled(place: Place) -> bytes:
+    return pickle.dumps(Executed(place.marker), protocol=place.random.choice((0, 2, 4)))
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+FILES = [
+    Kind("edited-meta", edited_meta, 1, 9),
+    Kind("forged-strings", forged_strings, 1, 4),
+    Kind("forged-logs", forged_logs, 1, 3),
+    Kind("malicious-pickles", malicious_pickles, 1, 4),
+    Kind("foreign-folders", foreign_folders, 1, 2),
+    Kind("changed-world", changed_world, 1, 1),
+]

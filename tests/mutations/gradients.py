@@ -1,0 +1,190 @@
+"""Mistakes in the engine's gradients and gathered parameters: collector, reducer, router, gatherer."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+COLLECTOR = "gptpar/engine/collector.py"
+REDUCER = "gptpar/engine/reducer.py"
+ROUTER = "gptpar/engine/router.py"
+GATHERER = "gptpar/engine/gatherer.py"
+ONE_ORDER = "tests/unit/engine/test_gradients.py::test_units_are_reduced_in_one_order_whatever_autograd_does"
+PLAIN_LOOP = "tests/unit/training/test_plain_loop.py::test_fifty_steps_follow_a_plain_loop"
+RATIOS = "tests/unit/offload/test_same_bits.py::test_no_ratio_changes_a_bit"
+RATIOS_ON_RANKS = "tests/ranks/test_offload_bits_ranks.py::test_no_ratio_changes_a_bit"
+TWO_PROCESSES = "tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]"
+RECORDED = "tests/unit/any_module/test_graph.py"
+TWO_WAYS = "tests/ranks/test_two_processes.py"
+
+GRADIENTS = [
+    Mutation(
+        "gradient-overwritten-in-place-of-added",
+        COLLECTOR,
+        "torch._foreach_add_([views[name] for name in known]",
+        "torch._foreach_copy_([views[name] for name in known]",
+        (PLAIN_LOOP,),
+    ),
+    Mutation(
+        "parameter-without-gradient-keeps-the-last-steps",
+        COLLECTOR,
+        "            if name not in self._arrived:\n                total[param.start : param.stop].zero_()\n",
+        "            if name not in self._arrived:\n                pass\n",
+        (ONE_ORDER,),
+    ),
+    Mutation(
+        "units-reduced-as-they-complete",
+        COLLECTOR,
+        "while self._waiting and self._missing[self._waiting[0][0].name] <= 0:\n"
+        "            self._hand_on(*self._waiting.popleft())",
+        "for waiting in [w for w in self._waiting if self._missing[w[0].name] <= 0]:\n"
+        "            self._waiting.remove(waiting)\n"
+        "            self._hand_on(*waiting)",
+        (ONE_ORDER,),
+    ),
+    Mutation(
+        "gradients-travel-as-wide-as-they-are",
+        REDUCER,
+        "else total.to(self._dtype)",
+        "else total",
+        ("tests/unit/engine/test_gradients.py::test_gradients_travel_in_the_reductions_dtype",),
+    ),
+    Mutation(
+        "reduction-not-waited-for",
+        REDUCER,
+        "                self._axis.wait_for(work)\n                self._add(unit, shard, last)\n\n"
+        "            return complete",
+        "                self._add(unit, shard, last)\n\n            return complete",
+        (TWO_PROCESSES,),
+    ),
+    Mutation(
+        "last-reductions-left-behind",
+        REDUCER,
+        "        while self._pending:\n            self._complete_one()\n",
+        "        if self._pending:\n            self._complete_one()\n",
+        (TWO_PROCESSES,),
+    ),
+    Mutation(
+        "sharded-sum-not-restarted",
+        REDUCER,
+        "self._summed.clear()",
+        "pass",
+        (TWO_WAYS,),
+    ),
+    Mutation(
+        "shard-of-the-wrong-rank",
+        "gptpar/engine/data_axis.py",
+        "return self.rank if self.zero_stage else 0",
+        "return self.size - 1 - self.rank if self.zero_stage else 0",
+        (TWO_WAYS,),
+    ),
+    Mutation(
+        "padding-not-zero",
+        "gptpar/engine/gradient_memory.py",
+        "total[start:stop].zero_()",
+        "pass",
+        ("tests/unit/engine/test_gradients.py::test_padding_of_memory_that_is_taken_ahead_is_zero",),
+    ),
+    Mutation(
+        "tensor-sum-dropped-at-the-end-of-the-step",
+        ROUTER,
+        "sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)",
+        "shards",
+        (TWO_WAYS, RATIOS_ON_RANKS),
+    ),
+    Mutation(
+        "tensor-sum-dropped-before-the-cut",
+        ROUTER,
+        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
+        "",
+        (RATIOS_ON_RANKS,),
+    ),
+    Mutation(
+        "tied-sum-dropped",
+        ROUTER,
+        "sum_together([self._memory.shards[name] if held is None else held[1]], group)",
+        "pass",
+        (TWO_WAYS,),
+    ),
+    Mutation(
+        "norm-of-the-devices-elements-alone",
+        ROUTER,
+        "self._norm.measured({unit.name: shard})",
+        "self._norm.measured({unit.name: shard[: self._memory.shards[unit.name].numel()]})",
+        (RATIOS,),
+    ),
+    Mutation(
+        "norm-before-the-sum-over-the-tensor-axis",
+        ROUTER,
+        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n"
+        "        norms = self._norm.measured({unit.name: shard})\n",
+        "        norms = self._norm.measured({unit.name: shard})\n"
+        "        sum_together(self._addends(unit.name, shard), self._tensor_group)\n",
+        (RATIOS_ON_RANKS,),
+    ),
+    Mutation(
+        "wait-for-the-CPU-optimizer-skipped",
+        GATHERER,
+        "            self._cuts.at(partial(self._subscriber.wait, unit))\n",
+        "            pass\n",
+        (RATIOS,),
+    ),
+    Mutation(
+        "gathering-not-waited-for",
+        GATHERER,
+        "            work = self._pending.pop(unit, None)\n"
+        "            if work is not None:\n                self._axis.wait_for(work)\n"
+        "            if self.watch is not None:\n                self.watch.arrived",
+        "            self._pending.pop(unit, None)\n"
+        "            if self.watch is not None:\n                self.watch.arrived",
+        (TWO_WAYS,),
+    ),
+    Mutation(
+        "not-gathered-again-for-the-backward-pass",
+        GATHERER,
+        "        self._in_backward.add(name)\n        self._acquire(name)\n",
+        "        self._in_backward.add(name)\n",
+        (TWO_WAYS,),
+    ),
+    Mutation(
+        "released-before-the-gradients-are-complete",
+        COLLECTOR,
+        "        self._missing[unit.name] -= 1\n",
+        "        self._missing[unit.name] -= 1\n        self._done(unit.name)\n",
+        (TWO_WAYS,),
+    ),
+    Mutation(
+        "old-parameters-used-after-a-step",
+        GATHERER,
+        "        elif self._axis.shards > 1:\n            self._present = set(self._frozen)\n",
+        "        elif self._axis.shards > 1:\n",
+        (TWO_WAYS,),
+    ),
+    Mutation(
+        "norm-of-a-recorded-step-taken-when-it-is-recorded",
+        ROUTER,
+        "        self._cuts.at(partial(self._hand_over, unit.name, norms, shard[low:]))\n",
+        "        self._norm.take(norms)\n        self._cuts.at(partial(self._hand_over, unit.name, {}, shard[low:]))\n",
+        (RECORDED,),
+    ),
+    Mutation(
+        "loss-scale-of-the-recorded-step",
+        "gptpar/any_module/step_work.py",
+        "(self.scale if factor == 1 else self.scale * factor).to(loss.dtype).expand(loss.shape)",
+        "torch.full_like(loss, factor * float(self.scale.numpy()))",
+        (RECORDED,),
+    ),
+    Mutation(
+        "train-batch-forgets-its-loss",
+        "gptpar/any_module/training_engine.py",
+        "result = self._result or self._work.result()",
+        "result = self._work.result()",
+        (RECORDED,),
+    ),
+    Mutation(
+        "blocks-called-first-under-a-dispatch-mode",
+        "gptpar/any_module/module_stage.py",
+        "EAGER_STANCE.force()\n            self._uncompiled.callback(EAGER_STANCE.restore)",
+        "pass",
+        ("tests/any_module/test_compiled.py",),
+    ),
+]

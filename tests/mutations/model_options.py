@@ -1,0 +1,112 @@
+"""Mistakes in the model's options, in its loss and in its parameter groups."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+OPTIONS_TESTS = ("tests/unit/model/test_options.py",)
+FAMILY_TESTS = ("tests/unit/model/test_families.py",)
+TENSOR_TESTS = ("tests/ranks/test_tensor_parallel.py",)
+LOSS_TESTS = ("tests/unit/kernels/test_fused_gradients.py",)
+GROUP_TESTS = ("tests/unit/optim/test_parameter_groups.py",)
+
+MODEL_OPTIONS = [
+    Mutation(
+        "norm-of-all-heads-of-this-rank-alone",
+        "gptpar/model/norm.py",
+        "    if axis.size > 1:\n        squares_2BS",
+        "    if axis.size > 9:\n        squares_2BS",
+        TENSOR_TESTS,
+    ),
+    Mutation(
+        "squares-of-all-heads-are-not-summed-backward",
+        "gptpar/tensor_parallel/linear_ops.py",
+        "    return sum_over_ranks(grad, ctx.group), None",
+        "    return grad, None",
+        TENSOR_TESTS,
+    ),
+    Mutation(
+        "parallel-mlp-reads-the-sum",
+        "gptpar/model/block.py",
+        'normed_ND = self._run("layernorm", self.mlp_norm, x_ND)\n            x_ND = x_ND + attended_ND',
+        'x_ND = x_ND + attended_ND\n            normed_ND = self._run("layernorm", self.mlp_norm, x_ND)',
+        (*OPTIONS_TESTS, *FAMILY_TESTS),
+    ),
+    Mutation(
+        "bias-before-a-post-norm-gets-the-streams-gradient",
+        "gptpar/model/block.py",
+        "residual_norm=fused and before and not after",
+        "residual_norm=fused and before",
+        OPTIONS_TESTS,
+    ),
+    Mutation(
+        "window-one-token-too-wide",
+        "gptpar/model/core_attention.py",
+        "causal_SS.triu(1 - window)",
+        "causal_SS.triu(-window)",
+        (*OPTIONS_TESTS, *FAMILY_TESTS),
+    ),
+    Mutation(
+        "gate-without-its-sigmoid",
+        "gptpar/model/attention.py",
+        "y_BHSK * gate_BHSK.sigmoid()",
+        "y_BHSK * gate_BHSK",
+        OPTIONS_TESTS,
+    ),
+    Mutation(
+        "z-loss-without-its-gradient",
+        "gptpar/kernels/plain_loss.py",
+        "(1 + 2 * terms.z_weight * lse_N)",
+        "(1 + terms.z_weight * lse_N)",
+        LOSS_TESTS,
+    ),
+    Mutation(
+        "capped-logits-gradient-of-the-uncapped",
+        "gptpar/kernels/plain_loss.py",
+        "grad_NV * (1 - (wide_NV / terms.softcap).square())",
+        "grad_NV * 1",
+        LOSS_TESTS,
+    ),
+    Mutation(
+        "z-loss-in-evaluations",
+        "gptpar/model/ends.py",
+        "logits.terms if trains else logits.terms._replace(z_weight=0.0)",
+        "logits.terms",
+        ("tests/unit/model/test_parts.py",),
+    ),
+    Mutation(
+        "first-override-counts",
+        "gptpar/optim/parameter_groups.py",
+        "in reversed(overrides) if",
+        "in overrides if",
+        GROUP_TESTS,
+    ),
+    Mutation(
+        "override-of-the-rate-scales-the-decay",
+        "gptpar/optim/parameter_groups.py",
+        "weight_decay * one.weight_decay)",
+        "weight_decay * one.weight_decay * one.lr)",
+        GROUP_TESTS,
+    ),
+    Mutation(
+        "mup-without-learning-rates",
+        "gptpar/model/mup.py",
+        "return 1 / width_ratio(config) if in_block and is_matrix else 1.0",
+        "return 1.0",
+        OPTIONS_TESTS,
+    ),
+    Mutation(
+        "mup-divides-the-deviation-by-the-ratio",
+        "gptpar/model/mup.py",
+        "config.init_method_std / width_ratio(config) ** 0.5",
+        "config.init_method_std / width_ratio(config)",
+        OPTIONS_TESTS,
+    ),
+    Mutation(
+        "qwen3-with-heads-of-hidden-over-heads",
+        "gptpar/model/families/qwen3.py",
+        'config.get("head_dim", 128)',
+        'config["hidden_size"] // config["num_attention_heads"]',
+        FAMILY_TESTS,
+    ),
+]

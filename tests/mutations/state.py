@@ -1,0 +1,186 @@
+"""Mistakes in what outlives a step: checkpoints, resuming, the order of the data, seeds."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+RESUME = "gptpar/training/resume.py"
+ENGINE = "gptpar/any_module/checkpoint.py"
+KEPT = "tests/any_module/test_checkpoint_contents.py"
+COMES_BACK = "tests/unit/training/test_resume.py::test_all_that_a_run_needs_to_go_on_comes_back"
+BITS_AFTER_RESUMING = "tests/e2e/test_pretrain.py::test_resume_is_bit_identical"
+BEHIND = "tests/unit/training/test_saving.py::test_it_is_the_state_of_its_moment"
+ANNOUNCED = "tests/unit/training/test_saving.py::test_everything_that_a_step_changes_is_announced"
+
+STATE = [
+    Mutation(
+        "step-count-not-restored",
+        RESUME,
+        "trainer.engine.optimizer.steps_taken = stored.optimizer_steps",
+        "pass",
+        (COMES_BACK,),
+    ),
+    Mutation(
+        "loss-scale-not-restored",
+        RESUME,
+        "    trainer.loss_scale.load(stored.loss_scale)\n",
+        "",
+        (COMES_BACK,),
+    ),
+    Mutation(
+        "parameters-not-published-after-loading",
+        RESUME,
+        "report=_only_missing(say))\n    trainer.engine.publish()\n",
+        "report=_only_missing(say))\n",
+        (COMES_BACK,),
+    ),
+    Mutation(
+        "box-begins-at-the-wrong-row",
+        "gptpar/topology/tensor_parts.py",
+        "yield (first, *(0 for _ in inner)), (last - first, *inner)",
+        "yield (first - bool(head), *(0 for _ in inner)), (last - first, *inner)",
+        ("tests/unit/topology/test_tensor_parts.py",),
+    ),
+    Mutation(
+        "tensor-ranks-offset-left-out-of-the-box",
+        "gptpar/topology/tensor_parts.py",
+        "tuple(lows[place] + at for place, at in zip(place_of, offsets, strict=True))",
+        "tuple(lows[place] for place, _ in zip(place_of, offsets, strict=True))",
+        ("tests/unit/topology/test_tensor_parts.py",),
+    ),
+    Mutation(
+        "box-written-by-two-ranks",
+        "gptpar/checkpoint/tiling.py",
+        "return (lows, sizes) if all(size > 0 for size in sizes) else None",
+        "return None",
+        ("tests/ranks/test_checkpoint_ranks.py::test_a_layout_with_holes_or_overlaps_is_never_a_checkpoint",),
+    ),
+    Mutation(
+        "damaged-piece-read",
+        "gptpar/checkpoint/pieces.py",
+        "if (found := zlib.crc32(view)) != crc:",
+        "if (found := zlib.crc32(view)) != crc and not found:",
+        ("tests/unit/checkpoint/test_damage.py",),
+    ),
+    Mutation(
+        "data-order-of-the-first-epoch-again",
+        "gptpar/data/order.py",
+        "self._permutation(epoch, self.num_samples)[places[here] % self.num_samples]",
+        "self._permutation(0, self.num_samples)[places[here] % self.num_samples]",
+        ("tests/unit/data/test_order.py",),
+    ),
+    Mutation(
+        "resumed-data-begin-with-the-first-sample",
+        RESUME,
+        "    return stored.progress\n",
+        "    return dataclasses.replace(stored.progress, consumed_samples=0)\n",
+        (BITS_AFTER_RESUMING,),
+    ),
+    Mutation(
+        "each-data-rank-reads-the-same-samples",
+        "gptpar/data/order.py",
+        "start = consumed + dp_rank * micro_batch_size",
+        "start = consumed",
+        ("tests/unit/data/test_order.py",),
+    ),
+    Mutation(
+        "dropout-seed-without-the-iteration",
+        "gptpar/model/dropout.py",
+        'seed_of(seed, "dropout", iteration, place, layer, kind)',
+        'seed_of(seed, "dropout", place, layer, kind)',
+        ("tests/unit/model/test_dropout.py",),
+    ),
+    Mutation(
+        "dropout-seed-without-the-data-rank",
+        "gptpar/training/trainer.py",
+        "place = number * self.topology.layout.data + self.topology.data_rank",
+        "place = number * self.topology.layout.data",
+        ("tests/ranks/test_data_parallel.py::test_processes_agree_with_one[2]",),
+    ),
+    Mutation(
+        "initial-values-without-the-parameters-name",
+        "gptpar/topology/initial_values.py",
+        "generator = torch.Generator().manual_seed(seed_of(seed, name))",
+        "generator = torch.Generator().manual_seed(seed_of(seed))",
+        ("tests/unit/model/test_parts.py::test_initial_values_depend_on_seed_and_name_alone",),
+    ),
+    Mutation(
+        "step-count-of-an-engine-not-restored",
+        ENGINE,
+        """        engine.engine.optimizer.steps_taken = state.counts["optimizer_steps"]\n""",
+        "",
+        (f"{KEPT}::test_number_formats",),
+    ),
+    Mutation(
+        "parameters-changed-before-loading-win",
+        "gptpar/any_module/weights.py",
+        "        self.catch_up()\n",
+        "",
+        (f"{KEPT}::test_weights_changed_in_place_are_saved_and_old_changes_are_forgotten",),
+    ),
+    Mutation(
+        "damaged-checkpoint-half-loaded",
+        ENGINE,
+        "        prove_first=True,\n",
+        "",
+        (
+            "tests/any_module/test_checkpoint_mismatch.py::test_a_damaged_one_gives_way_to_an_older_one_or_changes_nothing",
+        ),
+    ),
+    Mutation(
+        "last-process-saves-its-buffers",
+        ENGINE,
+        "    if ranks.rank == 0:\n        tensors |= _buffers",
+        "    if ranks.rank == ranks.world_size - 1:\n        tensors |= _buffers",
+        (f"{KEPT}::test_on_several_processes",),
+    ),
+    Mutation(
+        "device-state-overwritten-while-it-is-saved",
+        "gptpar/engine/flat_optimizer.py",
+        "                self._guard.before_write(state)\n",
+        "",
+        (BEHIND, ANNOUNCED),
+    ),
+    Mutation(
+        "bucket-overwritten-while-it-is-saved",
+        "gptpar/offload/updating_thread.py",
+        "        self.guard.before_write(new or bucket.buffers.all())\n",
+        "",
+        (BEHIND, ANNOUNCED),
+    ),
+    Mutation(
+        "double-buffer-of-a-saved-state-overwritten",
+        "gptpar/offload/updating_thread.py",
+        "self.guard.before_write(new or bucket.buffers.all())",
+        "self.guard.before_write(() if new else bucket.buffers.all())",
+        (BEHIND,),
+    ),
+    Mutation(
+        "what-begins-before-the-overwritten-memory-is-lost",
+        "gptpar/system/snapshot.py",
+        "while place >= 0 and self._starts[place] > start - self._longest:",
+        "while place >= 0 and self._starts[place] > start:",
+        ("tests/unit/system/test_snapshot.py",),
+    ),
+    Mutation(
+        "error-behind-the-training-is-lost",
+        "gptpar/checkpoint/background.py",
+        "        if self._error is not None:\n            raise self._error\n        assert self._path is not None\n",
+        "",
+        ("tests/unit/training/test_saving.py::test_an_error_behind_the_training_is_raised_and_leaves_the_older_one",),
+    ),
+    Mutation(
+        "saved-twice-under-one-number",
+        "gptpar/any_module/tags.py",
+        "return max(step, newest + 1), [",
+        "return step, [",
+        ("tests/any_module/test_checkpoint_tags.py::test_another_seed_is_not_taken_for_the_same_checkpoint",),
+    ),
+    Mutation(
+        "milestones-of-a-schedule-become-texts",
+        "gptpar/any_module/plain_values.py",
+        "if not counts and _MARK not in value and all(isinstance(key, str) for key in value):",
+        "if True:",
+        (f"{KEPT}::test_schedulers",),
+    ),
+]

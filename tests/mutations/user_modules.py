@@ -1,0 +1,50 @@
+"""Mistakes in what is proved and foretold of a user's module."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+USER_MODULES = [
+    Mutation(
+        "processes-get-the-same-batches",
+        "gptpar/cli/check_layouts/module_training.py",
+        "micro * check.processes + rank",
+        "micro * check.processes",
+        ("tests/ranks/test_module_layouts.py",),
+    ),
+    Mutation(
+        "casts-to-fp32-stay-in-the-proof",
+        "gptpar/cli/check_layouts/module_training.py",
+        'kwargs["dtype"] = torch.float64',
+        "pass",
+        ("tests/ranks/test_module_layouts.py",),
+    ),
+    Mutation(
+        "differences-beside-zero-do-not-count",
+        "gptpar/cli/check_layouts/compare.py",
+        'return error / size if size else float("inf")',
+        "return error / size if size else 0.0",
+        ("tests/ranks/test_module_layouts.py",),
+    ),
+    Mutation(
+        "estimate-forgets-the-sums-of-zero-1",
+        "gptpar/plan/states.py",
+        "elements += sum(unit.length for unit in whole)",
+        "pass",
+        ("tests/ranks/test_module_memory.py", "tests/unit/plan/test_predictions.py"),
+    ),
+    Mutation(
+        "estimate-forgets-sums-of-the-cpu's-gradients",
+        "gptpar/plan/states.py",
+        "if micro_batches > 1:",
+        "if micro_batches > 2:",
+        ("tests/ranks/test_module_memory.py",),
+    ),
+    Mutation(
+        "estimate-takes-masters-for-parameters",
+        "gptpar/plan/module_memory.py",
+        "all(unit.dtype == wide for unit in table.units)",
+        "True",
+        ("tests/ranks/test_module_memory.py",),
+    ),
+]

@@ -1,0 +1,203 @@
+"""Which published DeepSpeed configurations and launch scripts would start here, and what is said of the others.
+
+    python -m tests.published FOLDER... [--verbose]
+
+FOLDER holds other projects' files, such as checkouts; nothing of them is kept. A ``.json`` counts as a configuration
+if it has keys of DeepSpeed's and is no template, which its script fills. A ``.sh`` is run with stubs in place of the
+launchers, and counts if one of them was to start ``pretrain_gpt.py``. What a script's author has and nobody else, data,
+vocabularies, folders and sizes, is replaced; everything else is judged as it stands. Nothing is trained: a file starts
+if its configuration resolves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gptpar.config.deepspeed_reader import read_file, without_auto
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.errors import GptparError
+
+SIGNS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "gradient_accumulation_steps"}
+SIZES = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--eval-iters",
+    "0",
+]
+DATA = ["--mock-data", "--vocab-size=1000"]
+TAKEN_AWAY = {
+    *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-cache-path", "--mock-data"),
+    *("--vocab-file", "--merge-file", "--tokenizer-model", "--tokenizer-type", "--vocab-size", "--split"),
+    *("--save", "--load", "--tensorboard-dir", "--num-layers", "--hidden-size", "--num-attention-heads"),
+    *("--seq-length", "--max-position-embeddings", "--eval-iters", "--ffn-hidden-size", "--num-query-groups"),
+    *("--kv-channels", "--num-key-value-heads", "--distributed-backend", "--make-vocab-size-divisible-by"),
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--global-batch-size", "--train-samples"),
+    *("--micro-batch-size", "--rampup-batch-size", "--train-iters", "--train-tokens", "--lr-warmup-samples"),
+    *("--lr-decay-samples", "--lr-warmup-iters", "--lr-decay-iters", "--lr-warmup-tokens", "--lr-decay-tokens"),
+    *("--num-workers", "--dataloader-type", "--log-interval", "--group-query-attention", "--sequence-parallel"),
+}
+"""Data, folders and sizes of a script, with what measures the run in them."""
+LAUNCHERS = ("deepspeed", "torchrun", "python", "python3", "srun", "accelerate", "nvidia-smi", "hostname")
+TOOLS = (
+    "sed cat date dirname basename expr bc cp seq grep awk cut tr env tee touch head tail wc sort test uname bash sh"
+)
+"""What a script may call besides: nothing that fetches, installs or removes."""
+MKDIR = '#!/bin/bash\nfor word in "$@"; do [[ "$word" == [-/.]* ]] || /bin/mkdir -p "$word"; done\n'
+STUB = '#!/bin/bash\nfor word in "$@"; do printf "%s\\0" "$word"; done >> "$WORDS"; printf "\\n\\0" >> "$WORDS"\n'
+
+
+def configurations(folder: Path) -> Iterator[Path]:
+    """DeepSpeed's among the JSON files."""
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            text = path.read_text(errors="replace")
+            if "TEMPLATE" not in path.name and len(text) < 50_000 and any(f'"{sign}"' in text for sign in SIGNS):
+                yield path
+        except OSError:
+            continue
+
+
+def verdict(words: list[str], world: int) -> list[str]:
+    """The problems of a command line; empty: it would start."""
+    try:
+        resolve(parse_flags(words), world)
+    except GptparError as error:
+        return getattr(error, "problems", [str(error)])
+    return []
+
+
+def judge_configuration(path: Path) -> list[str]:
+    """The problems of a file beside the flags that its own script would give."""
+    words = [*SIZES, *DATA, "--train-iters", "3", "--deepspeed", "--deepspeed_config", str(path)]
+    try:
+        plain = without_auto(read_file(path))
+    except ValueError as error:
+        return [str(error)]
+    if "lr" not in json.dumps(plain.get("optimizer", {})):
+        words += ["--lr", "1e-3"]
+    sizes = ("train_micro_batch_size_per_gpu", "train_batch_size")
+    if not any(isinstance(plain.get(name), int) for name in sizes):
+        words += ["--micro-batch-size", "2"]
+    return verdict(words, world_of(plain, 2))
+
+
+def world_of(plain: Mapping[str, Any], otherwise: int) -> int:
+    """The processes for which the batch sizes of a file fit; ``otherwise`` where it does not say all three."""
+    batch, micro = plain.get("train_batch_size"), plain.get("train_micro_batch_size_per_gpu")
+    steps = plain.get("gradient_accumulation_steps", 1)
+    known = all(isinstance(number, int) and number > 0 for number in (batch, micro, steps))
+    world = batch // (micro * steps) if known and batch % (micro * steps) == 0 else otherwise
+    return max(1, world)
+
+
+def command_lines(script: Path) -> Iterator[list[str]]:
+    """The words behind ``pretrain_gpt.py`` of each launch that the script makes, with stubs for the launchers."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        stubs = folder / "stubs"
+        stubs.mkdir()
+        for launcher in LAUNCHERS:
+            (stubs / launcher).write_text(STUB)
+            (stubs / launcher).chmod(0o755)
+        for tool in TOOLS.split():
+            if found := shutil.which(tool):
+                (stubs / tool).symlink_to(found)
+        (stubs / "mkdir").write_text(MKDIR)
+        (stubs / "mkdir").chmod(0o755)
+        work = folder / "work"
+        shutil.copytree(script.parent, work)
+        environment = {"PATH": str(stubs), "HOME": name, "WORDS": str(folder / "words")}
+        arguments = [str(folder / f"argument{i}") for i in range(6)]
+        with open(os.devnull, "w") as nothing:
+            try:
+                subprocess.run(
+                    ["/bin/bash", script.name, *arguments],
+                    cwd=work, env=environment, stdout=nothing, stderr=nothing, stdin=subprocess.DEVNULL, timeout=20,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return
+        if not (folder / "words").exists():
+            return
+        launches = (folder / "words").read_text(errors="replace").split("\n\0")
+        for launch in launches:
+            words = launch.split("\0")
+            entry = next((i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py")), None)
+            if entry is not None:
+                yield [*with_config(words[entry + 1 :], work)]
+
+
+def with_config(words: list[str], work: Path) -> Iterator[str]:
+    """The words, with the configuration that the script wrote kept where it outlives the folder."""
+    kept = Path(tempfile.gettempdir()) / f"published-{os.getpid()}.json"
+    before = ""
+    for word in (part for one in words for part in (one.split("=", 1) if one.startswith("--deepspeed") else [one])):
+        if before.replace("-", "_") == "__deepspeed_config" and (work / word).is_file():
+            shutil.copyfile(work / word, kept)
+            yield str(kept)
+        elif word:
+            yield word
+        before = word
+
+
+def judge_script(words: list[str]) -> list[str]:
+    """The problems of a script's flags once data and sizes are small."""
+    kept, taken = [], False
+    for word in words:
+        if word.startswith("--"):
+            taken = word.partition("=")[0] in TAKEN_AWAY
+        if not taken:
+            kept.append(word)
+    small = [*SIZES, *DATA, "--micro-batch-size=2", "--train-iters", "3"]
+    plain: dict[str, Any] = {}
+    if "--deepspeed_config" in kept:
+        try:
+            plain = without_auto(read_file(kept[kept.index("--deepspeed_config") + 1]))
+        except ValueError as error:
+            return [str(error)]
+    if "train_micro_batch_size_per_gpu" in plain:
+        small = [word for word in small if word != "--micro-batch-size=2"]
+    return verdict([*kept, *small], world_of(plain, 1))
+
+
+def main() -> None:
+    """Judge and count."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--verbose", action="store_true", help="also what is said of each file that would not start")
+    args = parser.parse_args()
+    found: Counter[str] = Counter()
+    for folder in args.folders:
+        for path in configurations(folder):
+            problems = judge_configuration(path)
+            tell(found, "configurations", path.relative_to(folder), problems, args.verbose)
+        for path in sorted(folder.rglob("*.sh")):
+            for words in command_lines(path) if "pretrain_gpt.py" in path.read_text(errors="replace") else ():
+                tell(found, "launches", path.relative_to(folder), judge_script(words), args.verbose)
+    print(*(f"{name}: {count}" for name, count in sorted(found.items())), sep="\n")
+
+
+def tell(found: Counter[str], kind: str, path: Path, problems: list[str], verbose: bool) -> None:
+    """Count a file."""
+    found[f"{kind} that {'do not start' if problems else 'start'}"] += 1
+    if verbose and problems:
+        print(path, *(f"    {problem[:300]}" for problem in problems), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Scores of tasks do not depend on the layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.data.tokenizer import build_tokenizer
+from gptpar.topology.layout import Layout
+from gptpar.training.evaluation.evaluator import Evaluator, TaskScores
+from gptpar.training.evaluation.tasks import read_tasks
+from tests.helpers import make_trainer
+from tests.spawn import spawn
+from tests.unit.training.evaluation.task_files import QUESTIONS, TEXTS, byte_config, write_lines
+
+CASES = {
+    "dp2": (Layout(data=2), ""),
+    "ZeRO-3": (Layout(data=2), "--zero-stage 3"),
+    "ZeRO-3, CPU optimizer 0.5": (Layout(data=2), "--zero-stage 3 --cpu-optimizer --cpu-optimizer-ratio 0.5"),
+    "tp2": (Layout(tensor=2), "--tensor-model-parallel-size 2"),
+    "tp2, sequence parallel": (Layout(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (Layout(pipeline=2), "--pipeline-model-parallel-size 2"),
+    "pp2, interleaved": (
+        Layout(pipeline=2),
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
+    ),
+}
+Scores = tuple[torch.Tensor, dict[str, float], dict[str, float]]
+
+
+def scores(rank: int, layout: Layout, flags: str, files: list[str]) -> Scores:
+    """The log-likelihoods of questions, and the scores of questions and of texts."""
+    trainer = make_trainer(byte_config(f"--fp64 {flags}", layout.world_size), rank, layout)
+    evaluator = Evaluator(trainer.pipeline, trainer.topology, 32, 64)
+    tasks = read_tasks(files, build_tokenizer("ByteLevelTokenizer"), 32)
+    values = evaluator.log_likelihoods(tasks[0], lambda: False)
+    found: list[TaskScores | None] = [evaluator.evaluate(task) for task in tasks]
+    trainer.close()
+    assert values is not None and found[0] is not None and found[1] is not None
+    return values, found[0].scores, found[1].scores
+
+
+def all_cases(rank: int, files: list[str]) -> list[Scores]:
+    return [scores(rank, layout, flags, files) for layout, flags in CASES.values()]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder: Path = tmp_path_factory.mktemp("tasks")
+    return [write_lines(folder / "questions.jsonl", QUESTIONS), write_lines(folder / "texts.jsonl", TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def found(files: list[str]) -> list[list[Scores]]:
+    return spawn(all_cases, 2, files, timeout_s=300)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=list(CASES))
+def test_every_rank_has_the_scores_of_one_process(found: list[list[Scores]], files: list[str], number: int) -> None:
+    deeper = " --num-layers 4" if "--num-layers 4" in list(CASES.values())[number][1] else ""
+    values, of_questions, of_texts = scores(0, Layout(), deeper, files)
+    for of_rank in found:
+        torch.testing.assert_close(of_rank[number][0], values, rtol=1e-10, atol=0)
+        assert of_rank[number][1] == of_questions
+        assert of_rank[number][2]["bits_per_byte"] == pytest.approx(of_texts["bits_per_byte"], rel=1e-10)

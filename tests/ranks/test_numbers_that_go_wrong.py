@@ -1,0 +1,144 @@
+"""An outlier is skipped alike in every layout, and each layer's norms are those of one process, to 1e-10 in fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.cli.check_layouts import case_config
+from gptpar.cli.check_layouts.compare import difference, step_difference
+from gptpar.cli.check_layouts.outcome import Outcome
+from gptpar.cli.check_layouts.training import CaseRun
+from gptpar.config import Config
+from gptpar.data.loader import MicroBatch
+from gptpar.errors import GptparError
+from gptpar.topology.groups import Topology, make_topology
+from gptpar.topology.layout import Layout
+from gptpar.training.health.replicas import ReplicaCheck
+from tests.ranks.layout_cases import ALONE, TOLERANCE, WORDS, case
+from tests.spawn import spawn
+
+DATA, TENSOR, PIPELINE = Layout(data=2), Layout(tensor=2), Layout(pipeline=2)
+HOST = "--cpu-optimizer --cpu-optimizer-ratio"
+CASES = [
+    (DATA, f"--zero-stage 0 {HOST} 0.5"),
+    (DATA, "--zero-stage 2"),
+    (DATA, f"--zero-stage 3 {HOST} 0.5"),
+    (TENSOR, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    (TENSOR, f"--tensor-model-parallel-size 2 {HOST} 1"),
+    (PIPELINE, "--pipeline-model-parallel-size 2"),
+]
+"""Each goes on from what the one before saved, the first from its own."""
+
+FLAGS = [*WORDS, *["--skip-step-sigma", "4", "--skip-step-window", "4", "--log-layer-norms-interval", "1"]]
+SPIKE, SAVED, STEPS = 4, 5, 7
+
+
+class SpikedRun(CaseRun):
+    """One batch is a single token, again and again: its gradient is far larger than that of random tokens."""
+
+    def _batches(self, step: int) -> list[MicroBatch]:
+        batches = super()._batches(step)
+        if step != SPIKE:
+            return batches
+        return [MicroBatch(torch.zeros_like(one.tokens_BS), torch.zeros_like(one.labels_BS)) for one in batches]
+
+
+def run_all(rank: int, folder: Path) -> list[Outcome]:
+    """The main process's outcomes; the reference comes last."""
+    outcomes = []
+    topologies: dict[Layout, Topology] = {}
+    for number, (layout, flags) in enumerate(CASES):
+        if layout not in topologies:
+            topologies[layout] = make_topology(layout, rank, torch.device("cpu"))
+        run = SpikedRun(case_config(FLAGS, case(layout, *flags.split()), 2), topologies[layout])
+        run.train(0, SAVED)
+        run.save(folder / str(number), SAVED)
+        run.resume(folder / str(max(0, number - 1)))
+        run.train(SAVED, STEPS)
+        run.trainer.close()
+        outcomes.append(run.outcome)
+    if rank == 0:
+        alone = SpikedRun(case_config(FLAGS, ALONE, 1), Topology(Layout(), 0, torch.device("cpu")))
+        alone.train(0, STEPS)
+        alone.trainer.close()
+        outcomes.append(alone.outcome)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
+    return spawn(run_all, 2, tmp_path_factory.mktemp("spikes"), timeout_s=300)[0]
+
+
+def skipped(outcome: Outcome) -> list[int]:
+    """The steps that left all weights as they were."""
+    states = [outcome.initial, *outcome.weights]
+    pairs = enumerate(zip(states, states[1:], strict=False))
+    return [step for step, (old, new) in pairs if all(torch.equal(old[name], new[name]) for name in old)]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[flags for _, flags in CASES])
+def test_the_same_step_is_skipped_and_norms_are_those_of_one_process(outcomes: list[Outcome], number: int) -> None:
+    found, alone = outcomes[number], outcomes[-1]
+    assert skipped(alone) == skipped(found) == [SPIKE]
+    assert len(alone.steps[0]) > 2 + 3 * 6  # loss, norm, and three norms a layer
+    assert step_difference(found.steps, alone.steps) <= TOLERANCE
+    assert difference(zip(found.weights, alone.weights, strict=True)) <= TOLERANCE
+
+
+# Replicas.
+
+REPLICAS = [
+    (DATA, "--zero-stage 0", "layers.0.attention.qkv.weight"),
+    (DATA, "--zero-stage 2", "layers.0.attention.qkv.weight"),
+    (TENSOR, "--tensor-model-parallel-size 2", "final_norm.weight"),
+    (PIPELINE, "--pipeline-model-parallel-size 2", "embedding.weight"),
+]
+
+
+def flip_a_bit(config: Config, rank: int, layout: Layout, name: str) -> str:
+    """What the check says after one bit of one weight changed on the last process, having passed before."""
+    run = CaseRun(config, make_topology(layout, rank, torch.device("cpu")))
+    check = ReplicaCheck(run.trainer.engine, run.topology)
+    run.train(0, 1)
+    check.check(1)
+    run.train(1, 2)
+    check.check(2)
+    if rank == 1:
+        view = run.trainer.engine.parameters.views()[name]
+        view.view(torch.int64).view(-1)[-1] ^= 1
+    try:
+        check.check(3)
+        return ""
+    except GptparError as error:
+        return str(error)
+    finally:
+        run.trainer.close()
+
+
+def flip_bits(rank: int) -> list[str]:
+    found = []
+    for layout, flags, name in REPLICAS:
+        config = case_config(WORDS, case(layout, *flags.split()), 2)
+        run = CaseRun(config, make_topology(layout, rank, torch.device("cpu")))
+        names = list(run.trainer.engine.table.params)
+        run.trainer.close()
+        found.append(f"{flip_a_bit(config, rank, layout, _nearest(name, names))}")
+    return found
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """The parameter of that name, or the first weight of its layer."""
+    layer = name.rsplit(".", 1)[0].split(".attention")[0]
+    return name if name in names else next(one for one in names if one.startswith(layer))
+
+
+def test_one_flipped_bit_is_told_with_its_parameter_and_ranks() -> None:
+    first, second = spawn(flip_bits, 2)
+    assert first == second
+    for told, (_, _, name) in zip(first, REPLICAS, strict=True):
+        assert "after iteration 3 copies of the same weights differ" in told and "rank 0 against rank 1" in told, told
+        assert name.split(".")[0] in told and "--ckpt-step" in told

@@ -1,0 +1,124 @@
+"""Behind the training of several processes, a save writes what standing still would have written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gptpar.checkpoint import find_checkpoints, read_tensors, verify_checkpoint
+from gptpar.checkpoint.data_file import DataFile
+from gptpar.data.loader import MicroBatch
+from gptpar.errors import CheckpointError
+from gptpar.topology.layout import Layout
+from gptpar.training import resume, saving
+from gptpar.training.progress import Progress
+from gptpar.training.saving import Saving
+from gptpar.training.trainer import Trainer
+from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.spawn import spawn
+from tests.unit.offload.tiny_runs import OFFLOAD, hash_of
+from tests.unit.training.saved_runs import inputs_of
+
+CASES = {
+    "ZeRO-1": (Layout(data=2), "--zero-stage 1 --bf16"),
+    "ZeRO-3": (Layout(data=2), "--zero-stage 3 --bf16"),
+    "ZeRO-3, half on the CPU": (
+        Layout(data=2),
+        f"--zero-stage 3 --bf16 {OFFLOAD} 0.5 --offload-speculation on --clip-grad 99",
+    ),
+    "tensor and sequence": (Layout(tensor=2), "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "interleaved pipeline": (
+        Layout(pipeline=2),
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    ),
+}
+
+
+def train(trainer: Trainer, first: int, last: int) -> None:
+    for step in range(first, last):
+        trainer.expect_step(4.0 * step)
+        tokens = random_tokens(2, 16, 60, seed=10 * step + trainer.topology.data_rank).split(1)
+        loss = trainer.forward_backward([MicroBatch(t[:, :-1], t[:, 1:]) for t in tokens], step)
+        trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False).readings.read()
+
+
+def assert_same(one: Path, other: Path) -> None:
+    ours, theirs = read_tensors(one), read_tensors(other)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def save_both_ways(rank: int, layout: Layout, words: str, root: Path) -> None:
+    words += f" --micro-batch-size 1 --global-batch-size {2 * layout.data}"
+    config = tiny_config(f"{words} --save {root / 'behind'}", 2)
+    trainer, said = make_trainer(config, rank, layout), []
+    behind = Saving(trainer, inputs_of(config), said.append)
+    train(trainer, 0, 3)
+    done = Progress(3, consumed_samples=12, scheduled_samples=12)
+    still = config.update("checkpoint", save=str(root / "still"))
+    trainer.config = still
+    resume.save(trainer, done, inputs_of(still), keep=None)
+    trainer.config = config
+
+    behind.begin(behind.targets[0], done, keep_all=False)
+    train(trainer, 3, 7)
+    behind.finish()
+    assert verify_checkpoint(root / "behind/iter_0000003") == []
+    assert_same(root / "behind/iter_0000003", root / "still/iter_0000003")
+    plain = make_trainer(config, rank, layout)
+    train(plain, 0, 7)
+    assert hash_of(trainer) == hash_of(plain)
+    trainer.close()
+    plain.close()
+    dist.barrier()
+
+
+def an_error_of_one_is_everyones(rank: int, root: Path) -> None:
+    layout, words = CASES["ZeRO-1"]
+    config = tiny_config(f"{words} --micro-batch-size 1 --global-batch-size 4 --save {root}", 2)
+    trainer = make_trainer(config, rank, layout)
+    behind = Saving(trainer, inputs_of(config), lambda line: None)
+    behind.begin(behind.targets[0], Progress(1), keep_all=False)
+    behind.finish()
+    real = os.pwrite
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank == 1:
+        os.pwrite = full
+    behind.begin(behind.targets[0], Progress(2), keep_all=False)
+    train(trainer, 0, 3)
+    try:
+        behind.finish()
+    except CheckpointError as error:
+        assert "rank00001.bin: No space left on device" in str(error)
+    else:
+        raise AssertionError("no error")
+    os.pwrite = real
+    dist.barrier()
+    assert [number for number, _ in find_checkpoints(root)] == [1]
+    trainer.close()
+
+
+def all_cases(rank: int, root: Path) -> None:
+    write = DataFile.write
+
+    def slow(self: DataFile, place: int, data: memoryview) -> None:
+        time.sleep(0.003)
+        write(self, place, data)
+
+    DataFile.write = slow  # type: ignore[method-assign]
+    for room in (0, 1 << 30):
+        saving.host_room = lambda held=0, room=room: room
+        for number, (layout, words) in enumerate(CASES.values()):
+            save_both_ways(rank, layout, words, root / f"{number}-{room}")
+    an_error_of_one_is_everyones(rank, root / "full")
+
+
+def test_it_is_the_state_of_its_moment_in_every_layout(tmp_path: Path) -> None:
+    spawn(all_cases, 2, tmp_path, timeout_s=400)

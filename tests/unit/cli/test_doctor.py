@@ -1,0 +1,75 @@
+"""``gptpar doctor``: each line is ok, or warns with an advice; the exit code says whether all are ok."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gptpar.cli import doctor
+from gptpar.cli.doctor import machine
+from gptpar.cli.doctor.finding import Finding
+from gptpar.errors import NativeBuildError
+from gptpar.system import native
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nothing is slow or short."""
+    for name in ("MIN_COPY", "MIN_DISK_RATE", "MIN_SHARED", "MIN_MEMORY", "MIN_DISK"):
+        monkeypatch.setattr(machine, name, 0)
+
+
+def found(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, object]]]:
+    status = doctor.main(["--folder", str(folder), "--mib", "1", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is (status == 0)
+    return status, told["findings"]
+
+
+def test_a_good_machine_is_told_in_one_screen(
+    fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "core_quota", lambda: None)
+    status = doctor.main(["--folder", str(tmp_path), "--mib", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 0, lines
+    assert len(lines) <= 24 and all(line.startswith("ok ") for line in lines[:-1])
+    assert lines[-1] == f"all {len(lines) - 1} lines are ok"
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_are_told_as_json(fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, findings = found(tmp_path, capsys)
+    names = {"torch", "CUDA", "NCCL", "C++ compiler", "csrc/cpu_adam", "processor", "memory", "/dev/shm", "disk"}
+    assert names <= findings.keys()
+    assert all(float(str(findings[name]["value"])) > 0 for name in ("memory", "host memory", "disk write", "cores"))
+
+
+def test_a_slow_disk_and_a_folder_that_is_not_there_warn(
+    fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "MIN_DISK_RATE", 1e15)
+    status, findings = found(tmp_path, capsys)
+    assert status == 1 and not findings["disk write"]["ok"] and "--save-local" in str(findings["disk write"]["advice"])
+    status, findings = found(tmp_path / "no", capsys)
+    assert status == 1 and "cannot be written" in str(findings["disk write"]["text"])
+
+
+def test_a_helper_that_cannot_be_built_warns(
+    fast: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> None:
+        raise NativeBuildError("no C++ compiler found (tried c++). Install one.")
+
+    monkeypatch.setattr(native, "load", load)
+    status, findings = found(tmp_path, capsys)
+    assert status == 1 and "Install one." in str(findings["csrc/cpu_adam"]["advice"])
+
+
+def test_an_advice_stands_below_its_line() -> None:
+    lines = list(doctor.lines([Finding("torch", "2.13"), Finding("disk", "1 GiB free", "make room " * 20)]))
+    assert lines[0] == "ok    torch  2.13" and lines[1] == "warn  disk   1 GiB free"
+    assert len(lines) == 6 and all(line.startswith(" " * 13) for line in lines[2:-1]) and max(map(len, lines)) <= 100
+    assert lines[-1] == "1 of 2 lines warn"

@@ -1,0 +1,79 @@
+"""``gptpar evaluate``: a checkpoint's scores are those of the run that saved it, on one process or several."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptpar.cli import main
+from gptpar.cli.pretrain import pretrain
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from tests.unit.training.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_lines
+
+MODEL = "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --fp64"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], dict[str, dict]]:
+    """A run folder, files of tasks, and what the run itself said of them."""
+    folder = tmp_path_factory.mktemp("saved")
+    files = [write_lines(folder / "questions.jsonl", QUESTIONS), write_lines(folder / "texts.jsonl", TEXTS)]
+    words = [*BYTES.split(), *MODEL.split(), "--save", str(folder / "run"), "--eval-tasks", *files]
+    config, derived = resolve(parse_flags(words), 1)
+    pretrain(config, derived, ())
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return folder / "run", files, {line["task"]: line for line in lines if "task" in line}
+
+
+def same(found: dict, said: dict[str, dict]) -> None:
+    assert found["iteration"] == 4 and found["tasks"].keys() == said.keys()
+    for task, scores in found["tasks"].items():
+        names = scores.keys() - {"seconds"}
+        assert {name: said[task][name] for name in names} == pytest.approx({n: scores[n] for n in names}, rel=1e-10)
+
+
+def test_scores_are_those_of_the_run(saved: tuple[Path, list[str], dict], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, files, said = saved
+    assert main(["evaluate", "--load", str(folder), "--dtype", "fp64", "--eval-tasks", *files]) == 0
+    out, err = capsys.readouterr()
+    same(json.loads(out), said)
+    assert " questions at iteration 4 | acc: " in err and "items in " in err
+
+
+def test_a_sample(saved: tuple[Path, list[str], dict], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, files, _ = saved
+    assert main(["evaluate", "--load", str(folder), "--eval-limit", "2", "--eval-tasks", files[0]]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["eval_limit"] == 2 and found["tasks"]["questions"]["num_items"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_several_processes(saved: tuple[Path, list[str], dict], flags: str) -> None:
+    folder, files, said = saved
+    words = ["--load", str(folder), "--dtype", "fp64", "--nproc-per-node", "2", *flags.split(), "--eval-tasks", *files]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "gptpar", "evaluate", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    same(json.loads(done.stdout), said)
+
+
+def test_malformed_lines_and_impossible_splits_are_told(
+    saved: tuple[Path, list[str], dict], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, files, _ = saved
+    bad = write_lines(tmp_path / "bad.jsonl", [QUESTIONS[0], {"query": "a"}])
+    assert main(["evaluate", "--load", str(folder), "--eval-tasks", bad]) == 1
+    assert "bad.jsonl, line 2: 'choices' and 'gold' are missing" in capsys.readouterr().err
+    words = ["--load", str(folder), "--eval-tasks", files[0], "--nproc-per-node", "3"]
+    assert main(["evaluate", *words, "--tensor-model-parallel-size", "2"]) == 1
+    assert "3 processes cannot be cut into groups of 2 (tensor x pipeline)" in capsys.readouterr().err
+    assert main(["evaluate", "--load", str(tmp_path), "--eval-tasks", files[0]]) == 1
+    assert "there is no checkpoint in" in capsys.readouterr().err

@@ -1,0 +1,61 @@
+"""The folder in memory: private, gone with its run, and cleared away after a launcher that was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from gptpar.cli.launch.memory import OWNER, PREFIX, UNNAMED_SECONDS, folder_in_memory, keep_newest, remove_abandoned
+from gptpar.system.processes import Process
+
+
+def test_it_is_private_and_gone_at_the_end(tmp_path: Path) -> None:
+    with folder_in_memory(tmp_path) as one, folder_in_memory(tmp_path) as other:
+        assert one is not None and other is not None and one != other
+        assert one.stat().st_mode & 0o777 == 0o700
+        (one / "iter_0000010").mkdir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_copy_of_a_failed_run_is_kept(tmp_path: Path) -> None:
+    with folder_in_memory(tmp_path) as folder:
+        assert folder is not None and keep_newest(folder) is None
+        for iteration in (10, 20):
+            (folder / f"iter_{iteration:07d}").mkdir()
+            (folder / f"iter_{iteration:07d}" / "manifest.json").write_text(str(iteration))
+        sentence = keep_newest(folder)
+    (kept,) = tmp_path.iterdir()
+    assert sentence is not None and "iteration 20 in memory" in sentence and f"--load {kept};" in sentence
+    assert kept.stat().st_mode & 0o777 == 0o700
+    assert [path.read_text() for path in kept.glob("iter_*/manifest.json")] == ["20"]
+
+
+def test_without_such_a_place_there_is_none(tmp_path: Path) -> None:
+    with folder_in_memory(tmp_path / "nowhere") as folder:
+        assert folder is None
+
+
+def test_only_what_a_dead_launcher_left_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    this = Process.this()
+    owners = {
+        "dead": replace(this, pid=ended.pid),
+        "alive": this,
+        "reused": replace(this, started="1"),
+        "elsewhere": replace(this, pid=ended.pid, host="another"),
+        "other-container": replace(this, pid=ended.pid, namespace="pid:[1]"),
+    }
+    for name, owner in owners.items():
+        (tmp_path / f"{PREFIX}{name}").mkdir()
+        (tmp_path / f"{PREFIX}{name}" / OWNER).write_text(json.dumps(owner.to_dict()))
+    for name in ("being-made", "never-made"):
+        (tmp_path / f"{PREFIX}{name}").mkdir()
+    os.utime(tmp_path / f"{PREFIX}never-made", (0, (tmp_path.stat().st_mtime - UNNAMED_SECONDS - 5)))
+    (tmp_path / "gptpar-else").mkdir()
+    remove_abandoned(tmp_path)
+    left = {path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()}
+    assert left == {"alive", "elsewhere", "other-container", "being-made", "gptpar-else"}

@@ -1,0 +1,181 @@
+"""Workers of one machine that die: who is named, who is started again, and where it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gptpar.cli.launch import LaunchJob, Program, run_job, supervisor
+from gptpar.cli.launch.failure import Failure
+from gptpar.cli.launch.job import job_of, read_flags
+from gptpar.cli.launch.rendezvous import LocalStore
+from gptpar.errors import GptparError
+from gptpar.system.processes import is_running
+
+NOTES = "from gptpar.system.activity import Activity; a = Activity.of_worker(); a.note('iteration 3, forward');"
+START = (
+    "import os, signal, time; start = int(os.environ['TORCHELASTIC_RESTART_COUNT']); rank = int(os.environ['RANK']);"
+)
+
+
+class NoStore:
+    def __init__(self, address: str, port: int):
+        pass
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LocalStore", NoStore)
+    monkeypatch.setattr(supervisor, "END_SECONDS", 1.0)
+
+
+def job(program: str, count: int = 2, **options: object) -> LaunchJob:
+    """Workers that run a line of Python, started without a template."""
+    return LaunchJob(Program("executable", sys.executable, ("-c", START + program)), count, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_others_end_at_once_and_all_are_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The healthy one ignores SIGTERM, as one does that waits in a collective, and has started a helper of its own."""
+    program = (
+        f"open(f'{tmp_path}/{{start}}-{{rank}}', 'w').write(str(os.getpid()));"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "pid = start == 0 and rank == 0 and os.fork();"
+        f"pid and open('{tmp_path}/helper', 'w').write(str(pid));"
+        "start == 0 and rank == 1 and (time.sleep(1), os.kill(os.getpid(), 9));"
+        "start == 0 and time.sleep(60)"
+    )
+    begin = time.monotonic()
+    assert run_job(job(program, max_restarts=1)) == 0
+    assert time.monotonic() - begin < 20
+    assert {path.name for path in tmp_path.iterdir()} == {"0-0", "0-1", "1-0", "1-1", "helper"}
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith("restart 1 of 1: rank 1 was killed by SIGKILL")
+    for name in ("0-0", "0-1", "helper"):
+        assert not is_running(int((tmp_path / name).read_text()))
+
+
+def test_a_restart_takes_the_chosen_port_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LocalStore", LocalStore)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = (
+        "sys = __import__('sys'); start == 0 and os.kill(os.getpid(), 9); sys.exit(os.environ['MASTER_PORT'] != '%d')"
+    )
+    assert run_job(job(program % port, count=1, max_restarts=1, port=port)) == 0
+
+
+def test_what_dead_workers_called_final_is_not_said_of_later_ones() -> None:
+    program = (
+        "from gptpar.system.restart import note_final;"
+        "start == 0 and rank == 1 and (note_final(), time.sleep(60));"
+        "start == 0 and (time.sleep(2), os.kill(os.getpid(), 9));"
+        "start == 1 and rank == 1 and os._exit(3)"
+    )
+    assert run_job(job(program, max_restarts=2)) == 0
+
+
+def test_restarts_are_used_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_job(job("os.kill(os.getpid(), signal.SIGSEGV)", 1, max_restarts=2)) == 1
+    told = capsys.readouterr().err.splitlines()
+    place = "rank 0 was killed by SIGSEGV while it was at start-up"
+    assert told == [
+        f"restart 1 of 2: {place}",
+        f"restart 2 of 2: {place}",
+        f"error: {place}; all 2 restarts (--max-restarts) are used up",
+    ]
+
+
+def test_an_exception_at_one_place_twice_is_no_accident(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_job(job("raise SystemExit(7)", 1, max_restarts=5)) == 7
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and told[-1].endswith("; it ended there before, so a restart would end there again")
+
+
+def test_without_restarts_nothing_is_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_job(job("os.kill(os.getpid(), 9)", 1)) == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("error: rank 0 was killed by SIGKILL") and told.endswith("while it was at start-up")
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_counts_as_dead_after_the_patience(capsys: pytest.CaptureFixture[str]) -> None:
+    program = (
+        f"{NOTES} start == 0 and os.kill(os.getpid(), signal.SIGSTOP if rank else 0); start == 0 and time.sleep(60)"
+    )
+    assert run_job(job(program, max_restarts=1, hang_seconds=1.0)) == 0
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("restart 1 of 1: rank 1 is stopped at iteration 3, forward, and no worker has shown a sign")
+
+
+def test_fewer_go_on_where_no_more_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = f"open('{tmp_path}/' + os.environ['WORLD_SIZE'], 'a'); start == 0 and os.kill(os.getpid(), 9)"
+    assert run_job(job(program, 4, max_restarts=1, processes_left=lambda count: 2)) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"4", "2"}
+    assert "  2 of 4 processes go on: " in capsys.readouterr().err
+
+
+def test_what_cannot_go_on_is_refused_with_its_reason() -> None:
+    def refuse(count: int) -> int:
+        raise GptparError("3 of 4 GPUs are left")
+
+    with pytest.raises(GptparError, match="3 of 4 GPUs are left"):
+        run_job(job("os.kill(os.getpid(), 9)", 2, max_restarts=1, processes_left=refuse))
+
+
+def test_a_later_message_does_not_hide_the_death_before_it() -> None:
+    assert str(Failure(1, -signal.SIGBUS, "start-up")) == "rank 1 was killed by SIGBUS while it was at start-up"
+    before = Failure(1, 1, "iteration 3")
+    assert Failure(0, 1, "iteration 3").is_repeated(before) and not Failure(0, 1, "iteration 4").is_repeated(before)
+    assert not Failure(0, -9, "iteration 3").is_repeated(Failure(0, -9, "iteration 3"))
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "count", "restarts", "address", "hang"),
+    [
+        ("--standalone --nproc-per-node 3 -m gptpar pretrain --lr 1", "module", 3, 0, "127.0.0.1", 0.0),
+        ("--nproc-per-node 2 --max-restarts 4 --hang-seconds 9 x.py a", "script", 2, 4, "127.0.0.1", 9.0),
+        (
+            "--master-addr 10.0.0.1 --master-port 7 --no-python --max-restarts 1 run.sh",
+            "executable",
+            1,
+            1,
+            "10.0.0.1",
+            600.0,
+        ),
+    ],
+)
+def test_torchruns_flags_describe_a_job(
+    words: str, kind: str, count: int, restarts: int, address: str, hang: float
+) -> None:
+    found = job_of(read_flags(words.split()))
+    assert found is not None
+    assert (found.program.kind, found.count, found.max_restarts) == (kind, count, restarts)
+    assert (found.address, found.hang_seconds) == (address, hang)
+    assert found.port == (7 if kind == "executable" else 0)
+
+
+@pytest.mark.parametrize("words", ["--nnodes 2", "--nnodes 1:4", "--redirects 3", "--rdzv-backend c10d", "--tee 1"])
+def test_what_only_torchrun_knows_stays_torchruns(words: str) -> None:
+    assert job_of(read_flags([*words.split(), "x.py"])) is None
+
+
+def test_the_store_is_on_this_machine_alone_and_a_taken_port_is_named() -> None:
+    store = LocalStore()
+    environment = store.environment()
+    assert environment["MASTER_ADDR"] == "127.0.0.1" and int(environment["MASTER_PORT"]) == store.port > 0
+    assert environment["GLOO_SOCKET_IFNAME"] == os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listens = [row[1].split(":") for row in rows if row[3] == "0A"]
+    assert [address for address, port in listens if int(port, 16) == store.port] == ["0100007F"]
+    with pytest.raises(GptparError, match=f"cannot meet at 127.0.0.1:{store.port} .*: choose another --master-port"):
+        LocalStore(port=store.port)

@@ -1,0 +1,113 @@
+"""What launch scripts of Megatron-LM and Megatron-DeepSpeed say: defaults, older names, flags that change nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptpar.config import Config
+from gptpar.config.flags import parse_flags
+from gptpar.config.validate import resolve
+from gptpar.errors import ConfigError
+from tests.helpers import TINY
+
+
+def resolved(flags: str) -> Config:
+    return resolve(parse_flags([*TINY.split(), *flags.split()]), 1)[0]
+
+
+def problems(flags: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolved(flags)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--context-parallel-size 1 --cp-comm-type p2p",
+        "--ds-sequence-parallel-size 1",
+        "--no-query-key-layer-scaling",
+        "--no-async-tensor-model-parallel-allreduce",
+        "--universal-checkpoint --dist-ckpt-strictness log_all",
+        "--manual-gc --manual-gc-interval 100 --empty-unused-memory-level 1",
+        "--use-flash-attn-triton --no-bias-swiglu-fusion --no-rope-fusion",
+        "--log-optimizer-states-to-tensorboard --no-data-sharding --codecarbon-dir X",
+        "--calculate-per-token-loss --no-mmap-bin-files --no-create-attention-mask-in-dataloader",
+    ],
+)
+def test_flags_that_change_nothing_are_told_and_change_nothing(flags: str) -> None:
+    parsed = parse_flags([*TINY.split(), *flags.split()])
+    assert resolve(parsed, 1)[0] == resolved("")
+    assert len(parsed.without_effect) == flags.count("--")
+    assert all(f"--{words.split()[0]}: " in " ".join(parsed.without_effect) for words in flags.split("--")[1:])
+
+
+def test_sequence_parallelism_of_one_process_is_off_as_in_megatron() -> None:
+    config, derived = resolve(parse_flags([*TINY.split(), "--sequence-parallel"]), 1)
+    assert config == resolved("")
+    assert [one.reason for one in derived if one.name == "sequence parallel"] == [
+        "--tensor-model-parallel-size is 1: nothing to split"
+    ]
+
+
+def test_a_parallelism_that_is_not_there_is_refused() -> None:
+    told = "context parallelism is not part of this version yet; leave it out."
+    assert problems("--context-parallel-size 2 --ds-sequence-parallel-size 4") == [
+        f"--context-parallel-size: {told}",
+        f"--ds-sequence-parallel-size: {told}",
+    ]
+
+
+def test_an_interval_without_a_folder_saves_nothing() -> None:
+    config, derived = resolve(parse_flags([*TINY.split(), "--save-interval", "3"]), 1)
+    assert config.checkpoint.save is None
+    assert ("save interval", "none") in [(one.name, one.value) for one in derived]
+
+
+def test_older_names_of_recomputation() -> None:
+    r = resolved("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2").recompute
+    assert (r.recompute_granularity, r.recompute_method, r.recompute_num_layers) == ("full", "uniform", 2)
+    assert (
+        resolved("--activations-checkpoint-method block").recompute
+        == resolved("--recompute-granularity full --recompute-method block").recompute
+    )
+    assert resolved("--pp-partition-method uniform").parallel.pipeline_partition_method == "uniform"
+
+
+def test_both_files_of_gpt2_name_its_tokenizer() -> None:
+    config = resolved("--vocab-file v.json --merge-file m.txt")
+    assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    assert resolved("--vocab-file v.json").tokenizer.tokenizer_type is None
+    by_file = resolved("--tokenizer-type HFTokenizer --vocab-file t.json").tokenizer
+    assert by_file.tokenizer_model == "t.json"
+    by_name = resolved("--tokenizer-type PretrainedFromHF --tokenizer-name-or-path folder").tokenizer
+    assert by_name.tokenizer_model == "folder"
+
+
+def test_a_constant_scale_of_a_bf16_loss_is_neutral() -> None:
+    assert resolved("--bf16 --loss-scale 12") == resolved("--bf16")
+    assert problems("--loss-scale 12") == ["--loss-scale 12 has a meaning with --fp16 only."]
+
+
+def test_a_loss_per_token_needs_micro_batches_of_as_many_tokens() -> None:
+    told = problems("--calculate-per-token-loss --eod-mask-loss")[0]
+    assert told.startswith("--calculate-per-token-loss weighs micro-batches by their tokens, whose number differs")
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--num-layer", "--num-layers"),
+        ("--model-parallel-size", "--tensor-model-parallel-size"),
+        ("--batch-size", "--micro-batch-size"),
+        ("--offload-optimizer", "--cpu-optimizer"),
+        ("--profile", ""),
+        ("--random-ltd", ""),
+        ("--pad-vocab-size-to", ""),
+        ("--embed-layernorm", ""),
+    ],
+)
+def test_a_hint_means_nearly_the_same(flag: str, hint: str) -> None:
+    (told,) = parse_flags([*TINY.split(), flag]).problems
+    expected = f"; did you mean {hint}?" if hint else "; see --help for the flags there are."
+    assert told == f"unknown flag {flag}{expected}"

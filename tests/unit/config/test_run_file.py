@@ -1,0 +1,113 @@
+"""``--config``: a file says what flags say, the command line wins, and a run's own file repeats the run exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gptpar.config.fields import flag_name
+from gptpar.config.flags import ParsedFlags, parse_flags
+from gptpar.config.run_file import FILE_NAME, read_run_file, run_file_text, write_run_file
+from gptpar.config.validate import resolve
+from gptpar.config.values import FlagField, flag_fields
+from tests.helpers import TINY
+
+FIELDS = list(flag_fields())
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def parsed(folder: Path, text: str, words: str = "") -> ParsedFlags:
+    return parse_flags(["--config", written(folder, text), *words.split()])
+
+
+def samples(one: FlagField) -> list[list[str]]:
+    """Command lines with this flag alone."""
+    spec, kind = one.spec, one.kind
+    name = flag_name(spec.name)
+    if kind.scalar is bool:
+        return [[spec.metadata["off"] or name]]
+    values = {int: ["3", "1234567890123"], float: ["0.3", "1e-05", "7"], str: ['a "b"\\\n#\x7f\u00e9', "[x]"]}[
+        kind.scalar
+    ]
+    values = [*(spec.metadata["choices"] or values), *kind.words]
+    return [[name, *values], *([name, value] for value in values)] if kind.several else [[name, v] for v in values]
+
+
+@pytest.mark.parametrize("one", FIELDS, ids=lambda one: one.spec.name)
+def test_every_flag_survives_its_file(one: FlagField, tmp_path: Path) -> None:
+    for words in samples(one):
+        typed = parse_flags(words)
+        again = parsed(tmp_path, run_file_text(typed.typed))
+        assert one.key in typed.given or typed.refused, words
+        assert (again.typed, again.flags, again.given) == (typed.typed, typed.flags, typed.given)
+
+
+def test_all_flags_together_survive_their_file(tmp_path: Path) -> None:
+    words = [word for one in FIELDS if one.spec.name != "deepspeed_config" for word in samples(one)[0]]
+    typed = parse_flags(words)
+    text = run_file_text(typed.typed, "a comment\nof two lines")
+    assert parsed(tmp_path, text).flags == typed.flags and len(typed.typed) >= len(FIELDS) - 5
+    assert run_file_text(read_run_file(written(tmp_path, text)).values) == run_file_text(typed.typed)
+
+
+def test_keys_are_flags_flat_or_in_sections_and_the_command_line_wins(tmp_path: Path) -> None:
+    flat = 'num_layers = 2\nlr = 1e-3\nbf16 = true\ndata-path = [0.3, "a", 0.7, "b"]\ntrain-tokens = "1.5B"\n'
+    sections = "[checkpoint]\nno-async-save = true\n[precision]\nloss-scale-window = 5e2\n[model]\n"
+    found = parsed(tmp_path, f"{flat}{sections}layernorm-epsilon = 1e-6", "--lr 5e-4 --num-layers 3")
+    flags = found.flags
+    assert not found.problems
+    assert (flags.model.num_layers, flags.optimizer.lr, flags.precision.bf16) == (3, 5e-4, True)
+    assert flags.data.data_path == ("0.3", "a", "0.7", "b") and flags.batch.train_tokens == 1_500_000_000
+    assert not flags.checkpoint.async_save and flags.model.norm_epsilon == 1e-6
+    assert flags.precision.loss_scale_window == 500
+    assert {"model.num_layers", "precision.bf16", "checkpoint.async_save"} <= found.given
+
+
+def test_a_preset_of_the_file_is_filled_as_one_that_is_typed(tmp_path: Path) -> None:
+    config, derived = resolve(parsed(tmp_path, 'preset = "124M"', TINY), 1)
+    assert config.model.hidden_size == 32 and config.model.num_layers == 2
+    assert parsed(tmp_path, 'preset = "124M"').flags.model.hidden_size == 768
+
+
+def test_all_mistakes_are_told_at_once_with_file_and_key(tmp_path: Path) -> None:
+    text = 'num-layer = 2\nlr = "fast"\nbf16 = 1\nseed = true\n[modl]\n[model]\nseed = 3\n'
+    text += 'hidden-size = [1]\n[data]\nseed = 4\ndata-path = []\nsplit-rule = "new"\n[optimizer]\nclip_grad = nan\n'
+    found = parsed(tmp_path, text)
+    place = f"{tmp_path / 'run.toml'}: "
+    assert [problem.removeprefix(place) for problem in found.problems] == [
+        "num-layer: unknown key; did you mean num-layers.",
+        "lr = fast: a number is needed.",
+        "bf16 = 1: true or false is needed.",
+        "seed = True: a number is needed.",
+        "[modl]: unknown section; did you mean [model], and keys may stand without sections, too.",
+        "model.seed: this key belongs to [data].",
+        "model.hidden-size = [1]: a number is needed.",
+        "data.seed: it is said twice, perhaps by two of its names.",
+        "data.data-path = []: at least one value is needed.",
+        "data.split-rule = new: unknown; it takes one of mcore, legacy.",
+        "optimizer.clip_grad = nan: a number is needed.",
+    ]
+    assert {"optimizer.lr", "model.hidden_size"} <= found.refused
+
+
+@pytest.mark.parametrize(("text", "told"), [("a = = 1", "is no TOML"), (None, "No such file")])
+def test_a_file_that_cannot_be_read_is_a_problem(text: str | None, told: str, tmp_path: Path) -> None:
+    path = written(tmp_path, text) if text else str(tmp_path / "no.toml")
+    (problem,) = parse_flags(["--config", path]).problems
+    assert problem.startswith(f"--config {path}") and told in problem
+
+
+def test_a_runs_file_is_written_where_it_would_be_another(tmp_path: Path) -> None:
+    values = parse_flags(["--data-path", "a\udc80", "--lr", "1"]).typed
+    write_run_file(tmp_path, values, "x")
+    before = (tmp_path / FILE_NAME).stat()
+    write_run_file(tmp_path, values, "x")
+    assert (tmp_path / FILE_NAME).stat() == before
+    write_run_file(tmp_path, values | {"optimizer.lr": 2.0}, "x")
+    assert "lr = 2.0" in (tmp_path / FILE_NAME).read_text()

@@ -1,0 +1,208 @@
+"""Flags of Hugging Face's families: transformers' model and ours with the same weights give the same logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.config import ModelConfig, TokenizerConfig
+from gptpar.config.complete import complete_model
+from gptpar.errors import ConfigError
+from gptpar.model.families import FAMILIES, flags_of
+from gptpar.model.families.fields import shortest_period
+from gptpar.model.gpt import gpt_model
+from gptpar.pipeline import Stage
+from tests.helpers import random_tokens
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+NEOX = {**LLAMA, "model_type": "gpt_neox"}
+ROTARY_5 = {"rope_theta": 500.0, "rope_type": "default"}
+GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 4}
+QWEN2 = {**LLAMA, "model_type": "qwen2"}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "GPT-2": GPT2,
+    "GPT-2, other sizes": {**GPT2, "n_inner": 40, "layer_norm_epsilon": 1e-3, "activation_function": "gelu"},
+    "GPT-2, untied": {**GPT2, "tie_word_embeddings": False, "activation_function": "relu2"},
+    "GPT-NeoX": NEOX,
+    "GPT-NeoX, one after the other": {**NEOX, "use_parallel_residual": False, "hidden_act": "gelu_new"},
+    "GPT-NeoX, tied": {
+        **NEOX,
+        "rope_parameters": {**ROTARY_5, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": True,
+    },
+    "Llama": {**LLAMA, "model_type": "llama"},
+    "Llama, biases": {**LLAMA, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "Llama 3": {
+        **LLAMA,
+        "model_type": "llama",
+        "rope_parameters": ROTARY_5,
+        "tie_word_embeddings": True,
+        "head_dim": 6,
+    },
+    "Qwen2": QWEN2,
+    "Qwen2, windows": {**QWEN2, **WINDOWS},
+    "Qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-2},
+    "Qwen3, windows": {**LLAMA, "model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, **WINDOWS},
+    "OLMo-2": {**LLAMA, "model_type": "olmo2"},
+    "OLMo-2, all heads": {**LLAMA, "model_type": "olmo2", "num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+}
+
+
+def test_each_family_has_a_case() -> None:
+    assert {case["model_type"] for case in CASES.values()} == FAMILIES.keys()
+
+
+def theirs(fields: dict[str, Any]) -> Any:
+    """Their model in fp64, with weights in which mistakes show."""
+    kind = fields["model_type"]
+    config = transformers.AutoConfig.for_model(**fields)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().double()
+    assert config.model_type == kind
+    for number, parameter in enumerate(model.parameters()):
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        parameter.data = (parameter.data if parameter.dim() == 1 else 0) + noise * 0.2
+    return model
+
+
+def written_config(model: Any) -> dict[str, Any]:
+    """What transformers would write to ``config.json``."""
+    found: dict[str, Any] = model.config.to_dict()
+    return found
+
+
+def by_group(model: ModelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """All queries, keys and values -> rows grouped as (queries, key, value)."""
+    groups = [part.reshape(model.num_query_groups, -1, model.kv_channels, *part.shape[1:]) for part in (q, k, v)]
+    return torch.cat(groups, dim=1).flatten(0, 2)
+
+
+def of_gpt2(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    names = {"wte": "embedding", "wpe": "positions", "ln_f": "final_norm"}
+    inner = {"ln_1": "attention_norm", "attn.c_attn": "attention.qkv", "attn.c_proj": "attention.out"}
+    inner |= {"ln_2": "mlp_norm", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+    names |= {f"h.{i}.{old}": f"layers.{i}.{new}" for i in range(model.num_layers) for old, new in inner.items()}
+    for old, new in names.items():
+        for end in ("weight", "bias"):
+            value = weights.get(f"transformer.{old}.{end}")
+            if value is None:
+                continue
+            value = value.t() if ".c_" in old and end == "weight" else value  # it stores its matrices transposed
+            yield f"{new}.{end}", by_group(model, *value.chunk(3)) if new.endswith("qkv") else value
+    yield "output.weight", weights["lm_head.weight"]
+
+
+def of_gpt_neox(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    names = {"gpt_neox.embed_in": "embedding", "gpt_neox.final_layer_norm": "final_norm", "embed_out": "output"}
+    names["lm_head"] = "output"
+    inner = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    inner |= {"attention.query_key_value": "attention.qkv", "attention.dense": "attention.out"}
+    inner |= {"mlp.dense_h_to_4h": "mlp.up", "mlp.dense_4h_to_h": "mlp.down"}
+    for i in range(model.num_layers):
+        names |= {f"gpt_neox.layers.{i}.{old}": f"layers.{i}.{new}" for old, new in inner.items()}
+    for name, value in weights.items():
+        layer, _, end = name.rpartition(".")
+        yield f"{names[layer]}.{end}", value
+
+
+def of_llama(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of those that are like it, too."""
+    pairs = {"model.embed_tokens": "embedding", "model.norm": "final_norm", "lm_head": "output"}
+    post = model.norm_placement == "post"
+    inner = {
+        "self_attn.o_proj": "attention.out",
+        "self_attn.q_norm": "attention.query_norm",
+        "self_attn.k_norm": "attention.key_norm",
+        "mlp.down_proj": "mlp.down",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "attention_post_norm" if post else "mlp_norm",
+        "post_feedforward_layernorm": "mlp_post_norm",
+    }
+    for i in range(model.num_layers):
+        pairs |= {f"model.layers.{i}.{old}": f"layers.{i}.{new}" for old, new in inner.items()}
+    for end in ("weight", "bias"):
+        for old, new in pairs.items():
+            if (value := weights.get(f"{old}.{end}")) is not None:
+                yield f"{new}.{end}", value
+        for i in range(model.num_layers):
+            its = {name: weights.get(f"model.layers.{i}.{name}.{end}") for name in PROJECTIONS}
+            q, k, v, gate, up = its.values()
+            if q is not None and k is not None and v is not None:
+                yield f"layers.{i}.attention.qkv.{end}", by_group(model, q, k, v)
+            if gate is not None and up is not None:
+                yield f"layers.{i}.mlp.up.{end}", torch.stack([gate, up])
+
+
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+NAMES = {"gpt2": of_gpt2, "gpt_neox": of_gpt_neox} | dict.fromkeys(("llama", "qwen2", "qwen3", "olmo2"), of_llama)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_theirs(name: str) -> None:
+    reference = theirs(CASES[name])
+    model = complete_model(flags_of(written_config(reference)), TokenizerConfig())
+    stage = Stage(gpt_model(model).specs)
+    weights = dict(NAMES[CASES[name]["model_type"]](model, reference.state_dict()))
+    if model.tied:
+        assert torch.equal(weights.pop("output.weight"), weights["embedding.weight"])
+    assert weights.keys() == stage.global_parameters().keys()
+    stage.place({name: value.contiguous() for name, value in weights.items()})
+    tokens = random_tokens(3, 15, 61)
+    with torch.no_grad():
+        found, wanted = stage.eval()(tokens, {"seq_length": 16}), reference(tokens).logits.flatten(0, 1)
+    assert wanted.abs().mean() > 0.1
+    # Both form the angles of rotary positions in fp32.
+    exact = model.position_embedding_type != "rope"
+    torch.testing.assert_close(found, wanted, rtol=1e-11 if exact else 1e-5, atol=1e-11 if exact else 1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
+    """Version 4 wrote a field for each number of the rotary positions, and no kinds of layers."""
+    new = written_config(theirs(CASES[name]))
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "layer_types")}
+    rotary = new.get("rope_parameters") or {}
+    if "rope_theta" in rotary:
+        old["rotary_emb_base" if new["model_type"] == "gpt_neox" else "rope_theta"] = rotary["rope_theta"]
+    if "partial_rotary_factor" in rotary:
+        old["rotary_pct"] = rotary["partial_rotary_factor"]
+    assert flags_of(old) == flags_of(new)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not known; gptpar knows gpt2, "),
+        ({}, "model_type None is not known"),
+        ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({**GPT2, "activation_function": "mish"}, "activation_function is 'mish', and gptpar has gelu_new"),
+        ({**NEOX, "attention_bias": False}, "attention_bias is False, and gptpar computes with True alone"),
+        ({**LLAMA, "model_type": "llama", "attention_bias": True}, "mlp_bias is False, and gptpar computes with True"),
+        ({**LLAMA, "model_type": "llama", "rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn'"),
+        ({**LLAMA, "model_type": "llama", "hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({**LLAMA, "model_type": "olmo2", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "qwen3", "num_hidden_layers": 2}, "hidden_size is missing in the config.json"),
+    ],
+)
+def test_what_cannot_be_reproduced_is_told(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        flags_of(fields)
+
+
+@pytest.mark.parametrize(("pattern", "period"), [("SSSF" * 2, "SSSF"), ("SS", "S"), ("FSS", "FSS"), ("SFS", "SF")])
+def test_the_shortest_period_of_a_pattern(pattern: str, period: str) -> None:
+    assert shortest_period(pattern) == period

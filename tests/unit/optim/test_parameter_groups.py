@@ -1,0 +1,97 @@
+"""Factors of learning rate and weight decay by a parameter's name, and muP's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gptpar.data.loader import MicroBatch
+from gptpar.errors import ConfigError
+from gptpar.model.gpt import gpt_model
+from gptpar.optim.group_ranges import GPT_FAMILIES
+from gptpar.optim.parameter_groups import GroupFactors, ParameterGroups
+from gptpar.pipeline import Stage
+from gptpar.topology.tensor_parts import box_view
+from tests.helpers import make_trainer, random_tokens, tiny_config
+
+RUN = "--fp64 --micro-batch-size 2 --weight-decay 0.1 --clip-grad 0 --lr-decay-style constant"
+OVERRIDES = "--weight-decay-override embedding*=0 *norm.weight=2 --lr-override layers.*=0.5 layers.0.mlp.*=0.25"
+
+MUP = "--mup --mup-base-hidden-size 8"
+
+
+def groups_of(flags: str) -> tuple[ParameterGroups, dict[str, GroupFactors]]:
+    """The groups, and each parameter's factors."""
+    config = tiny_config(flags)
+    model = gpt_model(config.model)
+    groups, infos = ParameterGroups(config, model), Stage(model.specs).infos()
+    return groups, {name: groups.factors[groups.group_of(name, info)] for name, info in infos.items()}
+
+
+def test_without_overrides_matrices_decay() -> None:
+    groups, factors = groups_of("")
+    assert groups.families == GPT_FAMILIES and groups.factors == [GroupFactors(1, 1), GroupFactors(1, 0)]
+    assert factors["layers.0.mlp.up.weight"].weight_decay == factors["embedding.weight"].weight_decay == 1
+    assert factors["layers.0.mlp.up.bias"].weight_decay == factors["final_norm.weight"].weight_decay == 0
+
+
+def test_the_last_pattern_that_matches_counts() -> None:
+    groups, factors = groups_of(OVERRIDES)
+    assert factors["embedding.weight"] == (1, 0)
+    assert factors["final_norm.weight"] == (1, 2) and factors["layers.1.mlp_norm.weight"] == (0.5, 2)
+    assert factors["layers.0.mlp.up.weight"] == (0.25, 1) and factors["layers.1.mlp.up.weight"] == (0.5, 1)
+    assert factors["layers.0.mlp.up.bias"] == (0.25, 0)
+    assert sorted(group for family in groups.families for group in family) == list(range(len(groups.factors)))
+    for first, *others in groups.families:
+        assert all(groups.factors[other] == (groups.factors[first].lr, 0) for other in others)
+
+
+def test_a_pattern_without_a_parameter_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"--lr-override block\*=2 matches no parameter; names are like embedding.we"):
+        groups_of("--lr-override block*=2")
+
+
+@pytest.mark.parametrize("word", ["embedding", "embedding=x", "=1", "embedding=-1", "embedding=inf"])
+def test_a_word_that_cannot_be_read_is_told(word: str) -> None:
+    with pytest.raises(ConfigError, match="--weight-decay-override .*PATTERN=FACTOR is needed"):
+        tiny_config(f"--weight-decay-override {word}")
+
+
+@pytest.mark.parametrize("offload", ["", "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 0.6"])
+@pytest.mark.parametrize("more", [OVERRIDES, MUP, f"{MUP} {OVERRIDES}"])
+def test_steps_equal_torchs_with_a_group_for_each_parameter(more: str, offload: str) -> None:
+    config = tiny_config(f"{RUN} {more} {offload}")
+    trainer = make_trainer(config)
+    stage = Stage(gpt_model(config.model).specs)
+    weights = {name: value.clone() for name, value in whole(trainer).items()}
+    stage.place(weights)
+    _, factors = groups_of(f"{RUN} {more}")
+    groups: list[dict[str, Any]] = [
+        {"params": [p], "lr": 1e-2 * factors[name].lr, "weight_decay": 0.1 * factors[name].weight_decay}
+        for name, p in stage.global_parameters().items()
+    ]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)
+    for step in range(3):
+        tokens = random_tokens(2, 16, 60, seed=step)
+        batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])
+        loss = trainer.forward_backward([batch], step)
+        trainer.update(loss, iteration=step + 1, samples=2, progress=float(2 * step + 2), stop=False)
+        reference.zero_grad()
+        stage(batch.tokens_BS, {"labels": batch.labels_BS, "seq_length": 16}).backward()
+        reference.step()
+    found = whole(trainer)
+    trainer.close()
+    for name, value in stage.global_parameters().items():
+        torch.testing.assert_close(found[name], value.data, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def whole(trainer: Any) -> dict[str, torch.Tensor]:
+    """The master weights, wherever they are."""
+    found = {}
+    for name, held in trainer.engine.optimizer.state_tensors()["weights"].items():
+        found[name] = torch.empty(held.shape, dtype=held.dtype)
+        for offsets, part in held.parts:
+            box_view(found[name], (offsets, tuple(part.shape)), (0,) * part.dim()).copy_(part)
+    return found

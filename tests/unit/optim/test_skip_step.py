@@ -1,0 +1,140 @@
+"""Skip-step's rule against one written in plain Python."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+from gptpar.optim.skip_step import OUTLIER, SkipStep, is_window, make_skip_step
+
+CPU = torch.device("cpu")
+
+
+def oracle(steps: list[tuple[float, float]], sigma: float, window: int) -> list[bool]:
+    """Whether each step is an outlier, by the definition."""
+    found: list[bool] = []
+    seen: list[tuple[float, float]] = []
+    for step in steps:
+        last = seen[-window:]
+        is_finite = all(map(math.isfinite, step))
+        judged = is_finite and len(last) >= max(2, window // 2)
+        found.append(
+            judged
+            and any(
+                value - statistics.fmean(before) > sigma * statistics.stdev(before)
+                for value, before in zip(step, zip(*last, strict=True), strict=True)
+            )
+        )
+        if is_finite:
+            seen.append(step)
+    return found
+
+
+def judged(rule: SkipStep, steps: list[tuple[float, float]]) -> list[bool]:
+    found = []
+    for loss, norm in steps:
+        pair = torch.tensor([loss, norm], dtype=torch.float64)
+        told = rule.judge(*pair)
+        reason = rule.reason(torch.tensor(float(not math.isfinite(told.item()))))
+        outlier = reason.item() == OUTLIER
+        assert torch.equal(told, pair[1]) or outlier or math.isnan(norm)
+        assert reason.item() == (OUTLIER if outlier else float(not math.isfinite(norm)))
+        found.append(outlier)
+    return found
+
+
+def history(seed: int, length: int = 120) -> list[tuple[float, float]]:
+    """Losses that fall, norms that do not; some spikes, some steps that are not finite."""
+    draw = random.Random(seed)
+    steps = []
+    for number in range(length):
+        loss, norm = 4 - number / 100 + draw.gauss(0, 0.1), 1 + draw.gauss(0, 0.1)
+        if draw.random() < 0.06:
+            loss += draw.choice([0.2, 0.6, 3.0])
+        if draw.random() < 0.06:
+            norm += draw.choice([0.2, 0.6, 30.0])
+        if draw.random() < 0.05:
+            norm = draw.choice([math.nan, math.inf])
+        steps.append((loss, norm))
+    return steps
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("sigma", "window"), [(6.0, 16), (3.0, 16), (2.0, 2), (2.0, 3), (4.0, 128), (1.5, 5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_rule_is_that_of_its_definition(sigma: float, window: int, seed: int) -> None:
+    steps = history(seed)
+    wanted = oracle(steps, sigma, window)
+    assert judged(SkipStep(sigma, window, CPU), steps) == wanted
+    assert any(wanted) or window == 128
+
+
+@pytest.mark.fast
+def test_nothing_is_judged_before_half_of_the_window_is_full() -> None:
+    rule = SkipStep(3.0, 8, CPU)
+    assert judged(rule, [(1.0, 1.0), (1.1, 1.0), (1.0, 1.1), (99.0, 99.0)]) == [False] * 4
+    assert judged(SkipStep(3.0, 8, CPU), [(1.0, 1.0), (1.1, 1.0), (1.0, 1.1), (1.0, 1.0), (9.0, 1.0)])[-1]
+
+
+@pytest.mark.fast
+def test_an_outlier_enters_the_window_and_a_new_level_becomes_the_usual_one() -> None:
+    draw = random.Random(1)
+    steps = [(1 + draw.gauss(0, 0.01), 1.0) for _ in range(8)] + [(5 + draw.gauss(0, 0.01), 1.0) for _ in range(4)]
+    assert judged(SkipStep(3.0, 8, CPU), steps)[8:] == [True, False, False, False]
+
+
+@pytest.mark.fast
+def test_what_is_not_finite_does_not_enter_the_window() -> None:
+    rule = SkipStep(3.0, 4, CPU)
+    judged(rule, [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (1.5, 2.0)])
+    assert rule.window() == {"losses": [1.0, 1.5], "norms": [1.0, 2.0]}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cut", [1, 7, 20, 77])
+def test_a_resumed_window_decides_as_the_uninterrupted_one(cut: int) -> None:
+    steps = history(5)
+    whole, first, second = (SkipStep(2.5, 16, CPU) for _ in range(3))
+    judged(first, steps[:cut])
+    state = json.loads(json.dumps(first.state()))
+    assert is_window(state)
+    second.load(state)
+    assert judged(whole, steps)[cut:] == judged(second, steps[cut:])
+    assert whole.window() == second.window() and second.num_outliers == whole.num_outliers > 0
+
+
+@pytest.mark.fast
+def test_a_shorter_window_takes_the_newest() -> None:
+    long, short = SkipStep(6.0, 8, CPU), SkipStep(6.0, 3, CPU)
+    judged(long, [(float(n), 2.0 * n) for n in range(6)])
+    short.load(long.state())
+    assert short.window() == {"losses": [3.0, 4.0, 5.0], "norms": [6.0, 8.0, 10.0]}
+    short.load(None)
+    assert short.window()["losses"] == [3.0, 4.0, 5.0]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "state",
+    [
+        3,
+        {},
+        {"losses": [1.0], "norms": [], "num_outliers": 0},
+        {"losses": ["x"], "norms": [1.0], "num_outliers": 0},
+        {"losses": [math.nan], "norms": [1.0], "num_outliers": 0},
+        {"losses": [], "norms": [], "num_outliers": -1},
+        {"losses": [], "norms": [], "num_outliers": True},
+    ],
+)
+def test_a_strange_state_is_none(state: object) -> None:
+    assert not is_window(state)
+
+
+@pytest.mark.fast
+def test_without_a_sigma_nothing_is_judged() -> None:
+    assert make_skip_step(None, 128, CPU) is None

@@ -1,0 +1,58 @@
+"""Counts and sizes with units."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from gptpar.cli.plan import make_planner
+from gptpar.config.flags import parse_flags
+from gptpar.system.quantities import positive_gib, read_bytes, read_count
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("1.5B", 1_500_000_000), ("2k", 2000), ("3T", 3 * 10**12), ("5e8", 500_000_000), ("7", 7)]
+)
+def test_counts(text: str, count: int) -> None:
+    assert read_count(text) == count
+    assert parse_flags(["--train-tokens", text, "--train-samples", text]).typed == {
+        "batch.train_tokens": count,
+        "batch.train_samples": count,
+    }
+
+
+@pytest.mark.parametrize("text", ["", "B", "1.5", "1e-10B", "x", "inf", "-1K", "1e30", "1GiB"])
+def test_what_is_no_count(text: str) -> None:
+    with pytest.raises(ValueError):
+        read_count(text)
+
+
+def test_a_width_is_written_in_full() -> None:
+    """4K might be 4,000 or 4,096."""
+    assert parse_flags(["--seq-length", "4K"]).problems == ["--seq-length 4K: a whole number is needed."]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * 2**30), ("80 gib", 80 * 2**30), ("80GB", 80 * 10**9), ("1.5TiB", 3 * 2**39), ("512B", 512)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert read_bytes(text) == size
+    assert positive_gib(text) == size / 2**30
+
+
+def test_a_plan_takes_sizes() -> None:
+    words = ["--preset", "124M", "--micro-batch-size", "1", "--gpu-memory"]
+    memory = [make_planner([*words, size])[0].cluster.memory for size in ("80", "80GiB", "85899345920B")]
+    assert memory == [80 * 2**30] * 3
+
+
+def test_a_number_alone_has_the_flags_own_unit() -> None:
+    assert read_bytes("80") == 80 and positive_gib("80") == 80.0
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80Gi", "x", "-3", "0", "nanGB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        positive_gib(text)

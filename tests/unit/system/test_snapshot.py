@@ -1,0 +1,144 @@
+"""A snapshot gives the bytes of its moment, whatever is overwritten while it is read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from gptpar.system import pages
+from gptpar.system.snapshot import PIECE_BYTES, Snapshot, StateGuard
+
+PIECE = PIECE_BYTES // 4
+
+
+def read(snapshot: Snapshot, tensor: torch.Tensor) -> bytes:
+    """A tensor's row-major bytes, as the snapshot has them."""
+    found = b""
+    for piece in snapshot.pieces(tensor):
+        target = torch.empty(piece.num_bytes, dtype=torch.uint8)
+        snapshot.read(piece, target)
+        found += target.numpy().tobytes()
+    return found
+
+
+def overwrite(snapshot: Snapshot, *tensors: torch.Tensor) -> None:
+    snapshot.before_write(tensors)
+    for tensor in tensors:
+        tensor.fill_(-1)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def kinds() -> list[torch.Tensor]:
+    """Views of one vector, as a flat optimizer's parameters are, and others."""
+    flat = torch.randn(3 * PIECE + 1000)
+    transposed = flat[2 * PIECE + 1000 :].view(-1, 4).t()
+    return [flat[:7], flat[7 : 2 * PIECE + 500], transposed, torch.randn(40, 40)[::3, 1::2], torch.empty(0, 3)]
+
+
+@pytest.mark.parametrize("written", ["one by one", "last first", "all at once"])
+def test_what_is_overwritten_meanwhile_is_read_as_it_was(written: str) -> None:
+    tensors = kinds()
+    before = [bytes_of(tensor) for tensor in tensors]
+    snapshot = Snapshot(tensors, room=64 << 20)
+    if written == "all at once":
+        overwrite(snapshot, *tensors)
+    for tensor in tensors if written == "one by one" else reversed(tensors):
+        overwrite(snapshot, tensor)
+    assert [read(snapshot, tensor) for tensor in tensors] == before
+    assert snapshot.most_kept >= sum(tensor.nbytes for tensor in tensors)
+
+
+def test_memory_that_is_not_of_the_snapshot_is_never_waited_for() -> None:
+    memory = torch.randn(300)
+    snapshot = Snapshot([memory[100:200]])
+    snapshot.before_write([memory[:100], memory[200:], torch.empty(0), torch.randn(3)])
+    assert read(snapshot, snapshot._tensors[0]) == bytes_of(memory[100:200])
+
+
+def test_without_room_overwriting_waits_for_the_reader_and_nothing_is_copied() -> None:
+    tensor = torch.randn(3 * PIECE)
+    before = bytes_of(tensor)
+    snapshot = Snapshot([tensor])
+    writer = threading.Thread(target=overwrite, args=(snapshot, tensor), daemon=True)
+    writer.start()
+    writer.join(0.05)
+    assert writer.is_alive() and bytes_of(tensor) == before
+    assert read(snapshot, tensor) == before
+    writer.join(10)
+    assert bytes_of(tensor) != before and snapshot.most_kept == 0 and snapshot.waited_s >= 0.04
+
+
+@pytest.mark.parametrize("num_copiers", [1, 3])
+def test_copies_made_ahead_never_take_more_than_the_room(num_copiers: int) -> None:
+    tensors = [torch.randn(PIECE) for _ in range(6)]
+    before = [bytes_of(tensor) for tensor in tensors]
+    snapshot = Snapshot(tensors, room=2 * PIECE_BYTES + 1)
+    copiers = [threading.Thread(target=snapshot.copy_ahead, daemon=True) for _ in range(num_copiers)]
+    for copier in copiers:
+        copier.start()
+    writer = threading.Thread(target=overwrite, args=(snapshot, *tensors), daemon=True)
+    writer.start()
+    assert [read(snapshot, tensor) for tensor in tensors] == before
+    for thread in (*copiers, writer):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert 0 < snapshot.most_kept <= 2 * PIECE_BYTES
+
+
+def test_many_readers_copiers_and_writers_at_once() -> None:
+    for _ in range(20):
+        tensors = [torch.randn(2000) for _ in range(40)]
+        before = [bytes_of(tensor) for tensor in tensors]
+        snapshot, found = Snapshot(tensors, room=20 * 8000), [b""] * 40
+
+        def read_some(
+            first: int, snapshot: Snapshot = snapshot, tensors: Sequence[torch.Tensor] = tensors, found: list = found
+        ) -> None:
+            for number in range(first, 40, 2):
+                found[number] = read(snapshot, tensors[number])
+
+        threads = [threading.Thread(target=read_some, args=(first,)) for first in range(2)]
+        threads += [threading.Thread(target=overwrite, args=(snapshot, *tensors[part::2])) for part in range(2)]
+        threads += [threading.Thread(target=snapshot.copy_ahead) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        assert found == before
+
+
+def test_what_another_process_reads_is_let_go_and_so_is_everything_at_the_end() -> None:
+    mine, others = torch.randn(10), torch.randn(10)
+    snapshot = Snapshot([mine, others])
+    snapshot.read_only([mine])
+    overwrite(snapshot, others)  # nobody waits
+    snapshot.close()
+    overwrite(snapshot, mine)
+
+
+def test_memory_that_is_refused_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(10)
+    before = bytes_of(tensor)
+    snapshot = Snapshot([tensor], room=1000)
+
+    def refuse(num_bytes: int) -> torch.Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(pages, "untouched", refuse)
+    writer = threading.Thread(target=overwrite, args=(snapshot, tensor), daemon=True)
+    writer.start()
+    writer.join(0.05)
+    assert read(snapshot, tensor) == before
+    writer.join(10)
+    assert bytes_of(tensor) != before
+
+
+def test_a_guard_without_a_save_lets_everything_through() -> None:
+    StateGuard().before_write([torch.randn(3)])

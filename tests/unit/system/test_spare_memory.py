@@ -1,0 +1,79 @@
+"""Host memory that copies borrow and give back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.system import pages
+from gptpar.system.snapshot import PIECE_BYTES, Snapshot, sizes_of_copies
+from gptpar.system.spare_memory import SpareMemory
+
+
+def test_a_block_comes_back_where_its_size_fits() -> None:
+    spare = SpareMemory(limit=300)
+    first, second = spare.take(100), spare.take(200)
+    addresses = first.data_ptr(), second.data_ptr()
+    spare.give_back(first)
+    spare.give_back(second)
+    assert spare.num_bytes == 300
+    assert (spare.take(100).data_ptr(), spare.take(200).data_ptr()) == addresses
+    assert spare.take(100).data_ptr() not in addresses and spare.num_bytes == 400
+
+
+def test_no_more_than_the_limit_is_kept() -> None:
+    spare = SpareMemory(limit=300)
+    for block in [spare.take(size) for size in (100, 100, 200)]:
+        spare.give_back(block)
+    assert spare.num_bytes <= 300
+    spare.take(250)  # others make room for it
+    assert spare.num_bytes == 250
+    spare.limit = 0
+    spare.give_back(spare.take(10))
+    assert spare.num_bytes == 250
+
+
+def test_a_lower_limit_gives_free_memory_back_at_once() -> None:
+    spare = SpareMemory(limit=300)
+    spare.give_back(spare.take(200))
+    spare.limit_to(100)
+    assert (spare.limit, spare.num_bytes) == (100, 0)
+
+
+def test_refused_memory_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(num_bytes: int) -> torch.Tensor:
+        raise OSError("no memory")
+
+    spare = SpareMemory(limit=300)
+    monkeypatch.setattr(pages, "untouched", refuse)
+    with pytest.raises(OSError, match="no memory"):
+        spare.take(100)
+    spare.prepare([100, 100]).join()
+    assert spare.num_bytes == 0
+
+
+def test_prepared_memory_is_what_snapshots_take() -> None:
+    """Two snapshots of the same tensors, all overwritten: the prepared blocks serve both, bytes as they stood."""
+    tensors = [
+        torch.arange(PIECE_BYTES // 4 + 5, dtype=torch.float32),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.ones(3),
+    ]
+    sizes = list(sizes_of_copies(tensors))
+    assert sum(sizes) == sum(tensor.nbytes for tensor in tensors)
+    spare = SpareMemory(limit=sum(sizes))
+    spare.prepare([*sizes, 1]).join()
+    assert spare.num_bytes == sum(sizes)
+    for value in (7.0, 8.0):
+        stood = [tensor.contiguous().clone() for tensor in tensors]
+        snapshot = Snapshot(tensors, room=sum(sizes), spare=spare)
+        snapshot.before_write(tensors)
+        for tensor in tensors:
+            tensor.fill_(value)
+        assert snapshot.most_kept == spare.num_bytes == sum(sizes)
+        for tensor, before in zip(tensors, stood, strict=True):
+            parts = [torch.empty(piece.num_bytes, dtype=torch.uint8) for piece in snapshot.pieces(tensor)]
+            for piece, part in zip(snapshot.pieces(tensor), parts, strict=True):
+                snapshot.read(piece, part)
+            assert torch.equal(torch.cat(parts), before.view(-1).view(torch.uint8))
+        snapshot.close()

@@ -1,0 +1,119 @@
+"""Hugging Face models become checkpoints and go back: the same bytes, the same logits, the same text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.cli.convert import main as convert
+from gptpar.training.generation import load_model
+from gptpar.training.sampling import Sampling, continue_texts, make_texts
+from tests.unit.model.test_families import CASES
+from tests.unit.training.exchange.hf_models import (
+    TOKENS,
+    contents,
+    our_logits,
+    require_equal_logits,
+    save_theirs,
+)
+
+transformers = pytest.importorskip("transformers")
+
+FAST = ("GPT-2", "GPT-NeoX", "Llama 3", "Qwen2", "Qwen3", "OLMo-2")
+CASES_BY_SPEED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize("name", CASES_BY_SPEED)
+def test_in_and_out_again(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    reference = save_theirs(theirs, name)
+    before = contents(theirs)
+
+    assert convert([str(theirs), str(run)]) == 0
+    assert "made the checkpoint" in capsys.readouterr().out
+    require_equal_logits(our_logits(run, TOKENS), reference, TOKENS)
+
+    assert convert([str(run), str(back)]) == 0
+    assert contents(back) == before
+    assert contents(theirs) == before
+
+
+@pytest.mark.parametrize("name", CASES_BY_SPEED)
+def test_what_is_written_anew_is_loaded_unedited(name: str, tmp_path: Path) -> None:
+    """As for a run that began here: without anything kept of a Hugging Face folder."""
+    theirs, run, out = tmp_path / "theirs", tmp_path / "run", tmp_path / "out"
+    reference = save_theirs(theirs, name)
+    convert([str(theirs), str(run)])
+    shutil.rmtree(run / "huggingface")
+    convert([str(run), str(out), "--max-shard-size", "9KB"])
+    assert (out / "model.safetensors.index.json").exists()
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
+    )
+    assert type(loaded) is type(reference)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, reference(TOKENS).logits, rtol=0, atol=0)
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, reference.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_greedy_text_is_the_same(name: str, tmp_path: Path) -> None:
+    reference = save_theirs(tmp_path / "theirs", name)
+    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    stage, stored = load_model(tmp_path / "run", torch.device("cpu"), torch.float64)
+    prompt = [3, 14, 15]
+    greedy = Sampling(num_tokens=12, context=16, vocab_size=61, temperature=0)
+    (text,) = texts = make_texts([prompt], greedy)
+    for _ in continue_texts(stage, texts, greedy):
+        pass
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(12):
+            ids = torch.cat([ids, reference(ids).logits[:, -1:].argmax(-1)], 1)
+    assert text.made == ids[0, 3:].tolist()
+    assert stored.model.padded_vocab_size == 61
+
+
+def test_shards_of_bf16_and_tokenizer_files_come_back_byte_for_byte(tmp_path: Path) -> None:
+    theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    save_theirs(theirs, "Qwen3", dtype=torch.bfloat16, max_shard_size="8KB")
+    (theirs / "tokenizer_config.json").write_text('{"eos_token":"<|im_end|>"}')
+    (theirs / "README.md").write_text("a card\n")
+    assert len(list(theirs.glob("*.safetensors"))) > 2
+    convert([str(theirs), str(run)])
+    convert([str(run), str(back)])
+    assert contents(back) == contents(theirs)
+
+
+def test_names_without_the_base_models_prefix_and_buffers_are_read(tmp_path: Path) -> None:
+    """As GPT-2's own files are."""
+    from safetensors.torch import load_file, save_file
+
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    reference = save_theirs(theirs, "GPT-2")
+    weights = load_file(theirs / "model.safetensors")
+    old = {name.removeprefix("transformer."): value for name, value in weights.items()}
+    old["h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
+    save_file(old, theirs / "model.safetensors")
+    convert([str(theirs), str(run)])
+    require_equal_logits(our_logits(run, TOKENS), reference, TOKENS)
+    convert([str(run), str(tmp_path / "back")])
+    assert {name: value.tolist() for name, value in load_file(tmp_path / "back/model.safetensors").items()} == {
+        name: value.tolist() for name, value in weights.items()
+    }
+
+
+def test_another_dtype_is_said_in_the_config(tmp_path: Path) -> None:
+    theirs, run, out = tmp_path / "theirs", tmp_path / "run", tmp_path / "out"
+    save_theirs(theirs, "Llama")
+    convert([str(theirs), str(run)])
+    convert([str(run), str(out), "--dtype", "bf16"])
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert {value.dtype for value in loaded.state_dict().values()} == {torch.bfloat16}

@@ -1,0 +1,241 @@
+"""A checkpoint that is written behind the training is the one that stands still meanwhile would have written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.checkpoint import background, find_checkpoints, read_tensors, verify_checkpoint
+from gptpar.checkpoint.data_file import DataFile
+from gptpar.errors import CheckpointError
+from gptpar.system.blocks import span
+from gptpar.system.snapshot import StateGuard
+from gptpar.training import resume, saving
+from gptpar.training.exchange.exports import Exports
+from gptpar.training.progress import Progress
+from gptpar.training.saving import Saving, Target
+from gptpar.training.trainer import Trainer
+from tests.helpers import make_trainer, tiny_config
+from tests.unit.offload.tiny_runs import OFFLOAD, config_words, hash_of, train
+from tests.unit.training.saved_runs import inputs_of
+
+WORDS = {
+    "fp32": "",
+    "bf16": "--bf16",
+    "fp16, dynamic loss scale": "--fp16 --initial-loss-scale 65536 --min-loss-scale 1",
+    "half on the CPU, in place": f"--bf16 {OFFLOAD} 0.5 --offload-speculation off",
+    "half on the CPU, speculating": f"--bf16 {OFFLOAD} 0.5 --offload-speculation on --clip-grad 1000",
+    "all on the CPU, in place": f"--bf16 {OFFLOAD} 1 --offload-speculation off",
+    "all on the CPU, speculating": f"--bf16 {OFFLOAD} 1 --offload-speculation on --clip-grad 1000",
+    "all on the CPU, speculations redone": f"--bf16 {OFFLOAD} 1 --offload-speculation on --clip-grad 0.9",
+}
+
+
+def make(folder: Path, words: str = "") -> tuple[Trainer, Saving, list[str]]:
+    config = tiny_config(config_words(f"{words} --save {folder}"))
+    trainer, said = make_trainer(config), []
+    return trainer, Saving(trainer, inputs_of(config), said.append), said
+
+
+def tensors_of(root: Path) -> dict[str, str]:
+    """Name -> hash of each tensor of the newest checkpoint."""
+    path = find_checkpoints(root)[0][1]
+    assert verify_checkpoint(path) == []
+    return {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in sorted(read_tensors(path).items())}
+
+
+def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Event:
+    """Each write waits for the event, at most so long."""
+    write, gate = DataFile.write, threading.Event()
+
+    def slowly(self: DataFile, place: int, data: memoryview) -> None:
+        gate.wait(seconds)
+        write(self, place, data)
+
+    monkeypatch.setattr(DataFile, "write", slowly)
+    return gate
+
+
+def done(iteration: int) -> Progress:
+    return Progress(iteration, consumed_samples=4 * iteration, scheduled_samples=4 * iteration)
+
+
+@pytest.mark.parametrize("room", ["copied ahead", "copied by the step", "no room"])
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_it_is_the_state_of_its_moment(words: str, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "host_room", lambda held=0: 0 if room == "no room" else 1 << 30)
+    monkeypatch.setattr(background, "NUM_COPIERS", 2 if room == "copied ahead" else 0)
+    trainer, behind, said = make(tmp_path / "behind", words)
+    train(trainer, 0, 3)
+    resume.save(trainer, done(3), inputs_of(trainer.config.update("checkpoint", save=str(tmp_path))), keep=None)
+    stood_still = tensors_of(tmp_path / "behind")
+    os.rename(tmp_path / "behind", tmp_path / "stood-still")
+
+    gate = slow_writes(monkeypatch, 0.002 if room == "no room" else 30)
+    behind.begin(behind.targets[0], done(3), keep_all=False)
+    save = behind._save
+    assert save is not None
+    train(trainer, 3, 7)
+    assert room == "no room" or not save.over
+    gate.set()
+    behind.finish()
+    assert (save.snapshot.most_kept == 0) == (room == "no room")
+    assert "--clip-grad 1000" not in words or (trainer.host is not None and trainer.host.num_ahead > 0)
+    assert tensors_of(tmp_path / "behind") == stood_still
+    assert "successfully saved checkpoint at iteration       3" in said[-1] and "training stood" in said[-1]
+
+    other = make_trainer(trainer.config)
+    train(other, 0, 7)
+    assert hash_of(trainer) == hash_of(other)  # saving changes nothing
+    trainer.close()
+    other.close()
+
+
+class Announced(StateGuard):
+    """Notes what is announced to be overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[int, int]] = []
+
+    def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.spans += map(span, tensors)
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        start, stop = span(tensor)
+        return any(first <= start and stop <= last for first, last in self.spans)
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_everything_that_a_step_changes_is_announced(words: str, tmp_path: Path) -> None:
+    """A new state of an optimizer that is written without a question would be saved as it is some steps later."""
+    trainer, _, _ = make(tmp_path, words)
+    train(trainer, 0, 3)
+    parts = [part for tensor in resume.tensors_to_save(trainer).values() for _, part in tensor.parts]
+    before = [part.clone() for part in parts]
+    guard = Announced()
+    for owner in (trainer.engine.optimizer, trainer.engine.optimizer._flat, trainer.host):
+        if owner is not None:
+            name = "_guard" if hasattr(owner, "_guard") else "guard"
+            setattr(owner, name, guard)
+    train(trainer, 3, 6)
+    if trainer.host is not None:
+        trainer.host.finish()
+    changed = [part for part, old in zip(parts, before, strict=True) if not torch.equal(part, old)]
+    assert changed and all(map(guard.covers, changed))
+    trainer.close()
+
+
+def test_the_next_save_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, behind, said = make(tmp_path)
+    slow_writes(monkeypatch, 0.002)
+    for iteration in (1, 2, 2):
+        train(trainer, iteration - 1, iteration)
+        if behind.targets[0].saved_at != iteration:
+            behind.begin(behind.targets[0], done(iteration), keep_all=False)
+    behind.save_last(done(2), keep_all=False)  # of the same moment: only waited for
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [2, 1]
+    assert [line.split(" at ")[0] for line in said] == 2 * ["saving checkpoint", "  successfully saved checkpoint"]
+
+
+def test_an_error_behind_the_training_is_raised_and_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, behind, _ = make(tmp_path)
+    behind.save_last(done(1), keep_all=False)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    train(trainer, 1, 2)
+    behind.begin(behind.targets[0], done(2), keep_all=False)
+    give_up = time.monotonic() + 20
+    while not behind.failed and time.monotonic() < give_up:
+        time.sleep(0.01)
+    train(trainer, 2, 3)  # nothing waits for a save that failed
+    behind.poll()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        behind.save_last(done(3), keep_all=False)
+    monkeypatch.undo()
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [1] and not list(tmp_path.glob("*.tmp-*"))
+    assert verify_checkpoint(find_checkpoints(tmp_path)[0][1]) == []
+
+
+def test_a_gpus_room_is_what_the_next_step_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps the memory of activations is free, and not to be had."""
+    gib, device = 1 << 30, torch.device("cpu")
+    most = [60 * gib]
+    for name, value in (("mem_get_info", (10 * gib, 80 * gib)), ("memory_reserved", 65 * gib)):
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 20 * gib)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: most[0])
+    trainer, behind, _ = make(tmp_path)
+    assert not behind._may_clone(device, 14 * gib)  # 10 are free, 5 were never used, and 2 are left alone
+    assert behind._may_clone(device, 13 * gib)
+    most[0] = 73 * gib  # with the clones
+    assert behind._may_clone(device, 13 * gib) and not behind._may_clone(device, 14 * gib)
+    trainer.close()
+
+
+def test_a_mirrors_copies_leave_room_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, behind, _ = make(tmp_path / "run")
+    state = sum(part.nbytes for one in resume.tensors_to_save(trainer).values() for _, part in one.parts)
+    monkeypatch.setattr(saving, "host_room", lambda held=0: state + 100 + held)
+    rooms = []
+    for in_memory in (True, False):
+        behind.begin(Target(tmp_path / f"{in_memory}", None, None, None, in_memory=in_memory), done(1), keep_all=True)
+        assert behind._save is not None
+        rooms.append(behind._save.snapshot.room)
+        behind.finish()
+    assert rooms == [100, state + 100]
+    trainer.close()
+
+
+def test_the_first_error_ends_a_run_whatever_becomes_of_its_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _, _ = make(tmp_path)
+
+    def lost(*_: object, **__: object) -> Path:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(saving, "save_checkpoint", lost)
+    with (
+        pytest.raises(ValueError, match="the cause"),
+        saving.open_saving(trainer, inputs_of(trainer.config), lambda line: None, lambda: None, ()) as behind,
+    ):
+        behind.begin(behind.targets[0], done(1), keep_all=False)
+        raise ValueError("the cause")
+    trainer.close()
+
+
+def test_only_what_may_delete_a_checkpoint_waits_for_its_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, wrote = threading.Event(), []
+
+    def export(self: Exports, checkpoint: Path, target: Path) -> None:
+        gate.wait(30)
+        wrote.append(checkpoint.name)
+
+    monkeypatch.setattr(Exports, "_run", export)
+    trainer, behind, _ = make(tmp_path / "run", "--save-interval 1 --save-hf-interval 1")
+    behind.begin(behind.targets[0], done(1), keep_all=True)
+    behind.finish()
+    behind.begin(Target(tmp_path / "memory", None, None, None, in_memory=True), done(2), keep_all=True)
+    assert not wrote
+    threading.Timer(0.2, gate.set).start()
+    behind.begin(behind.targets[0], done(3), keep_all=True)
+    assert wrote == ["iter_0000001"]
+    behind.close()
+    assert wrote == ["iter_0000001", "iter_0000003"]
+    trainer.close()

@@ -15,7 +15,7 @@ from tests.documents import ROOT, blocks
 PAGE = ROOT / "docs/extending.md"
 EXAMPLES = {
     "Another norm": "combinations compute the same as one process",
-    "A family": "596.05 M parameters",
+    "A preset": "596.05 M parameters",
 }
 """What the commands of an example print. Qwen3-0.6B is published with 596,049,920 parameters."""
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gptpar.checkpoint.folders import find_checkpoints
 from gptpar.system.processes import Process
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -47,6 +46,8 @@ def keep_newest(folder: Path) -> str | None:
     Returns:
         A sentence that says where it is now; ``None``: there is no copy.
     """
+    from gptpar.checkpoint.folders import find_checkpoints  # brings torch: a second, which every verb would pay for
+
     copies = find_checkpoints(folder)
     if not copies:
         return None

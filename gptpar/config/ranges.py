@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from gptpar.config import Flags
@@ -21,10 +22,16 @@ def out_of_range(flags: Flags) -> dict[str, str]:
     found = {}
     for section in dataclasses.fields(flags):
         values = getattr(flags, section.name)
-        for spec in dataclasses.fields(values):
-            if spec.metadata and (problem := _problem(getattr(values, spec.name), spec.metadata)):
-                found[f"{section.name}.{spec.name}"] = problem
+        for name, limits in _limits(type(values)):
+            if problem := _problem(getattr(values, name), limits):
+                found[f"{section.name}.{name}"] = problem
     return found
+
+
+@cache
+def _limits(section: type) -> tuple[tuple[str, Any], ...]:
+    """(field, its limits) of a section of flags."""
+    return tuple((spec.name, spec.metadata) for spec in dataclasses.fields(section) if spec.metadata)
 
 
 def _problem(value: Any, limits: Any) -> str:

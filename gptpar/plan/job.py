@@ -217,7 +217,7 @@ class Job:
         method = self.config.parallel.pipeline_partition_method
         return split_of_model(self.config.model, self.layout.pipeline, self.num_virtual_stages, method)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[StagePart, ...]:
         """What each stage runs."""
         method = self.config.parallel.pipeline_partition_method

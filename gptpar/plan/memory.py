@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from operator import mul
 
 from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
@@ -71,28 +72,76 @@ class RankMemory:
 
 def stage_memory(job: Job, stage: int, sustained: Sustained = SUSTAINED) -> RankMemory:
     """Memory of the processes of one stage."""
-    part = job.stages[stage]
-    parameters, gradients, optimizer, on_host = _states(job, part)
+    return _memory(job, stage, _Part.of(job, job.stages[stage], _Blocks.of(job)), sustained)
+
+
+def memory_of_stages(job: Job, sustained: Sustained = SUSTAINED) -> list[RankMemory]:
+    """:func:`stage_memory` of every stage; what stages with the same layers have alike is counted once."""
     blocks = _Blocks.of(job)
-    chunks = [blocks.kept(count) for count in part.blocks]
-    host_chunks = [blocks.kept_by_host(count) for count in part.blocks]
+    parts = {part: _Part.of(job, part, blocks) for part in dict.fromkeys(job.stages)}
+    return [_memory(job, stage, parts[part], sustained) for stage, part in enumerate(job.stages)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What all stages with the same layers have alike, in bytes.
+
+    Attributes:
+        parameters, gradients, optimizer: see :class:`RankMemory`.
+        host: of the optimizer and the parameters, in the machine's memory.
+        kept, kept_by_host: what each chunk keeps of a micro-batch, on the device and in the machine's memory.
+        moments: when the sum may be largest.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    host: float
+    kept: tuple[float, ...]
+    kept_by_host: tuple[float, ...]
+    moments: tuple[_Moment, ...]
+
+    @staticmethod
+    def of(job: Job, part: StagePart, blocks: _Blocks) -> _Part:
+        kept = tuple(blocks.kept(count) for count in part.blocks)
+        kept_by_host = tuple(blocks.kept_by_host(count) for count in part.blocks)
+        moments = tuple(_moments(job, part, blocks, sum(kept)))
+        return _Part(*_states(job, part), kept, kept_by_host, moments)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes that exist together at one moment of a step.
+
+    Attributes:
+        leaving: gradients that go to the host.
+        activations: those that are still kept; ``None``: all.
+        buffers: see :class:`RankMemory`.
+    """
+
+    leaving: float
+    activations: float | None
+    buffers: float
+
+
+def _memory(job: Job, stage: int, part: _Part, sustained: Sustained) -> RankMemory:
     counts = alive(stage, job.layout.pipeline, job.num_micro_batches, job.num_virtual_stages)
-    activations = max(sum(n * size for n, size in zip(count, chunks, strict=True)) for count in counts)
-    host = max(sum(n * size for n, size in zip(count, host_chunks, strict=True)) for count in counts)
-    moments = _moments(job, part, blocks, activations, sum(chunks))
+    most = max(sum(map(mul, count, part.kept)) for count in counts)
+    host = max(sum(map(mul, count, part.kept_by_host)) for count in counts)
+    moments = ((one.leaving, most if one.activations is None else one.activations, one.buffers) for one in part.moments)
     leaving, activations, buffers = max(moments, key=sum)
-    gradients += leaving
+    gradients = part.gradients + leaving
     on_gpu = job.device_type == "cuda"
     buffers += _boundary_buffers(job, stage) + on_gpu * PRODUCT_WORKSPACE
-    allocated = parameters + gradients + optimizer + activations + buffers
+    allocated = part.parameters + gradients + part.optimizer + activations + buffers
     return RankMemory(
-        parameters=parameters,
+        parameters=part.parameters,
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=part.optimizer,
         activations=activations,
         buffers=buffers,
         outside=on_gpu * (sustained.outside + sustained.fragmentation * allocated + _symmetric_memory(job)),
-        host=sustained.host_process + host + on_host,
+        host=sustained.host_process + host + part.host,
     )
 
 
@@ -122,10 +171,8 @@ def _states(job: Job, part: StagePart) -> tuple[float, float, float, float]:
     return parameters, gradients, float(element_bytes * here), host
 
 
-def _moments(
-    job: Job, part: StagePart, blocks: _Blocks, activations: float, of_one: float
-) -> Iterator[tuple[float, float, float]]:
-    """(gradients that go to the host, activations, buffers) when their sum may be largest.
+def _moments(job: Job, part: StagePart, blocks: _Blocks, of_one: float) -> Iterator[_Moment]:
+    """The moments when gradients on their way to the host, activations and buffers may be most.
 
     Such a gradient stays on the device until the host has used it, or, where gradients leave at once, until it is
     copied; a sum over micro-batches does so where it was summed. The device keeps the first layers: when all of the
@@ -133,25 +180,22 @@ def _moments(
     with all activations.
 
     Args:
-        activations: at most.
-        of_one: of a micro-batch.
+        of_one: bytes of a micro-batch's activations.
     """
     size = job.offloaded_gradient_size
     there = job.table(part).length(Home.HOST)
     leaving = size * there if job.num_micro_batches == 1 else size * job.early_elements
-    backward = _backward_buffers(job, part, blocks)
-    most = max(_loss_buffers(job, part), backward, _end_buffers(job, part))
-    remaining = of_one * _share_of_device(job, part)
+    loss, backward, end = _loss_buffers(job, part), _backward_buffers(job, part, blocks), _end_buffers(job, part)
+    most = max(loss, backward, end)
     if job.gradients_leave_at_once:
         lengths = job.gradient_lengths(part)
-        yield 0.0, activations, _loss_buffers(job, part)
-        yield min(leaving, max_bytes_waiting(lengths, size) + max(lengths) * size), activations, backward
-        return
-    if not job.graph:
-        yield job.early_elements * size, activations, most
-        yield leaving, remaining, max(backward, _end_buffers(job, part))
-        return
-    yield leaving, activations, most  # a recorded step has their memory all the time
+        yield _Moment(0.0, None, loss)
+        yield _Moment(min(leaving, max_bytes_waiting(lengths, size) + max(lengths) * size), None, backward)
+    elif not job.graph:
+        yield _Moment(job.early_elements * size, None, most)
+        yield _Moment(leaving, of_one * _share_of_device(job, part), max(backward, end))
+    else:
+        yield _Moment(leaving, None, most)  # a recorded step has their memory all the time
 
 
 def _share_of_device(job: Job, part: StagePart) -> float:

@@ -11,7 +11,7 @@ from gptpar.config import Flags
 from gptpar.plan.gradients import GradientChoice, choose_gradients
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job
-from gptpar.plan.memory import RankMemory, stage_memory
+from gptpar.plan.memory import RankMemory, memory_of_stages
 from gptpar.plan.space.candidate import Changes, configured, flags_of, with_changes
 from gptpar.plan.space.dimensions import VIRTUAL_STAGES
 from gptpar.plan.timing import StepTime, step_time, utilisation
@@ -38,7 +38,7 @@ class Plan:
     @cached_property
     def memory(self) -> list[RankMemory]:
         """Of each stage's processes."""
-        return [stage_memory(self.job, stage, self.cluster.sustained) for stage in range(self.job.layout.pipeline)]
+        return memory_of_stages(self.job, self.cluster.sustained)
 
     @cached_property
     def time(self) -> StepTime:

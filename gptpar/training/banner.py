@@ -19,7 +19,7 @@ from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.module import LayerSplit
 from gptpar.pipeline.schedules import idle_share, simulate
 from gptpar.plan.job import Job
-from gptpar.plan.memory import stage_memory
+from gptpar.plan.memory import memory_of_stages, stage_memory
 from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges
 from gptpar.topology.groups import Topology
 from gptpar.topology.layout import Layout
@@ -201,7 +201,7 @@ def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit
 def _memory(config: Config, topology: Topology) -> list[Row]:
     """Of the stage that needs the most."""
     job = Job(config, topology.layout, topology.device.type)
-    stages = [stage_memory(job, stage) for stage in range(topology.layout.pipeline)]
+    stages = memory_of_stages(job)
     worst = max(range(len(stages)), key=lambda stage: stages[stage].allocated)
     memory = stages[worst]
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers")

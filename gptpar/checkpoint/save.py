@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,16 @@ def save_checkpoint(
 
 
 def snapshot_of(
-    tensors: Mapping[str, TensorParts], room: int = 0, *, clones: bool = False, spare: SpareMemory | None = None
+    tensors: Mapping[str, TensorParts],
+    room: int = 0,
+    *,
+    clones: bool = False,
+    spare: SpareMemory | None = None,
+    exchanged: Iterable[torch.Tensor] = (),
 ) -> Snapshot:
     """What ``save_checkpoint`` will read of tensors as they are now; see :class:`Snapshot`."""
     parts = (part for tensor in tensors.values() for _, part in tensor.parts)
-    return Snapshot(parts, room, clones=clones, spare=spare)
+    return Snapshot(parts, room, clones=clones, spare=spare, exchanged=exchanged)
 
 
 def _check_input(

@@ -30,9 +30,11 @@ class Buffers:
 
     Attributes:
         vectors: ``weights`` and each of the optimizer's states -> [n].
+        block: [bytes] uint8, the memory of all vectors; ``None``: they are in files.
     """
 
     vectors: Mapping[str, torch.Tensor]
+    block: torch.Tensor | None = None
 
     @property
     def weights(self) -> torch.Tensor:
@@ -45,6 +47,10 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         return sum(vector.nbytes for vector in self.vectors.values())
+
+    def in_other(self, block: torch.Tensor) -> Buffers:
+        """Buffers like these, with the contents of another block of the same size."""
+        return _buffers_in(block, list(self.vectors), len(self.weights), self.weights.dtype)
 
 
 @dataclass(frozen=True)
@@ -203,10 +209,18 @@ def new_buffers(names: Sequence[str], length: int, dtype: torch.dtype, folder: P
     """
     if folder is not None:
         return Buffers({name: _in_file(length, dtype, folder) for name in names})
-    num_bytes = length * dtype.itemsize
-    stride = -(-num_bytes // pages.LINE_BYTES) * pages.LINE_BYTES
-    memory = pages.zeros(len(names) * stride).split(stride)  # one mapping: their number per process is limited
-    return Buffers({name: part[:num_bytes].view(dtype) for name, part in zip(names, memory, strict=True)})
+    # One mapping for all vectors: their number per process is limited.
+    return _buffers_in(pages.zeros(len(names) * _stride(length, dtype)), names, length, dtype)
+
+
+def _buffers_in(block: torch.Tensor, names: Sequence[str], length: int, dtype: torch.dtype) -> Buffers:
+    num_bytes, parts = length * dtype.itemsize, block.split(_stride(length, dtype))
+    return Buffers({name: part[:num_bytes].view(dtype) for name, part in zip(names, parts, strict=True)}, block)
+
+
+def _stride(length: int, dtype: torch.dtype) -> int:
+    """Bytes from one vector of a block to the next."""
+    return -(-length * dtype.itemsize // pages.LINE_BYTES) * pages.LINE_BYTES
 
 
 def _in_file(length: int, dtype: torch.dtype, folder: Path) -> torch.Tensor:

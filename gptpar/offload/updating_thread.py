@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from gptpar.offload.bucket_state import HOLDS_SPECULATION, BucketState, event_of_step
 from gptpar.offload.buckets import Bucket, Buffers
@@ -39,6 +40,7 @@ class _AtWork(NamedTuple):
         copy: copies the new parameters to the device.
         wait: returns when the kernel is done.
         read: the gradient that the kernel reads; released after the update if ``ends_with`` is ``None``.
+        into: the memory of the new state; ``None``: that of the old one.
         ends_with: the event with which the update ends the bucket's step; ``None``: it does not end the step.
         sends: whether the new parameters are sent when the kernel is done.
     """
@@ -47,6 +49,7 @@ class _AtWork(NamedTuple):
     copy: H2DCopy
     wait: Callable[[], Done]
     read: D2HCopy
+    into: Buffers | None
     ends_with: What | None
     sends: bool
 
@@ -81,7 +84,8 @@ class UpdatingThread:
         num_redone: number of steps in which a speculation was wrong.
         num_ahead: number of elements, over all steps, in which a speculation was committed.
         guard: is asked before an update overwrites state, in place or in a double buffer, which a commit may have made
-            of state that is being saved.
+            of state that is being saved. Then the double buffer is exchanged for other memory, and an update in place
+            goes to the double buffer, so that nothing has to be copied.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class UpdatingThread:
         self._cores, self.log = cores, log
         self.busy_s, self.num_redone, self.num_ahead = 0.0, 0, 0
         self.guard = StateGuard()
+        self.guard.exchanged = self._exchanged_blocks
         self.latest_updates: deque[tuple[str, float, float]] = deque(maxlen=NUM_LATEST_UPDATES)
         self._request: StepRequest | None = None
         self._expected: StepHyperparameters | None = None
@@ -135,7 +140,7 @@ class UpdatingThread:
             # With a partial gradient, update the closed ranges alone, and keep the new parameters in host memory: the
             # training loop may still compute with the old ones.
             closed = None if partial is None else partial.closed
-            self._begin(bucket, expected, bucket.double_buffer, None, only=closed, sends=partial is None)
+            self._begin(bucket, expected, None, aside=True, only=closed, sends=partial is None)
         elif action is Action.TAKE_STEP:
             assert request is not None
             self._take_step(request)
@@ -214,32 +219,34 @@ class UpdatingThread:
             elif before is BucketState.SPECULATED_AND_FINAL:  # the speculated parameters wait in host memory
                 assert bucket.own_copy is not None
                 self._send(bucket, bucket.own_copy)
-            self._end_step(bucket, event)
+            self._end_step(bucket, event, swaps=event is What.COMMITTED)
             return False
         assert hyperparameters is not None
         self._advance(bucket, event)
         if event is What.COMPLETION_BEGUN:
             assert bucket.partial is not None
-            self._begin(bucket, hyperparameters, bucket.double_buffer, What.COMMITTED, only=bucket.partial.open)
+            self._begin(bucket, hyperparameters, What.COMMITTED, aside=True, only=bucket.partial.open)
             return False
-        self._begin(bucket, hyperparameters, None, What.UPDATED)
+        block = bucket.buffers.block
+        aside = bucket.double_buffer is not None and block is not None and self.guard.needs(block)
+        self._begin(bucket, hyperparameters, What.UPDATED, aside=aside)
         return before in HOLDS_SPECULATION
 
     def _begin(
         self,
         bucket: Bucket,
         hyperparameters: StepHyperparameters,
-        into: Buffers | None,
         ends_with: What | None,
         *,
+        aside: bool,
         only: np.ndarray | None = None,
         sends: bool = True,
     ) -> None:
         """Give the kernel an update, and finish the previous update while the kernel works.
 
         Args:
-            into: the memory for the new state; ``None``: update in place.
             ends_with: see :class:`_AtWork`.
+            aside: whether the new state goes to the double buffer; else it takes the place of the old one.
             only: the ranges to update; ``None``: all elements.
             sends: see :class:`_AtWork`.
         """
@@ -248,11 +255,27 @@ class UpdatingThread:
         self._record(What.ARRIVED, bucket)
         groups = self._groups_of(hyperparameters, bucket.steps + 1)
         ranges = [(one.start, one.stop, groups[one.group]) for one in bucket.group_ranges]
+        into = self._writable_double_buffer(bucket) if aside else None
         new = None if into is None else into.all()
         self.guard.before_write(new or bucket.buffers.all())
         wait = self._kernel.order(bucket.buffers.all(), grad, ranges, into=new, low=copy.values, only=only)
         self._finish_update()
-        self._at_work = _AtWork(bucket, copy, wait, bucket.grad, ends_with, sends)
+        self._at_work = _AtWork(bucket, copy, wait, bucket.grad, into, ends_with, sends)
+
+    def _writable_double_buffer(self, bucket: Bucket) -> Buffers:
+        """A bucket's double buffer, in other memory if a save needs what it holds and memory has room."""
+        buffer = bucket.double_buffer
+        assert buffer is not None and buffer.block is not None
+        # The second half of a partial gradient finds nothing to exchange: the first half did.
+        other = self.guard.exchange(buffer.block)
+        bucket.double_buffer = buffer if other is None else buffer.in_other(other)
+        return bucket.double_buffer
+
+    def _exchanged_blocks(self) -> Iterator[torch.Tensor]:
+        """The memory of valid state that a commit makes a double buffer, so that it is never updated in place."""
+        for bucket in self._buckets:
+            if bucket.double_buffer is not None and bucket.buffers.block is not None:
+                yield bucket.buffers.block
 
     def _groups_of(self, hyperparameters: StepHyperparameters, step: int) -> Sequence[Any]:
         """The kernel's arguments for each group, kept from the last call: most buckets of a step have the same ones."""
@@ -276,12 +299,18 @@ class UpdatingThread:
         if work.ends_with is None:
             work.read.release()
         else:
-            self._end_step(bucket, work.ends_with)
+            self._end_step(bucket, work.ends_with, swaps=work.into is not None)
 
-    def _end_step(self, bucket: Bucket, how: What) -> None:
-        if how is What.COMMITTED:
+    def _end_step(self, bucket: Bucket, how: What, *, swaps: bool) -> None:
+        """End a bucket's step.
+
+        Args:
+            swaps: whether the new state is in the double buffer.
+        """
+        if swaps:
             assert bucket.double_buffer is not None
             bucket.buffers, bucket.double_buffer = bucket.double_buffer, bucket.buffers
+        if how is What.COMMITTED:
             self.num_ahead += bucket.stop - bucket.start
         bucket.forget_gradient()
         bucket.steps += how is not What.SKIPPED

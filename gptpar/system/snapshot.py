@@ -4,6 +4,9 @@ Nothing is copied when a snapshot is taken: the bytes of the moment are where th
 some asks first (:meth:`StateGuard.before_write`). What the save has not read by then is copied where memory has room,
 and waited for where it has none. Copies begin ahead of that in threads of the save, because state does not change
 during the forward and backward passes. On a GPU with room the state is cloned at once, which takes milliseconds.
+
+Whoever is about to overwrite a whole block of memory may take another block in exchange (:meth:`StateGuard.exchange`).
+Then nothing is copied: the snapshot keeps the old block.
 """
 
 from __future__ import annotations
@@ -11,67 +14,19 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from enum import Enum, auto
+from operator import attrgetter
 from queue import SimpleQueue
 
 import torch
 
-from gptpar.system.blocks import copy_bytes, row_major_blocks, span
+from gptpar.system.blocks import copy_bytes, span
+from gptpar.system.regions import PIECE_BYTES, Borrowed, MemoryRegion, Piece, RegionState, blocks_of, outside, pieces_of
 from gptpar.system.spare_memory import SpareMemory
-
-PIECE_BYTES = 8 << 20
-"""What is copied, read and written at a time."""
 
 NUM_BUFFERS = 4
 """Buffers of a piece each that threads of a save share."""
-
-
-class _State(Enum):
-    LIVE = auto()
-    """The bytes are where training will overwrite them."""
-    COPYING = auto()
-    KEPT = auto()
-    """The bytes are in memory of the snapshot."""
-    DONE = auto()
-    """Nobody needs the bytes any more."""
-
-
-@dataclass(eq=False, slots=True)
-class _Region:
-    """Memory that is kept or let go as a whole.
-
-    Attributes:
-        source: where the bytes are; ``None``: nobody needs them any more.
-        start, stop: addresses that nobody may overwrite; equal: nobody else has this memory.
-        readers: threads that read memory of the training just now.
-        num_unread: pieces that the save has not read.
-        memory: that was borrowed to keep the bytes.
-    """
-
-    source: torch.Tensor | None
-    start: int
-    stop: int
-    num_bytes: int
-    num_unread: int
-    state: _State = _State.LIVE
-    readers: int = 0
-    memory: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """At most ``PIECE_BYTES`` of a tensor's row-major bytes.
-
-    Attributes:
-        index: its place among the pieces of its region.
-    """
-
-    region: _Region
-    index: int
-    num_bytes: int
 
 
 class Snapshot:
@@ -82,11 +37,12 @@ class Snapshot:
         room: bytes of host memory that copies may take.
         clones: whether tensors of a GPU are cloned there at once.
         spare: where copies get their memory from; default: from the system.
+        exchanged: blocks of memory whose owner calls :meth:`exchange`: they are not copied ahead.
 
     Attributes:
         room: as given.
         waited_s: seconds for which overwriting had to wait, or copied by itself.
-        most_kept: bytes of host memory that copies took at most.
+        most_kept: bytes of host memory that copies, and blocks given in exchange, took at most.
     """
 
     def __init__(
@@ -96,6 +52,7 @@ class Snapshot:
         *,
         clones: bool = False,
         spare: SpareMemory | None = None,
+        exchanged: Iterable[torch.Tensor] = (),
     ):
         self.waited_s, self.most_kept = 0.0, 0
         self.room = self._room = room
@@ -104,21 +61,19 @@ class Snapshot:
         self._pieces: dict[int, list[Piece]] = {}
         self._tensors = list(tensors)  # alive, so that their ids are theirs alone
         for tensor in self._tensors:
-            self._pieces[id(tensor)] = list(_pieces_of(tensor, clones and tensor.is_cuda))
-        guarded = list(filter(_is_guarded, dict.fromkeys(self._regions())))
-        self._ahead = iter(guarded)
+            self._pieces[id(tensor)] = list(pieces_of(tensor, clones and tensor.is_cuda))
+        guarded = list(filter(attrgetter("is_guarded"), dict.fromkeys(self._regions())))
+        self._ahead = iter(outside(guarded, exchanged))
         self._guarded = sorted(guarded, key=lambda one: one.start)
         self._starts = [one.start for one in self._guarded]
         self._longest = max((one.stop - one.start for one in self._guarded), default=0)
         device = next((tensor.device for tensor in self._tensors if tensor.is_cuda), None)
-        self._stream = None if device is None else torch.cuda.Stream(device)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream = None if device is None else _stream_beside(device)
         self._staging: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(NUM_BUFFERS if device is not None and guarded and room else 0):
             self._staging.put(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
 
-    def _regions(self) -> Iterator[_Region]:
+    def _regions(self) -> Iterator[MemoryRegion]:
         """All of them; one with several pieces comes several times."""
         return (piece.region for pieces in self._pieces.values() for piece in pieces)
 
@@ -144,12 +99,12 @@ class Snapshot:
         """Copy a piece's bytes as they stood to ``target`` [bytes], uint8, on the host; each piece is read once."""
         region = piece.region
         with self._changed:
-            source, is_live = region.source, region.state is not _State.KEPT
+            source, is_live = region.source, region.state is not RegionState.KEPT
             assert source is not None, "a piece was read twice, or after the end"
             region.readers += is_live
         try:
             with self._on_stream():
-                copy_bytes(target, _blocks(source)[piece.index])
+                copy_bytes(target, blocks_of(source)[piece.index])
         finally:
             with self._changed:
                 region.readers -= is_live
@@ -163,11 +118,11 @@ class Snapshot:
         while (region := self._next_ahead()) is not None:
             self._copy(region)
 
-    def _next_ahead(self) -> _Region | None:
+    def _next_ahead(self) -> MemoryRegion | None:
         """The next region to copy ahead, reserved, as soon as memory has room; ``None``: there is none."""
         with self._changed:
             for region in self._ahead:
-                while not self._may_copy(region) and _is_live(region):
+                while not self._may_copy(region) and region.is_live:
                     self._changed.wait()
                 if self._may_copy(region):
                     self._reserve(region)
@@ -184,10 +139,10 @@ class Snapshot:
                 self._free(region)
         self.waited_s += time.perf_counter() - started
 
-    def _free(self, region: _Region) -> None:
+    def _free(self, region: MemoryRegion) -> None:
         while True:
             with self._changed:
-                if not _is_live(region) and not region.readers:
+                if not region.is_live and not region.readers:
                     return
                 if not self._may_copy(region):
                     self._changed.wait()
@@ -195,7 +150,7 @@ class Snapshot:
                 self._reserve(region)
             self._copy(region)
 
-    def _overlapping(self, start: int, stop: int) -> Iterator[_Region]:
+    def _overlapping(self, start: int, stop: int) -> Iterator[MemoryRegion]:
         place = bisect_left(self._starts, stop) - 1
         while place >= 0 and self._starts[place] > start - self._longest:
             region = self._guarded[place]
@@ -203,17 +158,54 @@ class Snapshot:
                 yield region
             place -= 1
 
+    def exchange(self, block: torch.Tensor) -> torch.Tensor | None:
+        """Another block for somebody who is about to overwrite all of this one, and goes on with the other.
+
+        Args:
+            block: [n] uint8, of the spare memory's kind; the snapshot gives it to the spare memory in the end.
+
+        Returns:
+            [n] uint8 of any contents; ``None``: nothing of the block is needed, or there is no room for another: the
+            owner keeps it, and calls :meth:`before_write`.
+        """
+        with self._changed:
+            while any(region.state is RegionState.COPYING for region in self._needed(block)):
+                self._changed.wait()
+            needed = self._needed(block)
+            if not needed or block.numel() > self._room:
+                return None
+            try:
+                other = self._spare.take(block.numel())
+            except (MemoryError, OSError, RuntimeError):
+                return None
+            self._take(block.numel())
+            borrowed = Borrowed(block, len(needed))
+            for region in needed:
+                region.state, region.borrowed = RegionState.KEPT, borrowed
+            return other
+
+    def needs(self, block: torch.Tensor) -> bool:
+        """Whether the save has not read all of a block that is still where it was."""
+        with self._changed:
+            return bool(self._needed(block))
+
+    def _needed(self, block: torch.Tensor) -> list[MemoryRegion]:
+        return [region for region in self._overlapping(*span(block)) if region.is_live]
+
     # Copies. The caller holds the lock, but for `_copy`.
 
-    def _may_copy(self, region: _Region) -> bool:
-        return region.state is _State.LIVE and region.num_bytes <= self._room
+    def _may_copy(self, region: MemoryRegion) -> bool:
+        return region.state is RegionState.LIVE and region.num_bytes <= self._room
 
-    def _reserve(self, region: _Region) -> None:
-        region.state = _State.COPYING
-        self._room -= region.num_bytes
+    def _reserve(self, region: MemoryRegion) -> None:
+        region.state = RegionState.COPYING
+        self._take(region.num_bytes)
+
+    def _take(self, num_bytes: int) -> None:
+        self._room -= num_bytes
         self.most_kept = max(self.most_kept, self.room - self._room)
 
-    def _copy(self, region: _Region) -> None:
+    def _copy(self, region: MemoryRegion) -> None:
         """Keep a reserved region's bytes, unless the save has read them meanwhile."""
         source, memory, kept = region.source, None, None
         try:
@@ -228,10 +220,11 @@ class Snapshot:
         with self._changed:
             if source is not None and kept is None:
                 self._room = -self.room
-            if region.state is _State.COPYING and kept is not None:
-                region.state, region.source, region.memory = _State.KEPT, kept, memory
+            if region.state is RegionState.COPYING and kept is not None:
+                assert memory is not None
+                region.state, region.source, region.borrowed = RegionState.KEPT, kept, Borrowed(memory)
             else:
-                region.state = _State.LIVE if region.state is _State.COPYING else region.state
+                region.state = RegionState.LIVE if region.state is RegionState.COPYING else region.state
                 self._room += region.num_bytes
                 if memory is not None:
                     self._spare.give_back(memory)
@@ -251,12 +244,14 @@ class Snapshot:
         finally:
             self._staging.put(staging)
 
-    def _finish(self, region: _Region) -> None:
-        if region.state is _State.KEPT:
-            self._room += region.num_bytes
-            assert region.memory is not None
-            self._spare.give_back(region.memory)
-        region.state, region.source, region.memory = _State.DONE, None, None
+    def _finish(self, region: MemoryRegion) -> None:
+        borrowed = region.borrowed
+        if borrowed is not None:
+            borrowed.num_regions -= 1
+            if not borrowed.num_regions:
+                self._room += borrowed.block.numel()
+                self._spare.give_back(borrowed.block)
+        region.state, region.source, region.borrowed = RegionState.DONE, None, None
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -277,10 +272,12 @@ class StateGuard:
 
     Attributes:
         snapshot: of the save under way; ``None``: there is none.
+        exchanged: returns the blocks of memory whose owners call :meth:`exchange`.
     """
 
     def __init__(self) -> None:
         self.snapshot: Snapshot | None = None
+        self.exchanged: Callable[[], Iterable[torch.Tensor]] = lambda: ()
 
     def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """Return when the tensors' memory may be overwritten by work that is launched from now on."""
@@ -288,37 +285,19 @@ class StateGuard:
         if snapshot is not None:
             snapshot.before_write(tensors)
 
+    def exchange(self, block: torch.Tensor) -> torch.Tensor | None:
+        """See :meth:`Snapshot.exchange`."""
+        snapshot = self.snapshot
+        return None if snapshot is None else snapshot.exchange(block)
 
-def _is_guarded(region: _Region) -> bool:
-    return region.stop > region.start
-
-
-def sizes_of_copies(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    """Bytes of each block of memory that a snapshot of these tensors borrows where all of them are overwritten."""
-    regions = dict.fromkeys(piece.region for tensor in tensors for piece in _pieces_of(tensor, clone=False))
-    return (region.num_bytes for region in regions)
-
-
-def _is_live(region: _Region) -> bool:
-    return region.state in (_State.LIVE, _State.COPYING)
+    def needs(self, block: torch.Tensor) -> bool:
+        """See :meth:`Snapshot.needs`."""
+        snapshot = self.snapshot
+        return snapshot is not None and snapshot.needs(block)
 
 
-def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(row_major_blocks(tensor, PIECE_BYTES))
-
-
-@torch.no_grad()
-def _pieces_of(tensor: torch.Tensor, clone: bool) -> Iterator[Piece]:
-    """A contiguous tensor's pieces are regions of their own; another tensor, or a clone, is one region."""
-    tensor = tensor.detach()
-    if clone:
-        tensor = tensor.clone()
-    blocks = _blocks(tensor)
-    if tensor.is_contiguous() and not clone:
-        for block in blocks:
-            yield Piece(_Region(block, *span(block), block.nbytes, 1), 0, block.nbytes)
-        return
-    first, last = span(tensor)
-    region = _Region(tensor, first, first if clone else last, last - first, len(blocks))
-    for index, block in enumerate(blocks):
-        yield Piece(region, index, block.nbytes)
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """A stream that follows the work launched so far."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,8 @@ from gptpar.checkpoint.save import snapshot_of
 from gptpar.config import CheckpointConfig
 from gptpar.reporting.banner import format_bytes
 from gptpar.system.host import available_memory, place_on_machine
-from gptpar.system.snapshot import Snapshot, sizes_of_copies
+from gptpar.system.regions import sizes_of_copies
+from gptpar.system.snapshot import Snapshot
 from gptpar.system.spare_memory import SpareMemory
 from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training import resume
@@ -111,7 +113,7 @@ class Saving:
         permits: Sequence[Permit | None] = (),
     ):
         self._trainer, self._inputs, self._say, self._flush = trainer, inputs, say, flush
-        self._config = trainer.config.checkpoint
+        self._config, self._guard = trainer.config.checkpoint, trainer.engine.optimizer.guard
         self.targets = targets_of(self._config)
         for target, permit in zip(self.targets, permits, strict=False):
             target.permit = permit
@@ -133,7 +135,8 @@ class Saving:
         if not self.targets or not self._config.async_save:
             return
         tensors = resume.tensors_to_save(self._trainer).values()
-        sizes = list(sizes_of_copies(part for tensor in tensors for _, part in tensor.parts if not part.is_cuda))
+        on_host = (part for tensor in tensors for _, part in tensor.parts if not part.is_cuda)
+        sizes = list(sizes_of_copies(on_host, self._guard.exchanged()))
         if sum(sizes) <= host_room() // 2:
             self._spare.limit_to(sum(sizes))
             self._spare.prepare(sizes)
@@ -215,8 +218,7 @@ class Saving:
                 snapshot=snapshot,
             )
 
-        guard = trainer.engine.optimizer.guard
-        self._target, self._save = target, SaveUnderWay(iteration, snapshot, write, guard, behind=behind)
+        self._target, self._save = target, SaveUnderWay(iteration, snapshot, write, self._guard, behind=behind)
         self._stalled_s = time.perf_counter() - started
 
     def _snapshot(self, tensors: dict[str, TensorParts], behind: bool, in_memory: bool) -> tuple[Snapshot, bool]:
@@ -229,10 +231,11 @@ class Saving:
         self._spare.limit_to(room)
         on_gpu = [part for tensor in tensors.values() for _, part in tensor.parts if part.is_cuda]
         clones = bool(on_gpu) and self._may_clone(on_gpu[0].device, sum(part.nbytes for part in on_gpu))
+        make = partial(snapshot_of, tensors, room, spare=self._spare, exchanged=list(self._guard.exchanged()))
         try:
-            return snapshot_of(tensors, room, clones=clones, spare=self._spare), clones
+            return make(clones=clones), clones
         except torch.OutOfMemoryError:  # free memory in pieces that are too small
-            return snapshot_of(tensors, room, spare=self._spare), False
+            return make(), False
 
     def _may_clone(self, device: torch.device, num_bytes: int) -> bool:
         """Whether a GPU has room for so many bytes of copies beside the training."""
@@ -301,7 +304,7 @@ class Saving:
             return
         num_bytes = sum(entry.stat().st_size for entry in path.iterdir()) if path.exists() else 0
         kept = save.snapshot.most_kept
-        copies = "; cloned on the GPU" if self._cloned else f"; {format_bytes(kept)} copied" if kept else ""
+        copies = "; cloned on the GPU" if self._cloned else f"; {format_bytes(kept)} of memory for it" if kept else ""
         self._say(
             f"  successfully saved checkpoint at iteration {save.iteration:7d} to {self._target.folder} "
             f"({num_bytes / 1e9:.3g} GB; training stood {self._stalled_s + save.snapshot.waited_s:.2f} s, written in "

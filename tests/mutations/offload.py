@@ -43,6 +43,13 @@ OFFLOAD = [
         (ANY_ORDER,),
     ),
     Mutation(
+        "update-beside-a-save-not-made-valid",
+        THREAD,
+        "swaps=work.into is not None",
+        "swaps=work.ends_with is What.COMMITTED",
+        ("tests/unit/training/test_saving.py::test_it_is_the_state_of_its_moment",),
+    ),
+    Mutation(
         "replaced-gradient-ignored",
         THREAD,
         "        for bucket in self._buckets:\n            bucket.use_newer()\n",
@@ -96,8 +103,8 @@ OFFLOAD = [
     Mutation(
         "closed-ranges-of-a-partial-gradient-computed-again",
         THREAD,
-        "What.COMMITTED, only=bucket.partial.open)",
-        "What.COMMITTED, only=bucket.partial.closed)",
+        "What.COMMITTED, aside=True, only=bucket.partial.open)",
+        "What.COMMITTED, aside=True, only=bucket.partial.closed)",
         (TIED_EMBEDDING, EARLY_GRADIENTS),
     ),
     Mutation(

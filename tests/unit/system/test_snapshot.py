@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from gptpar.system import pages
-from gptpar.system.snapshot import PIECE_BYTES, Snapshot, StateGuard
+from gptpar.system.regions import PIECE_BYTES, sizes_of_copies
+from gptpar.system.snapshot import Snapshot, StateGuard
+from gptpar.system.spare_memory import SpareMemory
 
 PIECE = PIECE_BYTES // 4
 
@@ -140,5 +142,65 @@ def test_memory_that_is_refused_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
     assert bytes_of(tensor) != before
 
 
+def parts_of_a_block() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A block of memory, and tensors that lie in it with gaps; the first one is several pieces."""
+    block = torch.randint(0, 256, (3 * PIECE_BYTES,), dtype=torch.uint8)
+    vector = block.view(torch.float32)
+    return block, [vector[: PIECE + 10], vector[PIECE + 20 : 2 * PIECE], vector[2 * PIECE : -7]]
+
+
+@pytest.mark.parametrize("num_read", [0, 1])
+def test_a_block_that_was_exchanged_is_read_where_it_is(num_read: int) -> None:
+    block, tensors = parts_of_a_block()
+    before = [bytes_of(tensor) for tensor in tensors]
+    spare, room = SpareMemory(1 << 30), 4 * PIECE_BYTES
+    snapshot = Snapshot(tensors, room=room, spare=spare, exchanged=[block])
+    found = [read(snapshot, tensor) for tensor in tensors[:num_read]]
+    snapshot.copy_ahead()  # there is nothing to copy
+    assert snapshot.most_kept == 0 and snapshot.needs(block)
+    other = snapshot.exchange(block)
+    assert other is not None and other.shape == block.shape and other.data_ptr() != block.data_ptr()
+    other.zero_()
+    assert snapshot.most_kept == block.numel() and snapshot.waited_s == 0
+    assert not snapshot.needs(block) and snapshot.exchange(block) is None
+    assert found + [read(snapshot, tensor) for tensor in tensors[num_read:]] == before
+    assert snapshot._room == room and spare.take(block.numel()).data_ptr() == block.data_ptr()
+
+
+def test_a_block_is_exchanged_only_where_memory_has_room() -> None:
+    block, tensors = parts_of_a_block()
+    before = [bytes_of(tensor) for tensor in tensors]
+    snapshot = Snapshot(tensors, room=block.numel() - 1, exchanged=[block])
+    assert snapshot.exchange(block) is None and snapshot.needs(block)
+    overwrite(snapshot, *tensors)
+    assert [read(snapshot, tensor) for tensor in tensors] == before and not snapshot.needs(block)
+
+
+def test_what_is_being_copied_is_waited_for_before_an_exchange() -> None:
+    """A block that is given away while a copier reads it could be lent again, and overwritten, meanwhile."""
+    block, tensors = parts_of_a_block()
+    before = [bytes_of(tensor) for tensor in tensors]
+    for _ in range(20):
+        snapshot = Snapshot(tensors, room=1 << 30)  # copied ahead, too
+        copier = threading.Thread(target=snapshot.copy_ahead, daemon=True)
+        copier.start()
+        other = snapshot.exchange(block)
+        (block if other is None else other).fill_(7)
+        copier.join(10)
+        assert not copier.is_alive()
+        assert other is not None or snapshot.most_kept > 0
+        assert [read(snapshot, tensor) for tensor in tensors] == before
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.frombuffer(bytearray(old), dtype=torch.float32))
+
+
+def test_sizes_to_prepare_are_those_that_are_borrowed() -> None:
+    block, tensors = parts_of_a_block()
+    outside = torch.randn(PIECE + 3)
+    assert sorted(sizes_of_copies([*tensors, outside], [block])) == [12, PIECE_BYTES, block.numel()]
+
+
 def test_a_guard_without_a_save_lets_everything_through() -> None:
-    StateGuard().before_write([torch.randn(3)])
+    guard, block = StateGuard(), torch.zeros(3, dtype=torch.uint8)
+    guard.before_write([block])
+    assert guard.exchange(block) is None and not guard.needs(block) and not list(guard.exchanged())

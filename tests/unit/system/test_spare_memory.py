@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gptpar.system import pages
-from gptpar.system.snapshot import PIECE_BYTES, Snapshot, sizes_of_copies
+from gptpar.system.regions import PIECE_BYTES, sizes_of_copies
+from gptpar.system.snapshot import Snapshot
 from gptpar.system.spare_memory import SpareMemory
 
 

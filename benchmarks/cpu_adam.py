@@ -10,25 +10,20 @@ follows a pause. Medians and minima are over rounds.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from benchmarks.about import about
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 from gptpar.system import native
-from gptpar.system.host import processor
 
 HERE = Path(__file__).resolve().parent
 BYTES = 3 * 4 * 2 + 2 * 2  # per element: p, m and v read and written, the gradient read, bf16 parameters written
@@ -150,22 +145,6 @@ def measure(n: int, threads: int, rounds: int) -> list[dict[str, object]]:
     ]
 
 
-def machine() -> dict[str, object]:
-    peers = {}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        peers["deepspeed"] = importlib.metadata.version("deepspeed")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
-    return {
-        "machine": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        **peers,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def show(lines: list[dict[str, object]]) -> None:
     print(f"{'elements':>11} {'threads':>7}  {'':22} {'median ms':>10} {'min ms':>9} {'GB/s':>6}")
     for line in lines:
@@ -184,15 +163,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="append one JSON object a line to this file")
     arguments = parser.parse_args()
-    about = machine()
-    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    machine = about("torch", "deepspeed")
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
     for millions in arguments.sizes + [1000] * arguments.largest:
         for threads in arguments.threads:
             lines = measure(millions * MILLION, threads, arguments.rounds)
             show(lines)
             if arguments.json:
                 with arguments.json.open("a") as file:
-                    file.writelines(json.dumps({**line, **about}) + "\n" for line in lines)
+                    file.writelines(json.dumps({**line, **machine}) + "\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 A worker, and the time of its death around the interval, are chosen by a seed. Every step that is in the finished run's
 curves counts once; lost steps, saving, mirroring and restarts are what is lost. The clock starts with the first step,
-for a run of days starts up once. Prints one JSON line.
+for a run of days starts up once. Prints one JSON line, and appends it to a file with --json.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.about import about
 from gptpar.system.processes import children
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +48,14 @@ def worker_of(launcher: int, rank: int) -> int | None:
 
 
 def measure(seconds: float, every: float, seed: int, interval: int, save_interval: int) -> dict[str, float]:
-    """Train so long, killing a worker after about so many seconds each time."""
+    """Train for a time while a worker is killed again and again.
+
+    Args:
+        seconds: to train.
+        every: mean seconds between kills.
+        interval: steps between copies in memory.
+        save_interval: steps between checkpoints.
+    """
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         flags = f"{MODEL} --mirror-interval {interval} --save {folder} --save-interval {save_interval}"
@@ -89,6 +97,7 @@ def measure(seconds: float, every: float, seed: int, interval: int, save_interva
         "kill_to_next_step_median_s": round(statistics.median(recoveries), 2) if recoveries else 0.0,
         "kill_to_next_step_max_s": round(max(recoveries), 2) if recoveries else 0.0,
         "mirror_interval": interval,
+        "seed": seed,
     }
 
 
@@ -108,9 +117,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of workers and times (default: 1)")
     parser.add_argument("--mirror-interval", type=int, default=50, help="steps (default: 50)")
     parser.add_argument("--save-interval", type=int, default=1000, help="steps (default: 1000)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the line to this file")
     args = parser.parse_args(argv)
     found = measure(60 * args.minutes, args.kill_every, args.seed, args.mirror_interval, args.save_interval)
-    print(json.dumps(found))
+    line = json.dumps({**found, **about("torch")})
+    print(line)
+    if args.json is not None:
+        with args.json.open("a") as file:
+            file.write(line + "\n")
     return 0
 
 

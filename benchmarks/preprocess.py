@@ -11,13 +11,8 @@ sum over all its processes of memory in use, with what several of them share cou
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
 import hashlib
-import importlib.metadata
 import json
-import os
-import platform
 import random
 import shlex
 import shutil
@@ -29,8 +24,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.about import about
 from gptpar.data.indexed import IndexedDataset
-from gptpar.system.host import processor
 
 HERE = Path(__file__).resolve().parent
 SAMPLE_S = 0.05
@@ -136,22 +131,6 @@ def line(contender: Contender, size: int, documents: int, tokens: int) -> dict[s
     }
 
 
-def about() -> dict[str, object]:
-    versions = {}
-    for package in ("tiktoken", "transformers", "tokenizers"):  # the last two are peers'
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
-    return {
-        "machine": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        **versions,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def show(lines: list[dict[str, object]]) -> None:
     print(f"{'':30} {'workers':>7} {'MB':>7} {'median s':>9} {'min s':>8} {'tokens/s':>12} {'peak MB':>8}")
     for of in lines:
@@ -178,7 +157,7 @@ def main() -> None:
     arguments = parser.parse_args()
     programs = {OURS: [sys.executable, "-m", "gptpar", "preprocess"]}
     programs |= {name: shlex.split(command) for name, _, command in (peer.partition("=") for peer in arguments.peer)}
-    machine = about()
+    machine = about("tiktoken", "transformers", "tokenizers")  # the last two are peers'
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     for copies in arguments.copies:
         with tempfile.NamedTemporaryFile(dir=arguments.folder, suffix=arguments.input.suffix) as corpus:

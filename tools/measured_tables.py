@@ -349,6 +349,20 @@ def survived_faults() -> str:
     )
 
 
+def goodput() -> str:
+    """Runs whose workers are killed."""
+    rows = [
+        [
+            f"{line['kill_every_s']:.0f} s",
+            str(line["kills"]),
+            f"{100 * line['goodput']:.1f} %",
+            f"{line['kill_to_next_step_median_s']:.2f} s, at most {line['kill_to_next_step_max_s']:.2f} s",
+        ]
+        for line in lines_of("goodput")
+    ]
+    return table(["a kill every", "kills in 10 minutes", "goodput", "from the kill to the next step"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "one-gpu": one_gpu,
@@ -359,6 +373,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "any-module": any_module,
     "preprocessing": preprocessing,
     "survived-faults": survived_faults,
+    "goodput": goodput,
 }
 
 

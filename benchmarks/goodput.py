@@ -116,7 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.goodput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the measurement (default: 10)")
-    parser.add_argument("--kill-every", type=float, default=30.0, metavar="S", help="mean seconds to a kill (default: 30)")
+    parser.add_argument(
+        "--kill-every", type=float, default=30.0, metavar="S", help="mean seconds to a kill (default: 30)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the killed ranks and the times (default: 1)")
     parser.add_argument("--mirror-interval", type=int, default=50, help="steps between copies in memory (default: 50)")
     parser.add_argument("--save-interval", type=int, default=1000, help="steps between checkpoints (default: 1000)")

@@ -1,8 +1,8 @@
-"""Reading ``torch.save`` files of strangers: tensors and plain values, and nothing of theirs is run.
+"""Reading ``torch.save`` files of strangers: tensors and plain values, without running anything in the files.
 
-torch's restricted unpickler builds only what is allowed. Beside what torch allows that is ``argparse.Namespace``, in
-which Megatron-LM keeps its arguments. In the place of objects that no weight needs (enums among the arguments, random
-states) is put :class:`LeftOut`, an empty object. A file that names anything else is refused before it is read.
+torch's restricted unpickler builds only allowed objects: those that torch allows, and ``argparse.Namespace``, in which
+Megatron-LM keeps its arguments. :class:`LeftOut`, an empty object, takes the place of objects that no weight needs
+(enums among the arguments, random states). A file that names anything else is refused before it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEFT_UNREAD = (
     *("megatron.", "deepspeed.", "transformer_engine.", "apex.", "nemo.", "numpy."),
     *("_codecs.encode", "pathlib.", "signal.Signals"),
 )
-"""Beginnings of names of objects that are left unread; nothing of theirs is imported or called."""
+"""Beginnings of the names of objects that :class:`LeftOut` replaces; they are neither imported nor called."""
 
 REAL: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
@@ -34,7 +34,7 @@ MAX_NAMED = 4
 
 
 class LeftOut:
-    """In the place of an object of another program's own class."""
+    """Takes the place of an object of another program's class."""
 
     def __init__(self, *_: object, **__: object):
         pass

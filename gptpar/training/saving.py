@@ -1,4 +1,4 @@
-"""When a run saves and where to, and the save that is under way while it trains."""
+"""The times and folders of a run's saves, and the save that is under way while the run trains."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
 
 KEPT_LOCALLY = 2
-"""Checkpoints in ``--save-local``: the newest, and the one before it in case that is damaged."""
+"""Checkpoints in ``--save-local``: the newest one, and the one before it in case the newest is damaged."""
 
 HOST_RESERVE = 2 << 30
 DEVICE_RESERVE = 2 << 30
-"""Bytes that copies leave free: training may still need some."""
+"""Bytes that copies leave free, because training may need more."""
 
 EXPORT_POLL_SECONDS = 0.5
 
@@ -48,8 +48,8 @@ class Target:
         keep: see ``save_checkpoint``.
         permit: see ``save_checkpoint``.
         saved_at: the last iteration that was saved here.
-        in_memory: its files take the host's memory, and its saves are not told.
-        is_late: whether the processes agreed that its minutes are over.
+        in_memory: whether its files take the host's memory; its saves are not logged then.
+        is_late: whether the processes have agreed that its minutes are over.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class Target:
     _since: float = field(default_factory=time.monotonic)
 
     def minutes_are_over(self) -> bool:
-        """By this process's clock."""
+        """Whether a save is due by this process's clock."""
         return self.minutes is not None and time.monotonic() - self._since >= 60 * self.minutes
 
     def is_due(self, iteration: int) -> bool:
@@ -129,7 +129,7 @@ class Saving:
         self._spare = SpareMemory()
 
     def prepare(self) -> None:
-        """Get memory for the copies of the host's state ready while the first steps run, if there is plenty of it."""
+        """Prepare memory for copies of the host's state while the first steps run, if half of the room suffices."""
         if not self.targets or not self._config.async_save:
             return
         tensors = resume.tensors_to_save(self._trainer).values()
@@ -139,7 +139,7 @@ class Saving:
             self._spare.prepare(sizes)
 
     def describe(self) -> str:
-        """How saves will go on, for the start of a run."""
+        """The line about saves at the start of a run."""
         if not self._config.async_save:
             return "saving: training stands still meanwhile (--no-async-save)"
         place = "copied where the GPU or the host" if torch.cuda.is_available() else "copied where the host"
@@ -149,12 +149,12 @@ class Saving:
         )
 
     def votes(self) -> list[bool]:
-        """Which targets' minutes are over, as the main process's clock says."""
+        """For each target, whether its minutes are over by the main process's clock."""
         is_main = self._trainer.topology.is_main
         return [is_main and target.minutes_are_over() for target in self.targets]
 
     def hear(self, votes: Sequence[bool]) -> None:
-        """What all processes' votes say."""
+        """Take the votes of all processes."""
         for target, vote in zip(self.targets, votes, strict=False):
             target.is_late |= vote
 
@@ -164,7 +164,7 @@ class Saving:
 
     @property
     def has_saved(self) -> bool:
-        """Whether anything was saved where all machines see it."""
+        """Whether anything was saved to ``--save``."""
         return any(target.saved_at is not None for target in self.targets[:1])
 
     @property
@@ -173,7 +173,7 @@ class Saving:
         return self._save is not None and self._save.failed
 
     def save_what_is_due(self, progress: Progress, *, keep_all: bool) -> None:
-        """Begin to save to a folder that is due. One is enough, and the one that all machines share comes first."""
+        """Begin to save to a folder that is due. One folder is enough, and ``--save`` comes first."""
         due = [target for target in self.targets if target.is_due(progress.iteration)]
         if due:
             self.begin(due[0], progress, keep_all=keep_all)
@@ -181,13 +181,13 @@ class Saving:
             target.begin(progress.iteration)
 
     def save_last(self, progress: Progress, *, keep_all: bool) -> None:
-        """Save this moment where all machines see it, unless it is there already, and wait for it."""
+        """Save this moment to ``--save``, unless it is there already, and wait until it is on the disk."""
         if self.targets and self.targets[0].saved_at != progress.iteration:
             self.begin(self.targets[0], progress, keep_all=keep_all, behind=False)
         self.finish()
 
     def begin(self, target: Target, progress: Progress, *, keep_all: bool, behind: bool = True) -> None:
-        """Take the state as it stands, and write it behind the training.
+        """Save the state of this moment, by default while training goes on.
 
         Raises:
             CheckpointError: the save before failed; see ``save_checkpoint``.
@@ -220,7 +220,7 @@ class Saving:
         self._stalled_s = time.perf_counter() - started
 
     def _snapshot(self, tensors: dict[str, TensorParts], behind: bool, in_memory: bool) -> tuple[Snapshot, bool]:
-        """The state as it stands, and whether a GPU's part of it was cloned there."""
+        """A snapshot of the state, and whether the GPU's part of it was cloned there."""
         if not behind:
             return snapshot_of(tensors), False
         room = host_room(self._spare.num_bytes)
@@ -235,7 +235,7 @@ class Saving:
             return snapshot_of(tensors, room, spare=self._spare), False
 
     def _may_clone(self, device: torch.device, num_bytes: int) -> bool:
-        """Whether a GPU has room for so many bytes of copies beside the training."""
+        """Whether a GPU has room for ``num_bytes`` of clones beside the training."""
         used = torch.cuda.max_memory_allocated(device) - self._most_cloned  # earlier copies may have been part of it
         self._most_used = max(self._most_used, used)
         if num_bytes > device_room(device, self._most_used):
@@ -244,7 +244,7 @@ class Saving:
         return True
 
     def poll(self) -> None:
-        """Tell of a save that is on the disk by now."""
+        """Finish a save that is on the disk by now."""
         if self._save is not None and self._save.over and not self._save.failed:
             self.finish()
 
@@ -280,14 +280,14 @@ class Saving:
         self._wait_for_export()
 
     def abandon(self) -> None:
-        """The same where other processes may be gone: a save or an export that fails is of no matter any more."""
+        """The same after an error, when other processes may be gone: errors of the save and its export are ignored."""
         with suppress(Exception):
             self.finish()
         if self._exports is not None:
             self._exports.finish()
 
     def _wait_for_export(self) -> None:
-        """Wait on all processes for the main one's export, in steps: no collective waits for longer than a moment."""
+        """Wait on all processes for the main process's export; each collective on the way takes only a moment."""
         if self._config.save_hf_interval is None:
             return
         while self._trainer.topology.any_rank(self._exports is not None and self._exports.is_under_way):
@@ -317,10 +317,10 @@ def open_saving(
     flush: Callable[[], None],
     permits: Sequence[Permit | None],
 ) -> Iterator[Saving]:
-    """A run's saving; whatever ends the block, the save under way is finished first.
+    """A run's saving; the save under way is finished before the block ends, by an error or without.
 
     Raises:
-        CheckpointError: it failed. Where another error ends the block, that one is raised.
+        CheckpointError: that save failed. If another error ends the block, that error is raised.
     """
     saving = Saving(trainer, inputs, say, flush, permits)
     if saving.targets and not trainer.config.logging.skip_train:
@@ -334,7 +334,11 @@ def open_saving(
 
 
 def host_room(held: int = 0) -> int:
-    """Bytes of host memory that this process may fill with copies, with what it holds for them already."""
+    """Bytes of host memory that this process may fill with copies.
+
+    Args:
+        held: bytes that it holds for copies already; they count as room.
+    """
     return max(0, (available_memory() - HOST_RESERVE) // place_on_machine()[1] + held)
 
 
@@ -342,7 +346,7 @@ def device_room(device: torch.device, most_used: int) -> int:
     """Bytes of a GPU's memory that may be filled with copies.
 
     Args:
-        most_used: bytes that the training used at most: between two steps less, but the next one needs them again.
+        most_used: bytes that training used at its peak; between two steps it uses less, but the next step needs them.
     """
     unused = torch.cuda.memory_reserved(device) - most_used
     return max(0, torch.cuda.mem_get_info(device)[0] + unused - DEVICE_RESERVE)

@@ -1,4 +1,4 @@
-"""Tasks in a pretraining run: when they are due, and where their scores go."""
+"""Tasks in a pretraining run: the interval of their evaluation, and the records of their scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gptpar.training.trainer import Trainer
 
 
 def tasks_of(config: Config) -> list[Task]:
-    """What ``--eval-tasks`` names; nothing without it.
+    """The tasks of ``--eval-tasks``; none without the flag.
 
     Raises:
         ConfigError: malformed files, or a run without a tokenizer.
@@ -37,7 +37,7 @@ class TaskEvaluation:
     Attributes:
         report: takes each record.
         say: prints a line.
-        stop: whether a process was asked to stop; all ask together.
+        stop: whether a process was asked to stop; all processes call it together.
     """
 
     tasks: Sequence[Task]
@@ -54,10 +54,10 @@ class TaskEvaluation:
         return (log.eval_tasks_interval or log.eval_interval) if self.tasks else None
 
     def evaluate(self, progress: Progress) -> bool:
-        """Report the scores of all tasks, unless this moment's are reported already.
+        """Report the scores of all tasks, unless those of this iteration are reported already.
 
         Returns:
-            False if it was left because a process was asked to stop.
+            False if the evaluation was broken off because a process was asked to stop.
         """
         config, trainer = self.trainer.config, self.trainer
         evaluator = Evaluator(

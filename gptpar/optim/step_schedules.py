@@ -85,7 +85,7 @@ def one_cycle_lr(
     cycle_max_mom: float = 0.9,
     decay_mom_rate: float = 0.0,
 ) -> float:
-    """The rate grows in the first part of a cycle and falls in the second, in stairs if there are any; then it decays."""
+    """The rate grows in a cycle's first part and falls in its second, in stairs if there are any; then it decays."""
     second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
     total = cycle_first_step_size + second
     if n <= total:

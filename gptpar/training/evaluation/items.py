@@ -53,7 +53,7 @@ Asked = tuple[str, Sequence[str], int]
 
 
 def read_items(path: Path) -> tuple[list[Item], list[str]]:
-    """The items of a file, and a sentence for each malformed line (at most ``MAX_PROBLEMS``, and a count of the others).
+    """The items of a file, and a sentence for each malformed line: at most ``MAX_PROBLEMS``, and a count of the others.
 
     All lines must have the form of the first line.
     """

@@ -1,4 +1,4 @@
-"""What a converted checkpoint says of itself."""
+"""The meta of a converted checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def converted_meta(model: ModelConfig, tokenizer: TokenizerConfig, source: str) 
     """The meta of a checkpoint of iteration 0: enough to make text, to export, and to begin a run with --finetune.
 
     Args:
-        source: the program that it comes from.
+        source: the program whose model was converted.
     """
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},

@@ -112,7 +112,7 @@ def config_of(model: ModelConfig, vocab_rows: int) -> dict[str, Any]:
 
 
 def differences(model: ModelConfig, there: ModelConfig) -> list[str]:
-    """A sentence for each field in which two models compute differently; fields that only training reads do not count."""
+    """A sentence for each field in which two models compute differently; fields of training alone do not count."""
     mine, theirs = _computed(model), _computed(there)
     return [
         f"--{name.replace('_', '-')} is {mine[name]}, and there it is {theirs[name]}."

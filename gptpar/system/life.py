@@ -1,4 +1,4 @@
-"""Signs of life: workers note their activities, and read and write bytes."""
+"""Whether workers still live: they note what they do, or read and write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from gptpar.system.activity import records
 
 COUNTED_BYTES = 2**20
-"""Bytes that count as a sign of life: a thread that reads a small file now and then shows no progress."""
+"""Bytes that count as a sign: a thread that looks at a small file now and then is no progress."""
 
 
 class SignsOfLife:
@@ -23,7 +23,7 @@ class SignsOfLife:
         self._last = time.monotonic()
 
     def silence(self, processes: Iterable[int]) -> float:
-        """Seconds since the call of this method that found a new sign of life of any of them."""
+        """Seconds since any of them showed a sign, as far as this method was called often enough to see it."""
         notes, moved = records(self._folder), {process: bytes_moved(process) for process in processes}
         grown = any(count - self._bytes.get(process, 0) >= COUNTED_BYTES for process, count in moved.items())
         if notes != self._notes or grown:
@@ -32,7 +32,7 @@ class SignsOfLife:
 
 
 def bytes_moved(process: int) -> int:
-    """Bytes that a process has read and written, as Linux counts them; 0 if it does not say."""
+    """What Linux counts of a process's reading and writing; 0 where it does not tell."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{process}/io").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))

@@ -102,10 +102,10 @@ def evaluate(
         found = evaluator.evaluate(task, lambda: topology.any_rank(request.signal is not None))
         if found is None:
             return None
-        sizes: dict[str, Any] = {"num_items": found.num_items, "num_tokens": found.num_tokens, "seconds": found.seconds}
+        sizes = {"num_items": found.num_items, "num_tokens": found.num_tokens, "seconds": found.seconds}
         scores[task.name] = {**found.scores, **sizes}
         if topology.is_main:
-            record = TaskRecord(iteration, 0, 0, found.task, found.scores, **sizes)
+            record = TaskRecord(**vars(found), iteration=iteration, consumed_samples=0, consumed_tokens=0)
             print(task_line(record), file=sys.stderr, flush=True)
     of_checkpoint = {"checkpoint": str(model.loaded.path), "iteration": iteration}
     return {**of_checkpoint, "eval_limit": args.eval_limit, "tasks": scores}

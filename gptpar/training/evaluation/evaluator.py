@@ -9,29 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from gptpar.pipeline.module import PipelineModule
+from gptpar.reporting.records import TaskScores
 from gptpar.topology.groups import Topology
 from gptpar.training.evaluation.batches import RowBatch, batch_tensors, plan_batches
 from gptpar.training.evaluation.tasks import Task
 
 MICRO_BATCHES_A_STAGE = 4
 """Micro-batches in the pipeline at once, for each stage: few enough to stop soon, enough to keep stages busy."""
-
-
-@dataclass(frozen=True)
-class TaskScores:
-    """A task's scores and what they took.
-
-    Attributes:
-        task: its name.
-        scores: by name (:mod:`gptpar.training.evaluation.tasks`).
-        num_tokens: that the model read, without padding.
-    """
-
-    task: str
-    scores: dict[str, float]
-    num_items: int
-    num_tokens: int
-    seconds: float
 
 
 @dataclass(frozen=True)

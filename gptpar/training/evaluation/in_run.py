@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from gptpar.config import Config
 from gptpar.errors import ConfigError
-from gptpar.reporting.records import TaskRecord
+from gptpar.reporting.records import TaskRecord, TaskScores
 from gptpar.training.data import tokenizer_of
-from gptpar.training.evaluation.evaluator import Evaluator, TaskScores
+from gptpar.training.evaluation.evaluator import Evaluator
 from gptpar.training.evaluation.tasks import Task, read_tasks
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
@@ -80,13 +80,5 @@ class TaskEvaluation:
 
     def _record(self, found: TaskScores, progress: Progress) -> TaskRecord:
         samples = progress.consumed_samples
-        return TaskRecord(
-            progress.iteration,
-            samples,
-            samples * self.trainer.config.model.seq_length,
-            found.task,
-            found.scores,
-            found.num_items,
-            found.num_tokens,
-            found.seconds,
-        )
+        tokens = samples * self.trainer.config.model.seq_length
+        return TaskRecord(**vars(found), iteration=progress.iteration, consumed_samples=samples, consumed_tokens=tokens)

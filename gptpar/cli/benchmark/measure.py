@@ -35,9 +35,9 @@ from gptpar.training.run import Run
 
 DESCRIPTION = """Time training steps on synthetic tokens with any of pretrain's flags, and print one JSON line with the
 median step. Both MFUs divide by the device's dense peak: mfu counts attention over the full square,
-12 x layers x width x length a token; mfu_causal counts half of it. All steps have the batch that a ramp-up or a
-schedule of batch sizes ends with, and no warm-up. --module FILE.py:FUNCTION --config JSON times your own module:
-gptpar benchmark --module --help."""
+12 x layers x width x length a token; mfu_causal counts half of it. All steps have the final batch of a ramp-up or of a
+schedule of batch sizes, and no warm-up of the learning rate. --module FILE.py:FUNCTION --config JSON times your own
+module: gptpar benchmark --module --help."""
 
 
 class _Times:
@@ -64,7 +64,7 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("benchmark")
     group.add_argument("--steps", type=positive_int, default=20, metavar="N", help="timed steps (default: 20)")
     group.add_argument(
-        "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before them (default: 5)"
+        "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before the timed ones (default: 5)"
     )
     group.add_argument(
         "--breakdown", action="store_true", help="after the timed steps, show where a step's time goes on each GPU"

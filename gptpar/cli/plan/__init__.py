@@ -22,10 +22,10 @@ from gptpar.plan.search import search
 from gptpar.system.command_line import positive_float, positive_int
 from gptpar.system.quantities import positive_gib
 
-DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
-flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout
-that fits; what the command line says stays as it is. Data, tokenizer and run folders are not looked at. --module
-FILE.py:FUNCTION --config JSON tells the memory of your own module: gptpar plan --module --help."""
+DESCRIPTION = """Predict memory and speed of a run on any number of GPUs, with any of pretrain's flags, on a machine
+without a GPU: memory of each stage, the schedule, time of a step. --search finds the fastest layout that fits, and
+keeps what the command line sets. Data, tokenizer and run folders are not read. --module FILE.py:FUNCTION --config JSON
+predicts the memory of your own module: gptpar plan --module --help."""
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +36,13 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=positive_gib,
         metavar="GIB",
-        help="of a GPU, in GiB, or 80GB (default: the data sheet's)",
+        help="memory of a GPU, in GiB or as 80GB (default: the data sheet's)",
     )
     group.add_argument(
         "--host-memory",
         type=positive_gib,
         metavar="GIB",
-        help="of a machine, in GiB, or 2TiB (default: not looked at)",
+        help="memory of a machine, in GiB or as 2TiB (default: any amount)",
     )
     group.add_argument(
         "--gpus-per-node", type=positive_int, default=8, metavar="N", help="GPUs of a machine (default: 8)"

@@ -18,9 +18,9 @@ class SaveUnderWay:
     """Writes a snapshot. Training waits only before it overwrites bytes that are neither written nor copied yet.
 
     Args:
-        write: saves the snapshot, on a process group that nobody else uses meanwhile.
-        guard: everything that overwrites the snapshot's tensors asks it first.
-        behind: whether the constructor returns at once; otherwise it returns when all is written.
+        write: saves the snapshot; every process's has to use a process group that nobody else uses meanwhile.
+        guard: is asked by everything that overwrites what the snapshot holds.
+        behind: whether to return at once; else when all is written.
 
     Attributes:
         iteration: of the state.
@@ -56,7 +56,7 @@ class SaveUnderWay:
             self._error = error
         finally:
             self.seconds = time.perf_counter() - started
-            self.snapshot.close()  # lets go whoever waits to overwrite something
+            self.snapshot.close()  # whoever waits to overwrite something need not any more
 
     @property
     def over(self) -> bool:

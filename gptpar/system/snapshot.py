@@ -1,8 +1,8 @@
 """The state of one moment, which a save reads while training goes on and overwrites it.
 
-Taking a snapshot copies nothing: its bytes stay where they are. An optimizer that is about to overwrite some of them
-asks first (:meth:`StateGuard.before_write`). Bytes that the save has not read by then are copied if memory has room;
-otherwise the optimizer waits for the save. Threads of the save begin to copy earlier, because the state does not change
+Nothing is copied when a snapshot is taken: the bytes of the moment are where they were. Whoever is about to overwrite
+some asks first (:meth:`StateGuard.before_write`). What the save has not read by then is copied where memory has room,
+and waited for where it has none. Copies begin ahead of that in threads of the save, because state does not change
 during the forward and backward passes. On a GPU with room the state is cloned at once, which takes milliseconds.
 """
 
@@ -23,32 +23,32 @@ from gptpar.system.blocks import copy_bytes, row_major_blocks, span
 from gptpar.system.spare_memory import SpareMemory
 
 PIECE_BYTES = 8 << 20
-"""Bytes that are copied, read and written at a time."""
+"""What is copied, read and written at a time."""
 
 NUM_BUFFERS = 4
-"""Buffers of one piece each that the threads of a save share."""
+"""Buffers of a piece each that threads of a save share."""
 
 
 class _State(Enum):
     LIVE = auto()
-    """The bytes are in memory that training will overwrite."""
+    """The bytes are where training will overwrite them."""
     COPYING = auto()
     KEPT = auto()
     """The bytes are in memory of the snapshot."""
     DONE = auto()
-    """The save needs the bytes no longer."""
+    """Nobody needs the bytes any more."""
 
 
 @dataclass(eq=False, slots=True)
 class _Region:
-    """Memory that is copied or released as a whole.
+    """Memory that is kept or let go as a whole.
 
     Attributes:
-        source: the memory with the bytes; ``None``: the save needs them no longer.
-        start, stop: addresses of the training's memory; equal: the memory is the snapshot's own.
-        readers: threads that read the training's memory just now.
+        source: where the bytes are; ``None``: nobody needs them any more.
+        start, stop: addresses that nobody may overwrite; equal: nobody else has this memory.
+        readers: threads that read memory of the training just now.
         num_unread: pieces that the save has not read.
-        memory: borrowed for a copy of the bytes.
+        memory: that was borrowed to keep the bytes.
     """
 
     source: torch.Tensor | None
@@ -81,12 +81,12 @@ class Snapshot:
         tensors: in the order in which the save will read them; who overwrites one calls :meth:`before_write` first.
         room: bytes of host memory that copies may take.
         clones: whether tensors of a GPU are cloned there at once.
-        spare: lends memory for copies; default: the system does.
+        spare: where copies get their memory from; default: from the system.
 
     Attributes:
         room: as given.
-        waited_s: seconds that :meth:`before_write` took, waiting or copying.
-        most_kept: most bytes of host memory that copies took at a time.
+        waited_s: seconds for which overwriting had to wait, or copied by itself.
+        most_kept: bytes of host memory that copies took at most.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Snapshot:
             self._staging.put(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
 
     def _regions(self) -> Iterator[_Region]:
-        """All regions; a region with several pieces comes several times."""
+        """All of them; one with several pieces comes several times."""
         return (piece.region for pieces in self._pieces.values() for piece in pieces)
 
     def pieces(self, tensor: torch.Tensor) -> Sequence[Piece]:
@@ -276,7 +276,7 @@ class StateGuard:
     """Everything that overwrites weights or optimizer state asks it first, so that a save under way loses no byte.
 
     Attributes:
-        snapshot: of the save under way; ``None``: no save is under way.
+        snapshot: of the save under way; ``None``: there is none.
     """
 
     def __init__(self) -> None:
@@ -294,7 +294,7 @@ def _is_guarded(region: _Region) -> bool:
 
 
 def sizes_of_copies(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    """Bytes of each block of memory that a snapshot borrows if all of these tensors are overwritten during the save."""
+    """Bytes of each block of memory that a snapshot of these tensors borrows where all of them are overwritten."""
     regions = dict.fromkeys(piece.region for tensor in tensors for piece in _pieces_of(tensor, clone=False))
     return (region.num_bytes for region in regions)
 
@@ -309,7 +309,7 @@ def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @torch.no_grad()
 def _pieces_of(tensor: torch.Tensor, clone: bool) -> Iterator[Piece]:
-    """A tensor's pieces. Each piece of a contiguous tensor is a region; any other tensor, or a clone, is one region."""
+    """A contiguous tensor's pieces are regions of their own; another tensor, or a clone, is one region."""
     tensor = tensor.detach()
     if clone:
         tensor = tensor.clone()

@@ -1,7 +1,7 @@
 """Host memory that copies borrow and give back, so that the system need not zero its pages again.
 
-The system zeroes each page of new memory at the first write. That is several times slower than the copy itself, and an
-update of the original waits meanwhile.
+The system zeroes each page of new memory when it is first written. That is several times slower than the copy itself,
+and whoever is about to overwrite the original waits meanwhile.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class SpareMemory:
         limit: bytes beyond which free blocks go back to the system; lent blocks stay lent.
 
     Attributes:
-        limit: as given, or as set by :meth:`limit_to`.
-        num_bytes: of all blocks, lent or free.
+        limit: as given, or as set anew.
+        num_bytes: of all blocks, lent or not.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -62,7 +62,7 @@ class SpareMemory:
             self._shrink_to(num_bytes)
 
     def _shrink_to(self, num_bytes: int) -> None:
-        """Give free blocks back to the system until all blocks have no more bytes than this, or none is free."""
+        """Give free blocks back to the system until no more than this is left, as far as there are any."""
         for size, blocks in self._free.items():
             while blocks and self.num_bytes > num_bytes:
                 blocks.pop()

@@ -27,11 +27,11 @@ from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
 
 KEPT_LOCALLY = 2
-"""Checkpoints in ``--save-local``: the newest one, and the one before it in case the newest is damaged."""
+"""Checkpoints in ``--save-local``: the newest, and the one before it in case that is damaged."""
 
 HOST_RESERVE = 2 << 30
 DEVICE_RESERVE = 2 << 30
-"""Bytes that copies leave free, because training may need more."""
+"""Bytes that copies leave free: training may still need some."""
 
 EXPORT_POLL_SECONDS = 0.5
 
@@ -48,8 +48,8 @@ class Target:
         keep: see ``save_checkpoint``.
         permit: see ``save_checkpoint``.
         saved_at: the last iteration that was saved here.
-        in_memory: whether its files take the host's memory; its saves are not logged then.
-        is_late: whether the processes have agreed that its minutes are over.
+        in_memory: its files take the host's memory, and its saves are not told.
+        is_late: whether the processes agreed that its minutes are over.
     """
 
     folder: Path
@@ -129,7 +129,7 @@ class Saving:
         self._spare = SpareMemory()
 
     def prepare(self) -> None:
-        """Prepare memory for copies of the host's state while the first steps run, if half of the room suffices."""
+        """Get memory for the copies of the host's state ready while the first steps run, if there is plenty of it."""
         if not self.targets or not self._config.async_save:
             return
         tensors = resume.tensors_to_save(self._trainer).values()
@@ -181,13 +181,13 @@ class Saving:
             target.begin(progress.iteration)
 
     def save_last(self, progress: Progress, *, keep_all: bool) -> None:
-        """Save this moment to ``--save``, unless it is there already, and wait until it is on the disk."""
+        """Save this moment where all machines see it, unless it is there already, and wait for it."""
         if self.targets and self.targets[0].saved_at != progress.iteration:
             self.begin(self.targets[0], progress, keep_all=keep_all, behind=False)
         self.finish()
 
     def begin(self, target: Target, progress: Progress, *, keep_all: bool, behind: bool = True) -> None:
-        """Save the state of this moment, by default while training goes on.
+        """Take the state as it stands, and write it behind the training.
 
         Raises:
             CheckpointError: the save before failed; see ``save_checkpoint``.
@@ -220,7 +220,7 @@ class Saving:
         self._stalled_s = time.perf_counter() - started
 
     def _snapshot(self, tensors: dict[str, TensorParts], behind: bool, in_memory: bool) -> tuple[Snapshot, bool]:
-        """A snapshot of the state, and whether the GPU's part of it was cloned there."""
+        """The state as it stands, and whether a GPU's part of it was cloned there."""
         if not behind:
             return snapshot_of(tensors), False
         room = host_room(self._spare.num_bytes)
@@ -235,7 +235,7 @@ class Saving:
             return snapshot_of(tensors, room, spare=self._spare), False
 
     def _may_clone(self, device: torch.device, num_bytes: int) -> bool:
-        """Whether a GPU has room for ``num_bytes`` of clones beside the training."""
+        """Whether a GPU has room for so many bytes of copies beside the training."""
         used = torch.cuda.max_memory_allocated(device) - self._most_cloned  # earlier copies may have been part of it
         self._most_used = max(self._most_used, used)
         if num_bytes > device_room(device, self._most_used):
@@ -244,7 +244,7 @@ class Saving:
         return True
 
     def poll(self) -> None:
-        """Finish a save that is on the disk by now."""
+        """Tell of a save that is on the disk by now."""
         if self._save is not None and self._save.over and not self._save.failed:
             self.finish()
 
@@ -334,11 +334,7 @@ def open_saving(
 
 
 def host_room(held: int = 0) -> int:
-    """Bytes of host memory that this process may fill with copies.
-
-    Args:
-        held: bytes that it holds for copies already; they count as room.
-    """
+    """Bytes of host memory that this process may fill with copies, with what it holds for them already."""
     return max(0, (available_memory() - HOST_RESERVE) // place_on_machine()[1] + held)
 
 
@@ -346,7 +342,7 @@ def device_room(device: torch.device, most_used: int) -> int:
     """Bytes of a GPU's memory that may be filled with copies.
 
     Args:
-        most_used: bytes that training used at its peak; between two steps it uses less, but the next step needs them.
+        most_used: bytes that the training used at most: between two steps less, but the next one needs them again.
     """
     unused = torch.cuda.memory_reserved(device) - most_used
     return max(0, torch.cuda.mem_get_info(device)[0] + unused - DEVICE_RESERVE)

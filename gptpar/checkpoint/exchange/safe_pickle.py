@@ -1,8 +1,8 @@
-"""Reading ``torch.save`` files of strangers: tensors and plain values, without running anything in the files.
+"""Reading ``torch.save`` files of strangers: tensors and plain values, and nothing of theirs is run.
 
-torch's restricted unpickler builds only allowed objects: those that torch allows, and ``argparse.Namespace``, in which
-Megatron-LM keeps its arguments. :class:`LeftOut`, an empty object, takes the place of objects that no weight needs
-(enums among the arguments, random states). A file that names anything else is refused before it is read.
+torch's restricted unpickler builds only what is allowed. Beside what torch allows that is ``argparse.Namespace``, in
+which Megatron-LM keeps its arguments. In the place of objects that no weight needs (enums among the arguments, random
+states) is put :class:`LeftOut`, an empty object. A file that names anything else is refused before it is read.
 """
 
 from __future__ import annotations

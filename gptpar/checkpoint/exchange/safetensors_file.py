@@ -271,10 +271,10 @@ def _write_at(file: int, data: bytes | memoryview, place: int) -> None:
 
 
 def open_all(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
-    """The file of each tensor, by the tensor's name.
+    """Which file has which tensor.
 
     Raises:
-        CheckpointError: with the problems of all files; a tensor in two files is a problem as well.
+        CheckpointError: with what is wrong in all files; a tensor that stands in two of them is wrong, too.
     """
     places: dict[str, SafetensorsFile] = {}
     problems = []

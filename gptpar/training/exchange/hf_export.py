@@ -68,7 +68,7 @@ class Export:
         return sum(entry.nbytes for name, entry in self.manifest.tensors.items() if name.startswith("weights/"))
 
     def write(self, target: Path) -> None:
-        """Write the folder, which appears whole or not at all. Memory holds one parameter at a time.
+        """Write the folder; it appears whole or not at all. In memory there is one parameter at a time.
 
         Raises:
             CheckpointError: the target exists, the disk refuses, or the checkpoint is damaged.
@@ -197,7 +197,7 @@ def _missing(model: ModelConfig, manifest: Manifest) -> list[str]:
 
 
 def _as_it_came(exported: _Exported, options: ExportOptions) -> _Files | None:
-    """The files of the import, if they are to be written again; names in files of older versions lack a prefix."""
+    """The files that the model came in, if these are to be written again; files of older versions lack a prefix."""
     kept = exported.kept
     if kept is None or not exported.same or options.dtype is not None or options.max_shard_bytes is not None:
         return None

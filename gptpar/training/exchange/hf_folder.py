@@ -115,7 +115,7 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def open_hf(folder: Path) -> HfModel:
-    """Open a folder with ``config.json`` and safetensors files; only the headers of the weight files are read.
+    """Open a folder with ``config.json`` and safetensors files; nothing but headers is read.
 
     Raises:
         CheckpointError: with all problems.
@@ -169,7 +169,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a name from a stranger's file names a weight file in the folder itself."""
+    """Whether a stranger's name is that of a weight file in the folder itself."""
     return re.fullmatch(r"[\w.-]+\.safetensors", name) is not None
 
 
@@ -180,7 +180,7 @@ def _are_texts(values: Any) -> bool:
 def _matched(
     kind: str, model: ModelConfig, files: Mapping[str, SafetensorsFile]
 ) -> list[tuple[HfTensor, Source | None]]:
-    """Each tensor that the model needs, with its source; names in older files lack the base model's prefix."""
+    """Each tensor that the model needs, and where it is; older files lack the base model's prefix in all names."""
     base = FAMILIES[kind].names.base
     found: list[tuple[HfTensor, Source | None]] = []
     for tensor in tensors_of(kind, model, model.padded_vocab_size):

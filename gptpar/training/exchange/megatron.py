@@ -1,11 +1,12 @@
-"""The weights of checkpoints of Megatron-LM (legacy format) and Megatron-DeepSpeed, joined from all ranks.
+"""Checkpoints of Megatron-LM (its legacy format) and of Megatron-DeepSpeed: their weights, put together from all ranks.
 
     iter_0000010/mp_rank_TT[_PPP]/model_optim_rng.pt       Megatron-LM, tensor rank TT, pipeline rank PPP
     global_step10/mp_rank_TT_model_states.pt               Megatron-DeepSpeed without a pipeline, ZeRO up to stage 2
     global_step10/layer_LL-model_TT-model_states.pt        Megatron-DeepSpeed with a pipeline
 
-Since version 2 of Megatron's checkpoints their QKV rows are ordered by group, as ours are. A tensor rank's part of a
-parameter has the elements that our declared placement gives to that rank, so parts are joined along the declared dim.
+Their QKV rows are ordered by group, as ours are, since version 2 of their checkpoints. A rank's part of a parameter has
+the elements of the part that our parameter's declared placement gives to that tensor rank; so parts are joined along
+the declared dim.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ OURS = {
     "output_layer.weight": "output.weight",
     "lm_head.weight": "output.weight",
 }
-"""Names of layers around the blocks -> ours; a name without ``weight`` stands for all parameters of the layer."""
+"""Names around the blocks; a name without ``weight`` stands for all of its parameters."""
 
 OURS_IN_BLOCK = {
     "input_layernorm": "attention_norm",
@@ -65,8 +66,7 @@ OURS_IN_BLOCK = {
     "mlp.dense_4h_to_h": "mlp.down",
     "mlp.linear_fc2": "mlp.down",
 }
-"""Names within a block -> ours, for Megatron-LM's older layers, Megatron Core and its fused layers; the first match
-counts."""
+"""Names within a block, of Megatron-LM's older layers, of Megatron Core and of its fused layers; the first fits."""
 
 ABSENT_HERE = {
     "num_experts": "mixture of experts",
@@ -78,7 +78,7 @@ ABSENT_HERE = {
     "qk_clip": "clipped attention logits",
     "mtp_num_layers": "multi-token prediction",
 }
-"""Arguments of Megatron that must be off -> what they turn on."""
+"""Arguments of Megatron that must be off."""
 
 PLAIN = (bool, int, float, str)
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "LayerNorm": "LayerNorm", "RMSNorm": "RMSNorm"}
@@ -104,7 +104,7 @@ class MegatronModel:
     vocab_size: int | None
 
     def parameter(self, name: str) -> torch.Tensor:
-        """One of our parameters, in fp32, or in fp64 if Megatron's is."""
+        """One of our parameters in fp32, or in fp64 where theirs is."""
         shape, split, parts = self.infos[name].shape, self.infos[name].split, self.parts[name]
         if split is None:
             whole = parts[0].reshape(shape)
@@ -118,7 +118,7 @@ def open_megatron(folder: Path) -> MegatronModel:
     """Open a checkpoint folder, or the newest in a folder of checkpoints; tensors are not read yet.
 
     Raises:
-        CheckpointError: with the problems, or the file that cannot be read.
+        CheckpointError: with what is wrong, or what cannot be read.
     """
     path, ranks = _files(folder)
     arguments, version, by_rank = _read(path, ranks)
@@ -143,7 +143,7 @@ def open_megatron(folder: Path) -> MegatronModel:
 
 
 def import_megatron(source: Path, target: Path) -> Path:
-    """Make a checkpoint of a Megatron model, at iteration 0, parameter by parameter; the source stays as it is.
+    """Make a checkpoint of iteration 0 of a Megatron model, parameter by parameter; the source stays as it is.
 
     Args:
         target: a new folder of checkpoints.
@@ -152,7 +152,7 @@ def import_megatron(source: Path, target: Path) -> Path:
         The checkpoint's path.
 
     Raises:
-        CheckpointError: with the problems.
+        CheckpointError: with what is wrong.
     """
     if problem := why_not_new(target):
         raise CheckpointError(problem)
@@ -170,11 +170,11 @@ FILES = (
     ("layer_*.pt", r"layer_(?P<place>\d+)-model_(?P<tensor>\d+)-model_states\.pt"),
     ("mp_rank_*.pt", r"mp_rank_(?P<tensor>\d+)(?P<place>)_model_states\.pt"),
 )
-"""Forms of weight files, by tensor rank and by stage or layer; the first form that the folder has is taken."""
+"""Files of weights, by tensor rank and by stage or layer; the first form of which there are some is taken."""
 
 
 def _newest(folder: Path) -> Path:
-    """The newest checkpoint in a folder of checkpoints; else the folder itself."""
+    """The newest checkpoint in a folder of some; else the folder itself."""
     inside = [path for path in folder.iterdir() if path.is_dir()]
     numbered = [(int(found[2]), path) for path in inside if (found := re.fullmatch(_CHECKPOINT, path.name))]
     release = [path for path in inside if path.name == "release"]
@@ -182,7 +182,7 @@ def _newest(folder: Path) -> Path:
 
 
 def _files(folder: Path) -> tuple[Path, dict[int, list[Path]]]:
-    """The checkpoint that a folder names, and each tensor rank's files in the order of the forward pass.
+    """The checkpoint that is meant, and each tensor rank's files in the order of the forward pass.
 
     Raises:
         CheckpointError: there is none, or a rank's file is missing.
@@ -232,10 +232,10 @@ def _read(path: Path, ranks: Mapping[int, list[Path]]) -> tuple[Namespace, float
 
 
 def _models_in(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The state of a model, or of the single layer in a file of DeepSpeed's pipelines, with names as in a model.
+    """The state of one model, or of the one layer that a file of DeepSpeed's pipelines holds, named as in a model.
 
     Raises:
-        CheckpointError: there are several virtual stages, whose layers alternate between files.
+        CheckpointError: of several virtual stages: their layers alternate between files.
     """
     if "model0" in content:
         raise CheckpointError("its stages have several virtual stages each; save it once without them")
@@ -252,7 +252,7 @@ def _models_in(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of nested dictionaries, in which Megatron-LM's older models save themselves."""
+    """Tensors of nested dictionaries, as Megatron-LM's older models save themselves."""
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -265,10 +265,10 @@ def _named(state: Mapping[str, Any], counted: int) -> Iterator[tuple[str, torch.
     """Tensors by our names.
 
     Args:
-        counted: blocks in earlier stages; each stage numbers its blocks from 0.
+        counted: blocks in the stages before this one, which number theirs from 0.
 
     Raises:
-        CheckpointError: a tensor is none of our parameters.
+        CheckpointError: a tensor that none of our parameters is.
     """
     for name, tensor in _flat(state):
         while found := _PREFIX.match(name):
@@ -293,7 +293,7 @@ def _model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
         rows: of the vocabulary.
 
     Raises:
-        CheckpointError: with all reasons why gptpar cannot compute the same as that model.
+        CheckpointError: with all reasons why gptpar cannot compute the same.
     """
     given = vars(arguments)
     problems = [f"it has {what} (--{name.replace('_', '-')})" for name, what in ABSENT_HERE.items() if given.get(name)]
@@ -313,7 +313,7 @@ def _model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments as fields of our flags; most have the same name."""
+    """Megatron's arguments as fields of our flags: most have one name."""
     known = {spec.name for spec in fields(ModelFlags)} - {"preset", "make_vocab_size_divisible_by", "window_pattern"}
     values: dict[str, Any] = {
         name: value for name, value in given.items() if name in known and isinstance(value, PLAIN)
@@ -335,7 +335,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
 def _mismatches(
     parts: Mapping[str, list[torch.Tensor]], infos: Mapping[str, ParameterInfo], num_ranks: int
 ) -> Iterator[str]:
-    """A sentence for each parameter that is missing, unknown, or of another size than ours."""
+    """What is missing, has no place, or does not have as many elements as our parameter."""
     yield from (f"{name!r} is missing" for name in sorted(infos.keys() - parts.keys()))
     yield from (f"{name!r} has no place in the model" for name in sorted(parts.keys() - infos.keys()))
     for name in sorted(parts.keys() & infos.keys()):

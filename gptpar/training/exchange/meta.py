@@ -12,7 +12,7 @@ def converted_meta(model: ModelConfig, tokenizer: TokenizerConfig, source: str) 
     """The meta of a checkpoint of iteration 0: enough to make text, to export, and to begin a run with --finetune.
 
     Args:
-        source: the program whose model was converted.
+        source: the program that it comes from.
     """
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},

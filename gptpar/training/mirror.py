@@ -1,7 +1,7 @@
-"""The memory mirror: copies of the state in this machine's memory, which outlive the workers.
+"""The memory mirror: copies of the state in this machine's memory, which outlive the processes.
 
-A copy is a checkpoint like any other, in a folder of the launcher in memory: pieces with CRC-32, published by one
-rename, loaded by the same code into any layout. While a copy is written, the copy before it stays.
+A copy is a checkpoint like any other, in a folder that the launcher keeps in memory: pieces with CRC-32, published by
+one rename, loaded by the same code into any layout. While one is written the one before it stays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Mirror:
     """Copies a run's state into memory; every process has one and calls the same methods.
 
     Args:
-        folder: in memory, the same for all processes of the run.
+        folder: in memory, of all processes of the run.
         interval: steps between copies.
     """
 
@@ -44,7 +44,7 @@ class Mirror:
         return iteration % self._interval == 0
 
     def prepare(self, trainer: Trainer, iteration: int) -> int:
-        """Remove copies of later iterations, and check that there is room; returns the bytes of one copy.
+        """Remove copies of a future that is taken again, and look for room; returns the bytes of one copy.
 
         Raises:
             GptparError: memory has too little room.
@@ -85,7 +85,7 @@ class Mirror:
                 )
 
     def _bytes_of_copy(self, trainer: Trainer) -> int:
-        """Bytes of the whole state; tensors that several processes hold count once."""
+        """Of the whole state: what several processes hold is written once."""
         tensors = checkpoint_tensors(trainer, with_moments=True)
         mine = {name: math.prod(one.shape) * one.dtype.itemsize for name, one in tensors.items()}
         everyones: dict[str, int] = {}
@@ -95,10 +95,10 @@ class Mirror:
 
 
 def open_mirror(interval: int | None, trainer: Trainer, iteration: int, say: Callable[[str], None]) -> Mirror | None:
-    """The run's mirror; ``None`` without ``--mirror-interval``.
+    """The run's mirror, if it asks for one, with room for it.
 
     Raises:
-        GptparError: no launcher would restart workers that load it, or memory has too little room.
+        GptparError: nobody would load it, or memory has too little room.
     """
     if interval is None:
         return None

@@ -35,9 +35,9 @@ from gptpar.training.run import Run
 
 DESCRIPTION = """Time training steps on synthetic tokens with any of pretrain's flags, and print one JSON line with the
 median step. Both MFUs divide by the device's dense peak: mfu counts attention over the full square,
-12 x layers x width x length a token; mfu_causal counts half of it. All steps have the final batch of a ramp-up or of a
-schedule of batch sizes, and no warm-up of the learning rate. --module FILE.py:FUNCTION --config JSON times your own
-module: gptpar benchmark --module --help."""
+12 x layers x width x length a token; mfu_causal counts half of it. All steps have the batch that a ramp-up or a
+schedule of batch sizes ends with, and no warm-up. --module FILE.py:FUNCTION --config JSON times your own module:
+gptpar benchmark --module --help."""
 
 
 class _Times:

@@ -57,9 +57,9 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=cpu_ratio,
         metavar="X",
-        help="shares of the optimizer on the CPU; 0 runs without --cpu-optimizer, unless the command line has it",
+        help="shares of the optimizer on the CPU; 0 is without --cpu-optimizer, unless it is given",
     )
-    group.add_argument("--sweep-top", type=positive_int, metavar="N", help="run only the N fastest by gptpar plan")
+    group.add_argument("--sweep-top", type=positive_int, metavar="N", help="run only the N that plan expects most of")
     group.add_argument(
         "--sweep-gpu", choices=tuple(GPUS), help="the data sheet for --sweep-top (default: this machine's GPU)"
     )
@@ -67,9 +67,7 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
         "--sweep-timeout", type=positive_float, metavar="S", help=f"seconds for a combination (default: {TIMEOUT_S:g})"
     )
     group.add_argument("--png", type=Path, metavar="FILE", help="draw the sweep's results")
-    group.add_argument(
-        "--json-lines", type=Path, metavar="FILE", help="append a JSON line for each measured combination"
-    )
+    group.add_argument("--json-lines", type=Path, metavar="FILE", help="append a JSON line for each that was measured")
 
 
 def shared_words(argv: Sequence[str]) -> list[str]:

@@ -57,7 +57,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path) -> Failure | None:
 
 @contextlib.contextmanager
 def _told_to_workers(folder: Path) -> Iterator[None]:
-    """Name the folder and the launcher in the environment, which the workers inherit."""
+    """They inherit the environment."""
     os.environ[FOLDER_VARIABLE], os.environ[LAUNCHER_VARIABLE] = str(folder), str(os.getpid())
     try:
         yield

@@ -22,10 +22,10 @@ from gptpar.plan.search import search
 from gptpar.system.command_line import positive_float, positive_int
 from gptpar.system.quantities import positive_gib
 
-DESCRIPTION = """Predict memory and speed of a run on any number of GPUs, with any of pretrain's flags, on a machine
-without a GPU: memory of each stage, the schedule, time of a step. --search finds the fastest layout that fits, and
-keeps what the command line sets. Data, tokenizer and run folders are not read. --module FILE.py:FUNCTION --config JSON
-predicts the memory of your own module: gptpar plan --module --help."""
+DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
+flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout
+that fits; what the command line says stays as it is. Data, tokenizer and run folders are not looked at. --module
+FILE.py:FUNCTION --config JSON tells the memory of your own module: gptpar plan --module --help."""
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:

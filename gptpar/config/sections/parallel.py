@@ -13,7 +13,7 @@ class ParallelOptions:
     """Options of the layout that are complete as they are typed."""
 
     tensor_model_parallel_size: int = flag(1, "processes that split each layer", least=1, most=1_000_000)
-    sequence_parallel: bool = flag(False, "also split the tokens between layers over the tensor-parallel processes")
+    sequence_parallel: bool = flag(False, "split the tokens between layers over the tensor-parallel processes, too")
     tp_comm_overlap: bool = on_unless(
         "--no-tp-comm-overlap",
         "do not overlap tensor-parallel communication with matrix products through symmetric memory",

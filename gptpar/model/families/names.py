@@ -106,7 +106,7 @@ class HfTensor:
         return self.place.view(ours)
 
     def fill(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Write the tensor into our whole parameter."""
+        """Write their tensor into our whole parameter."""
         view = self.view(ours)
         view.copy_(theirs.reshape(view.shape))
 

@@ -25,10 +25,10 @@ VERBS = {
     "merge": "join .bin/.idx data sets",
     "train-tokenizer": "train a SentencePiece tokenizer",
     "make-corpus": "make a corpus from Python's own library",
-    "doctor": "check this machine: software, memory, limits, disk, bandwidths",
-    "completion": "print a completion script for bash, zsh or fish",
+    "doctor": "look at this machine: software, memory, disk, bandwidths",
+    "completion": "print a script with which bash, zsh or fish completes verbs and flags",
     "fit": "choose batch, length and number format for this machine",
-    "summary": "compare a run's loss with the unigram entropy of its data",
+    "summary": "what a run has learnt",
     "plot": "draw runs to a PNG",
 }
 """Each verb has a module of its name in this package, with a function ``main``."""

@@ -1,4 +1,4 @@
-"""``gptpar completion SHELL``: a completion script, made from the verbs' own parsers."""
+"""``gptpar completion SHELL``: a script, made from the verbs' own parsers, with which a shell completes words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FlagWords:
     Attributes:
         name: with its dashes.
         takes_value: whether a value follows.
-        choices: the words that it takes; empty if any word is allowed.
+        choices: the words that it takes; empty where these are free.
         help: what it does.
     """
 

@@ -116,7 +116,7 @@ class _Printer:
         self.text, self.stopped = "", False
 
     def take(self, made: Sequence[int], *, last: bool) -> str:
-        """The new part of the text of all tokens so far; text that later tokens may change waits.
+        """What is new of the text of all tokens so far; text that later tokens may change waits.
 
         These are characters of which some bytes are missing, and what may be the beginning of a stop text.
         """

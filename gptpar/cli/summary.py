@@ -1,4 +1,4 @@
-"""``gptpar summary``: a run's loss beside the loss that token frequencies alone would give."""
+"""``gptpar summary``: what a run has learnt, against what token frequencies alone would tell."""
 
 from __future__ import annotations
 

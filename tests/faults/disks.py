@@ -65,7 +65,7 @@ def full_disk(place: Place) -> Measured:
 
 
 def _ended_in_a_sentence(place: Place, status: int | None) -> None:
-    """Judge the exit status alone, because the output was cut."""
+    """Where what it prints is cut, only the exit status can be judged."""
     if status not in (0, 1, 2, 120):  # 120: Python could not write the rest of stdout
         raise Failed("traceback", f"exit status {status}")
     if place.marker.exists():

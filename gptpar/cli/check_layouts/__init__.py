@@ -30,9 +30,9 @@ from gptpar.topology.world import open_world, world_from_environment
 DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
 processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
 with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama, olmo2
-and mup have options that GPT-2 lacks. Exits with 1 if a difference is above the tolerance. With --hidden-dropout and
---attention-dropout the masks must be equal as well. --module FILE.py:FUNCTION checks your own module, with flags of its
-own: gptpar check-layouts --module --help."""
+and mup have the options that GPT-2 has not. Exits with 1 when a difference is above the tolerance. With
+--hidden-dropout and --attention-dropout the masks must be equal, too. --module FILE.py:FUNCTION checks your own module,
+with flags of its own: gptpar check-layouts --module --help."""
 
 SMALL = (
     "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --vocab-size 100 "

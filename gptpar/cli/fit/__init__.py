@@ -23,7 +23,7 @@ GPU_MINUTES = 5.5
 
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
-    epilog = "Words after -- are flags for gptpar pretrain; fit does not choose what they set."
+    epilog = "Words after -- are flags for gptpar pretrain; what they say is not chosen."
     parser = Parser(prog="gptpar fit", description=(__doc__ or "").replace("``", ""), epilog=epilog)
     parser.add_argument("--preset", default="350M", choices=tuple(PRESETS), help="the model")
     parser.add_argument(

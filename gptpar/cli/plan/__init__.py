@@ -42,7 +42,7 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         type=positive_gib,
         metavar="GIB",
-        help="memory of a machine, in GiB or as 2TiB (default: any amount)",
+        help="of a machine, in GiB, or 2TiB (default: not looked at)",
     )
     group.add_argument(
         "--gpus-per-node", type=positive_int, default=8, metavar="N", help="GPUs of a machine (default: 8)"

@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/cpu_adam.py [--sizes 10 100] [--threads 1 2] [--largest] [--json FILE]
 
-All contenders take bf16 gradients and leave fp32 states and bf16 parameters. They run in turns, each round in
-another order, so that what else the machine does hits all of them, and twice, of which the second counts: the first
-follows a pause. Medians and minima are over rounds.
+All contenders take bf16 gradients and leave fp32 states and bf16 parameters. They run in turns, each round in another
+order, so that other work of the machine slows all of them alike. Each contender runs twice in its turn, and only the
+second run is timed, because the first follows a pause. Medians and minima are over rounds.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def deepspeed_adam(buffers: Buffers) -> Contender | None:
 
 
 def measure(n: int, threads: int, rounds: int) -> list[dict[str, object]]:
-    """One line a contender: seconds of a step (median and minimum) and GB/s of the traffic that it must cause."""
+    """One line a contender: milliseconds of a step (median and minimum), and GB/s of the bytes that it must move."""
     torch.set_num_threads(threads)
     buffers, adam = Buffers(n), CpuAdam(threads)
     if not adam.native:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.goodput --minutes 10 --kill-every 30 --seed 1
 
-A worker, and the time of its death around the interval, are chosen by a seed. Every step that is in the finished run's
-curves counts once; lost steps, saving, mirroring and restarts are what is lost. The clock starts with the first step,
-for a run of days starts up once. Prints one JSON line, and appends it to a file with --json.
+The seed chooses each worker that is killed and the time until then: 0.5 to 1.5 times the interval. Useful is the time
+of the steps in the finished run's metrics.jsonl, each counted once. Lost is the time of steps that are trained again,
+of saves, copies in memory and restarts. The clock starts with the first step, because a run of days starts up only
+once. Prints one JSON line, and appends it to a file with --json.
 """
 
 from __future__ import annotations
@@ -48,13 +49,17 @@ def worker_of(launcher: int, rank: int) -> int | None:
 
 
 def measure(seconds: float, every: float, seed: int, interval: int, save_interval: int) -> dict[str, float]:
-    """Train for a time while a worker is killed again and again.
+    """Train, and kill one of the two workers again and again.
 
     Args:
-        seconds: to train.
-        every: mean seconds between kills.
+        seconds: length of the measurement, from the first step on.
+        every: mean seconds between two kills.
+        seed: of the killed ranks and of the times between kills.
         interval: steps between copies in memory.
         save_interval: steps between checkpoints.
+
+    Returns:
+        The fields of the JSON line.
     """
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +107,7 @@ def measure(seconds: float, every: float, seed: int, interval: int, save_interva
 
 
 def _useful_seconds(line: dict[str, Any], before: dict[str, Any] | None, median: float) -> float:
-    """A step's time; the median where it is the first one of new workers, which has to warm up."""
+    """The time of a step; of the first step of new workers, which warms up, the median step's time counts."""
     first = before is None or before.get("restarts", 0) != line.get("restarts", 0)
     return median if first else line["iteration_time_ms"] / 1e3
 
@@ -113,10 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.goodput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the measurement (default: 10)")
-    parser.add_argument("--kill-every", type=float, default=30.0, metavar="S", help="seconds (default: 30)")
-    parser.add_argument("--seed", type=int, default=1, help="of workers and times (default: 1)")
-    parser.add_argument("--mirror-interval", type=int, default=50, help="steps (default: 50)")
-    parser.add_argument("--save-interval", type=int, default=1000, help="steps (default: 1000)")
+    parser.add_argument(
+        "--kill-every", type=float, default=30.0, metavar="S", help="mean seconds to a kill (default: 30)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the killed ranks and the times (default: 1)")
+    parser.add_argument("--mirror-interval", type=int, default=50, help="steps between copies in memory (default: 50)")
+    parser.add_argument("--save-interval", type=int, default=1000, help="steps between checkpoints (default: 1000)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the line to this file")
     args = parser.parse_args(argv)
     found = measure(60 * args.minutes, args.kill_every, args.seed, args.mirror_interval, args.save_interval)

@@ -3,10 +3,11 @@
     PYTHONPATH=. python benchmarks/own_gpt_as_module.py [--rounds 2] [--steps 20] [--warmup-steps 15] [--tiny]
         [--json FILE] [flags of gptpar benchmark]
 
-The pretraining path is `gptpar benchmark`. The module takes its steps by `train_batch`, which records them as graphs on
-a GPU, and its blocks are compiled, as there. Both read the same flags; by default 350M, sequence 1024, micro-batch 16,
-bf16 with fp32 master parameters. Each run is a process of its own, on one device; a round is four runs, ABBA. The JSON
-line has the median over runs of a run's median step, and the ratio of the two speeds.
+The pretraining path is `gptpar benchmark`. The module takes its steps by `train_batch`. Both record steps as graphs on
+a GPU and compile the blocks. Both read the same flags; by default 350M, sequence 1024, micro-batch 16, bf16 with fp32
+master parameters. Each run is a process of its own, on one device. A round is four runs: module, pretraining,
+pretraining, module. The JSON line has the speed of each path (the median over its runs of the speed at the run's median
+step) and the ratio of the two.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def micro_batches(config: Config) -> Iterator[dict[str, torch.Tensor]]:
 
 def time_module(argv: list[str]) -> None:
     """Print the JSON line of one run through gptpar.initialize."""
-    warnings.filterwarnings("error", message="train_batch launches each step")  # else it would be another comparison
+    warnings.filterwarnings("error", message="train_batch launches each step")  # steps without graphs are not compared
     parsed = parse(argv)
     config, _ = resolve(parsed, 1)
     config = with_vocabulary(config, vocabulary_of(config.tokenizer))
@@ -125,7 +126,7 @@ def time_module(argv: list[str]) -> None:
         for _ in range(parsed.rest.warmup_steps + parsed.rest.steps + 1):
             moments.append(Moment(device))
             loss = engine.train_batch(batches)
-        last_loss = loss.item()  # every event has come to pass
+        last_loss = loss.item()  # waits for the device, so that all events are recorded
         ms = [1e3 * later.seconds_since(earlier) for earlier, later in zip(moments, moments[1:], strict=False)]
         median = statistics.median(ms[parsed.rest.warmup_steps :])
         tokens = config.batch.global_batch_size * config.model.seq_length
@@ -141,10 +142,10 @@ def time_module(argv: list[str]) -> None:
 
 
 def take_turns(words: list[str], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Run both, in turns.
+    """Run both paths, in turns.
 
     Returns:
-        The lines of each.
+        The JSON lines of each path's runs.
 
     Raises:
         SystemExit: a run failed.
@@ -164,7 +165,7 @@ def take_turns(words: list[str], rounds: int) -> dict[str, list[dict[str, Any]]]
 
 
 def summary(lines: dict[str, list[dict[str, Any]]], flags: str) -> dict[str, Any]:
-    """One line of both."""
+    """One JSON line about both paths."""
     runs = {name: [line["tokens_per_s"] for line in of] for name, of in lines.items()}
     speed = {name: statistics.median(of) for name, of in runs.items()}
     module, pretraining = lines[MODULE][-1], lines[PRETRAINING][-1]
@@ -192,9 +193,9 @@ def summary(lines: dict[str, list[dict[str, Any]]], flags: str) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=positive_int, default=1, help="of four runs each")
+    parser.add_argument("--rounds", type=positive_int, default=1, help="rounds of four runs each")
     parser.add_argument("--steps", type=positive_int, default=20, help="timed steps of a run")
-    parser.add_argument("--warmup-steps", type=not_negative_int, default=15, help="steps before them")
+    parser.add_argument("--warmup-steps", type=not_negative_int, default=15, help="steps before the timed ones")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU trains in milliseconds")
     parser.add_argument("--json", type=Path, help="append the line to this file")
     if sys.argv[1:2] == ["--one-run-as-module"]:

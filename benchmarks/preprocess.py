@@ -3,9 +3,9 @@
     PYTHONPATH=. python benchmarks/preprocess.py --input corpus.jsonl --vocab-file encoder.json --merge-file vocab.bpe \
         [--peer "Megatron-LM=python MEGATRON/tools/preprocess_data.py"] [--copies 1 4] [--json FILE]
 
-Whole commands are timed, start-up included. They run in turns, each round in another order, so that what else the
-machine does hits all of them. Peak memory is from one more run of each, of which 20 samples a second are taken: the
-sum over all its processes of memory in use, with what several of them share counted once.
+Whole commands are timed, start-up included. They run in turns, each round in another order, so that other work of the
+machine slows all of them alike. Peak memory comes from one more run of each command, sampled 20 times a second: the
+memory in use, summed over all processes of the command; memory that several processes share counts once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ class Contender:
     peak_mb: float = 0.0
 
     def run(self, arguments: argparse.Namespace, corpus: Path, folder: Path, *, sample: bool = False) -> Path:
-        """Returns the prefix of the files it wrote, below `folder`."""
+        """Run it once.
+
+        Args:
+            sample: sample the memory instead of timing the run.
+
+        Returns:
+            The prefix of the files that it wrote, below ``folder``.
+        """
         flags = ["--append-eod", "--tokenizer-type", "GPT2BPETokenizer", "--workers", str(self.workers)]
         flags += ["--vocab-file", arguments.vocab_file, "--merge-file", arguments.merge_file]
         command = [*self.command, *flags, "--input", str(corpus), "--output-prefix", str(folder / "out")]
@@ -86,6 +93,7 @@ def memory_mb(root: int) -> float:
 
 
 def digest(prefix: Path) -> str:
+    """The SHA-256 of a data set's two files."""
     sha = hashlib.sha256()
     for end in (".bin", ".idx"):
         with open(f"{prefix}{end}", "rb") as file:
@@ -96,7 +104,11 @@ def digest(prefix: Path) -> str:
 def measure(
     arguments: argparse.Namespace, corpus: Path, copies: int, programs: dict[str, list[str]]
 ) -> list[dict[str, object]]:
-    """One line for each contender, after it was checked that all of them write the same bytes."""
+    """One line for each contender.
+
+    Raises:
+        SystemExit: a command failed, or the contenders wrote different bytes.
+    """
     contenders = [
         Contender(name, command, workers, copies) for name, command in programs.items() for workers in arguments.workers
     ]
@@ -149,10 +161,10 @@ def main() -> None:
     parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME=COMMAND", help="may be given several times"
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 1])
-    parser.add_argument("--copies", type=int, nargs="+", default=[1], help="times the input is repeated in one file")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="where the outputs lie for a while")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 1], help="numbers of workers to time")
+    parser.add_argument("--copies", type=int, nargs="+", default=[1], help="copies of the input in one file")
+    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each command")
+    parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="folder for temporary files")
     parser.add_argument("--json", type=Path, help="append one JSON object a line to this file")
     arguments = parser.parse_args()
     programs = {OURS: [sys.executable, "-m", "gptpar", "preprocess"]}

@@ -2,11 +2,11 @@
 
     PYTHONPATH=. python benchmarks/regenerate.py [--peers FOLDER] [--only WORDS] [--seconds S] [--dry-run]
 
-It looks how many GPUs there are: with four or more it runs the layouts of docs/performance.md, with one to three the
-single-GPU models, also with the optimizer on the CPU, and without any a tiny model and benchmarks/cpu_adam.py.
-FOLDER holds baseline_megatron.py, baseline_fsdp2.py, baseline_nanogpt.py and baseline_deepspeed.py, which print a JSON
-line each. All take turns: a round runs every case once, ours directly before its peer. Each run appends a JSON line;
-the table shows medians over rounds. Ctrl-C shows what there is so far.
+With four or more GPUs it runs the layouts of docs/performance.md. With one to three GPUs it runs the single-GPU models,
+also with the optimizer on the CPU. Without a GPU it runs a tiny model and benchmarks/cpu_adam.py. FOLDER holds the
+peers' scripts, baseline_megatron.py, baseline_fsdp2.py, baseline_nanogpt.py and baseline_deepspeed.py, which print one
+JSON line each. A round runs every case once, ours right before its peer. Each run appends a JSON line; the table shows
+medians over rounds. Ctrl-C stops and shows the table so far.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gptpar.cli.benchmark.runner import Completed, append_line, run_command, ter
 HERE = Path(__file__).resolve().parent
 INTERRUPTED = 130
 RENAMED = {"seq": "seq_length", "micro_batch": "micro_batch_size"}
-"""A peer's words for what our lines call otherwise."""
+"""A peer's name of a field -> the name in our lines."""
 NEVER, ALWAYS = "1000", "0.0001"
-"""Thresholds of clipping that no step, and every step, of these runs exceeds."""
+"""Clipping thresholds: no step of these runs exceeds the first, every step exceeds the second."""
 CALM = "--bf16 --attention-dropout 0 --hidden-dropout 0"
 
 
@@ -43,8 +43,8 @@ class Peer:
     """Another program's run.
 
     Attributes:
-        package: what must be installed for it beyond torch.
-        layout: for people.
+        package: the Python package that it needs.
+        layout: its layout, as its JSON line is to say it.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Case:
-    """One of our configurations, and whom it is compared with.
+    """One of our configurations, and the peer that it is compared with.
 
     Attributes:
         environment: settings such as ``NAME=VALUE``.
@@ -90,8 +90,8 @@ class Table:
     """The cases of a machine.
 
     Attributes:
-        ours: how many steps, in our words.
-        theirs: the same in the peers' words.
+        ours: our flags for the number of steps.
+        theirs: the peers' flags for the number of steps.
     """
 
     cases: tuple[Case, ...]
@@ -104,7 +104,7 @@ class Job:
     """One command of a round.
 
     Attributes:
-        about: what its line says beside the result.
+        about: fields of its JSON line beside the result.
     """
 
     name: str
@@ -239,13 +239,13 @@ def measure(
 
 
 def line_of(job: Job, outcome: Completed, more: Mapping[str, Any]) -> dict[str, Any]:
-    """A result as ``benchmarks/*.jsonl`` has it."""
+    """A result as a line of ``benchmarks/*.jsonl``."""
     result = {RENAMED.get(key, key): value for key, value in (outcome.result or {}).items()}
     return {**result, **job.about, **more}
 
 
 def show(table: Table, measured: Mapping[str, list[Completed]]) -> str:
-    """Medians over rounds, ours beside the peer's, and how many times as fast ours is."""
+    """A table of medians over rounds, with our speed divided by the peer's."""
     head = f"{'':28} {'tokens/s':>11} {'ms':>9} {'GiB':>6}  {'peer':24} {'tokens/s':>11} {'ms':>9} {'times':>6}"
     lines = [head]
     for case in table.cases:
@@ -268,7 +268,7 @@ def _median(outcomes: Sequence[Completed], key: str) -> float | None:
 
 
 def _figures(outcomes: Sequence[Completed]) -> str:
-    """Tokens/s and ms, or why there are none."""
+    """Tokens/s and ms, or why the last run failed."""
     speed, ms = _median(outcomes, "tokens_per_s"), _median(outcomes, "ms_per_step")
     return f"{outcomes[-1].failure[:21]:>21}" if speed is None or ms is None else f"{speed:11,.1f} {ms:9,.1f}"
 

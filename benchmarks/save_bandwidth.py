@@ -1,14 +1,17 @@
-"""Time saves beside plain writes of as many bytes: standing still, and behind steps that overwrite all that is saved.
+"""Time saves beside plain writes of as many bytes: saves alone, and saves during steps that overwrite the saved state.
 
     PYTHONPATH=. python benchmarks/save_bandwidth.py --folder /disk/new [--gigabytes 4.2] [--device cuda] [--rounds 3]
 
 Prints one JSON object a line. All contenders run in turns, each round in another order, because disks are shared.
 
-- ``plain``: one file, 8 MiB at a time and an fsync: through the system's cache by one thread and by four, and past it.
+- ``plain``: one file, written in pieces of 8 MiB and flushed: through the system's cache by one thread and by four
+  threads, and past the cache.
 - ``save``: ``save_checkpoint`` while nothing else happens.
-- ``behind``: the same behind steps of ``--step-ms``, half of it a pause in which nothing is overwritten; ``stall_s``
-  is what the steps took longer than without a save. ``room`` says where memory has room: ``device`` (a clone on the
-  GPU), ``host`` (copies), ``none`` (waiting).
+- ``behind``: ``save_checkpoint`` in a thread while steps go on. ``stall_s`` is the time that the steps took beyond as
+  many steps without a save. ``room`` says which memory may hold copies: ``device`` (a clone on the GPU), ``host``
+  (copies in host memory), ``none`` (steps wait for the save).
+
+A step pauses for half of ``--step-ms``, overwrites the whole state, and pauses for a quarter of ``--step-ms``.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from gptpar.system.snapshot import PIECE_BYTES, StateGuard
 from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 ELEMENTS = 16 << 20
-"""Of one tensor; three vectors of each, as AdamW has."""
+"""Elements of one parameter; master weights and two moments have as many each."""
 
 
 def plain_writes(folder: Path, num_bytes: int, threads: int, direct: bool) -> dict[str, Any]:
@@ -58,7 +61,7 @@ def plain_writes(folder: Path, num_bytes: int, threads: int, direct: bool) -> di
 
 
 class State:
-    """What a step overwrites: flat vectors on a device, with parameters as views."""
+    """The state that a step overwrites: three flat vectors on a device; parameters are views of them."""
 
     def __init__(self, num_bytes: int, device: torch.device, step_s: float):
         self.device, self.step_s, self.guard = device, step_s, StateGuard()
@@ -67,6 +70,7 @@ class State:
         self.num_bytes = sum(vector.nbytes for vector in self.vectors)
 
     def tensors(self) -> dict[str, TensorParts]:
+        """The state by names, as ``save_checkpoint`` takes it."""
         splits = [vector.split(ELEMENTS) for vector in self.vectors]
         return {
             f"{kind}/{number}": as_parts(part)
@@ -75,7 +79,7 @@ class State:
         }
 
     def step(self) -> None:
-        """Half a step's time in which nothing changes, then an update of everything, bucket by bucket."""
+        """Pause for half a step's time, update the whole state bucket by bucket, and pause for a quarter."""
         time.sleep(self.step_s / 2)
         for parts in zip(*(vector.split(ELEMENTS // 2) for vector in self.vectors), strict=True):
             self.guard.before_write(parts)
@@ -87,6 +91,7 @@ class State:
 
 
 def save(folder: Path, state: State) -> dict[str, Any]:
+    """A save while nothing else happens."""
     started = time.perf_counter()
     path = save_checkpoint(folder / "save", 1, state.tensors(), {})
     seconds = time.perf_counter() - started
@@ -95,7 +100,7 @@ def save(folder: Path, state: State) -> dict[str, Any]:
 
 
 def behind(folder: Path, state: State, room: str) -> dict[str, Any]:
-    """A save behind steps, against as many steps without one."""
+    """A save during steps, and then as many steps without a save."""
     before = process_memory() or 0
     with suppress(OSError):  # Linux: the peak counts from now on
         Path("/proc/self/clear_refs").write_text("5")
@@ -145,10 +150,10 @@ def contenders(folder: Path, state: State) -> Iterator[tuple[dict[str, Any], Cal
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="a new folder on the disk to measure")
-    parser.add_argument("--gigabytes", type=float, default=4.2, help="of state (default: 4.2)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--step-ms", type=float, default=200.0, help="a step's time, but for the update (default: 200)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gigabytes", type=float, default=4.2, help="size of the state (default: 4.2)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where the state lies")
+    parser.add_argument("--step-ms", type=float, default=200.0, help="a step pauses for 3/4 of this (default: 200)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default: 3)")
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
     state = State(int(args.gigabytes * 1e9), torch.device(args.device), args.step_ms / 1e3)

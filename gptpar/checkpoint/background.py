@@ -15,7 +15,7 @@ NUM_COPIERS = max(2, min(8, (os.cpu_count() or 1) // 2))
 
 
 class SaveUnderWay:
-    """Writes a snapshot, and lets training wait only for what it is about to overwrite.
+    """Writes a snapshot. Training waits only before it overwrites bytes that are neither written nor copied yet.
 
     Args:
         write: saves the snapshot; every process's has to use a process group that nobody else uses meanwhile.
@@ -60,7 +60,7 @@ class SaveUnderWay:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do; on each process by itself."""
+        """Whether the save is over on this process."""
         return not any(thread.is_alive() for thread in self._threads)
 
     @property

@@ -16,8 +16,8 @@ def checkpoints_in(roots: Iterable[str | Path]) -> list[tuple[int, Path]]:
 
 
 def newest_whole(roots: Iterable[str | Path]) -> tuple[int, Path] | None:
-    """The newest checkpoint with a sound manifest and all bytes; ``None``: there is none.
+    """The newest checkpoint with a sound manifest and files of full size; ``None``: there is none.
 
-    Its bytes are not read: loading proves them, and takes an older one where they are damaged.
+    The bytes are not read. Loading proves them, and takes an older checkpoint if they are damaged.
     """
     return next(((number, path) for number, path in checkpoints_in(roots) if not known_problems(number, path)), None)

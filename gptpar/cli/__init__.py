@@ -18,7 +18,7 @@ VERBS = {
     "check-layouts": "prove that every layout computes the same on this machine",
     "evaluate": "score a checkpoint on questions with choices, or on texts",
     "generate": "continue a prompt with a trained model",
-    "convert": "Hugging Face models to checkpoints and back",
+    "convert": "turn checkpoints into Hugging Face folders, and other programs' models into checkpoints",
     "runs": "show a run folder: checkpoints, branches, and who writes there",
     "inspect": "list, describe and verify checkpoints",
     "preprocess": "turn text into .bin/.idx data sets",

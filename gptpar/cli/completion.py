@@ -12,9 +12,9 @@ from gptpar.config.values import flag_fields
 from gptpar.errors import GptparError
 from gptpar.system.command_line import DESCRIBE, Described, Parser
 
-DESCRIPTION = """Print a script that completes verbs, flags, and the words that a flag takes; other words are completed
-as files. bash: gptpar completion bash > FILE, and source FILE in .bashrc. zsh: the same in .zshrc. fish: gptpar
-completion fish > ~/.config/fish/completions/gptpar.fish. Make it again after an update."""
+DESCRIPTION = """Print a completion script. A shell that sources it completes verbs, flags and the values of flags, and
+other words as files. bash: gptpar completion bash > FILE, and source FILE in .bashrc. zsh: the same in .zshrc. fish:
+gptpar completion fish > ~/.config/fish/completions/gptpar.fish. Print the script again after an update of gptpar."""
 
 
 @dataclass(frozen=True)

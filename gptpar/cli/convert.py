@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="gptpar convert",
         description="Convert a checkpoint of gptpar to a Hugging Face folder, or another program's model to a "
-        "checkpoint. What SOURCE is, its files tell. SOURCE stays as it is; TARGET appears whole or not at all.",
+        "checkpoint. The files of SOURCE tell its kind. SOURCE stays as it is; TARGET appears whole or not at all.",
         epilog="examples:\n  gptpar convert runs/350M hf/350M --dtype bf16\n  gptpar convert hf/Llama-3 runs/Llama-3",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -42,13 +42,15 @@ def make_parser() -> argparse.ArgumentParser:
     to_hf = parser.add_argument_group("to Hugging Face")
     to_hf.add_argument("--ckpt-step", type=not_negative_int, metavar="N", help="this iteration instead of the newest")
     to_hf.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="of the weights (default: as they came in, else the run's number format)"
+        "--dtype", choices=tuple(DTYPES), help="number format of the weights (default: as imported, else the run's)"
     )
     to_hf.add_argument(
-        "--max-shard-size", type=_size, metavar="SIZE", help="of a file (default: as they came in, else 5GB)"
+        "--max-shard-size", type=_size, metavar="SIZE", help="largest weight file (default: as imported, else 5GB)"
     )
     to_hf.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
-    to_hf.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help="another tokenizer's kind")
+    to_hf.add_argument(
+        "--tokenizer-type", choices=TOKENIZER_TYPES, metavar="TYPE", help="this type instead of the checkpoint's"
+    )
     for name, text in TOKENIZER_FILES.items():
         to_hf.add_argument(f"--{name.replace('_', '-')}", metavar="FILE", help=f"where it is now: {text}")
     return parser
@@ -83,7 +85,7 @@ def _options(args: argparse.Namespace) -> ExportOptions:
 
 
 def _checkpoint(source: Path, iteration: int | None) -> Path:
-    """The checkpoint that is meant.
+    """The checkpoint that the source names: itself, or the newest or the given one of a folder.
 
     Raises:
         CheckpointError: there is none, or none that is whole.
@@ -102,10 +104,10 @@ def _checkpoint(source: Path, iteration: int | None) -> Path:
 
 
 def _convert_foreign(args: argparse.Namespace) -> Path:
-    """A checkpoint of what another program saved.
+    """Make a checkpoint of a model that another program saved.
 
     Raises:
-        CheckpointError: it is nothing that can be read, or flags were given that only an export reads.
+        CheckpointError: the source cannot be read, or there are flags that only an export reads.
     """
     only_out = ("ckpt_step", "dtype", "max_shard_size", "tokenizer_type", *TOKENIZER_FILES)
     given = [f"--{name.replace('_', '-')}" for name in only_out if getattr(args, name) is not None]
@@ -119,6 +121,6 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
             return import_megatron(args.source, args.target)
         case "huggingface":
             return import_hf(args.source, args.target)
-    if (args.source / "config.json").is_file():  # what is missing there, or wrong, is told
+    if (args.source / "config.json").is_file():  # its error says what is missing there, or wrong
         return import_hf(args.source, args.target)
     raise CheckpointError(f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert")

@@ -26,8 +26,8 @@ from gptpar.training.evaluation.items import all_problems
 from gptpar.training.evaluation.tasks import read_tasks
 
 DESCRIPTION = """Evaluate a checkpoint on questions with choices (accuracy) or on texts (bits per byte). Scores are
-printed on stderr as they come, and at the end as one JSON object on stdout. Several processes share the items, or, with
-the flags of tensor and pipeline parallelism, the model. The checkpoint may be of any layout."""
+printed on stderr as they come, and at the end as one JSON object on stdout. Several processes share the items; the
+flags of tensor and pipeline parallelism split the model. The checkpoint may be of any layout."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"number format: {', '.join(sorted(DTYPES))} (default: bf16 on a GPU, else fp32)",
     )
     for axis in ("tensor", "pipeline"):
-        help = f"processes that share the model's {'layers' if axis == 'pipeline' else 'weights, layer by layer'}"
+        help = f"processes that split {'the stack of layers' if axis == 'pipeline' else 'each layer'}"
         add(f"--{axis}-model-parallel-size", type=positive_int, default=1, metavar="N", help=help)
     add("--nproc-per-node", type=positive_int, metavar="N", help="processes to start (default: one for each GPU)")
     add_tokenizer_flags(parser)
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
 def evaluate(
     args: argparse.Namespace, topology: Topology, request: StopRequest, activity: Activity
 ) -> dict[str, Any] | None:
-    """What is printed: the checkpoint and each task's scores; ``None`` after a request to stop."""
+    """The JSON object to print: the checkpoint and each task's scores; ``None`` after a request to stop."""
     dtype = DTYPES[args.dtype or ("bf16" if topology.device.type == "cuda" else "fp32")]
     model = load_pipeline(args.load, topology, dtype, args.ckpt_step)
     stored, iteration = model.loaded.stored, model.loaded.iteration
@@ -102,10 +102,10 @@ def evaluate(
         found = evaluator.evaluate(task, lambda: topology.any_rank(request.signal is not None))
         if found is None:
             return None
-        sizes: dict[str, Any] = {"num_items": found.num_items, "num_tokens": found.num_tokens, "seconds": found.seconds}
+        sizes = {"num_items": found.num_items, "num_tokens": found.num_tokens, "seconds": found.seconds}
         scores[task.name] = {**found.scores, **sizes}
         if topology.is_main:
-            record = TaskRecord(iteration, 0, 0, found.task, found.scores, **sizes)
+            record = TaskRecord(**vars(found), iteration=iteration, consumed_samples=0, consumed_tokens=0)
             print(task_line(record), file=sys.stderr, flush=True)
     of_checkpoint = {"checkpoint": str(model.loaded.path), "iteration": iteration}
     return {**of_checkpoint, "eval_limit": args.eval_limit, "tasks": scores}

@@ -71,25 +71,29 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         type=str,
         metavar="TEXT",
-        help="text to continue, given several times for several (default: the start of a document)",
+        help="text to continue; give the flag again for further texts (default: the start of a document)",
     )
     parser.add_argument("--prompts", type=path, metavar="FILE", help="texts to continue, one on each line")
     parser.add_argument("--num-tokens", type=positive_int, default=100, metavar="N", help="tokens to add")
     parser.add_argument(
-        "--temperature", type=_temperature, default=0.8, metavar="X", help="0 takes the likeliest token"
+        "--temperature",
+        type=_temperature,
+        default=0.8,
+        metavar="X",
+        help="of the sampling; 0 takes the likeliest token",
     )
     parser.add_argument(
-        "--top-k", type=not_negative_int, default=50, metavar="K", help="choose among the K likeliest; 0: all"
+        "--top-k", type=not_negative_int, default=50, metavar="K", help="choose among the K likeliest tokens; 0: all"
     )
     parser.add_argument(
         "--top-p",
         type=_fraction,
         default=1.0,
         metavar="P",
-        help="choose among the fewest likeliest whose probabilities add up to P, after --top-k; 1: all",
+        help="choose among the likeliest tokens whose probabilities add up to P, after --top-k; 1: all",
     )
     parser.add_argument(
-        "--stop", action="append", type=_not_nothing, metavar="TEXT", help="end before this text; may be given again"
+        "--stop", action="append", type=_not_nothing, metavar="TEXT", help="end before this text; repeat it for others"
     )
     parser.add_argument(
         "--stream", action="store_true", help="print a single continuation as it is made (on a terminal: always)"

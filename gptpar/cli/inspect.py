@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         CheckpointError: DIR holds no checkpoint.
         GptparError: it is a bundle that cannot be read.
     """
-    parser = Parser(prog="gptpar inspect", description="Show what a checkpoint, or the bundle of an outlier, holds.")
+    parser = Parser(prog="gptpar inspect", description="Show the contents of a checkpoint, or of an outlier's bundle.")
     places = "a checkpoint (iter_0000010) or a folder of checkpoints; a bundle of an outlier, or SAVE/spikes"
     parser.add_argument("dir", type=Path, help=places)
     parser.add_argument("--verify", action="store_true", help="re-read every byte and name what is damaged")

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "--log-interval",
         type=positive_int,
         metavar="DOCUMENTS",
-        help="report progress every so many documents (default: every 5 seconds; a terminal always shows it live)",
+        help="report progress after this many documents (default: every 5 seconds; a terminal always shows it live)",
     )
     add_tokenizer_flags(parser)
     return parser

@@ -16,7 +16,7 @@ from gptpar.system.command_line import Parser
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
     parser = Parser(
-        prog="gptpar summary", description="What a run has learnt, against what token frequencies alone would tell."
+        prog="gptpar summary", description="Compare a run's loss with the loss that token frequencies alone would give."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--data-path", metavar="PREFIX", help="the run's data set, for its unigram entropy")

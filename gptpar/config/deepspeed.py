@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration in terms of the command line's fields. Pure but for reading the file."""
+"""A DeepSpeed configuration as fields of the command line. Pure but for reading the file."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _SCALE = ("precision.loss_scale", "precision.initial_loss_scale")
 
 @dataclass
 class FromFile:
-    """What is known with the file.
+    """The flags of a command line and its DeepSpeed file.
 
     Attributes:
-        flags: the command line's, filled where the file says more.
-        given: the fields that the file says, as ``section.field``.
-        refused: fields that it says in a part that is refused as a whole.
-        derived: their values, and those that DeepSpeed assumes, for the banner.
+        flags: the command line's, with the file's values where the command line has none.
+        given: the fields that the file sets, as ``section.field``.
+        refused: fields that the file sets in a section that is refused as a whole.
+        derived: values of the file, and DeepSpeed's defaults, for the banner.
         problems, without_effect: as a command line's.
-        keys: flag that nobody typed -> the key of the file that says it.
+        keys: untyped flag -> the key of the file that sets it.
         path: of the file.
     """
 
@@ -51,7 +51,7 @@ class FromFile:
     path: str = ""
 
     def as_written(self, problem: str) -> str:
-        """A sentence about flags, in the file's words where the file and not the command line said them."""
+        """A sentence about flags; a flag that the file set is replaced by its key."""
         told = re.sub(r"--[\w-]+", lambda found: self.keys.get(found[0], found[0]), problem)
         return problem if told == problem else f"{self.path}: {told}"
 
@@ -78,7 +78,7 @@ def read_deepspeed(flags: Flags, given: Set[str]) -> FromFile:
 
 
 def translate(raw: Mapping[str, Any], flags: Flags, given: Set[str], path: str) -> FromFile:
-    """Fill what the command line leaves open.
+    """Fill the fields that the command line leaves open.
 
     Args:
         raw: the parsed file.
@@ -108,7 +108,7 @@ def translate(raw: Mapping[str, Any], flags: Flags, given: Set[str], path: str) 
 def _decided_by_the_file(
     raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags, given: Set[str], found: FromFile
 ) -> set[str]:
-    """Fields whose flags DeepSpeed does not look at: the number format and the loss scale that the file decides."""
+    """Fields for which the file overrules the flags, as with DeepSpeed: the number format and the loss scale."""
     formats = [name for name in _FORMATS if name in values and values[name].value is True]
     decided = {*_FORMATS} if formats else set()
     if "fp16" in raw and "precision.fp16" in (formats or [*_FORMATS[: flags.precision.fp16]]):
@@ -126,7 +126,7 @@ def _decided_by_the_file(
 
 
 def _in_steps(flags: Flags) -> bool:
-    """Whether the run is measured in steps; a limit in tokens beside them does not change the unit."""
+    """Whether the run's length is in steps; a limit in tokens beside them does not change the unit."""
     batch = flags.batch
     return batch.train_iters is not None or (batch.train_samples is None and batch.train_tokens is None)
 
@@ -143,7 +143,7 @@ def _schedule_problems(raw: Mapping[str, Any], flags: Flags) -> Iterator[str]:
 
 
 def _fill(one: Said, given: Set[str], found: FromFile) -> None:
-    """What is typed stays; what the file says and, where neither says anything, DeepSpeed's defaults are filled in."""
+    """Fill a field that nobody typed, from the file or from DeepSpeed's default; a typed flag stays."""
     section, name = one.field.split(".")
     typed = getattr(getattr(found.flags, section), name)
     if one.field not in given:
@@ -162,7 +162,7 @@ def _typed(name: str, value: Any) -> str:
 
 
 def _fill_schedule(values: Mapping[str, Said], given: Set[str], found: FromFile) -> None:
-    """Hand the file's schedule on, whole."""
+    """Set the file's schedule as a whole."""
     schedule = schedule_of(values, found.flags, given)
     for one, name, typed in schedule.contradictions:
         found.problems.append(f"{one}, but {_typed(name, typed)} is given, too: drop one of them, or make them agree.")

@@ -1,7 +1,7 @@
-"""Goes through a DeepSpeed configuration by the table of keys: what it says, and what DeepSpeed assumes. Pure.
+"""Reads a DeepSpeed configuration by the table of keys: its values, and DeepSpeed's defaults. Pure.
 
-One reading for two askers: the command line fills what its flags leave open, and ``gptpar.initialize`` reads nothing
-else.
+``gptpar pretrain`` and ``gptpar.initialize`` read files alike. ``pretrain`` also has flags, and takes from the file the
+values that they leave open.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ WITHOUT_UNKNOWN = ("zero_optimization.", "fp16.", "bf16.", "bfloat16.", "optimiz
 
 @dataclass(frozen=True)
 class Said:
-    """A key that says a field.
+    """A field's value from a key.
 
     Attributes:
         field: ``section.field``.
         raw: the value as the file writes it.
-        why: what a reader of the banner should know.
-        default: whether DeepSpeed says it, as the file does not.
+        why: a remark for the banner.
+        default: whether it is DeepSpeed's default, because the file lacks the key.
     """
 
     field: str
@@ -46,18 +46,18 @@ class Said:
 
     @property
     def reason(self) -> str:
-        """Where the value comes from: its key, and what a reader of the banner should know."""
+        """The origin of the value: its key, and remarks for the banner."""
         default = f"absent, so DeepSpeed's default{DEFAULTS_SINCE.get(self.key, '')}"
         return "; ".join([self.key, *filter(None, [self.why, default if self.default else ""])])
 
 
 @dataclass
 class KeyReader:
-    """Collects what the keys say.
+    """Collects the values of a file's keys.
 
     Attributes:
-        tree: the keys that there can be.
-        said: values of fields, several for one field where several keys say it.
+        tree: all known keys.
+        said: values of fields; several for a field that several keys set.
         problems: sentences, without the file's name.
         without_effect: keys that change nothing, each with the reason.
     """
@@ -68,7 +68,7 @@ class KeyReader:
     without_effect: list[str] = field(default_factory=list)
 
     def walk(self, raw: Mapping[str, Any], tree: Tree | None = None, prefix: str = "") -> None:
-        """Read an object whose keys are ``tree``'s (default: all); ``null`` and ``"auto"`` say nothing."""
+        """Read an object whose keys are ``tree``'s (default: all); ``null`` and ``"auto"`` count as absent."""
         tree = self.tree if tree is None else tree
         for name, value in raw.items():
             key, rule = prefix + name, tree.get(name)
@@ -84,7 +84,7 @@ class KeyReader:
                 self._wrong(key, value, "an object in braces is needed")
 
     def assume(self, path: str, value: Any) -> None:
-        """Take a default of DeepSpeed's."""
+        """Take DeepSpeed's default of a key."""
         rule: Any = self.tree
         for name in path.split("."):
             rule = rule.get(name) if isinstance(rule, dict) else None
@@ -126,7 +126,7 @@ class KeyReader:
         self.problems.append(f"{key} is {json.dumps(value)}: {why}.")
 
     def _unknown(self, name: str, prefix: str, tree: Tree) -> None:
-        """A key that DeepSpeed would ignore is ignored, too, unless it is like one that means something."""
+        """Ignore a key that DeepSpeed ignores, unless it resembles a known key; refuse any other unknown key."""
         key = prefix + name
         near = self._nearest(name, prefix, tree)
         listed = f"; the keys there are {', '.join(tree)}." if prefix and len(tree) <= MAX_LISTED else "; leave it out."
@@ -171,12 +171,12 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def read_values(raw: Mapping[str, Any], door: Door, flags: Flags, *, micro_is_known: bool) -> KeyReader:
-    """What a file says, and what DeepSpeed assumes; what depends on nothing is left out.
+    """The values of a file and DeepSpeed's defaults, without those that have no effect beside the others.
 
     Args:
         raw: the parsed file.
-        flags: what is said elsewhere, which may turn on what the file's keys are about.
-        micro_is_known: whether it says the micro-batch size.
+        flags: the command line's, which may turn on the options that the file's keys refine.
+        micro_is_known: whether the command line says the micro-batch size.
     """
     reader, plain = KeyReader(keys_for(raw, door)), without_auto(raw)
     reader.walk(raw)
@@ -241,10 +241,10 @@ def optimizer_problems(raw: Mapping[str, Any], otherwise: str, assumed_decay: fl
 
 
 def schedule_problems(raw: Mapping[str, Any], *, auto_is_known: bool = False) -> Iterator[str]:
-    """What a schedule needs, and where DeepSpeed's default would surprise.
+    """Problems of a schedule: missing parameters, and a default of DeepSpeed's that contradicts the optimizer's rate.
 
     Args:
-        auto_is_known: whether something else says what the file leaves to it with ``"auto"``.
+        auto_is_known: whether flags or the run's length give the parameters that the file leaves to them (``"auto"``).
     """
     params, rate = part_of(raw, "scheduler", "params"), part_of(raw, "optimizer", "params").get("lr", "auto")
     kind, absent = part_of(raw, "scheduler").get("type"), (None,) if auto_is_known else (None, "auto")
@@ -261,7 +261,7 @@ def schedule_problems(raw: Mapping[str, Any], *, auto_is_known: bool = False) ->
 
 
 def _leave_out_unused(reader: KeyReader, flags: Flags, door: Door) -> None:
-    """Move what depends on something that is off, or that another key overrules, to what has no effect."""
+    """Move keys of options that are off, or that another key overrules, to the keys without effect."""
     for start, why in _reasons_without_effect(reader.said, flags, door).items():
         unused = [s for s in reader.said if s.key.startswith(start) and s.key != "fp16.enabled"]
         reader.without_effect += [f"{s.key}: {why}" for s in unused if not s.default]
@@ -269,7 +269,7 @@ def _leave_out_unused(reader: KeyReader, flags: Flags, door: Door) -> None:
 
 
 def _reasons_without_effect(said: list[Said], flags: Flags, door: Door) -> dict[str, str]:
-    """What a key begins with -> why it changes nothing beside the other keys and flags."""
+    """Beginning of a key -> why the key has no effect beside the other keys and flags."""
     on = {s.field for s in said if s.value is True}
     devices = {s.raw for s in said if s.key.endswith("offload_optimizer.device")}
     peaks = [s for s in said if s.key == "scheduler.params.warmup_max_lr" and door is Door.PRETRAIN]

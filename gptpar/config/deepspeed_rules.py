@@ -1,4 +1,4 @@
-"""What a key of a DeepSpeed configuration can mean here, and how its value is read."""
+"""The rules for keys of a DeepSpeed configuration, and the readers of their values."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 OFF = object()
-"""What a reader returns for a value that asks for nothing."""
+"""The result of a reader for a value that turns nothing on."""
 
 
 @dataclass(frozen=True)
 class Sets:
-    """The key says a field of the configuration, or several with a list.
+    """The key sets a field of the configuration, or several fields with a list.
 
     Attributes:
-        read: turns the JSON value into the field's, or into ``OFF``; a ``ValueError`` says what is needed instead.
+        read: the JSON value -> the field's value, or ``OFF``; a ``ValueError`` says what is needed instead.
         to: fields as ``section.field``, separated by spaces.
-        why: what a reader of the banner should know.
-        inside: the keys that it may hold, if it is an object.
+        why: a remark for the banner.
+        inside: the keys that the value may hold, if it is an object.
     """
 
     read: Callable[[Any], Any]
@@ -31,7 +31,7 @@ class Sets:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """The key is understood, and nothing depends on it; ``inside``: the keys it may hold, if it is an object."""
+    """The key is known and has no effect; ``inside``: the keys that its value may hold, if it is an object."""
 
     why: str
     inside: str = ""
@@ -39,7 +39,7 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Only:
-    """The key may have these values, which change nothing; ``why`` no other can be had, and what to do."""
+    """The key may have these values, which change nothing; ``why``: the reason against others, and the remedy."""
 
     values: tuple[object, ...]
     why: str
@@ -47,10 +47,11 @@ class Only:
 
 @dataclass(frozen=True)
 class Absent:
-    """What the key turns on is not there; off it is accepted, whatever else it says.
+    """The key turns on something that gptpar lacks; a value that turns it off is accepted.
 
     Attributes:
-        is_on: whether a value asks for it.
+        what: the missing thing.
+        is_on: whether a value turns it on.
     """
 
     what: str
@@ -106,24 +107,24 @@ def truth(value: Any) -> bool:
 
 
 def if_true(value: Any) -> object:
-    """A switch whose false is no wish."""
+    """True, or ``OFF`` for false: a switch that only turns something on."""
     return True if truth(value) else OFF
 
 
 def text(value: Any) -> str:
-    """A text that says something."""
+    """A text that is not empty."""
     if not isinstance(value, str) or not value:
         raise ValueError("a text is needed")
     return value
 
 
 def rates(value: Any) -> float | tuple[float, ...]:
-    """A rate of all parameter groups, or one for each."""
+    """One rate for all parameter groups, or a rate for each group."""
     return tuple(map(number, value)) if isinstance(value, list) else number(value)
 
 
 def one_rate(value: Any) -> float:
-    """The rate of all parameter groups."""
+    """One rate for all parameter groups."""
     if isinstance(value, list):
         raise ValueError("one rate is needed: the groups that decay and those that do not have the same")
     return number(value)
@@ -137,14 +138,14 @@ def betas(value: Any) -> list[float]:
 
 
 def scale_of_power(value: Any) -> float:
-    """A loss scale by its power of two."""
+    """A loss scale from its exponent of two."""
     if not 0 <= whole(value) <= 127:
         raise ValueError("a whole number from 0 to 127 is needed")
     return 2.0 ** whole(value)
 
 
 def word_of(meanings: Mapping[str, Any], otherwise: str = "") -> Callable[[Any], Any]:
-    """A reader of one of these words; ``otherwise``: what is said of any other value."""
+    """A reader of one of these words; ``otherwise``: the error for any other value."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str) or value not in meanings:
@@ -162,7 +163,7 @@ def parameters_on_cpu(value: Any) -> bool:
 
 
 def switch(value: Any) -> str:
-    """On, off, or as the engine finds best (``auto``, which is read as if nothing were said)."""
+    """``on`` or ``off``; ``"auto"`` counts as an absent key."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value not in ("on", "off"):
@@ -178,14 +179,14 @@ def class_names(value: Any) -> tuple[str, ...]:
 
 
 def partition(value: Any) -> str:
-    """How a list of layers is divided."""
+    """The method that divides a list of layers into stages."""
     if not isinstance(value, str):
         raise ValueError("parameters, uniform, type:REGEX or boundaries such as 0,7,14 are needed")
     return "parameters" if value == "best" else value
 
 
 def if_enabled(read: Callable[[Mapping[str, Any]], Any]) -> Callable[[Any], Any]:
-    """A reader of a section that says nothing unless it is ``enabled``."""
+    """A reader of a section that counts only if it is ``enabled``."""
 
     def read_section(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -196,12 +197,12 @@ def if_enabled(read: Callable[[Mapping[str, Any]], Any]) -> Callable[[Any], Any]
 
 
 def monitor_folder(section: Mapping[str, Any]) -> str:
-    """Where DeepSpeed puts a monitor's files."""
+    """The folder of a DeepSpeed monitor's files."""
     return os.path.join(str(section.get("output_path") or ""), text(section.get("job_name", "DeepSpeedJobName")))
 
 
 def asks_for_routing(value: Any) -> bool:
-    """Whether ``data_efficiency`` asks for anything: its parts have switches of their own."""
+    """Whether ``data_efficiency`` turns anything on; its parts have switches of their own."""
     parts = [value.get(name, {}) for name in ("data_sampling", "data_routing")] if isinstance(value, dict) else [value]
     on = not isinstance(value, dict) or value.get("enabled") is True
     return on and any(part.get("enabled") is True if isinstance(part, dict) else bool(part) for part in parts)

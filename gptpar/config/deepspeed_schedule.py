@@ -17,7 +17,7 @@ _FLAGS = {
     "warmup_num_steps": "lr_warmup_iters",
     "total_num_steps": "lr_decay_iters",
 }
-"""Parameter of a schedule -> the flag that says the same, and fills what the file leaves open."""
+"""Parameter of a schedule -> the flag that means the same, and counts if the file lacks the parameter."""
 _PEAKS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 _OTHER_LENGTHS = ("lr_decay_samples", "lr_decay_tokens", "lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_tokens")
 
@@ -29,8 +29,8 @@ class FileSchedule:
     Attributes:
         type: one of ``gptpar.optim.step_schedules.FORMULAS``.
         params: of its formula.
-        peak: the rate that stands for ``--lr``; ``None``: that of the optimizer.
-        contradictions: what the file says, the field of a flag that says otherwise, and that flag's value.
+        peak: the rate in place of ``--lr``; ``None``: the optimizer's rate.
+        contradictions: (the file's value, the field of a flag that contradicts it, the flag's value).
     """
 
     type: str
@@ -40,11 +40,11 @@ class FileSchedule:
 
 
 def schedule_of(values: Mapping[str, Said], flags: Flags, given: Set[str]) -> FileSchedule:
-    """The file's schedule; a flag may say what the file leaves open, and must not say anything else.
+    """The file's schedule. A flag may give a parameter that the file lacks; other flags of the schedule contradict it.
 
     Args:
-        values: what the file says, and what DeepSpeed assumes, by field.
-        flags: the command line's, with what the file says of the optimizer.
+        values: the file's values and DeepSpeed's defaults, by field.
+        flags: the command line's, with the file's optimizer.
         given: the fields that were typed.
     """
     kind = values["scheduler.type"]
@@ -61,7 +61,7 @@ def schedule_of(values: Mapping[str, Said], flags: Flags, given: Set[str]) -> Fi
 
 
 def _params(kind: str, said: Mapping[str, Said], typed: Mapping[str, Any], flags: Flags) -> dict[str, Any]:
-    """Complete: where the file is silent, the optimizer's rate, the flags or the run's length fill in."""
+    """All parameters: those that the file lacks come from the optimizer's rate, the flags or the run's length."""
     optimizer = flags.optimizer
     known = {**typed} if optimizer.lr is None else {**typed, "warmup_max_lr": optimizer.lr}
     params = {word: known[word] if one.default and word in known else one.value for word, one in said.items()}
@@ -71,7 +71,7 @@ def _params(kind: str, said: Mapping[str, Said], typed: Mapping[str, Any], flags
 
 
 def _other_shape(kind: str, params: Mapping[str, Any], flags: Flags, given: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Flags of another schedule."""
+    """(field, value) of each typed flag that describes another schedule."""
     optimizer = flags.optimizer
     lowest = params.get("warmup_min_lr") if kind == "WarmupDecayLR" else None
     if kind == "WarmupCosineLR" and optimizer.lr is not None:

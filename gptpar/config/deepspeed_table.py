@@ -1,8 +1,8 @@
-"""The table of DeepSpeed's keys: what each means to ``gptpar pretrain`` and to ``gptpar.initialize``.
+"""The table of DeepSpeed's keys: the meaning of each key to ``gptpar pretrain`` and to ``gptpar.initialize``.
 
-A row is a key's path, its rule on the command line, its rule for an engine where that differs, the optimizers or
-schedules whose section has it, and DeepSpeed's default where gptpar's own is another. Everything else about the keys
-follows: which are unknown, what is refused and why, what the banner names as without effect.
+A row is a key's path, its rule on the command line, its rule for an engine if that differs, the optimizers or
+schedules whose section has the key, and DeepSpeed's default if gptpar's own differs. Everything else follows from the
+table: unknown keys, refused keys with their reasons, and keys that the banner names as without effect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gptpar.config.deepspeed_rules import (
 
 
 class Door(Enum):
-    """Who reads a configuration."""
+    """The two readers of a configuration."""
 
     PRETRAIN = auto()
     ENGINE = auto()
@@ -53,12 +53,12 @@ class Door(Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """A key.
+    """A row of the table.
 
     Attributes:
         path: of the key, with dots.
-        pretrain, engine: its rule at each door; ``engine=None``: the same.
-        default: DeepSpeed's where the key is absent and its first-level section is there; ``None``: gptpar's own.
+        pretrain, engine: its rule at each door; ``engine=None``: the same rule.
+        default: DeepSpeed's, if the file has the key's section but not the key; ``None``: gptpar's own default.
         of: ``type`` of the optimizers or schedules that have it, in small letters; empty: all.
     """
 
@@ -79,14 +79,14 @@ WARMUPS = ("warmuplr", "warmupdecaylr", "warmupcosinelr")
 SCHEDULE_TYPES = {name.lower(): name for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle")}
 SCHEDULE_TYPES |= {"lrrangetest": "LRRangeTest"}
 TYPES: Mapping[str, tuple[str, ...]] = {"optimizer": OPTIMIZERS, "scheduler": tuple(SCHEDULE_TYPES)}
-"""The sections whose keys follow from their type, and the types that there are."""
+"""Section whose keys depend on its type -> the types."""
 
 DEFAULTS_SINCE = {
     "gradient_clipping": (
         " since its 0.19.3 (change of June 2026); before that it did not clip: write 0.0 to do as it did then"
     )
 }
-"""Defaults that changed: which DeepSpeed's they are."""
+"""Key whose default has changed between DeepSpeed's versions -> a remark about the version."""
 
 _FP32_STATE = "master weights, moments and gradient sums are always fp32: leave it out"
 _MEASURED = "iteration time and throughput are always measured; see gptpar benchmark --breakdown"
@@ -118,7 +118,7 @@ def _rate_param(name: str, of: tuple[str, ...], default: Any = None, why: str = 
 
 
 def _same(rule: Rule, prefix: str, names: str, engine: Rule | None = None) -> tuple[Key, ...]:
-    """Rows of keys that have one rule."""
+    """Rows of keys that share a rule."""
     return tuple(Key(prefix + name, rule, engine) for name in names.split())
 
 
@@ -344,7 +344,7 @@ TABLE = (*_BATCH, *_OPTIMIZER, *_SCHEDULER, *_FORMATS, *_ZERO, *_LOGS, *_REST, *
 
 
 def keys_for(raw: Mapping[str, Any], door: Door) -> Tree:
-    """The keys that a file may hold at a door: those of the optimizer and the schedule follow from their types."""
+    """The keys that a file may hold at a door; those of the optimizer and the schedule depend on their types."""
     types = {section: type_of(raw, section) for section in TYPES}
     tree: Tree = {}
     for row in TABLE:
@@ -364,7 +364,7 @@ def keys_for(raw: Mapping[str, Any], door: Door) -> Tree:
 
 
 def defaults_for(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What DeepSpeed assumes where the file says nothing, as far as it differs from gptpar's own defaults; by path."""
+    """DeepSpeed's defaults of absent keys, if they differ from gptpar's own; by path."""
     return {
         row.path: row.default
         for row in TABLE

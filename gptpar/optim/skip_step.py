@@ -1,21 +1,21 @@
 """Skip-step: a step whose loss or gradient norm is far above those of the last steps changes nothing.
 
-The rule is that of OLMo-core's ``SkipStepOptimizer``. With the losses ``l`` and gradient norms ``n`` of the last W
-steps (128 by default), the step at work not among them, the step is an *outlier* if::
+The rule is that of OLMo-core's ``SkipStepOptimizer``. With the losses ``l`` and gradient norms ``n`` of the W steps
+before it (128 by default), a step is an *outlier* if::
 
     loss - mean(l) > k * std(l)    or    norm - mean(n) > k * std(n)
 
 ``k`` is sigma (6 in OLMo's runs), ``std`` the sample's standard deviation (n - 1 in the denominator), and ``norm`` the
-one before clipping. Nothing is judged before the window has ``max(2, W // 2)`` steps. An outlier enters the window like
-any other step. So a level that stays high becomes the usual one, and the run goes on. A step whose loss or norm is not
-finite is no outlier and does not enter the window: it is skipped already.
+gradient norm before clipping. No step is an outlier before the window has ``max(2, W // 2)`` steps. An outlier enters
+the window like any other step. So a level that stays high becomes the usual one, and the run goes on. A step whose loss
+or norm is not finite is no outlier and does not enter the window: it is skipped anyway.
 
-A skipped outlier leaves weights and moments, and the optimizer's count of steps for its bias corrections, as they are.
-The data go on behind it, and so do the learning rate and the weight decay, as in OLMo-core. (A non-finite step does not
-count for the schedules, as in Megatron-LM.) An outlier is no overflow: the loss scale does not see it.
+A skipped outlier leaves weights, moments, and the optimizer's count of steps for its bias corrections as they are.
+Data, learning rate and weight decay go on, as in OLMo-core. (A non-finite step does not count for the schedules, as in
+Megatron-LM.) An outlier is no overflow: the loss scale does not change.
 
-The decision is made on the device, from numbers that all processes have alike (fp64 sums over all of them), so it costs
-no wait, and all processes decide the same.
+The device decides, from numbers that are the same on all processes (fp64 sums over all of them). So training does not
+wait, and all processes decide alike.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 NOT_FINITE, OUTLIER = 1.0, 2.0
-"""Why a step was skipped: its gradient was not finite, as optimizers tell; or it was an outlier. 0: it was not."""
+"""Why a step was skipped: its gradient was not finite (optimizers say that), or it was an outlier. 0: not skipped."""
 
 MIN_JUDGED = 2
-"""Fewer steps have no standard deviation."""
+"""Fewest steps that have a standard deviation."""
 
 NO_STEPS: dict[str, Any] = {"losses": [], "norms": [], "num_outliers": 0}
 """The state of an empty window."""
@@ -60,7 +60,7 @@ class SkipStep:
 
     @torch.no_grad()
     def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        """Take note of a step, and return its norm, NaN where the step is an outlier: then no optimizer changes a bit.
+        """Take note of a step; returns its norm, or NaN if the step is an outlier: then the optimizer changes nothing.
 
         Args:
             loss: the mean loss of the global batch (fp64 scalar on the device).
@@ -82,7 +82,7 @@ class SkipStep:
         return torch.where(self._is_outlier, float("nan"), norm)
 
     def reason(self, skipped: torch.Tensor) -> torch.Tensor:
-        """``skipped`` (0 or 1) of the step judged last, with :data:`OUTLIER` where that is the reason."""
+        """``skipped`` (0 or 1) of the step judged last; :data:`OUTLIER` if that is the reason."""
         return torch.where(self._is_outlier, OUTLIER, skipped)
 
     def window(self, *, of_last: bool = False) -> dict[str, list[float]]:
@@ -100,7 +100,7 @@ class SkipStep:
         return {**self.window(), "num_outliers": self.num_outliers}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint's window, of which a shorter one takes the newest; ``None``: it had none."""
+        """Go on from a checkpoint's window (``None``: it has none); a shorter window takes the newest steps."""
         if state is None:
             return
         found = torch.tensor([state["losses"], state["norms"]], dtype=torch.float64)[:, -self._window :]
@@ -113,10 +113,10 @@ class SkipStep:
 def step_unless_outlier(
     rule: SkipStep | None, loss: torch.Tensor, norm: torch.Tensor, take: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Take a step that the rule, if there is one, has judged.
+    """Judge a step by the rule, if there is one, and take it.
 
     Args:
-        take: takes a step with a gradient norm, and returns 1 where it was skipped because that is not finite, else 0.
+        take: takes a step with a gradient norm; returns 1 if the norm is not finite and the step was skipped, else 0.
 
     Returns:
         What ``take`` returned, or :data:`OUTLIER`.
@@ -125,7 +125,7 @@ def step_unless_outlier(
 
 
 def is_window(state: Any) -> bool:
-    """Whether a JSON value is one that :meth:`SkipStep.state` may have made."""
+    """Whether a JSON value may be a result of :meth:`SkipStep.state`."""
     if not isinstance(state, dict) or state.keys() != {"losses", "norms", "num_outliers"}:
         return False
     lists, count = (state["losses"], state["norms"]), state["num_outliers"]
@@ -136,5 +136,5 @@ def is_window(state: Any) -> bool:
 
 
 def make_skip_step(sigma: float | None, window: int, device: torch.device) -> SkipStep | None:
-    """``None`` where no step is judged."""
+    """The window of a run; ``None`` without a sigma."""
     return None if sigma is None else SkipStep(sigma, window, device)

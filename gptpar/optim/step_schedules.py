@@ -1,10 +1,10 @@
 """DeepSpeed's learning-rate schedules as pure functions of the number of steps taken.
 
-Each formula is called with ``n``, the optimizer steps taken so far (skipped ones do not count), ``lr``, the rate that
-the optimizer was given, and DeepSpeed's parameters by their names and with their defaults. It returns the rate of the
-step that follows. DeepSpeed's scheduler takes its first step after the optimizer's, so the warm-ups are one step
-behind: step n has the value of DeepSpeed's formula at ``i = n - 1``, and the first two steps have the lowest rate.
-Facts: deepspeed/runtime/lr_schedules.py, DeepSpeed 0.19.
+A formula takes ``n``, the optimizer steps so far (skipped steps do not count), ``lr``, the rate that the optimizer was
+given, and DeepSpeed's parameters with their names and defaults. It returns the rate of the step that follows.
+DeepSpeed's scheduler takes its first step after the optimizer's, so the warm-ups are one step behind: the step after n
+steps has the value of DeepSpeed's formula at ``i = n - 1``, and the first two steps have the lowest rate. Source:
+deepspeed/runtime/lr_schedules.py, DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def warmup_lr(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> float:
-    """From the lowest rate to the highest (default: ``lr``), which it keeps."""
+    """The rate grows from the lowest to the highest (default: ``lr``) and stays there."""
     highest = lr if warmup_max_lr is None else warmup_max_lr
     steps = max(2, warmup_num_steps)
     i = max(0, n - 1)
@@ -37,7 +37,7 @@ def warmup_decay_lr(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> float:
-    """From the lowest rate to the highest, and back on a straight line, until ``total_num_steps``."""
+    """The rate grows from the lowest to the highest, and falls back on a straight line until ``total_num_steps``."""
     steps, i = max(2, warmup_num_steps), max(0, n - 1)
     if i < steps:
         share = _warmed(i, steps, warmup_type)
@@ -55,10 +55,10 @@ def warmup_cosine_lr(
     cos_min_ratio: float = 1e-4,
     warmup_type: str = "log",
 ) -> float:
-    """From a share of ``lr`` to all of it, and down half a cosine to another share.
+    """The rate grows from a share of ``lr`` to ``lr``, and falls along half a cosine to another share.
 
-    The first step has rate 0 whatever ``warmup_min_ratio`` is, and the cosine is a step ahead: the first step after the
-    warm-up is 1 / (``total_num_steps`` - warm-up) of its way down.
+    The first step has rate 0 for any ``warmup_min_ratio``. The cosine is one step ahead: the first step after the
+    warm-up is already 1 / (``total_num_steps`` - warm-up) of the way down.
     """
     steps, i = max(2, warmup_num_steps), n - 1
     if i < 0:
@@ -85,7 +85,7 @@ def one_cycle_lr(
     cycle_max_mom: float = 0.9,
     decay_mom_rate: float = 0.0,
 ) -> float:
-    """Up in the first steps of a cycle and down in the second, in stairs if they are counted; then the rate decays."""
+    """The rate grows in a cycle's first part and falls in its second, in stairs if there are any; then it decays."""
     second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
     total = cycle_first_step_size + second
     if n <= total:
@@ -109,7 +109,7 @@ def one_cycle_betas(
     decay_mom_rate: float = 0.0,
     **rates: float,
 ) -> tuple[float, float] | None:
-    """Both betas of a OneCycle's step, the first against the rate; ``None``: the optimizer's own stay."""
+    """Both betas of a step of OneCycle; the first falls while the rate grows. ``None``: the optimizer's betas stay."""
     if not cycle_momentum:
         return None
     second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
@@ -133,7 +133,7 @@ def lr_range_test(
     lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
 ) -> float:
-    """Up without end, on a straight line or in stairs."""
+    """The rate grows without end, on a straight line or in stairs."""
     interval = n / lr_range_test_step_size
     return lr_range_test_min_lr * (
         1 + lr_range_test_step_rate * (math.floor(interval) if lr_range_test_staircase else interval)
@@ -147,16 +147,16 @@ FORMULAS: Mapping[str, Callable[..., float]] = {
     "OneCycle": one_cycle_lr,
     "LRRangeTest": lr_range_test,
 }
-"""By ``scheduler.type``."""
+"""``scheduler.type`` -> formula."""
 
 
 def _warmed(i: int, num_steps: int, kind: str) -> float:
-    """The share of the warm-up that is done, 0 at i = 0."""
+    """The share of the warm-up that is over, 0 at i = 0."""
     return i / num_steps if kind == "linear" else math.log(i + 1) / math.log(num_steps)
 
 
 def _height(n: int, first: int, second: int, stairs: tuple[int, int | None]) -> float:
-    """How far up the cycle is, from 0 to 1."""
+    """The height of the cycle after n steps, from 0 to 1."""
     at = n % (first + second)
     way, count = (at / first, stairs[0]) if at <= first else ((first + second - at) / second, stairs[1])
     count = stairs[0] if count is None else count

@@ -90,24 +90,31 @@ class IterationRecord:
 
 
 @dataclass(frozen=True)
-class TaskRecord:
-    """The scores of one of ``--eval-tasks`` after an iteration.
+class TaskScores:
+    """The scores of an evaluation on a task, and its cost.
 
     Attributes:
         task: its name.
-        scores: by name: ``acc``, ``acc_norm``, ``acc_bytes``, each with its ``..._stderr``, or ``bits_per_byte``.
-        num_tokens: that the model read, without padding.
-        seconds: that the training stood still for it.
+        scores: by name: ``acc``, ``acc_norm``, ``acc_bytes``, each with its ``..._stderr``; or ``bits_per_byte`` and
+            ``byte_perplexity``.
+        num_tokens: tokens that the model read, without padding.
+        seconds: that the evaluation took.
     """
 
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
     task: str
     scores: Mapping[str, float]
     num_items: int
     num_tokens: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class TaskRecord(TaskScores):
+    """The scores of one of ``--eval-tasks`` after an iteration."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
 
 
 @dataclass(frozen=True)

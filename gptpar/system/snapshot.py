@@ -1,4 +1,4 @@
-"""State as it stood at one moment, read by a save while training goes on and overwrites it.
+"""The state of one moment, which a save reads while training goes on and overwrites it.
 
 Nothing is copied when a snapshot is taken: the bytes of the moment are where they were. Whoever is about to overwrite
 some asks first (:meth:`StateGuard.before_write`). What the save has not read by then is copied where memory has room,
@@ -33,7 +33,7 @@ class Snapshot:
     """The bytes that some tensors have now, until they are read once.
 
     Args:
-        tensors: which nobody overwrites without asking :meth:`before_write`; in the order in which they will be read.
+        tensors: in the order in which the save will read them; who overwrites one calls :meth:`before_write` first.
         room: bytes of host memory that copies may take.
         clones: whether tensors of a GPU are cloned there at once.
         spare: where copies get their memory from; default: from the system.
@@ -86,7 +86,7 @@ class Snapshot:
         return self._pieces[id(tensor)] if tensor.numel() else ()
 
     def read_only(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Of all tensors only these will be read: another process has the others, too, and reads them there."""
+        """Release all tensors but these: other processes hold the same bytes and write them."""
         read = {piece.region for tensor in tensors for piece in self.pieces(tensor)}
         with self._changed:
             for region in set(self._regions()) - read:
@@ -96,7 +96,7 @@ class Snapshot:
     # Reading.
 
     def read(self, piece: Piece, target: torch.Tensor) -> None:
-        """Copy a piece's bytes as they stood to ``target`` [bytes], uint8, on the host; each piece is read once."""
+        """Copy a piece's bytes, of the snapshot's moment, to ``target`` [bytes], uint8, on the host; once a piece."""
         region = piece.region
         with self._changed:
             source, is_live = region.source, region.state is not RegionState.KEPT
@@ -114,7 +114,7 @@ class Snapshot:
                 self._changed.notify_all()
 
     def copy_ahead(self) -> None:
-        """Copy what may be overwritten, as far as memory has room, until all is copied or read; for several threads."""
+        """Copy regions while memory has room, until all are copied or read; several threads may call it."""
         while (region := self._next_ahead()) is not None:
             self._copy(region)
 
@@ -255,12 +255,12 @@ class Snapshot:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """A stream of the snapshot's own, which follows the work that was launched before it was taken."""
+        """A stream of the snapshot, which follows the work that was launched before the snapshot was taken."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             yield
 
     def close(self) -> None:
-        """Let everything go; nobody reads any more."""
+        """Release everything; the save reads no longer."""
         with self._changed:
             for region in self._regions():
                 self._finish(region)
@@ -268,7 +268,7 @@ class Snapshot:
 
 
 class StateGuard:
-    """Is asked by everything that overwrites weights or the optimizer's state, so that a save under way misses none.
+    """Everything that overwrites weights or optimizer state asks it first, so that a save under way loses no byte.
 
     Attributes:
         snapshot: of the save under way; ``None``: there is none.

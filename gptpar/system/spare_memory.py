@@ -1,4 +1,4 @@
-"""Host memory that copies borrow and give back, so that its pages are there already.
+"""Host memory that copies borrow and give back, so that the system need not zero its pages again.
 
 The system zeroes each page of new memory when it is first written. That is several times slower than the copy itself,
 and whoever is about to overwrite the original waits meanwhile.
@@ -19,7 +19,7 @@ class SpareMemory:
     """Blocks of host memory by their size; safe to use from several threads.
 
     Args:
-        limit: bytes that are kept at most; blocks that are lent do not end by it.
+        limit: bytes beyond which free blocks go back to the system; lent blocks stay lent.
 
     Attributes:
         limit: as given, or as set anew.
@@ -56,7 +56,7 @@ class SpareMemory:
             self._shrink_to(self.limit)
 
     def limit_to(self, num_bytes: int) -> None:
-        """Set the limit anew, and give what is free beyond it back to the system."""
+        """Set another limit, and give free blocks beyond it back to the system."""
         with self._lock:
             self.limit = num_bytes
             self._shrink_to(num_bytes)
@@ -69,7 +69,7 @@ class SpareMemory:
                 self.num_bytes -= size
 
     def prepare(self, sizes: Iterable[int]) -> threading.Thread:
-        """Make blocks of these sizes, up to the limit, in a thread that writes each page once."""
+        """Make blocks of these sizes, up to the limit, in a thread that touches each page once."""
         thread = threading.Thread(target=self._make, args=(list(sizes),), name="gptpar-spare-memory", daemon=True)
         thread.start()
         return thread
@@ -83,6 +83,6 @@ class SpareMemory:
                 blocks.append(self.take(size))
                 pages.touch(blocks[-1])
         except (MemoryError, OSError, RuntimeError):
-            pass  # copies take what there is
+            pass  # copies make do with the blocks so far
         for block in blocks:
             self.give_back(block)

@@ -1,4 +1,4 @@
-"""How the workers of a restart go on: from which state, and how long it took them to get there."""
+"""How restarted workers go on: the state that they load, and the times of the restart."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gptpar.system.restart import Restart, has_begun, memory_folder
 
 
 def continued(parsed: ParsedFlags) -> ParsedFlags:
-    """A worker's command line as it is to be read in this start of the workers.
+    """A worker's command line, changed after a restart.
 
-    The first start loads what the user says. A later one goes on from the newest state that an earlier one left, with
-    the same global batch, however many processes there are now.
+    The first start loads what the user says. A later start goes on from the newest state that an earlier start left,
+    with the same global batch on any number of processes.
     """
     manifest = newest_of_own(parsed.flags.checkpoint)
     if manifest is None:
@@ -36,21 +36,21 @@ def with_global_batch(flags: Flags, size: int) -> Flags:
 
 
 def newest_of_own(checkpoint: CheckpointConfig) -> Manifest | None:
-    """What the newest state that earlier starts of these workers left says of itself.
+    """The manifest of the newest state that earlier starts of these workers left.
 
-    ``None`` in the first start, and in one after a death before anything was saved.
+    ``None`` in the first start, and after a death before anything was saved.
     """
     if not has_begun():
         return None
     folders = [Path(one) for one in (memory_folder(), checkpoint.save, checkpoint.save_local) if one]
     for _, path in checkpoints_in(folders):
-        with contextlib.suppress(DamagedCheckpoint):  # one before it is taken
+        with contextlib.suppress(DamagedCheckpoint):  # the one before it is taken
             return read_manifest(path)
     return None
 
 
 class RecoveryTimes:
-    """A sink that tells, after the first step of a restart, what each part of it took.
+    """A sink that prints, after the first step of a restart, how long each part of the restart took.
 
     Args:
         restart: which one.
@@ -65,12 +65,12 @@ class RecoveryTimes:
         self._told = restart.number == 0
 
     def mark(self, what: str) -> None:
-        """Something is done now."""
+        """A part of the restart ends now."""
         now = time.monotonic()
         self._parts[what], self._last = now - self._last, now
 
     def iteration(self, record: IterationRecord) -> None:
-        """The first one ends the restart."""
+        """The first iteration ends the restart."""
         if self._told:
             return
         self._told = True

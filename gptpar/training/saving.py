@@ -1,4 +1,4 @@
-"""When a run saves and where to, and the save that is under way while it trains."""
+"""The times and folders of a run's saves, and the save that is under way while the run trains."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Target:
     _since: float = field(default_factory=time.monotonic)
 
     def minutes_are_over(self) -> bool:
-        """By this process's clock."""
+        """Whether a save is due by this process's clock."""
         return self.minutes is not None and time.monotonic() - self._since >= 60 * self.minutes
 
     def is_due(self, iteration: int) -> bool:
@@ -142,7 +142,7 @@ class Saving:
             self._spare.prepare(sizes)
 
     def describe(self) -> str:
-        """How saves will go on, for the start of a run."""
+        """The line about saves at the start of a run."""
         if not self._config.async_save:
             return "saving: training stands still meanwhile (--no-async-save)"
         place = "copied where the GPU or the host" if torch.cuda.is_available() else "copied where the host"
@@ -152,12 +152,12 @@ class Saving:
         )
 
     def votes(self) -> list[bool]:
-        """Which targets' minutes are over, as the main process's clock says."""
+        """For each target, whether its minutes are over by the main process's clock."""
         is_main = self._trainer.topology.is_main
         return [is_main and target.minutes_are_over() for target in self.targets]
 
     def hear(self, votes: Sequence[bool]) -> None:
-        """What all processes' votes say."""
+        """Take the votes of all processes."""
         for target, vote in zip(self.targets, votes, strict=False):
             target.is_late |= vote
 
@@ -167,7 +167,7 @@ class Saving:
 
     @property
     def has_saved(self) -> bool:
-        """Whether anything was saved where all machines see it."""
+        """Whether anything was saved to ``--save``."""
         return any(target.saved_at is not None for target in self.targets[:1])
 
     @property
@@ -176,7 +176,7 @@ class Saving:
         return self._save is not None and self._save.failed
 
     def save_what_is_due(self, progress: Progress, *, keep_all: bool) -> None:
-        """Begin to save to a folder that is due. One is enough, and the one that all machines share comes first."""
+        """Begin to save to a folder that is due. One folder is enough, and ``--save`` comes first."""
         due = [target for target in self.targets if target.is_due(progress.iteration)]
         if due:
             self.begin(due[0], progress, keep_all=keep_all)
@@ -283,14 +283,14 @@ class Saving:
         self._wait_for_export()
 
     def abandon(self) -> None:
-        """The same where other processes may be gone: a save or an export that fails is of no matter any more."""
+        """The same after an error, when other processes may be gone: errors of the save and its export are ignored."""
         with suppress(Exception):
             self.finish()
         if self._exports is not None:
             self._exports.finish()
 
     def _wait_for_export(self) -> None:
-        """Wait on all processes for the main one's export, in steps: no collective waits for longer than a moment."""
+        """Wait on all processes for the main process's export; each collective on the way takes only a moment."""
         if self._config.save_hf_interval is None:
             return
         while self._trainer.topology.any_rank(self._exports is not None and self._exports.is_under_way):
@@ -320,10 +320,10 @@ def open_saving(
     flush: Callable[[], None],
     permits: Sequence[Permit | None],
 ) -> Iterator[Saving]:
-    """A run's saving; whatever ends the block, the save under way is finished first.
+    """A run's saving; the save under way is finished before the block ends, by an error or without.
 
     Raises:
-        CheckpointError: it failed. Where another error ends the block, that one is raised.
+        CheckpointError: that save failed. If another error ends the block, that error is raised.
     """
     saving = Saving(trainer, inputs, say, flush, permits)
     if saving.targets and not trainer.config.logging.skip_train:

@@ -1,4 +1,4 @@
-"""What processes ask of each other at the end of a step, in the one number that they sum anyway. Pure."""
+"""Requests to stop or to save, which processes exchange at the end of a step as one number in a sum. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_TARGETS = 2
 
 @dataclass(frozen=True)
 class Votes:
-    """What any process asked for.
+    """The requests of all processes.
 
     Attributes:
-        stop: to end the run.
-        saves: to save, for each of ``MAX_TARGETS`` targets.
+        stop: whether any process asked to end the run.
+        saves: whether any process asked for a save, for each of ``MAX_TARGETS`` targets.
     """
 
     stop: bool

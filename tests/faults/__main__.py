@@ -2,13 +2,13 @@
 
     python -m tests.faults --short                    a few of each kind: two minutes on two cores (part of CI)
     python -m tests.faults --count 500 --seed 1000    all kinds; prints the table of docs/reliability.md
-    python -m tests.faults --one KIND:WORKERS:SEED    one fault alone, with all that its commands said
+    python -m tests.faults --one KIND:WORKERS:SEED    one fault alone, with the output of its commands
     python -m tests.faults --list                     the kinds, and what each does
 
 A fault that was not survived is printed with the command that repeats it, and the exit status is 1. A run of the suite
-that was cut short goes on where it was, given the same --work folder. Seeds say everything that is random but the
-scheduler's choices. --record adds the table's line to benchmarks/faults.jsonl; tools/measured_tables.py shows it in
-docs/reliability.md.
+that was cut short goes on where it was if it gets the same --work folder. Seeds determine everything random except the
+scheduler's choices. --record adds a line with the table to benchmarks/faults.jsonl; tools/measured_tables.py shows it
+in docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHORT_COUNT, SHORT_SEED = 60, 1
 
 
 def judge(fault: Fault, prepared: Prepared, folder: Path, *, talk: bool = False) -> Verdict:
-    """Inject one fault, and say what came of it."""
+    """Inject one fault, and judge its outcome."""
     kind, began = kind_of(fault.kind, fault.workers), time.monotonic()
     place = Place(folder, prepared, fault.workers, fault.seed)
     outcome, seen, measured = OK, "", None
@@ -126,8 +126,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=500, help="number of faults, about (default: 500)")
     parser.add_argument("--seed", type=int, default=1000, help="the first seed of each kind (default: 1000)")
     parser.add_argument("--only", nargs="+", metavar="KIND", help="kinds to choose from")
-    parser.add_argument("--workers", type=int, choices=(1, 2, 4), help="kinds with so many workers alone")
-    parser.add_argument("--one", type=Fault.parse, metavar="KIND:WORKERS:SEED", help="one fault, told in full")
+    parser.add_argument("--workers", type=int, choices=(1, 2, 4), help="only kinds with this number of workers")
+    parser.add_argument("--one", type=Fault.parse, metavar="KIND:WORKERS:SEED", help="one fault, with all output")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
     parser.add_argument("--work", type=Path, help="folder to work in, and to go on in later (default: a temporary one)")
     parser.add_argument("--record", action="store_true", help=f"add the result to {RECORD.name}")
@@ -136,7 +136,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def faults_of(args: argparse.Namespace) -> list[Fault]:
-    """The faults that the command line means, long ones first."""
+    """The faults that the command line asks for, long ones first."""
     if args.one:
         return [args.one]
     kinds = [kind for kind in KINDS if not args.only or kind.name in args.only]

@@ -1,4 +1,4 @@
-"""Files that a run left, damaged before it goes on: bits, ends, whole files, what kind of file they are."""
+"""Files of a stopped run that are damaged before it goes on: flipped bits, cut ends, other kinds of files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def files_of(place: Place) -> list[Path]:
 
 
 def one_file(place: Place, inside: tuple[str, ...] = ("run", "cache", "data")) -> Path:
-    """Some file of a stopped run, each group of files with the same chance: a run has many small pieces."""
+    """A random file of a stopped run; each group of files has the same chance, because a run has many small files."""
     groups: dict[str, list[Path]] = {}
     for path in files_of(place.with_stopped_run()):
         parts = path.relative_to(place.folder).parts
@@ -102,14 +102,14 @@ def _damaged(place: Place, damage: Callable[[Path], None], path: Path | None = N
 
 
 def _read(place: Place, words: str) -> str:
-    """What a verb says of the sound run."""
+    """The output of a verb for the sound run."""
     running = place.say(words)
     assert running.status == 0, running.text()
     return running.text()
 
 
 def _reads_right(place: Place, words: str, told: str, path: Path, changed: bool) -> None:
-    """A verb says what it said before the damage, or that something is wrong, or names an older checkpoint."""
+    """A verb prints what it printed before the damage, or a warning or error, or names an older checkpoint."""
     running = place.say(words)
     text = running.text()
     if running.status not in (0, 1):
@@ -125,7 +125,7 @@ def _reads_right(place: Place, words: str, told: str, path: Path, changed: bool)
 
 
 def _only_lacks_lines(log: Path, place: Place) -> bool:
-    """Whether the whole lines of a log are true; those that a cut has taken cannot be known."""
+    """Whether the whole lines of a log are true: lines that a cut removed cannot be known."""
     true = set((place.prepared.stopped / "run" / "metrics.jsonl").read_bytes().split(b"\n"))
     return set(log.read_bytes().split(b"\n")[:-1]) <= true
 
@@ -142,9 +142,7 @@ def goes_on_or_says_why(place: Place, path: Path) -> Measured:
     name = path.relative_to(place.folder)
     is_checkpoint = name.parts[0] == "run" and name.parts[1].startswith("iter_")
     is_log = any(part in LOGS for part in name.parts)
-    running = place.train()
-    place.ended(running, 120.0)
-    place.plain(running)
+    running = place.train_to_end()
     if running.status == 0:
         # What was lost of the log cannot come back; what is there must be right.
         place.equals_undisturbed(log=False)
@@ -165,7 +163,7 @@ def _steps_lost(place: Place, running: Running, is_checkpoint: bool) -> int:
 
 
 def _log_is_right(place: Place, running: Running) -> None:
-    """Each readable training line holds an undisturbed loss, once; lines are missing only where that was said."""
+    """Each training line of the log has the undisturbed loss, once; lines are missing only with a warning."""
     file = place.run_folder / "metrics.jsonl"
     if not file.is_file():
         if not _warns(running.text()):

@@ -1,4 +1,4 @@
-"""Disks that are full, refuse, or take no more than so many bytes of a file."""
+"""Disks that are full, refuse operations, or limit the size of a file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ def refused_operations(place: Place) -> Measured:
     operation = place.operation()
     fault = {"fail_at": operation["number"], "errno": place.random.choice(ERRORS)}
     fault["fail_for"] = place.random.choice((1, 1, 3, 1000))
-    running = place.with_data().train(disturbed={**operation, **fault})
-    place.ended(running, 300.0)
-    place.plain(running)
+    running = place.with_data().train_to_end(limit=300.0, disturbed={**operation, **fault})
     return place.goes_on([running])
 
 
 def files_of_limited_size(place: Place) -> Measured:
-    """No file may grow beyond a random size (EFBIG), which also what is printed into a file feels."""
+    """No file may grow beyond a random size (EFBIG), neither the run's files nor the file with its output."""
     running = place.with_data().train(file_limit=place.random.randint(1, LARGEST_FILE))
     seconds = place.ended(running)
     _ended_in_a_sentence(place, running.status)
@@ -83,7 +81,7 @@ def may_mount() -> bool:
 
 @contextmanager
 def small_file_system(folder: Path, kibibytes: int) -> Iterator[None]:
-    """A file system of so many KiB at a folder."""
+    """A file system of ``kibibytes`` KiB, mounted at a folder."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", str(folder)], check=True)
     try:
         yield

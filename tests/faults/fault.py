@@ -1,4 +1,4 @@
-"""What a fault is, and what may come of it."""
+"""Faults, their kinds and their outcomes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 OK = "ok"
 OUTCOMES = (
     OK,
-    "silent loss",  # what was said to be saved is not there, or a wrong number is told as if it were right
-    "work lost",  # more steps are gone than one save interval, or than a request to stop may cost
-    "hang",  # it did not end in time, or left a process behind
+    "silent loss",  # a checkpoint reported as saved is not there, or a wrong number is printed without a warning
+    "work lost",  # more steps are lost than a save interval, or than a request to stop may cost
+    "hang",  # the command did not end in time, or left a process behind
     "code executed",
-    "traceback",  # in place of a sentence; or a death by a signal that nobody sent
+    "traceback",  # instead of a sentence; or a death by a signal that nobody sent
     "wrong continuation",  # losses or final state differ from those of the undisturbed run
-    "not whole",  # a run that had to go on did not, or a file that is nobody's business was changed
+    "not whole",  # a run did not go on although it had to, or changed a file of another program
 )
 
 
 class Failed(Exception):
-    """An oracle's verdict: which of the bad outcomes, and what was seen."""
+    """An oracle's verdict: one of the bad outcomes, and what the oracle saw."""
 
     def __init__(self, outcome: str, seen: str):
         assert outcome in OUTCOMES[1:]
@@ -33,7 +33,7 @@ class Failed(Exception):
 
 @dataclass
 class Measured:
-    """What a survived fault has cost.
+    """The cost of a survived fault.
 
     Attributes:
         steps_lost: iterations that were trained again.
@@ -52,8 +52,8 @@ class Kind:
         name: a few words joined by hyphens.
         inject: injects one, and judges; all that is random comes from ``place.random``.
         workers: of the runs that it disturbs.
-        share: how many faults are of this kind, in proportion to the shares of the other kinds.
-        in_short: whether the short suite holds some of this kind although it has several workers.
+        share: number of faults of this kind, in proportion to the shares of the other kinds.
+        in_short: whether the short suite has faults of this kind although it has several workers.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a fault."""
+    """The outcome of a fault."""
 
     fault: str
     outcome: str
@@ -93,7 +93,7 @@ class Verdict:
 
 
 def chosen(kinds: Sequence[Kind], count: int, seed: int) -> list[Fault]:
-    """``count`` faults, of each kind its share, at least one of each; the seeds follow ``seed``."""
+    """About ``count`` faults, divided by the kinds' shares, at least one of each kind; seeds count up from ``seed``."""
     whole = sum(kind.share for kind in kinds)
     faults = []
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Whole files and folders where they do not belong: swapped, renamed, another run's, of another time, left behind."""
+"""Whole files and folders in the wrong place: swapped, renamed, from another run or time, left behind."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 
 from tests.faults.damage import goes_on_or_says_why, one_file
 from tests.faults.fault import Failed, Kind, Measured
-from tests.faults.place import Place
+from tests.faults.place import EXIT_LIMIT, Place
 from tests.faults.prepared import STOPPED_AT
 
 
 def swapped_pieces(place: Place) -> Measured:
-    """Files of two checkpoints change places, or one gets the other's."""
+    """Two checkpoints swap a file, or one of them gets a copy of the other's."""
     place.with_stopped_run()
     new, old = sorted(place.run_folder.glob("iter_*"), reverse=True)[:2]
     name = place.random.choice(sorted(path.name for path in new.iterdir()))
@@ -25,9 +25,7 @@ def swapped_pieces(place: Place) -> Measured:
             (place.folder / "between").rename(old / name)
         else:
             shutil.copy(new / name, old / name)
-        running = place.train()
-        place.ended(running, 120.0)
-        place.plain(running)
+        running = place.train_to_end()
         if running.status == 0:
             place.equals_undisturbed(log=False)
         return Measured()
@@ -36,7 +34,7 @@ def swapped_pieces(place: Place) -> Measured:
 
 
 def renamed_checkpoints(place: Place) -> Measured:
-    """A checkpoint carries another iteration's number, a number of many digits, or is one within another."""
+    """A checkpoint has the number of another iteration or of many digits, or lies inside another checkpoint."""
     place.with_stopped_run()
     new, old = sorted(place.run_folder.glob("iter_*"), reverse=True)[:2]
     case = place.random.randrange(4)
@@ -49,9 +47,7 @@ def renamed_checkpoints(place: Place) -> Measured:
         shutil.copytree(old, new)
     else:
         shutil.copytree(old, new / old.name)
-    running = place.train()
-    place.ended(running, 120.0)
-    place.plain(running)
+    running = place.train_to_end()
     if running.status != 0:
         raise Failed("not whole", f"the run does not go on: {running.text()[-500:]}")
     place.equals_undisturbed()
@@ -63,9 +59,7 @@ def another_runs_checkpoint(place: Place) -> Measured:
     place.with_stopped_run()
     flag = place.random.choice(("--lr 3e-3", "--seed 99", "--split 80,20,0", "--norm-epsilon 0.01", "--swiglu"))
     shutil.move(place.run_folder, place.folder / "mine")
-    other = place.train(*flag.split(), "--exit-interval", "24")
-    place.ended(other)
-    place.plain(other)
+    other = place.train_to_end(*flag.split(), "--exit-interval", "24", limit=EXIT_LIMIT[place.workers])
     stranger = place.run_folder / "iter_0000024"
     if other.status != 0 or not stranger.is_dir():
         if "error: " in other.text():
@@ -74,9 +68,7 @@ def another_runs_checkpoint(place: Place) -> Measured:
     shutil.move(stranger, place.folder / "mine" / stranger.name)
     shutil.rmtree(place.run_folder)
     shutil.move(place.folder / "mine", place.run_folder)
-    running = place.train()
-    place.ended(running)
-    place.plain(running)
+    running = place.train_to_end(limit=EXIT_LIMIT[place.workers])
     if running.status == 0:
         raise Failed("wrong continuation", f"another run's checkpoint ({flag}) was taken: {running.text()[:600]}")
     return Measured()
@@ -94,7 +86,7 @@ def other_times(place: Place) -> Measured:
 
 
 def left_behind(place: Place) -> Measured:
-    """What dead runs leave, with damage: an owner's file of any content, half saves, drafts, half moves to a branch."""
+    """Left-overs of dead runs, damaged: owner's files of any content, half a save, a draft of the marker file."""
     place.with_stopped_run()
     rng, run = place.random, place.run_folder
     dead = {"host": os.uname().nodename, "pid": 2**22 - 1, "started": "1"}

@@ -1,4 +1,4 @@
-"""Where one fault happens, and the oracles that judge what came of it."""
+"""The folder of one fault, and the oracles that judge its outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.fault import Failed, Measured
 from tests.faults.prepared import INTERVAL, STEPS, Prepared, losses, state_of, training
 
 EXIT_LIMIT = {1: 60.0, 2: 150.0, 4: 150.0}
-"""Seconds in which the processes of a run must have ended after a fault; much more than it takes on a busy machine."""
+"""Seconds after a fault in which the processes of a run must have ended; far more than a busy machine needs."""
 
 RUN_LIMIT = {1: 120.0, 2: 300.0, 4: 300.0}
 """Seconds for a whole run."""
@@ -35,8 +35,8 @@ class Place:
     """A fresh folder for one fault.
 
     Args:
-        folder: is made, and removed by :meth:`close`.
-        prepared: what faults start from.
+        folder: made here, and removed by :meth:`close`.
+        prepared: corpora, tokenizer and runs that all faults share.
         workers: of the disturbed runs.
         seed: of everything random.
     """
@@ -74,8 +74,18 @@ class Place:
         options.setdefault("forked_workers", self.random.random() > REAL_WORKERS)
         return self.start([*training(self.workers), *more], **options)
 
+    def train_to_end(self, *more: str, limit: float | None = None, **options: Any) -> Running:
+        """Train to the end of the command, which has to keep to what all commands keep to.
+
+        Args:
+            limit: seconds that it may take (default: those of a whole run).
+        """
+        running = self.train(*more, **options)
+        self.ended(running, limit or RUN_LIMIT[self.workers])
+        return self.plain(running)
+
     def say(self, words: Sequence[str] | str, **options: Any) -> Running:
-        """A command to its end, judged by what all commands have to keep to."""
+        """Run a command to its end, which has to keep to what all commands keep to."""
         running = self.start(words, **options)
         self.ended(running, RUN_LIMIT[1])
         return self.plain(running)
@@ -105,10 +115,10 @@ class Place:
         return time.monotonic() - began
 
     def plain(self, running: Running, *, killed: bool = False) -> Running:
-        """It said no traceback and nothing unprintable, ran nobody's code, and died of no signal.
+        """It printed no traceback and no control character, ran no foreign code, and died of no signal.
 
         Args:
-            killed: whether somebody has sent it a signal.
+            killed: whether the fault has sent it a signal.
         """
         text = running.text()
         if self.marker.exists():
@@ -130,11 +140,9 @@ class Place:
 
         Args:
             before: the disturbed commands of this run, which ended before now.
-            saved: whether the last of them had the time to save everything.
+            saved: whether the last of them had time to save everything.
         """
-        running = self.train()
-        self.ended(running, RUN_LIMIT[self.workers])
-        self.plain(running)
+        running = self.train_to_end()
         if running.status != 0:
             raise Failed("not whole", f"the run does not go on: {running.text()[-500:]}")
         lost = self._lost([one.text() for one in before], self.resumed_at(running), saved)
@@ -142,7 +150,7 @@ class Place:
         return Measured(steps_lost=lost)
 
     def _lost(self, before: Sequence[str], resumed: int, saved: bool) -> int:
-        """Steps that are trained again; more than may be are a failure."""
+        """Number of steps that are trained again; too many are a failure."""
         announced = max((_last(_SAVED, one) for one in before), default=0)
         if announced > resumed:
             raise Failed("silent loss", f"iteration {announced} was said to be saved; it went on from {resumed}")
@@ -174,7 +182,7 @@ class Place:
     # Moments.
 
     def steps_told(self, running: Running) -> int:
-        """The last iteration that a run has told of."""
+        """The last iteration that a run has printed."""
         return _last(_STEP, running.text())
 
     def resumed_at(self, running: Running) -> int:
@@ -182,7 +190,7 @@ class Place:
         return STEPS if "nothing left to train" in running.text() else _last(_LOADED, running.text())
 
     def moment(self, running: Running) -> str:
-        """Let a run live until some moment of start-up, training or its last save; returns where that is."""
+        """Let a run go on until a random moment of its start-up, training or last save; returns which of them."""
         if self.random.random() < 0.2:
             running.sleep(self.random.uniform(0, self.reference.start_seconds))
             return "start"
@@ -191,7 +199,7 @@ class Place:
         return "training"
 
     def operation(self) -> dict[str, Any]:
-        """Some file operation of some rank below the run folder: what a disturbance of it needs."""
+        """A random file operation of a random rank below the run folder, for :mod:`tests.faults.hook.disturb`."""
         rank = self.random.choice([rank for rank, count in enumerate(self.reference.operations) if count])
         number = self.random.randint(1, self.reference.operations[rank])
         return {"under": str(self.run_folder), "rank": None if self.workers == 1 else rank, "number": number}

@@ -1,6 +1,6 @@
-"""What every fault starts from: corpora, a tokenizer, a stopped run, and the undisturbed runs to compare with.
+"""Corpora, a tokenizer, a stopped run and undisturbed runs, which all faults share.
 
-Everything is made once, by the commands under test, and copied for each fault.
+Everything is made once, by the commands under test. Each fault has a copy of the stopped run, or a link to the data.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Reference:
     Attributes:
         losses: by iteration.
         state: hash of the last checkpoint's tensors and progress.
-        seconds: until the first step was told, and from then to the end.
-        operations: of each rank on files below the run folder.
-        summary, text: what ``summary`` and ``generate`` say of it.
+        start_seconds: until the first step was printed.
+        train_seconds: from then to the end.
+        operations: number of each rank's operations on files below the run folder.
     """
 
     losses: dict[int, float]
@@ -59,7 +59,7 @@ class Prepared:
     """The folder of everything prepared.
 
     Args:
-        folder: made where missing; complete where ``reference-N.json`` is there.
+        folder: made if missing; a run with N workers is complete if ``reference-N.json`` is there.
     """
 
     def __init__(self, folder: Path):

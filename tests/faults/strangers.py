@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.faults.fault import Failed, Kind, Measured
 from tests.faults.place import Place
-from tests.faults.prepared import STEPS
+from tests.faults.prepared import STEPS, losses
 
 FORGED = "\x1b]0;owned\x07\x1b[2J\r\n error: all is well\u202e\x9b31m\u2028 and\x08 more"
 """Control characters, terminal escapes, line ends and changes of direction."""
@@ -42,7 +42,7 @@ class Executed:
 
 
 def edited_meta(place: Place) -> Measured:
-    """Values anywhere in a manifest are replaced, removed or added, its SHA-256 renewed: no verb meets a surprise."""
+    """Values in a manifest are replaced, removed or added, and its SHA-256 fits again: no verb ends in a traceback."""
     place.with_stopped_run()
     newest = max(place.run_folder.glob("iter_*"))
     document = json.loads((newest / "manifest.json").read_text())
@@ -53,14 +53,12 @@ def edited_meta(place: Place) -> Measured:
     _write_manifest(newest, body)
     place.say(place.random.choice(READERS))
     place.say(place.random.choice(READERS))
-    running = place.train()
-    place.ended(running, 120.0)
-    place.plain(running)
+    place.train_to_end()
     return Measured()
 
 
 def forged_strings(place: Place) -> Measured:
-    """Every string and key of a meta holds control characters; every verb reads it."""
+    """Strings and keys of all metas hold control characters; the verbs that read checkpoints escape them."""
     place.with_stopped_run()
     everywhere = place.random.random() < 0.5
     for checkpoint in place.run_folder.glob("iter_*"):
@@ -74,9 +72,7 @@ def forged_strings(place: Place) -> Measured:
         _write_manifest(checkpoint, body)
     for words in READERS:
         place.say(words)
-    running = place.train()
-    place.ended(running, 120.0)
-    place.plain(running)
+    place.train_to_end()
     return Measured()
 
 
@@ -100,14 +96,12 @@ def forged_logs(place: Place) -> Measured:
     for words in ("runs run", "summary run", "plot run"):
         place.say(words)
     if choice != 2:  # a live owner on another machine is waited for
-        running = place.train()
-        place.ended(running, 120.0)
-        place.plain(running)
+        place.train_to_end()
     return Measured()
 
 
 def malicious_pickles(place: Place) -> Measured:
-    """A pickle that runs code when opened, in place of each file and as every file that other programs unpickle."""
+    """A pickle that runs code when opened, in place of a random file or as files that other programs unpickle."""
     import torch
 
     place.with_stopped_run()
@@ -123,9 +117,7 @@ def malicious_pickles(place: Place) -> Measured:
             torch.save(Executed(place.marker), place.folder / "pickle")
             (place.folder / "pickle").rename(folder / name)
     place.say(rng.choice((*READERS, "summary run", "plot run")))
-    running = place.train()
-    place.ended(running, 120.0)
-    place.plain(running)
+    place.train_to_end()
     return Measured()
 
 
@@ -155,9 +147,7 @@ def foreign_folders(place: Place) -> Measured:
     before = _contents(place.run_folder)
     for words in (["inspect", "run"], ["runs", "run"], ["generate", "--load", "run", "--device", "cpu"]):
         place.say(words)
-    running = place.train()
-    place.ended(running, 120.0)
-    place.plain(running)
+    running = place.train_to_end()
     if running.status == 0:
         raise Failed("wrong continuation", f"a run began beside another program's checkpoint: {running.text()[-300:]}")
     if _contents(place.run_folder) != before:
@@ -166,15 +156,10 @@ def foreign_folders(place: Place) -> Measured:
 
 
 def changed_world(place: Place) -> Measured:
-    """A run that was stopped goes on with two processes, or with four and another layout: the same losses but for
-    the order of sums."""
+    """A stopped run goes on with two processes, data-parallel or tensor-parallel: losses change by rounding alone."""
     place.with_stopped_run()
     layout = place.random.choice(("--nproc-per-node 2", "--nproc-per-node 2 --tensor-model-parallel-size 2"))
-    running = place.train(*layout.split(), forked_workers=True)
-    place.ended(running, 300.0)
-    place.plain(running)
-    from tests.faults.prepared import losses
-
+    running = place.train_to_end(*layout.split(), limit=300.0, forked_workers=True)
     found, wanted = losses(place.run_folder), place.reference.losses
     far = [i for i in wanted if abs(found.get(i, 0.0) - wanted[i]) > 1e-3]
     if running.status != 0 or far or len(found) != STEPS:

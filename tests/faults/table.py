@@ -1,4 +1,4 @@
-"""All kinds of faults, and the table that tells what came of them."""
+"""All kinds of faults, and the table of their outcomes."""
 
 from __future__ import annotations
 

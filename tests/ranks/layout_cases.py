@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from gptpar.cli.check_layouts import SMALL
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gptpar.cli.check_layouts import SMALL, case_config
+from gptpar.cli.check_layouts.outcome import Outcome
+from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config.flags import parse_flags
 from gptpar.plan.space import dimensions, spaces
 from gptpar.plan.space.candidate import Candidate, flags_of
+from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
 
 WORDS = [*SMALL.split(), "--fp64"]
@@ -25,3 +33,39 @@ def case(layout: Layout, *flags: str) -> Candidate:
     changes = {name: getattr(getattr(parsed.flags, name.split(".")[0]), name.split(".")[1]) for name in parsed.given}
     sizes = dimensions.sizes(layout)[0].changes
     return Candidate({**sizes, **changes}, f"{layout.describe()} {' '.join(flags)}", layout)
+
+
+def chained_outcomes(
+    rank: int,
+    folder: Path,
+    cases: Sequence[tuple[Layout, str]],
+    words: Sequence[str],
+    *,
+    saved: int,
+    steps: int,
+    kind: type[CaseRun] = CaseRun,
+) -> list[Outcome]:
+    """Train each case and save it; it goes on from the checkpoint of the case before, the first one from its own.
+
+    Args:
+        cases: layouts of equally many processes, with flags.
+        words: flags of all cases.
+        saved: steps before the save.
+        steps: steps in all.
+
+    Returns:
+        The outcome of each case; complete on the main process.
+    """
+    outcomes = []
+    topologies: dict[Layout, Topology] = {}
+    for number, (layout, flags) in enumerate(cases):
+        if layout not in topologies:
+            topologies[layout] = make_topology(layout, rank, torch.device("cpu"))
+        run = kind(case_config(words, case(layout, *flags.split()), layout.world_size), topologies[layout])
+        run.train(0, saved)
+        run.save(folder / str(number), saved)
+        run.resume(folder / str(max(0, number - 1)))
+        run.train(saved, steps)
+        run.trainer.close()
+        outcomes.append(run.outcome)
+    return outcomes

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from gptpar.data.tokenizer import build_tokenizer
+from gptpar.reporting.records import TaskScores
 from gptpar.topology.layout import Layout
-from gptpar.training.evaluation.evaluator import Evaluator, TaskScores
+from gptpar.training.evaluation.evaluator import Evaluator
 from gptpar.training.evaluation.tasks import read_tasks
 from tests.helpers import make_trainer
 from tests.spawn import spawn
@@ -27,7 +29,7 @@ CASES = {
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4",
     ),
 }
-Scores = tuple[torch.Tensor, dict[str, float], dict[str, float]]
+Scores = tuple[torch.Tensor, Mapping[str, float], Mapping[str, float]]
 
 
 def scores(rank: int, layout: Layout, flags: str, files: list[str]) -> Scores:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from gptpar.cli.check_layouts import case_config
 from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
-from gptpar.cli.check_layouts.training import CaseRun
-from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
-from tests.ranks.layout_cases import case
+from tests.ranks.layout_cases import chained_outcomes
 from tests.spawn import spawn
 from tests.unit.optim.lion_runs import STEPS, TOLERANCE, WORDS, plain_loop
 
@@ -28,24 +24,11 @@ CASES = [
     (PIPELINE, "--pipeline-model-parallel-size 2 --cpu-optimizer --cpu-optimizer-ratio 1"),
     (PIPELINE, "--pipeline-model-parallel-size 2"),
 ]
-"""Each takes its last step from what the one before saved, the first from its own."""
+"""Each takes its last step from the checkpoint of the case before, the first from its own."""
 
 
 def run_all(rank: int, folder: Path) -> list[Outcome]:
-    """The outcomes are the main process's."""
-    outcomes = []
-    topologies: dict[Layout, Topology] = {}
-    for number, (layout, flags) in enumerate(CASES):
-        if layout not in topologies:
-            topologies[layout] = make_topology(layout, rank, torch.device("cpu"))
-        run = CaseRun(case_config(WORDS, case(layout, *flags.split()), 2), topologies[layout])
-        run.train(0, STEPS - 1)
-        run.save(folder / str(number), STEPS - 1)
-        run.resume(folder / str(max(0, number - 1)))
-        run.train(STEPS - 1, STEPS)
-        run.trainer.close()
-        outcomes.append(run.outcome)
-    return outcomes
+    return chained_outcomes(rank, folder, CASES, WORDS, saved=STEPS - 1, steps=STEPS)
 
 
 @pytest.fixture(scope="module")

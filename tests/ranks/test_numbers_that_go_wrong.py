@@ -17,7 +17,7 @@ from gptpar.errors import GptparError
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.layout import Layout
 from gptpar.training.health.replicas import ReplicaCheck
-from tests.ranks.layout_cases import ALONE, TOLERANCE, WORDS, case
+from tests.ranks.layout_cases import ALONE, TOLERANCE, WORDS, case, chained_outcomes
 from tests.spawn import spawn
 
 DATA, TENSOR, PIPELINE = Layout(data=2), Layout(tensor=2), Layout(pipeline=2)
@@ -30,7 +30,7 @@ CASES = [
     (TENSOR, f"--tensor-model-parallel-size 2 {HOST} 1"),
     (PIPELINE, "--pipeline-model-parallel-size 2"),
 ]
-"""Each goes on from what the one before saved, the first from its own."""
+"""Each goes on from the checkpoint of the case before, the first from its own."""
 
 FLAGS = [*WORDS, *["--skip-step-sigma", "4", "--skip-step-window", "4", "--log-layer-norms-interval", "1"]]
 SPIKE, SAVED, STEPS = 4, 5, 7
@@ -48,18 +48,7 @@ class SpikedRun(CaseRun):
 
 def run_all(rank: int, folder: Path) -> list[Outcome]:
     """The main process's outcomes; the reference comes last."""
-    outcomes = []
-    topologies: dict[Layout, Topology] = {}
-    for number, (layout, flags) in enumerate(CASES):
-        if layout not in topologies:
-            topologies[layout] = make_topology(layout, rank, torch.device("cpu"))
-        run = SpikedRun(case_config(FLAGS, case(layout, *flags.split()), 2), topologies[layout])
-        run.train(0, SAVED)
-        run.save(folder / str(number), SAVED)
-        run.resume(folder / str(max(0, number - 1)))
-        run.train(SAVED, STEPS)
-        run.trainer.close()
-        outcomes.append(run.outcome)
+    outcomes = chained_outcomes(rank, folder, CASES, FLAGS, saved=SAVED, steps=STEPS, kind=SpikedRun)
     if rank == 0:
         alone = SpikedRun(case_config(FLAGS, ALONE, 1), Topology(Layout(), 0, torch.device("cpu")))
         alone.train(0, STEPS)

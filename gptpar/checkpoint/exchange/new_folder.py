@@ -14,7 +14,7 @@ from gptpar.system.files import sync_directory
 
 
 def why_not_new(folder: Path) -> str | None:
-    """Why a folder cannot be made; an empty one is taken."""
+    """Why the folder cannot be made; ``None`` if it can, or if it is there and empty."""
     try:
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             return None
@@ -28,7 +28,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder beside the final one, which takes its name when the block ends without an error.
 
     Raises:
-        CheckpointError: there is something under that name, or the system refuses.
+        CheckpointError: the folder exists and is not empty, or the system refuses.
     """
     if problem := why_not_new(folder):
         raise CheckpointError(problem)

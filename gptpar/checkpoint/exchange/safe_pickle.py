@@ -24,7 +24,7 @@ LEFT_UNREAD = (
     *("megatron.", "deepspeed.", "transformer_engine.", "apex.", "nemo.", "numpy."),
     *("_codecs.encode", "pathlib.", "signal.Signals"),
 )
-"""Beginnings of names of objects that are left unread; nothing of theirs is imported or called."""
+"""Beginnings of the names of objects that :class:`LeftOut` replaces; they are neither imported nor called."""
 
 REAL: dict[str, Any] = {
     "argparse.Namespace": argparse.Namespace,
@@ -34,7 +34,7 @@ MAX_NAMED = 4
 
 
 class LeftOut:
-    """In the place of an object of another program's own class."""
+    """Takes the place of an object of another program's class."""
 
     def __init__(self, *_: object, **__: object):
         pass

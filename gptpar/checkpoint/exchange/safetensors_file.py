@@ -1,6 +1,7 @@
 """Files in the safetensors format: 8 bytes with the header's length, a JSON header, then the tensors' bytes.
 
-A file may come from a stranger. So every number of the header is checked before a byte is read or memory is taken.
+A file may come from a stranger. Therefore every number of the header is checked before a tensor is read or memory is
+taken.
 Format: https://github.com/huggingface/safetensors, "Format".
 """
 
@@ -31,10 +32,10 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""What weights may be stored in. Other formats have tensors that are no plain weights, quantised ones for example."""
+"""Number formats of weights. Tensors of other formats are not plain weights; quantised ones are an example."""
 
 OTHER_SIZES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""Bytes of an element in formats of buffers, which are passed over."""
+"""Bytes of an element in the formats of buffers, which are not read."""
 
 NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -76,7 +77,7 @@ class SafetensorsFile:
         """One tensor, in host memory.
 
         Raises:
-            CheckpointError: it is in a format that is no weight's, or the file has shrunk.
+            CheckpointError: the tensor's format is not one of ``DTYPES``, or the file has shrunk.
         """
         stored = self.tensors[name]
         if stored.dtype not in DTYPES:
@@ -101,7 +102,7 @@ def open_safetensors(path: Path) -> SafetensorsFile:
     """Read a file's header.
 
     Raises:
-        CheckpointError: it is no such file, or its header claims what cannot be.
+        CheckpointError: it is no safetensors file, or its header claims something impossible.
     """
     try:
         with open(path, "rb") as file:
@@ -125,10 +126,10 @@ def open_safetensors(path: Path) -> SafetensorsFile:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, in which no name may stand twice.
+    """A JSON object whose names are all different.
 
     Raises:
-        ValueError: one does.
+        ValueError: a name stands twice.
     """
     fields = dict(pairs)
     if len(fields) < len(pairs):
@@ -221,10 +222,10 @@ class SafetensorsWriter:
             raise self._refused(error) from None
 
     def write(self, name: str, values: torch.Tensor) -> None:
-        """Write a tensor, converted to the format that the header names; it may be any view, cut and copied in pieces.
+        """Write a tensor piece by piece, converted to the format that the header names.
 
         Args:
-            values: whose elements, row by row, are the tensor's.
+            values: any view whose elements, row by row, are the tensor's.
         """
         stored = self.tensors[name]
         dtype, whole = DTYPES[stored.dtype], values.unsqueeze(0) if values.dim() == 0 else values

@@ -64,7 +64,7 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("benchmark")
     group.add_argument("--steps", type=positive_int, default=20, metavar="N", help="timed steps (default: 20)")
     group.add_argument(
-        "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before them (default: 5)"
+        "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before the timed ones (default: 5)"
     )
     group.add_argument(
         "--breakdown", action="store_true", help="after the timed steps, show where a step's time goes on each GPU"

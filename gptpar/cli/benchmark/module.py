@@ -20,7 +20,7 @@ from gptpar.system.command_line import Parser, not_negative_int, positive_int
 from gptpar.topology.world import open_world
 
 DESCRIPTION = """Time training steps of your own module with gptpar.initialize and a DeepSpeed configuration, and print
-one JSON line with the median step. The batches of one step are made before the first and used in all.
+one JSON line with the median step. The batches of one step are made before the first step and used in all steps.
 
 FUNCTION takes no arguments and returns model, make_batch or model, make_batch, loss_fn (see gptpar check-layouts
 --module --help)."""
@@ -35,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, type=Path, metavar="JSON", help="DeepSpeed's, as for initialize")
     parser.add_argument("--nproc", type=positive_int, metavar="N", help="processes (default: one a visible GPU)")
     parser.add_argument("--steps", type=positive_int, default=20, metavar="N", help="timed steps")
-    parser.add_argument("--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before them")
+    parser.add_argument(
+        "--warmup-steps", type=not_negative_int, default=5, metavar="N", help="steps before the timed ones"
+    )
     return parser
 
 

@@ -34,17 +34,17 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
     """Add what a sweep is told beyond a benchmark."""
     group = parser.add_argument_group(
         "sweep",
-        "Time combinations of layouts and other choices, best first. Each runs in processes of its own; --global-batch-"
-        "size should be given, else it is the smallest that all combinations can have.",
+        "Time combinations of layouts and other choices, best first. Each combination runs in processes of its own. "
+        "Give --global-batch-size; its default is the smallest batch that all combinations can have.",
     )
-    group.add_argument("--sweep", action="store_true", help="time all combinations of what the flags below list")
+    group.add_argument("--sweep", action="store_true", help="time all combinations of the values of the flags below")
     group.add_argument(
         "--sweep-layouts",
         nargs="+",
         type=layout_sizes,
         metavar="LAYOUT",
         help="such as dp4 tp2pp2 tp4 (default: every layout of the processes that the command line allows); "
-        "--sequence-parallel goes to those with a tensor axis",
+        "--sequence-parallel applies to those with a tensor axis",
     )
     group.add_argument("--sweep-micro-batches", nargs="+", type=positive_int, metavar="N", help="micro-batch sizes")
     group.add_argument("--sweep-recompute", nargs="+", choices=("none", "selective", "full"), help="recomputation")
@@ -64,7 +64,7 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
         "--sweep-gpu", choices=tuple(GPUS), help="the data sheet for --sweep-top (default: this machine's GPU)"
     )
     group.add_argument(
-        "--sweep-timeout", type=positive_float, metavar="S", help=f"seconds for each (default: {TIMEOUT_S:g})"
+        "--sweep-timeout", type=positive_float, metavar="S", help=f"seconds for a combination (default: {TIMEOUT_S:g})"
     )
     group.add_argument("--png", type=Path, metavar="FILE", help="draw the sweep's results")
     group.add_argument("--json-lines", type=Path, metavar="FILE", help="append a JSON line for each that was measured")

@@ -20,14 +20,14 @@ from gptpar.topology.world import open_world, world_from_environment
 
 DESCRIPTION = """Train your own module with gptpar.initialize on 1 to N processes, with every ZeRO stage, and with the
 optimizer on the device, partly and wholly on the CPU, and compare initial weights, losses, every gradient and the
-weights with plain PyTorch on one process. Exits with 1 when a difference is above the tolerance. Nothing is saved.
+weights with plain PyTorch on one process. Exits with 1 if a difference is above the tolerance. Nothing is saved.
 
 FUNCTION takes no arguments and returns  model, make_batch  or  model, make_batch, loss_fn:
   make_batch(number)      a micro-batch, another for each number: a dictionary is passed to the model by keywords, a
                           tuple or list by position, anything else as the only argument
   loss_fn(output, batch)  the loss; without it the model's output itself, or its .loss, as in transformers
-Before each of them torch's random numbers are seeded, so that they may draw from them. Models that draw random numbers
-in their forward pass (dropout) are refused."""
+torch's random numbers are seeded before each call, so that these functions may draw from them. Models that draw random
+numbers in their forward pass (dropout) are refused."""
 
 TIMEOUT_MINUTES = 30.0
 

@@ -13,9 +13,9 @@ from gptpar.cli.doctor.software import software_findings
 from gptpar.errors import printable
 from gptpar.system.command_line import Parser, positive_int
 
-DESCRIPTION = """Look at this machine: torch, CUDA, NCCL, compilers and the C++ helpers; cores, memory, limits and disk;
-the speed of copies in host memory, to and from a GPU, between GPUs, and to a disk. Each line says ok, or warn with an
-advice. A machine without a GPU is no reason to warn. Exit code: 0 when all is ok, else 1."""
+DESCRIPTION = """Check this machine: torch, CUDA, NCCL, compilers and the C++ helpers; cores, memory, limits and disk;
+the speed of copies in host memory, to and from a GPU, between GPUs, and to a disk. Each line says ok, or warn with
+advice. A machine without a GPU does not cause a warning. Exit code: 0 if all lines are ok, else 1."""
 
 WIDTH = 100
 
@@ -24,9 +24,9 @@ def main(argv: list[str]) -> int:
     """Print what was found; returns 1 if any line warns, else 0."""
     parser = Parser(prog="gptpar doctor", description=DESCRIPTION)
     parser.add_argument(
-        "--folder", type=Path, default=Path(), help="where runs will be saved: its disk is looked at and written to"
+        "--folder", type=Path, default=Path(), help="folder for runs: its disk is checked, and written to for a moment"
     )
-    parser.add_argument("--mib", type=positive_int, default=256, metavar="N", help="size of each timed copy")
+    parser.add_argument("--mib", type=positive_int, default=256, metavar="N", help="size of each timed copy, in MiB")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args(argv)
     findings = [*software_findings(), *machine_findings(options.folder)]
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, object]:
-    """All of it, by name."""
+    """The findings by name, and whether all of them are ok."""
     found = {
         one.name: {"ok": one.is_ok, "text": one.text, "advice": one.advice, "value": one.value} for one in findings
     }
@@ -47,7 +47,7 @@ def as_json(findings: Sequence[Finding]) -> dict[str, object]:
 
 
 def lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """One a finding, its advice below it, and what to make of it all."""
+    """A line for each finding, its advice below it, and the number of warnings at the end."""
     width = max(len(one.name) for one in findings)
     for one in findings:
         state = "ok  " if one.is_ok else "warn"

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing.
+    """The result of one check.
 
     Attributes:
-        name: of the thing.
-        text: what it is, with numbers.
-        advice: what to do about it; empty where nothing need be done.
-        value: the number behind the text, in bytes, bytes a second or as the text says; ``None`` where there is none.
+        name: of the thing that was checked.
+        text: what was found, with numbers.
+        advice: what to do; empty if all is good.
+        value: the number in the text, in bytes, bytes a second or the text's unit; ``None`` if there is none.
     """
 
     name: str
@@ -23,10 +23,10 @@ class Finding:
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing need be done."""
+        """Whether there is nothing to do."""
         return not self.advice
 
 
 def unless(good: bool, advice: str) -> str:
-    """The advice where something is not good."""
+    """The advice, or an empty text if all is good."""
     return "" if good else advice

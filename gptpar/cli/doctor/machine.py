@@ -1,4 +1,4 @@
-"""The doctor's look at the machine: cores, memory, limits, disks, and how fast bytes move."""
+"""The doctor's checks of the machine: cores, memory, limits, disk and bandwidths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIN_COPY, MIN_PCIE, MIN_PEER, MIN_DISK_RATE = 8e9, 10e9, 10e9, 100e6
 
 
 def machine_findings(folder: Path) -> Iterator[Finding]:
-    """What there is.
+    """Cores, memory, limits and disk.
 
     Args:
         folder: where runs are to be saved.
@@ -40,7 +40,7 @@ def machine_findings(folder: Path) -> Iterator[Finding]:
 
 
 def speed_findings(folder: Path, num_bytes: int) -> Iterator[Finding]:
-    """How fast bytes move.
+    """Bandwidths of host memory, of the GPUs' links and of the disk.
 
     Args:
         folder: where runs are to be saved.
@@ -84,7 +84,7 @@ def _rate(name: str, rate: float, what: str, least: float, slow: str) -> Finding
 
 
 def _processor() -> Finding:
-    """Instructions that the CPU optimizer and bf16 on a CPU profit from."""
+    """The vector instructions that speed up the CPU optimizer and bf16 on a CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -129,7 +129,7 @@ def _shared_memory() -> Finding:
 
 
 def _locked_memory() -> Finding:
-    """A limit matters to InfiniBand's libraries; CUDA locks memory without asking it."""
+    """The limit concerns InfiniBand's libraries; CUDA locks memory regardless of it."""
     limit = lockable_memory()
     if limit is None:
         return Finding("locked memory", "without a limit")

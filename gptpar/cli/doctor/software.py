@@ -1,4 +1,4 @@
-"""The doctor's look at software: Python, torch, CUDA, NCCL, compilers, the C++ helpers."""
+"""The doctor's checks of software: Python, torch, CUDA, NCCL, compilers, the C++ helpers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIN_PYTHON = (3, 11)
 
 
 def software_findings() -> Iterator[Finding]:
-    """Each in turn."""
+    """One finding for each program and helper."""
     version = platform.python_version()
     yield Finding("Python", version, unless(sys.version_info >= MIN_PYTHON, "install Python 3.11 or newer."))
     yield _torch()
@@ -42,7 +42,7 @@ def _torch() -> Finding:
 
 
 def _cuda() -> Finding:
-    """The GPUs that torch sees; on a machine that has none, training on the CPU is nothing to mend."""
+    """The GPUs that torch sees. A machine without a GPU trains on its CPU, which is no reason to warn."""
     count = torch.cuda.device_count()
     if count:
         kinds = [torch.cuda.get_device_properties(number) for number in range(count)]
@@ -82,7 +82,7 @@ def _compiler() -> Finding:
 
 
 def _nvcc() -> Finding:
-    """Nothing here is compiled by nvcc; its version explains other packages' troubles."""
+    """gptpar compiles nothing with nvcc; its version may explain errors of other packages."""
     path = shutil.which("nvcc")
     return Finding("nvcc", _version([path, "--version"]) if path else "none (not needed)")
 
@@ -108,7 +108,7 @@ def _first_line(command: list[str]) -> str:
 
 
 def _version(command: list[str]) -> str:
-    """``release 12.8`` of what nvcc prints."""
+    """The part of nvcc's output that says ``release 12.8``."""
     try:
         text = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,9 +1,9 @@
-"""Start one worker for each visible GPU, unless somebody (torchrun, SLURM) has done so already, and end them in order.
+"""Start one worker for each visible GPU, unless torchrun or SLURM has started them already, and end them in order.
 
-On one machine the launcher is ours (``supervisor``); it starts the workers again after a death, where that is asked
-for. On several machines it is torchrun (``machines``). torchrun kills its workers 30 seconds after a signal, in the
-middle of a save (before torch 2.13 this cannot be changed). So it does not see the signals: in both cases ``relay``
-passes them on to the workers, which save and end by themselves.
+On one machine the launcher is ours (``supervisor``); with ``--max-restarts`` it starts the workers again after a death.
+On several machines the launcher is torchrun (``machines``). torchrun kills its workers 30 seconds after a signal, in
+the middle of a save (before torch 2.13 this cannot be changed). Therefore torchrun does not get the signals: in both
+cases ``relay`` passes them on to the workers, which save and end by themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def workers_wanted(nproc_per_node: int | None) -> int:
-    """Processes this machine is to run: as asked for, else one for each visible GPU, else one."""
+    """The number of workers on this machine: as asked for, else one for each visible GPU, else one."""
     if nproc_per_node:
         return nproc_per_node
     import torch  # a second, which a verb that needs no GPU should not pay for
@@ -76,7 +76,7 @@ def start_workers(
 
 
 _IMPORTED_LATER = ("torch.utils.tensorboard",)
-"""What a run imports on its way to the first step."""
+"""Modules that a run imports on its way to the first step."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""How a worker failed, and what is said of it."""
+"""How a worker failed, as a record and as a sentence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class Failure:
     """The first worker that failed.
 
     Attributes:
-        code: its exit code, minus a signal's number where a signal killed it; ``None``: it lives and does nothing.
+        code: its exit code, or minus the number of the signal that killed it; ``None``: it lives and does nothing.
         doing: its last note.
         silent: seconds in which no worker showed a sign of life.
-        stopped: somebody has stopped it (SIGSTOP).
-        final: the run itself said that this is no accident: wrong flags, damaged data, divergence.
-        remark: why it is the end.
+        stopped: whether it was stopped (SIGSTOP).
+        final: whether the run itself reported the error (wrong flags, damaged data, divergence): it would come again.
+        remark: why no restart follows, as the end of the sentence; may be empty.
     """
 
     rank: int
@@ -34,11 +34,11 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """Of a launcher that ends because of it."""
+        """The exit code of a launcher that ends because of this failure."""
         return max(1, self.code or 0)
 
     def is_repeated(self, before: Failure | None) -> bool:
-        """Whether an exception ended the run at the place where one had ended it before: that is no accident."""
+        """Whether this failure and the one before are the same exception at the same place, which would come again."""
         return self.is_exit and before is not None and (self.code, self.doing) == (before.code, before.doing)
 
     def __str__(self) -> str:

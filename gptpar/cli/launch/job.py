@@ -1,4 +1,4 @@
-"""What a launcher is to run, from torchrun's flags or from a verb."""
+"""The job of a launcher, from torchrun's flags or from a verb."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gptpar.cli.launch.rendezvous import LOOPBACK
 from gptpar.system.command_line import describe_if_asked, positive_float
 
 HANG_SECONDS = 600.0
-"""Default patience with workers that show no sign of life. A first step may compile for minutes."""
+"""Default of ``--hang-seconds``. A first step may compile for minutes."""
 
 IMPORTED_BY_ENGINES = ("gptpar.any_module.initialize", "gptpar.checkpoint")
 _OURS = {
@@ -21,11 +21,11 @@ _OURS = {
     *("training_script", "training_script_args", "master_addr", "master_port", "node_rank", "signals_to_handle"),
     "hang_seconds",
 }
-"""Flags that a job takes over, or has no use for on one machine."""
+"""Flags that a job honours itself, or that mean nothing on one machine."""
 
 
 def keep_all(count: int) -> int:
-    """The number of workers of a job that cannot run with another."""
+    """For a job that needs all its workers: as many go on as there were."""
     return count
 
 
@@ -38,8 +38,8 @@ class LaunchJob:
         max_restarts: how often they are started again after a death.
         hang_seconds: seconds without a sign of life after which they count as dead; 0: never.
         address, port: where they meet; port 0 is a free one.
-        modules: what they import first.
-        processes_left: the number of processes before a death -> how many can go on after it.
+        modules: modules that they import first.
+        processes_left: number of processes before a death -> number of processes that go on after it.
     """
 
     program: Program
@@ -95,6 +95,6 @@ def job_of(words: argparse.Namespace) -> LaunchJob | None:
 
 
 def _asks_torchrun(words: argparse.Namespace, default: argparse.ArgumentParser) -> bool:
-    """Whether a flag, or a variable in its place, is given that only torchrun knows."""
+    """Whether there is a flag that only torchrun knows, or an environment variable in place of such a flag."""
     others = {name for name, value in vars(words).items() if name not in _OURS and value != default.get_default(name)}
     return bool(others) or any(name.startswith("PET_") for name in os.environ)

@@ -1,4 +1,4 @@
-"""Several machines: torchrun in this process, which sees no signals."""
+"""Several machines: torchrun runs in this process and gets no signals, because the relay takes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path) -> Failure | None:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import run
 
-    # What went wrong is said by the worker itself and by the launcher; torchrun's own report would bury both.
+    # The worker itself and the launcher say what went wrong; torchrun's own report would bury both messages.
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""A folder in this machine's memory that outlives the workers and not the run."""
+"""A folder in this machine's memory that outlives the workers, and that the launcher removes after the run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PREFIX = "gptpar-mirror-"
 KEPT_PREFIX = "gptpar-kept-"
 OWNER = "owner.json"
 UNNAMED_SECONDS = 60.0
-"""A folder without an owner that is older than this was left by a launcher that died while it made it."""
+"""Age at which a folder without an owner counts as abandoned: its launcher died while it made the folder."""
 
 
 @contextlib.contextmanager
 def folder_in_memory(root: Path = SHARED_MEMORY) -> Iterator[Path | None]:
-    """A new folder that only this user can open, removed at the end; ``None`` where the system has no such place.
+    """A new folder that only this user can open, removed at the end; ``None`` if the system has no such place.
 
-    What launchers that were killed left there is removed first.
+    Folders of launchers that were killed are removed first.
     """
     remove_abandoned(root)
     try:
@@ -41,7 +41,7 @@ def folder_in_memory(root: Path = SHARED_MEMORY) -> Iterator[Path | None]:
 
 
 def keep_newest(folder: Path) -> str | None:
-    """Move a failed run's newest copy out of the folder, which will be removed: it may be newer than the disk's.
+    """Move a failed run's newest copy out of the folder, which will be removed: the disk may hold no newer checkpoint.
 
     Returns:
         A sentence that says where it is now; ``None``: there is no copy.

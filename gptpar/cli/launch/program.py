@@ -1,4 +1,4 @@
-"""What the workers run: a module, a script or an executable, in a new interpreter or in this one."""
+"""The program of the workers: a module, a script or an executable, in a new interpreter or in this one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Kind = Literal["module", "script", "executable"]
 
 @dataclass(frozen=True)
 class Program:
-    """What a command line names after the launcher's own flags.
+    """The program that a command line names after the launcher's own flags.
 
     Attributes:
-        kind: how ``name`` is to be taken.
+        kind: what ``name`` is.
         name: a module as after ``python -m``, a script's path, or an executable.
         words: its arguments.
     """
@@ -34,7 +34,7 @@ class Program:
         return [*interpreter(), *module, self.name, *self.words]
 
     def run_here(self) -> None:
-        """As ``__main__`` of this process, which has done nothing yet but importing modules."""
+        """Run it as ``__main__`` of this process, which has only imported modules so far."""
         if self.kind == "module":
             sys.argv = [self.name, *self.words]
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)

@@ -1,4 +1,7 @@
-"""Requests to stop: passed on to the workers, which save and end by themselves; killed only if they no longer live."""
+"""Requests to stop: the relay passes them on to the workers, which save and end by themselves.
+
+It kills workers only if they show no sign of life, or after a second Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ NOTHING_LOST = " before there was anything to save"
 
 
 def patience() -> float:
-    """The user's, in seconds.
+    """Seconds without a sign of life after which workers that were asked to stop are killed, as the user sets them.
 
     Raises:
         GptparError: it is no number.
@@ -56,25 +59,26 @@ def tell(message: str) -> None:
 
 
 class Workers(Protocol):
-    """Who starts and watches the workers.
+    """Starts and watches the workers.
 
     Attributes:
-        holds: there is something to save, even while no worker lives: a request to stop is kept for the next ones.
+        holds: whether there is something to save although no worker may live just now: a request to stop then waits for
+            the next workers.
     """
 
     holds: bool
 
     def living(self) -> set[int]:
-        """Process ids."""
+        """Process ids of the live workers."""
         ...
 
     def listening(self) -> set[int]:
-        """Those that can take a request now."""
+        """Process ids of the workers that can take a request now."""
         ...
 
 
 class Children:
-    """Workers that somebody else in this process starts: its children, from their first moment."""
+    """Workers that torchrun starts in this process: all children of the process, from their first moment on."""
 
     holds = False
 
@@ -116,11 +120,11 @@ class Relay:
 
     @property
     def kills(self) -> bool:
-        """Whether workers are no longer given the time to save."""
+        """Whether workers no longer get the time to save."""
         return bool(self._killed) or self._at_once is not None
 
     def exit_code(self, failure: Failure | None) -> int:
-        """What the launcher returns; says how the run ended where no worker has said so.
+        """The launcher's exit code; prints how the run ended if no worker has said so.
 
         Args:
             failure: of the worker that failed first.
@@ -159,7 +163,7 @@ class Relay:
             self._watcher.start()
 
     def _watch(self) -> None:
-        """From the first request on, in a thread: whoever waits for the workers has the main one."""
+        """Watch the workers from the first request on, in a thread: the main thread waits for the workers' end."""
         assert self.signal is not None
         signs = SignsOfLife(self._folder)
         while not self._ended.wait(POLL_SECONDS):
@@ -182,7 +186,7 @@ class Relay:
 
 
 def send(processes: set[int], number: int) -> None:
-    """A signal, to those that still live."""
+    """Send a signal to the processes that still live."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)

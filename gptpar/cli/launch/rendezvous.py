@@ -1,4 +1,4 @@
-"""Where the workers of one machine meet: a store that listens on this machine alone."""
+"""The store where the workers of one machine meet, which listens on this machine alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LocalStore:
         )
 
     def environment(self) -> dict[str, str]:
-        """Tells a worker, in torchrun's variables, where the store is and that it is running."""
+        """torchrun's variables that tell a worker where the store is and that it is running."""
         return {
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
@@ -52,6 +52,6 @@ class LocalStore:
 
 
 def _on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """Let gloo and NCCL, too, listen on this machine alone, unless the user has chosen an interface."""
+    """Variables that make gloo and NCCL listen on this machine alone, unless the user has chosen an interface."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: environment.get(name, "lo") for name in names} if Path("/sys/class/net/lo").exists() else {}

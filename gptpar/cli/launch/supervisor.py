@@ -1,9 +1,9 @@
 """The workers of one machine: started together, watched, and started again after a death.
 
-A restart ends all workers. The others of one that died wait in a collective that cannot finish, and neither NCCL nor
-gloo lets go of them in order; SIGKILL ends them at once, and the system has taken back their GPU memory when it tells
-of their end. New workers go on from the newest whole state, which lies in this machine's memory or on the disk. So a
-restart is a resume, and its numbers are those of a run that was not interrupted.
+A restart ends all workers. When one worker has died, the others wait in a collective that cannot finish, and neither
+NCCL nor gloo ends the wait. SIGKILL ends these workers at once, and the system has taken back their GPU memory when it
+reports their end. New workers go on from the newest whole state, which lies in this machine's memory or on the disk. So
+a restart is a resume, and its numbers are those of a run that was not interrupted.
 """
 
 from __future__ import annotations
@@ -29,18 +29,23 @@ from gptpar.system.restart import MEMORY_VARIABLE, Restart, forget_final, is_fin
 
 POLL_SECONDS = 0.05
 LIFE_SECONDS = 0.5
-"""Between two looks for a sign of life."""
+"""Seconds between two looks for a sign of life."""
 
 OTHERS_SECONDS = 0.1
-"""A worker that ended with a message may have lost another one, whose end the system tells a moment later."""
+"""Seconds to wait for the cause of an exception: another worker's death, which the system reports a moment later."""
 
 END_SECONDS = 10.0
-"""How long workers are given to end when another has failed and none is started again."""
+"""Seconds that the other workers get to end after a failure without a restart."""
 
 
 @dataclass
 class _Look:
-    """When the workers were last seen to live, on the monotonic clock."""
+    """The times of the last looks at the workers, on the monotonic clock.
+
+    Attributes:
+        alive: when all of them still lived.
+        signs: when the supervisor last looked for signs of life.
+    """
 
     alive: float
     signs: float
@@ -56,7 +61,7 @@ class Supervisor:
 
     Attributes:
         relay: of requests to stop.
-        holds: the workers have come so far that there is something to save.
+        holds: whether the workers have come so far that there is something to save.
     """
 
     def __init__(self, job: LaunchJob, folder: Path, memory: Path | None):
@@ -76,7 +81,7 @@ class Supervisor:
         self._template: Template | None = None
 
     def run(self) -> Failure | None:
-        """Start the workers, as often as may be; returns the failure that ended them, if one did."""
+        """Start the workers, and again while restarts are left; returns the failure that ended them, if one did."""
         job, before = self._job, None
         with contextlib.ExitStack() as stack:
             stack.callback(self._end, END_SECONDS)
@@ -106,7 +111,7 @@ class Supervisor:
         return {pid for _, pid in list(self._running.items())}  # asked by the relay's thread, too
 
     def listening(self) -> set[int]:
-        """All of the first start; later ones once they have loaded what is to be saved."""
+        """All workers of the first start; workers of a restart once they have loaded the state that they would save."""
         running = list(self._running.items())
         return {pid for rank, pid in running if not self.holds or last_activity(self._folder, rank) != START}
 
@@ -172,21 +177,21 @@ class Supervisor:
         return None
 
     def _have_begun(self) -> bool:
-        """Whether what the workers do from now on may be lost."""
+        """Whether the workers have left their start-up, so that there is something to lose."""
         return self._job.max_restarts > 0 and any(last_activity(self._folder, r) != START for r in self._running)
 
     def _may_lose(self, failures: list[Failure]) -> bool:
         return self._job.max_restarts > 0 and any(failure.doing != START for failure in failures)
 
     def _standstill(self, silent: float) -> Failure:
-        """Nobody moves: because of one that was stopped, if there is such a one, else of the lowest rank."""
+        """The failure of workers that all hang: that of a stopped worker if there is one, else of the lowest rank."""
         ranks = sorted(self._running)
         stopped = [rank for rank in ranks if is_stopped(self._running[rank])]
         rank = (stopped or ranks)[0]
         return Failure(rank, None, last_activity(self._folder, rank), silent=silent, stopped=bool(stopped))
 
     def _why_not_again(self, failure: Failure, before: Failure | None) -> str | None:
-        """A remark for the last message, which may be empty; ``None`` if the workers are to be started again."""
+        """Why no restart follows, as a remark for the last message (may be empty); ``None``: a restart follows."""
         job, used, asked = self._job, self._restart.number, self.relay.signal is not None
         if job.max_restarts == 0 or failure.final or self.relay.kills:
             return ""
@@ -206,7 +211,11 @@ class Supervisor:
             self._count = count
 
     def _end(self, seconds: float) -> None:
-        """End the workers that are left, and what they have started; wait until the system has taken all back."""
+        """End the remaining workers and the processes that they started; wait until the system has reaped them.
+
+        Args:
+            seconds: time between SIGTERM and SIGKILL; 0: SIGKILL at once.
+        """
         deadline = time.monotonic() + seconds
         if seconds:
             for process in self._running.values():
@@ -227,7 +236,7 @@ class Supervisor:
         self._groups.clear()
 
     def _reap(self) -> list[Failure]:
-        """Take note of workers that have ended; returns those that failed."""
+        """Take note of workers that have ended; returns the failures among them."""
         failures = []
         for rank, process in list(self._running.items()):
             ended, status = os.waitpid(process, os.WNOHANG)

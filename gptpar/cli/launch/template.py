@@ -1,13 +1,14 @@
 """A process that has imported everything and done nothing: its forks are workers that need not import.
 
-Importing torch and gptpar takes seconds, on a busy machine most of a restart. A fork of a process that has imported
-them takes hundredths. What makes forking dangerous is state that a fork copies by half: threads (the copy has one, and
-locks that the others held stay locked) and CUDA (its driver refuses a copied context). So the template starts no
-thread and never asks CUDA, and its fork looks whether that is true: if not, it becomes a new interpreter, which only
-takes longer. numpy is told to start no threads of its own.
+Importing torch and gptpar takes seconds, on a busy machine most of a restart. Forking a process that has imported them
+takes hundredths of a second. Forking is dangerous where a fork copies only half of a state: threads (the copy has one
+thread, and locks that other threads held stay locked) and CUDA (its driver refuses a copied context). Therefore the
+template starts no thread and never asks CUDA. Its fork checks both; otherwise the fork becomes a new interpreter, which
+only takes longer. An environment variable keeps numpy from starting threads.
 
-A worker is the template's grandchild, whose parent ends at once. It becomes a child of the launcher, which asked Linux
-for the orphans below it: the launcher can wait for it, and is the parent whose death the worker is told of.
+A worker is a grandchild of the template whose parent ends at once. It becomes a child of the launcher, which asked
+Linux for the orphans below it. So the launcher can wait for the worker, and the launcher's death is the death of the
+worker's parent.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Template:
 
     Args:
         program: what the workers run.
-        modules: what they would import first; one that is missing is left out.
-        environment: of all workers; what libraries read of it when they are loaded cannot change later.
+        modules: modules to import before the forks; a missing one is left out.
+        environment: of all workers; variables that libraries read when they are loaded cannot change later.
     """
 
     def __init__(self, program: Program, modules: Sequence[str], environment: Mapping[str, str]):
@@ -105,7 +106,7 @@ def serve(file: int, launcher: int) -> Program:
 
 
 def _become_worker(environment: dict[str, str], connection: socket.socket, launcher: int) -> None:
-    """Take on what a new process would have: environment, session, name and random numbers."""
+    """Get the environment, session, name and random numbers of a new process."""
     deadline = time.monotonic() + ADOPTED_SECONDS
     while os.getppid() != launcher:
         if time.monotonic() > deadline:  # the launcher is gone
@@ -121,7 +122,7 @@ def _become_worker(environment: dict[str, str], connection: socket.socket, launc
 
 
 def _has_asked_cuda() -> bool:
-    """In a fork: whether its origin had, so that CUDA cannot be used here."""
+    """In a fork: whether the template had used CUDA, so that the fork cannot use it."""
     torch = sys.modules.get("torch")
     asked = getattr(torch and torch._C, "_cuda_isInBadFork", lambda: False)
     return bool(asked())

@@ -1,4 +1,4 @@
-"""What a worker knows of its launcher, and how it ends with it."""
+"""How a worker knows its launcher, and ends after the launcher's death."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def is_worker() -> bool:
 
 
 def end_with_launcher() -> None:
-    """In a worker: a launcher that dies without a word (kill -9) is a request to stop; nobody else would make one.
+    """In a worker: take the launcher's death (kill -9) as a request to stop.
 
-    Between the two there may be a wrapper, a profiler or a script of the user. Linux tells of a parent's death alone.
+    This works if the launcher is the worker's parent, because Linux reports the death of a parent alone. Between the
+    two there may be a wrapper, a profiler or a script of the user; then only a launcher that is dead already counts.
     """
     launcher = int(os.environ.get(LAUNCHER_VARIABLE, 0))
     if not launcher or not sys.platform.startswith("linux"):

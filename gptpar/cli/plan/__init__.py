@@ -36,7 +36,7 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=positive_gib,
         metavar="GIB",
-        help="of a GPU, in GiB, or 80GB (default: the data sheet's)",
+        help="memory of a GPU, in GiB or as 80GB (default: the data sheet's)",
     )
     group.add_argument(
         "--host-memory",

@@ -12,7 +12,7 @@ from gptpar.any_module.user_module import SEED, load_user_function
 from gptpar.plan.module_memory import estimate_memory
 from gptpar.system.command_line import Parser, positive_int
 
-DESCRIPTION = """Tell what gptpar.initialize will take of each GPU's and of the machine's memory for your module,
+DESCRIPTION = """Predict the memory of each GPU and of the machine that gptpar.initialize will take for your module,
 without activations, on a machine without a GPU. The module is built without memory: it may be of any size.
 
 FUNCTION takes no arguments and returns the model, or model, make_batch (see gptpar check-layouts --module --help)."""

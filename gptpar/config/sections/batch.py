@@ -37,7 +37,7 @@ class BatchOptions:
     )
     train_iters_needed: int | None = flag(
         None,
-        "say so if fewer steps than this fit into --train-minutes: too few to learn more than frequencies",
+        "say so if fewer steps than this fit into --train-minutes: too few to learn more than token frequencies",
         least=1,
     )
     exit_interval: int | None = flag(None, "save and stop after an iteration divisible by this", least=1)
@@ -65,8 +65,8 @@ class BatchFlags(BatchOptions):
     )
     train_tokens: int | None = flag(
         None,
-        "train on this many tokens, such as 1.5B; beside --train-samples or --train-iters, what is reached first ends "
-        "the run",
+        "train on this many tokens, such as 1.5B; beside --train-samples or --train-iters, the limit reached first "
+        "ends the run",
         least=1,
         most=10**17,
         counts=True,

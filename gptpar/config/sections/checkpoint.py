@@ -12,7 +12,7 @@ class CheckpointConfig:
     """Where a run is saved and resumed from."""
 
     save: str | None = flag(None, "run folder: checkpoints, metrics.jsonl and TensorBoard files, of one run at a time")
-    load: str | None = flag(None, "folder to resume from (its newest good checkpoint)")
+    load: str | None = flag(None, "folder to resume from (its newest whole checkpoint)")
     load_hf: str | None = flag(
         None,
         "Hugging Face folder to begin with: its model, weights and tokenizer (once --load holds a checkpoint, the run "
@@ -32,7 +32,9 @@ class CheckpointConfig:
     save_hf_interval: int | None = flag(
         None, "steps between Hugging Face folders SAVE/hf/iter_..., a multiple of --save-interval", least=1
     )
-    async_save: bool = on_unless("--no-async-save", "do not go on with training before a checkpoint is on the disk")
+    async_save: bool = on_unless(
+        "--no-async-save", "do not train during a save: wait until the checkpoint is on the disk"
+    )
     keep_checkpoints: int | None = flag(None, "keep only this many of this run's newest checkpoints", least=1)
     no_save_optim: bool = flag(False, "save weights without the optimizer's moments")
     no_load_optim: bool = flag(False, "load weights without the optimizer's moments")

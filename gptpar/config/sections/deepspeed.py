@@ -11,11 +11,11 @@ from gptpar.config.fields import flag
 class DeepSpeedFlags:
     """A DeepSpeed configuration that says what the command line leaves open."""
 
-    deepspeed: bool = flag(False, "read --deepspeed_config: what it says means here what it means to DeepSpeed")
+    deepspeed: bool = flag(False, "read --deepspeed_config, whose keys keep DeepSpeed's meaning")
     deepspeed_config: str | None = flag(
         None,
         "DeepSpeed's JSON, comments and trailing commas allowed: batch sizes, optimizer, schedule, clipping, number "
-        "format, ZeRO stage and optimizer offload; a flag that contradicts it is a problem",
+        "format, ZeRO stage and optimizer offload; a flag that contradicts it is refused",
         names=("--deepspeed_config",),
         metavar="FILE",
     )

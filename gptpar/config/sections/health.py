@@ -17,10 +17,10 @@ class HealthConfig:
         "(OLMo: 6; default: off); weights and moments stay as they are, the schedules go on",
         above=0,
     )
-    skip_step_window: int = flag(128, "steps behind that mean; the first half of them only fills it", least=2)
+    skip_step_window: int = flag(128, "number of steps in that mean; no step is skipped before half of them", least=2)
     spike_bundle: bool = on_unless(
         "--no-spike-bundle",
-        "do not keep the batch and the norms of skipped outliers in SAVE/spikes (the first 10 are kept)",
+        "do not write the batch and the norms of the first 10 skipped outliers to SAVE/spikes",
     )
     check_replicas_interval: int | None = flag(
         None,

@@ -14,8 +14,8 @@ class LoggingOptions:
     eval_iters: int = flag(100, "global batches in one evaluation; 0 is none", least=0)
     full_validation: bool = flag(
         False,
-        "evaluate on the whole validation set each time, each sample once, however many --eval-iters there are (of "
-        "--valid-data-path, or of validation's share of --data-path; several corpora count as one, without weights)",
+        "evaluate on the whole validation set each time, each sample once, regardless of --eval-iters (the set is "
+        "--valid-data-path, or validation's share of --data-path; several corpora count as one, without weights)",
     )
     skip_train: bool = flag(False, "evaluate the loaded checkpoint and stop")
     eval_tasks: tuple[str, ...] | None = flag(
@@ -25,13 +25,13 @@ class LoggingOptions:
         metavar="FILE",
     )
     eval_limit: int | None = flag(
-        None, "items of each of these files that are evaluated, drawn by a fixed seed (default: all)", least=1
+        None, "evaluate this many items of each of these files, drawn by a fixed seed (default: all)", least=1
     )
     eval_tasks_interval: int | None = flag(
         None, "steps between evaluations on --eval-tasks (default: --eval-interval)", least=1
     )
     log_interval: int = flag(100, "steps between console lines", least=1)
-    timing_log_level: int = flag(0, "from 1 on: what the time of an iteration was spent waiting for", least=0)
+    timing_log_level: int = flag(0, "from 1 on, log how long the parts of an iteration took", least=0)
     log_throughput: bool = flag(False, "add TFLOP/s per GPU to the console line")
     log_params_norm: bool = flag(False, "compute and log the L2 norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "count and log zeros in the gradient")

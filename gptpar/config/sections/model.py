@@ -36,23 +36,22 @@ class ModelOptions:
         False, "attention and MLP of a block read the same input, and their outputs are added to it (GPT-NeoX)"
     )
     qk_layernorm: bool = flag(
-        False, "normalise each head's queries and keys, before rotary positions, as --normalization says"
+        False, "normalise each head's queries and keys by --normalization, before rotary positions"
     )
     qk_layernorm_scope: str = flag(
         "head",
-        "what --qk-layernorm normalises over: the channels of a head (Qwen3), or those of all heads together (OLMo-2)",
+        "channels over which --qk-layernorm normalises: those of a head (Qwen3), or of all heads together (OLMo-2)",
         choices=("head", "width"),
     )
     attention_output_gate: bool = flag(
         False, "multiply attention's output by the sigmoid of a gate that is projected beside the queries (Qwen3-Next)"
     )
     window_size: int | None = flag(
-        None, "tokens that a sliding-window layer sees, the token itself among them", least=1, most=100_000_000
+        None, "tokens that a sliding-window layer sees, including the token itself", least=1, most=100_000_000
     )
     window_pattern: str | None = flag(
         None,
-        "which layers --window-size holds for: a letter a layer, S sliding or F full, repeated over the layers "
-        "(default: S)",
+        "layers with --window-size: a letter a layer, S sliding or F full, repeated over the layers (default: S)",
         metavar="SSSF",
     )
     swiglu: bool = flag(False, "gated SiLU MLP instead of GELU")
@@ -75,7 +74,7 @@ class ModelOptions:
     )
     mup: bool = flag(
         False,
-        "muP: learning rate and initial values that suit a model of --mup-base-hidden-size suit this one "
+        "muP: a learning rate that was tuned on a model of --mup-base-hidden-size holds for this one "
         "(gptpar/model/mup.py)",
     )
     mup_base_hidden_size: int | None = flag(
@@ -83,7 +82,7 @@ class ModelOptions:
     )
     mup_base_kv_channels: int | None = flag(
         None,
-        "with --mup: the --kv-channels of that model (default: as here, so that wider models have more heads)",
+        "with --mup: the --kv-channels of that model (default: this model's; wider models then have more heads)",
         least=1,
         most=1_000_000,
     )
@@ -105,7 +104,7 @@ class ModelOptions:
 class ModelFlags(ModelOptions):
     """A GPT's shape and options."""
 
-    preset: str | None = flag(None, "fill the model's shape by its usual name", choices=tuple(PRESETS))
+    preset: str | None = flag(None, "fill the model's shape from this preset", choices=tuple(PRESETS))
     num_layers: int | None = flag(None, "number of transformer blocks", least=1, most=10_000)
     hidden_size: int | None = flag(None, "width of the residual stream", least=1, most=1_000_000)
     ffn_hidden_size: int | None = flag(

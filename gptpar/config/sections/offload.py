@@ -1,4 +1,4 @@
-"""What lives in host memory, or on a disk, instead of the GPU's memory."""
+"""Optimizer state, parameters and gradients in host memory, or on a disk, instead of the GPU's memory."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ class OffloadConfig:
     cpu_optimizer: bool = flag(False, "keep master weights and moments in host memory and update them on the CPU")
     cpu_optimizer_ratio: float | Literal["auto"] = flag(
         1.0,
-        "the host's share of the optimizer's elements, 0 to 1, exact to the element; auto: the smallest with which the "
-        "rest fits the GPU, found by trying one step",
+        "share of the optimizer's elements on the CPU, 0 to 1, exact to the element; auto: the smallest share with "
+        "which the rest fits the GPU, found by a trial step",
         metavar="X|auto",
         least=0,
         most=1,
     )
     optimizer_nvme_path: str | None = flag(
         None,
-        "with --cpu-optimizer: keep that state in files in this folder instead (an NVMe disk); the system reads and "
-        "writes back what does not fit memory",
+        "with --cpu-optimizer: keep that state in files in this folder instead (an NVMe disk); the system moves what "
+        "does not fit into memory",
         metavar="DIR",
     )
     cpu_parameters: bool = flag(
         False,
-        "keep the parameters in host memory, too, and bring each layer's to the device while it is needed",
+        "also keep the parameters in host memory, and copy each layer's to the device while they are needed",
         names=("--offload-parameters",),
     )
     offload_gradients: str = flag(
         "auto",
-        "with --cpu-optimizer on one process with one micro-batch a step: bring each gradient to host memory as soon "
-        "as it is final, instead of keeping it on the GPU until the CPU has used it; auto: where the GPU has no room "
-        "for that, as gptpar plan predicts it",
+        "with --cpu-optimizer on one process with one micro-batch a step: copy each gradient to host memory as soon "
+        "as it is final, instead of keeping it on the GPU until the CPU has used it; auto: if gptpar plan predicts "
+        "that the GPU has no room to keep it",
         choices=("auto", "off", "on"),
     )
     offload_speculation: str = flag(
         "auto",
-        "update during the backward pass, on the assumption that nothing will be clipped, and again where that was "
-        "wrong: for as many elements as host memory has room for (12 bytes each), for none, or for all",
+        "update during the backward pass as if nothing were clipped, and again if something is; auto: as many elements "
+        "as host memory has room for (12 bytes each); off: none; on: all",
         choices=("auto", "off", "on"),
     )
     cpu_optimizer_threads: int | None = flag(

@@ -39,14 +39,14 @@ class OptimizerOptions:
     )
     weight_decay_override: tuple[str, ...] | None = flag(
         None,
-        "factors of the weight decay for parameters by name, such as 'embedding*=0'; of those that match, the last "
+        "factors of the weight decay for parameters by name, such as 'embedding*=0'; the last pattern that matches "
         "counts",
         metavar="PATTERN=X",
     )
     lr_override: tuple[str, ...] | None = flag(
         None,
-        "factors of the learning rate for parameters by name, such as 'layers.*.mlp.*=0.5'; of those that match, the "
-        "last counts",
+        "factors of the learning rate for parameters by name, such as 'layers.*.mlp.*=0.5'; the last pattern that "
+        "matches counts",
         metavar="PATTERN=X",
     )
     clip_grad: float = flag(1.0, "clip the global L2 norm of the gradient to this; 0 is off", least=0)

@@ -21,7 +21,7 @@ class ParallelOptions:
     pipeline_model_parallel_size: int = flag(1, "processes that split the stack of layers", least=1, most=1_000_000)
     pipeline_partition_method: str = flag(
         "parameters",
-        "where the stack is cut: parameters, flops, uniform, type:REGEX of a layer's class, or boundaries as 0,7,14",
+        "where the stack is cut: parameters, flops, uniform, type:REGEX of a layer's class, or boundaries like 0,7,14",
         names=("--partition-method", "--pp-partition-method"),
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients over data-parallel processes in bf16 instead of fp32")
@@ -36,7 +36,7 @@ class ParallelOptions:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
-        """How often ``world_size`` processes hold the model; at least 1, also where they do not suffice for that."""
+        """The size of the data axis: how often ``world_size`` processes hold the model; at least 1, also if too few."""
         return max(1, world_size // max(1, self.model_parallel_size))
 
 
@@ -45,16 +45,16 @@ class ParallelFlags(ParallelOptions):
     """How many processes share the work, and how."""
 
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "interleaved pipeline: blocks in each of a process's chunks", least=1, most=10_000
+        None, "interleaved pipeline: blocks in each virtual stage", least=1, most=10_000
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "interleaved pipeline: chunks of layers that each process holds (default: 1)", least=1, most=10_000
+        None, "interleaved pipeline: virtual stages of each process (default: 1)", least=1, most=10_000
     )
     no_pipeline_parallel: bool = flag(False, "never split the stack of layers")
     zero_stage: int | None = flag(
         None,
-        "what the data-parallel processes share out: 1 the optimizer, 2 and gradients, 3 and parameters (default: 3 "
-        "with --no-pipeline-parallel, 1 with --use-distributed-optimizer, else 0)",
+        "what is sharded over the data-parallel processes: 1 optimizer state, 2 also gradients, 3 also parameters "
+        "(default: 3 with --no-pipeline-parallel, 1 with --use-distributed-optimizer, else 0)",
         least=0,
     )
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
@@ -67,7 +67,7 @@ class ParallelFlags(ParallelOptions):
 
     @property
     def num_virtual_stages(self) -> int:
-        """Chunks that are asked for, before --num-layers-per-virtual-pipeline-stage is counted."""
+        """Virtual stages of each process as typed, before --num-layers-per-virtual-pipeline-stage counts."""
         return self.num_virtual_stages_per_pipeline_rank or 1
 
 
@@ -80,7 +80,7 @@ class ParallelConfig(ParallelOptions):
 
     @property
     def num_virtual_stages(self) -> int:
-        """Chunks of consecutive layers that each process holds; more than one is an interleaved pipeline."""
+        """Virtual stages of each process; more than one is an interleaved pipeline."""
         return self.num_virtual_stages_per_pipeline_rank
 
     def layout(self, world_size: int) -> Layout:

@@ -22,8 +22,8 @@ class PrecisionConfig:
     compile: bool = on_unless("--no-compile", "do not compile the blocks (they are compiled on GPUs only)")
     cuda_graph: str = flag(
         "auto",
-        "launch forward and backward of a step as one CUDA graph (auto: on GPUs, where nothing speaks against it); "
-        "with --cpu-optimizer, on one process only, in parts, between which the host waits and takes gradients",
+        "launch forward and backward of a step as one CUDA graph (auto: on GPUs, if nothing forbids it); with "
+        "--cpu-optimizer on one process only, in parts between which the host waits for layers and takes gradients",
         choices=("auto", "on", "off"),
     )
 

@@ -21,8 +21,8 @@ class RecomputeOptions:
     )
     recompute_num_layers: int | None = flag(
         None,
-        "uniform: blocks recomputed together (default: 1); else: recompute only the first N blocks of each pipeline "
-        "stage (default: all)",
+        "with uniform: blocks recomputed together (default: 1); otherwise: recompute only the first N blocks of each "
+        "pipeline stage (default: all)",
         least=1,
         names=("--activations-checkpoint-num-layers",),
     )
@@ -36,7 +36,7 @@ class RecomputeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFlags(RecomputeOptions):
-    """Activation checkpointing: forget activations and compute them again in the backward pass."""
+    """Activation checkpointing: drop activations and compute them again in the backward pass."""
 
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     recompute_modules: tuple[str, ...] | None = flag(
@@ -55,7 +55,7 @@ class RecomputeFlags(RecomputeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig(RecomputeOptions):
-    """What is forgotten in the forward pass and computed again in the backward pass."""
+    """The activations that are dropped in the forward pass and computed again in the backward pass."""
 
     recompute_modules: tuple[str, ...] = ()
     """Parts of each block."""

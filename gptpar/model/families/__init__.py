@@ -1,8 +1,8 @@
-"""Model families of Hugging Face transformers: which of them a GPT is, in both directions.
+"""Model families of Hugging Face transformers: from a ``config.json`` to a GPT's flags, and back.
 
-Each family has a file of its own. It says which flags make a GPT compute what a ``config.json`` describes, which
-``config.json`` describes a GPT, and how transformers names and stores the weights. Each field that the computation
-depends on is read, and told if its value cannot be reproduced. Nothing here imports transformers.
+Each family has a file of its own. It says which flags make a GPT compute the model of a ``config.json``, which
+``config.json`` describes a GPT, and how transformers names and stores the weights. Every field that the computation
+depends on is read. If its value cannot be reproduced, an error names it. Nothing here imports transformers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Family:
     """A family of models.
 
     Attributes:
-        flags: of a ``config.json``.
-        fields: the ``config.json`` of a model, if it is of this family; without ``model_type`` and ``vocab_size``.
+        flags: a ``config.json`` -> flags.
+        fields: a model -> its ``config.json`` in this family, without ``model_type`` and ``vocab_size``.
         names: of its weights.
     """
 
@@ -48,7 +48,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(qwen3, qwen3_fields, LLAMA_NAMES),
     "olmo2": Family(olmo2, olmo2_fields, LLAMA_NAMES),
 }
-"""By ``model_type``."""
+"""``model_type`` -> family."""
 
 TRAINING_ONLY = frozenset(
     {
@@ -57,21 +57,21 @@ TRAINING_ONLY = frozenset(
         *("window_size", "window_pattern", "mup_base_hidden_size", "mup_base_kv_channels"),
     }
 )
-"""Fields of a model that its logits do not depend on, or that are compared in another form."""
+"""Fields of a model that do not change its logits, or that are compared in another form."""
 
 
 def flags_of(hf_config: Mapping[str, Any]) -> ModelFlags:
-    """The flags that describe a transformers model; every number of the model's shape is known.
+    """The flags that describe a transformers model; every size of the model is set.
 
     The vocabulary is ``padded_vocab_size``, the rows of the model's embedding, and the sequence length is the largest
-    number of positions. ``gptpar.config.complete.complete_model`` makes a ``ModelConfig`` of it.
+    number of positions. ``gptpar.config.complete.complete_model`` turns the flags into a ``ModelConfig``.
 
     Args:
-        hf_config: the contents of a ``config.json``, by any version of transformers since 4.
+        hf_config: the contents of a ``config.json``, of transformers 4 or newer.
 
     Raises:
         ConfigError: with all reasons why gptpar cannot compute the same: the family is unknown, a number is missing,
-            or an option is not there.
+            or gptpar lacks an option.
     """
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -87,13 +87,13 @@ def flags_of(hf_config: Mapping[str, Any]) -> ModelFlags:
 
 
 def config_of(model: ModelConfig, vocab_rows: int) -> dict[str, Any]:
-    """The ``config.json`` of a GPT: that of the first family whose models compute the same.
+    """The ``config.json`` of a GPT, in the first family whose models compute the same.
 
     Args:
         vocab_rows: rows of the vocabulary.
 
     Raises:
-        ConfigError: no family does; with what the nearest one has otherwise.
+        ConfigError: no family does; with the differences from the nearest family.
     """
     told: dict[str, list[str]] = {}
     for kind, family in FAMILIES.items():
@@ -112,7 +112,7 @@ def config_of(model: ModelConfig, vocab_rows: int) -> dict[str, Any]:
 
 
 def differences(model: ModelConfig, there: ModelConfig) -> list[str]:
-    """What two models compute differently, a sentence each; a number that only training reads is no difference."""
+    """A sentence for each field in which two models compute differently; fields of training alone do not count."""
     mine, theirs = _computed(model), _computed(there)
     return [
         f"--{name.replace('_', '-')} is {mine[name]}, and there it is {theirs[name]}."
@@ -122,7 +122,7 @@ def differences(model: ModelConfig, there: ModelConfig) -> list[str]:
 
 
 def _computed(model: ModelConfig) -> dict[str, Any]:
-    """The fields that a model's logits depend on; those that others switch off are left out."""
+    """The fields that a model's logits depend on, without those that other fields switch off."""
     found = {
         spec.name: getattr(model, spec.name) for spec in dataclasses.fields(model) if spec.name not in TRAINING_ONLY
     }

@@ -26,7 +26,7 @@ class HfConfig:
     """The fields of one ``config.json``.
 
     Attributes:
-        problems: a sentence for each field with a value that cannot be reproduced.
+        problems: a sentence for each field whose value cannot be reproduced.
     """
 
     def __init__(self, fields: Mapping[str, Any]):
@@ -34,10 +34,10 @@ class HfConfig:
         self.problems: list[str] = []
 
     def __getitem__(self, name: str) -> Any:
-        """A field that must be there.
+        """A required field.
 
         Raises:
-            KeyError: it is not.
+            KeyError: it is missing.
         """
         if self._fields.get(name) is None:
             raise KeyError(name)
@@ -52,7 +52,7 @@ class HfConfig:
         """Note a problem unless a field has this value.
 
         Args:
-            default: of a field that is missing; ``None``: the required value.
+            default: the value of a missing field; ``None``: the required value.
         """
         if (found := self.get(name, value if default is None else default)) != value:
             self.problems.append(f"{name} is {found!r}, and gptpar computes with {value!r} alone: {why}.")
@@ -91,7 +91,7 @@ class HfConfig:
 
 
 def shortest_period(pattern: Sequence[str]) -> str:
-    """The shortest beginning of a pattern whose repetition has the pattern at its beginning."""
+    """The shortest prefix whose repetition begins with the pattern."""
     text = "".join(pattern)
     return next(text[:n] for n in range(1, len(text) + 1) if all(text[i] == text[i % n] for i in range(len(text))))
 
@@ -103,7 +103,7 @@ def rotary_fields(model: ModelConfig, **more: Any) -> dict[str, Any]:
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:
-    """Each layer's window, whatever the length of the samples; ``None``: all earlier tokens."""
+    """Each layer's window, for samples of any length; ``None``: all earlier tokens."""
     long = replace(model, seq_length=1 << 62)
     return [window_of(long, layer) for layer in range(model.num_layers)]
 

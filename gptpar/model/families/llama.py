@@ -1,6 +1,6 @@
 """Llama (Touvron et al. 2023): rotary positions, RMSNorm, SwiGLU, grouped queries, no biases.
 
-Qwen2, Qwen3 and OLMo-2 differ from it in a few options: :func:`like_llama` has what they share.
+Qwen2, Qwen3 and OLMo-2 differ from it in a few options; :func:`like_llama` has the options that they share.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def llama(config: HfConfig) -> ModelFlags:
 
 
 def fields_like_llama(model: ModelConfig, architecture: str, **options: Any) -> dict[str, Any]:
-    """The ``config.json`` of a model, as far as the families that are like Llama share it.
+    """The fields of a model's ``config.json`` that all families like Llama share.
 
     Args:
         **options: the family's own fields.
@@ -85,7 +85,7 @@ def llama_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _block(model: ModelConfig) -> Mapping[str, Mapping[str, Within]]:
-    """Of the families that are like Llama, too: each has some of these parameters."""
+    """Names for all families like Llama: each of them has some of these parameters."""
     return {
         "attention_norm": {"input_layernorm": WHOLE},
         "attention.qkv": {f"self_attn.{name}_proj": place for name, place in projections(model).items()},

@@ -1,9 +1,7 @@
-"""How transformers names and stores a model's weights: a table of tensors, each a view of one of ours.
+"""How transformers names and stores a model's weights: a table of tensors, each a view of one of our parameters.
 
-A :class:`HfTensor` says which of our parameters holds a tensor of theirs, and where in it. The same table serves both
-directions: an export reads the view, an import writes it.
-
-Legend of views: G key/value heads ("groups"), Q query heads of one group, K head width, D the other dim of a matrix.
+A :class:`HfTensor` says which of our parameters holds a tensor of transformers, and where in the parameter. The table
+serves both directions: an export reads the view, an import writes it.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Within:
-    """Where in a parameter of ours a tensor of theirs is.
+    """The place of a transformers tensor in one of our parameters.
 
     Attributes:
-        view: of our whole parameter, a view whose elements, row by row, are their tensor's.
-        merged: the first dim of the view that their tensor has merged with others, where the view has more dims.
+        view: our whole parameter -> a view whose elements, row by row, are the tensor's.
+        merged: the first of the view's dims that are merged into one dim of the tensor, if the view has more dims.
     """
 
     view: View
@@ -92,10 +90,10 @@ class HfTensor:
     """One tensor of transformers.
 
     Attributes:
-        name: theirs.
-        ours: global name of the parameter that holds it.
-        place: where in that parameter.
-        shape: theirs.
+        name: transformers' name.
+        ours: global name of our parameter that holds it.
+        place: its place in that parameter.
+        shape: in transformers.
     """
 
     name: str
@@ -104,7 +102,7 @@ class HfTensor:
     shape: tuple[int, ...]
 
     def view(self, ours: torch.Tensor) -> torch.Tensor:
-        """Their tensor within our whole parameter; it may have more dims than theirs."""
+        """The tensor as a view of our whole parameter; the view may have more dims than the tensor."""
         return self.place.view(ours)
 
     def fill(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -118,10 +116,10 @@ class WeightNames:
     """A family's names of weights, without ``weight`` and ``bias``.
 
     Attributes:
-        base: what stands before the names of all but the LM head; files of older versions may lack it.
-        ends: layers around the blocks: our layer's name -> theirs.
-        blocks: what stands before a block's number.
-        block: our name within a block -> their names, and where each is; ``None``: all of ours.
+        base: prefix of all names but the LM head's; files of older versions may lack it.
+        ends: names of layers around the blocks: ours -> transformers'.
+        blocks: prefix of a block's number.
+        block: our name within a block -> transformers' names, each with its place in our parameter.
     """
 
     base: str
@@ -134,7 +132,7 @@ def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Itera
     """All tensors of a model, as transformers names them, in the order of the forward pass.
 
     Args:
-        vocab_rows: rows of the vocabulary that their model has.
+        vocab_rows: rows of the vocabulary in transformers.
 
     Raises:
         KeyError: a parameter that the family does not have.
@@ -160,7 +158,7 @@ def hf_tensors(model: ModelConfig, names: WeightNames, vocab_rows: int) -> Itera
 
 
 def _merged(shape: tuple[int, ...], first: int, num_dims: int) -> tuple[int, ...]:
-    """A shape of which dims from `first` on are made one, so that `num_dims` are left."""
+    """A shape whose dims from `first` on are merged until `num_dims` are left."""
     first = first % len(shape)
     stop = first + len(shape) - num_dims + 1
     return (*shape[:first], prod(shape[first:stop]), *shape[stop:])

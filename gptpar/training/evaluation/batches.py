@@ -1,6 +1,6 @@
-"""Rows of tokens side by side: which rows a micro-batch holds, and how they are padded.
+"""Micro-batches of token rows, and their padding.
 
-Rows are sorted by length, so that little is padded. Padding is on the right, where no token of the row sees it.
+Rows are sorted by length, so that there is little padding. Padding is on the right, where no token of the row sees it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from gptpar.training.evaluation.rows import TokenRow
 
 WIDTH_STEP = 16
-"""Widths are multiples of this: few shapes, of which kernels are chosen and compiled, and little padding."""
+"""Widths are multiples of this: few shapes for which kernels are compiled, and little padding."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class RowBatch:
     """A micro-batch of one process.
 
     Attributes:
-        rows: their numbers in the task.
-        height: rows that are computed; those beyond ``rows`` are padding, where other processes have more rows.
+        rows: the numbers of its rows in the task.
+        height: rows that are computed; rows beyond ``rows`` are padding, because other processes have more rows.
         width: tokens of a row, with padding.
     """
 
@@ -35,14 +35,14 @@ class RowBatch:
 def plan_batches(
     lengths: Sequence[int], *, tokens: int, context: int, multiple: int = 1, ranks: int = 1, rank: int = 0
 ) -> list[RowBatch]:
-    """The micro-batches of one data-parallel rank. All ranks have equally many, of the same shapes.
+    """The micro-batches of one data-parallel rank. All ranks have as many micro-batches, of the same shapes.
 
     Args:
         lengths: of the rows.
         tokens: the most tokens of a micro-batch, with padding; a longer row is alone.
         context: the greatest width.
-        multiple: of which a width is a multiple (unless it is the context), for tokens shared by tensor ranks.
-        ranks, rank: the data axis.
+        multiple: divides every width but the context, so that tensor ranks can share the tokens.
+        ranks, rank: size of the data axis, and the position on it.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     step = math.lcm(WIDTH_STEP, multiple)

@@ -1,4 +1,4 @@
-"""A checkpoint's model in a layout, to be evaluated: no optimizer, no gradients."""
+"""Loading a checkpoint's model in a layout for evaluation, without optimizer and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gptpar.training.stored import StoredModel
 
 @dataclass(frozen=True)
 class CheckpointModel:
-    """What is evaluated.
+    """A model to evaluate.
 
     Attributes:
         pipeline: the model as this process holds it.
@@ -41,8 +41,8 @@ def load_pipeline(folder: Path, topology: Topology, dtype: torch.dtype, iteratio
     """A run folder's newest whole checkpoint (or that of one iteration), split as the topology says.
 
     Raises:
-        CheckpointError: none that can be read, or processes that read different ones.
-        ConfigError: a model that cannot be split so.
+        CheckpointError: no checkpoint can be read, or processes read different ones.
+        ConfigError: the model cannot be split that way.
     """
     built: list[PipelineModule] = []
 
@@ -63,7 +63,7 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
     """The layers of this process, without storage.
 
     Raises:
-        ConfigError: the model cannot be split so.
+        ConfigError: the model cannot be split that way.
     """
     layout = topology.layout
     if problems := layout_problems(model, layout.tensor, layout.pipeline, layout.world_size):
@@ -83,7 +83,7 @@ def make_pipeline_without_engine(model: ModelConfig, topology: Topology, dtype: 
 
 
 def layout_problems(model: ModelConfig, tensor: int, pipeline: int, world_size: int) -> list[str]:
-    """Why a model cannot be split over so many ranks; a sentence each."""
+    """The reasons why a model cannot be split over these ranks, a sentence each."""
     known: dict[str, Any] = {spec.name: getattr(model, spec.name, None) for spec in dataclasses.fields(ModelFlags)}
     parallel = ParallelFlags(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
     return list(check_parallel(Flags(model=ModelFlags(**known), parallel=parallel), world_size))

@@ -9,29 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from gptpar.pipeline.module import PipelineModule
+from gptpar.reporting.records import TaskScores
 from gptpar.topology.groups import Topology
 from gptpar.training.evaluation.batches import RowBatch, batch_tensors, plan_batches
 from gptpar.training.evaluation.tasks import Task
 
 MICRO_BATCHES_A_STAGE = 4
 """Micro-batches in the pipeline at once, for each stage: few enough to stop soon, enough to keep stages busy."""
-
-
-@dataclass(frozen=True)
-class TaskScores:
-    """A task's scores and what they took.
-
-    Attributes:
-        task: its name.
-        scores: by name (:mod:`gptpar.training.evaluation.tasks`).
-        num_tokens: that the model read, without padding.
-    """
-
-    task: str
-    scores: dict[str, float]
-    num_items: int
-    num_tokens: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -52,10 +36,10 @@ class Evaluator:
     note: Callable[[str], None] = lambda sentence: None
 
     def evaluate(self, task: Task, stop: Callable[[], bool] = lambda: False) -> TaskScores | None:
-        """A task's scores, on every process; ``None`` if it was left.
+        """A task's scores, on every process; ``None`` if the evaluation was broken off.
 
         Args:
-            stop: whether to leave it, the same on all processes, which ask together.
+            stop: whether to break it off; all processes call it together and get the same answer.
         """
         started = time.perf_counter()
         sums = self.log_likelihoods(task, stop)
@@ -66,7 +50,7 @@ class Evaluator:
 
     @torch.no_grad()
     def log_likelihoods(self, task: Task, stop: Callable[[], bool]) -> torch.Tensor | None:
-        """float64[rows]: the log-likelihood of each row's scored tokens; ``None`` if it was left."""
+        """float64[rows]: the log-likelihood of each row's scored tokens; ``None`` if the evaluation was broken off."""
         layout = self.topology.layout
         batches = plan_batches(
             [len(row) for row in task.rows],
@@ -87,7 +71,7 @@ class Evaluator:
         return self.topology.sum_over_all(sums / layout.tensor)  # all tensor ranks have the losses
 
     def _add(self, sums: torch.Tensor, task: Task, batches: Sequence[RowBatch]) -> None:
-        """Run some micro-batches, and put their rows' log-likelihoods where they belong."""
+        """Run some micro-batches, and write the log-likelihoods of their rows into ``sums``."""
         device = self.topology.device
         tensors = [[one.to(device, non_blocking=True) for one in batch_tensors(b, task.rows)] for b in batches]
         inputs = [

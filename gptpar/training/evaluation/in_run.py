@@ -1,4 +1,4 @@
-"""Tasks in a pretraining run: when they are due, and where their scores go."""
+"""Tasks in a pretraining run: the interval of their evaluation, and the records of their scores."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from gptpar.config import Config
 from gptpar.errors import ConfigError
-from gptpar.reporting.records import TaskRecord
+from gptpar.reporting.records import TaskRecord, TaskScores
 from gptpar.training.data import tokenizer_of
-from gptpar.training.evaluation.evaluator import Evaluator, TaskScores
+from gptpar.training.evaluation.evaluator import Evaluator
 from gptpar.training.evaluation.tasks import Task, read_tasks
 from gptpar.training.progress import Progress
 from gptpar.training.trainer import Trainer
 
 
 def tasks_of(config: Config) -> list[Task]:
-    """What ``--eval-tasks`` names; nothing without it.
+    """The tasks of ``--eval-tasks``; none without the flag.
 
     Raises:
         ConfigError: malformed files, or a run without a tokenizer.
@@ -37,7 +37,7 @@ class TaskEvaluation:
     Attributes:
         report: takes each record.
         say: prints a line.
-        stop: whether a process was asked to stop; all ask together.
+        stop: whether a process was asked to stop; all processes call it together.
     """
 
     tasks: Sequence[Task]
@@ -54,10 +54,10 @@ class TaskEvaluation:
         return (log.eval_tasks_interval or log.eval_interval) if self.tasks else None
 
     def evaluate(self, progress: Progress) -> bool:
-        """Report the scores of all tasks, unless this moment's are reported already.
+        """Report the scores of all tasks, unless those of this iteration are reported already.
 
         Returns:
-            False if it was left because a process was asked to stop.
+            False if the evaluation was broken off because a process was asked to stop.
         """
         config, trainer = self.trainer.config, self.trainer
         evaluator = Evaluator(
@@ -80,13 +80,5 @@ class TaskEvaluation:
 
     def _record(self, found: TaskScores, progress: Progress) -> TaskRecord:
         samples = progress.consumed_samples
-        return TaskRecord(
-            progress.iteration,
-            samples,
-            samples * self.trainer.config.model.seq_length,
-            found.task,
-            found.scores,
-            found.num_items,
-            found.num_tokens,
-            found.seconds,
-        )
+        tokens = samples * self.trainer.config.model.seq_length
+        return TaskRecord(**vars(found), iteration=progress.iteration, consumed_samples=samples, consumed_tokens=tokens)

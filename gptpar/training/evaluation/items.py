@@ -8,7 +8,7 @@
 | plain | ``query``, ``choices``, ``gold`` (the number of the right choice, from 0) |
 | text | ``text``, for bits per byte |
 
-Queries and choices are made of them as lm-evaluation-harness makes them (lm_eval/tasks: hellaswag, arc, piqa).
+Queries and choices follow from the fields as in lm-evaluation-harness (lm_eval/tasks: hellaswag, arc, piqa).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_PROBLEMS = 5
-"""Malformed lines of one file that are told one by one."""
+"""Malformed lines of one file that are reported one by one; further ones are counted."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A text whose every byte counts."""
+    """A text whose bits per byte are measured."""
 
     text: str
     where: str
@@ -53,9 +53,9 @@ Asked = tuple[str, Sequence[str], int]
 
 
 def read_items(path: Path) -> tuple[list[Item], list[str]]:
-    """The items of a file, and a sentence for each line that is none (at most ``MAX_PROBLEMS``).
+    """The items of a file, and a sentence for each malformed line: at most ``MAX_PROBLEMS``, and a count of the others.
 
-    All lines must have the form of the first.
+    All lines must have the form of the first line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -90,21 +90,21 @@ def _object(line: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Form:
-    """What the lines of a file hold.
+    """The form of a file's lines.
 
     Attributes:
         fields: that a line must have.
-        read: a line's values, and the label that a file beside may hold -> the question; ``None`` for a text.
+        read: (a line's values, a reader of the line's label in the file of labels) -> question; ``None`` for a text.
     """
 
     fields: tuple[str, ...]
     read: Callable[[dict[str, Any], Callable[[], str]], Asked] | None
 
     def item(self, values: dict[str, Any], where: str, label_beside: Callable[[], str]) -> Item:
-        """One line's.
+        """The item of a line.
 
         Raises:
-            ValueError: why it has none, as a part of a sentence.
+            ValueError: why the line has no item, as a part of a sentence.
         """
         if missing := [name for name in self.fields if name not in values]:
             are = "are" if len(missing) > 1 else "is"
@@ -147,7 +147,7 @@ def _texts(values: dict[str, Any], name: str) -> list[str]:
 
 
 def _number(value: object, name: str) -> int:
-    """A whole number, which may be a text: Hugging Face's HellaSwag has its labels so."""
+    """A whole number, which may be written as a text, as the labels of Hugging Face's HellaSwag are."""
     if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value).strip()):
         raise ValueError(f"{name!r} is {value!r:.60}, where a whole number belongs")
     return int(str(value))
@@ -158,7 +158,7 @@ def _plain(values: dict[str, Any], label_beside: Callable[[], str]) -> Asked:
 
 
 def clean_wikihow(text: str) -> str:
-    """HellaSwag's preprocessing: what remains of WikiHow's mark-up is removed."""
+    """HellaSwag's preprocessing, which removes the rest of WikiHow's mark-up."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -215,7 +215,7 @@ def _label_beside(path: Path, line: int) -> Callable[[], str]:
 
 
 def all_problems(paths: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the files of ``--eval-tasks``: a sentence for each malformed line, two files of one name."""
+    """The problems of the files of ``--eval-tasks``: a sentence for each malformed line and each repeated file name."""
     names = [Path(path).stem for path in paths]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"--eval-tasks names {names.count(name)} files {name}: scores go by the file's name, so rename one."

@@ -1,11 +1,11 @@
-"""From texts to rows of tokens, some of which are scored.
+"""Rows of tokens from texts; the last tokens of a row are scored.
 
-As lm-evaluation-harness does it (lm_eval/api/model.py, ``_encode_pair``; lm_eval/models/huggingface.py;
+The rules are those of lm-evaluation-harness (lm_eval/api/model.py, ``_encode_pair``; lm_eval/models/huggingface.py;
 lm_eval/utils.py, ``get_rolling_token_windows``):
 
 - white space at the end of a query moves to the beginning of its continuation;
-- query and continuation are encoded together, and the continuation's tokens are those after as many tokens as the
-  query alone has;
+- query and continuation are encoded together; if the query alone has n tokens, the continuation's tokens are those
+  after the first n;
 - an empty query is the end-of-document token;
 - a row that is longer than the context loses tokens on the left;
 - a document is cut into windows as long as the context, and each token is predicted once. The last window reaches back
@@ -22,18 +22,18 @@ from gptpar.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Tokens that the model reads, and those at the end that are scored.
+    """A row of tokens, the last of which are scored.
 
     Attributes:
-        tokens: one more than the model reads: the last one is predicted only.
-        num_scored: the last so many tokens are scored.
+        tokens: one more than the model reads: the last token is only predicted.
+        num_scored: number of tokens at the end that are scored.
     """
 
     tokens: Sequence[int]
     num_scored: int
 
     def __len__(self) -> int:
-        """Tokens that the model reads."""
+        """Number of tokens that the model reads."""
         return len(self.tokens) - 1
 
 
@@ -44,7 +44,7 @@ def continuation_rows(tokenizer: Tokenizer, query: str, continuations: Sequence[
         context: the most tokens that the model reads.
 
     Raises:
-        ValueError: a continuation that has no tokens of its own, or more than the context; part of a sentence.
+        ValueError: a continuation has no tokens of its own, or more than the context; a part of a sentence.
     """
     stripped = query.rstrip()
     space = query[len(stripped) :]

@@ -1,15 +1,15 @@
 """A task: its rows, and its scores from the log-likelihoods of these.
 
-With l_i the sum of the natural logarithms of the probabilities of choice i's tokens, given the query:
+Let l_i be the sum of the natural logarithms of the probabilities of choice i's tokens, given the query:
 
 - ``acc``: the fraction of questions whose right choice has the greatest l_i;
-- ``acc_norm``: the same of l_i / (number of characters of choice i), without the space before the choice;
-- ``acc_bytes``: the same of l_i / (number of UTF-8 bytes of choice i);
-- ``bits_per_byte``: of texts, -(sum of all l) / (ln 2 x number of UTF-8 bytes); ``byte_perplexity`` is 2 to its power.
+- ``acc_norm``: the same with l_i / (number of characters of choice i), without the space before the choice;
+- ``acc_bytes``: the same with l_i / (number of UTF-8 bytes of choice i);
+- ``bits_per_byte``: for texts, -(sum of all l) / (ln 2 x number of UTF-8 bytes); ``byte_perplexity`` is 2 to its power.
 
 These are the definitions of lm-evaluation-harness (lm_eval/api/task.py, ``process_results`` of multiple choice;
-lm_eval/api/metrics.py, ``bits_per_byte``). What its pages call byte-length normalised is ``acc_norm``, whose code
-counts characters; for ASCII both are one. The first choice wins a draw. The standard error of an accuracy p over n
+lm_eval/api/metrics.py, ``bits_per_byte``). Its pages call ``acc_norm`` byte-length normalised, but its code counts
+characters; for ASCII both are the same. The first choice wins a draw. The standard error of an accuracy p over n
 questions is sqrt(p (1 - p) / (n - 1)).
 """
 
@@ -27,7 +27,7 @@ from gptpar.training.evaluation.items import MAX_PROBLEMS, Document, Item, Quest
 from gptpar.training.evaluation.rows import TokenRow, continuation_rows, document_rows
 
 SAMPLE_SEED = 1234
-"""Of the items that ``--eval-limit`` leaves: the same in every run, so that runs can be compared."""
+"""Seed that draws the items of ``--eval-limit``: the same in every run, so that runs can be compared."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Task:
 
     @property
     def num_tokens(self) -> int:
-        """That the model reads, without padding."""
+        """Number of tokens that the model reads, without padding."""
         return sum(map(len, self.rows))
 
     def scores(self, log_likelihoods: Sequence[float]) -> dict[str, float]:
@@ -89,7 +89,7 @@ def _bits_per_byte(texts: Sequence[tuple[str, float]]) -> dict[str, float]:
 
 
 def make_task(name: str, items: Sequence[Item], tokenizer: Tokenizer, context: int) -> tuple[Task, list[str]]:
-    """A task, and what is wrong with its items' tokens.
+    """A task, and the problems of its items' tokens.
 
     Args:
         context: the most tokens that the model reads.
@@ -115,7 +115,7 @@ def _rows_of(item: Item, tokenizer: Tokenizer, context: int) -> list[TokenRow]:
 
 
 def sampled(items: Sequence[Item], limit: int | None) -> list[Item]:
-    """``limit`` items drawn by a seed that is always the same, in the file's order; all if there are no more."""
+    """``limit`` items, drawn by a fixed seed, in the file's order; all items if there are no more."""
     if limit is None or limit >= len(items):
         return list(items)
     return [items[number] for number in sorted(random.Random(SAMPLE_SEED).sample(range(len(items)), limit))]

@@ -1,4 +1,4 @@
-"""``--save-hf-interval``: Hugging Face folders of a run's checkpoints, written behind the training."""
+"""``--save-hf-interval``: Hugging Face folders of a run's checkpoints, written while training goes on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FOLDER = "hf"
 class Exports:
     """Exports some checkpoints of a run to ``SAVE/hf/iter_...``; the main process has one.
 
-    It reads a checkpoint that is on the disk, so that no layout matters and no training memory is held. One export is
-    under way at a time. One that fails is told, and the run goes on.
+    It reads a checkpoint that is on the disk, so that the layout does not matter and training keeps its memory. One
+    export is under way at a time. If an export fails, the run says so and goes on.
 
     Args:
         interval: iterations between exports.
@@ -30,7 +30,7 @@ class Exports:
         self._told = ""
 
     def begin(self, checkpoint: Path, iteration: int) -> None:
-        """Export a checkpoint if it is one of those; whoever deletes it calls :meth:`finish` before."""
+        """Export a checkpoint if the interval divides its iteration; call :meth:`finish` before you delete it."""
         if iteration % self._interval:
             return
         self.finish()
@@ -44,7 +44,7 @@ class Exports:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for the export under way, if there is one, and tell how it went."""
+        """Wait for the export under way, if there is one, and print its outcome."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

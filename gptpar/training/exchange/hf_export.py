@@ -33,10 +33,10 @@ class ExportOptions:
     """How a model is written.
 
     Attributes:
-        dtype: of the weights; ``None``: what they came in from Hugging Face, else the run's number format.
-        max_shard_bytes: of a file; ``None``: the files that it came in, else 5 GB.
-        moved_tokenizer: fields of :class:`TokenizerConfig` that are others now than the checkpoint says.
-        with_tokenizer: whether its files are written.
+        dtype: of the weights; ``None``: that of the import from Hugging Face, else the run's number format.
+        max_shard_bytes: of a weight file; ``None``: the files of the import, else 5 GB.
+        moved_tokenizer: fields of :class:`TokenizerConfig` that replace the checkpoint's.
+        with_tokenizer: whether the tokenizer's files are written.
     """
 
     dtype: torch.dtype | None = None
@@ -51,7 +51,7 @@ class Export:
 
     Attributes:
         path: of the checkpoint.
-        tensors: by their file's spelling of the name.
+        tensors: by their names as the weight files spell them.
         headers: file name -> header of a weight file.
         texts: file name -> contents of every other file.
     """
@@ -64,14 +64,14 @@ class Export:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
+        """Bytes of the weights in the checkpoint."""
         return sum(entry.nbytes for name, entry in self.manifest.tensors.items() if name.startswith("weights/"))
 
     def write(self, target: Path) -> None:
         """Write the folder; it appears whole or not at all. In memory there is one parameter at a time.
 
         Raises:
-            CheckpointError: the target is there, the disk refuses, or the checkpoint is damaged.
+            CheckpointError: the target exists, the disk refuses, or the checkpoint is damaged.
         """
         with new_folder(target) as folder:
             for name, text in self.texts.items():
@@ -129,12 +129,12 @@ def prepare_export(path: Path, target: Path, options: ExportOptions = ExportOpti
 
 @dataclass(frozen=True)
 class _Exported:
-    """A checkpoint's model in the words of transformers.
+    """A checkpoint's model as transformers describes it.
 
     Attributes:
         fields: of its ``config.json``.
-        kept: what is kept of the folder that the model came in.
-        same: whether the model still is what was kept.
+        kept: files of the folder from which the model was imported.
+        same: whether the model is still the one that was imported.
     """
 
     stored: StoredModel
@@ -159,11 +159,11 @@ class _Files:
 
 
 def _exported(path: Path, manifest: Manifest) -> _Exported:
-    """Read what a checkpoint, and what is kept beside it, say of its model.
+    """Read the description of a checkpoint's model, and the files kept beside the checkpoint.
 
     Raises:
         CheckpointError: something cannot be read.
-        ConfigError: no family computes what the model does.
+        ConfigError: no family computes the same as the model.
     """
     stored, meta, kept = stored_model(path, manifest.meta), manifest.meta, kept_in(path.parent)
     model = stored.model
@@ -179,13 +179,13 @@ def _exported(path: Path, manifest: Manifest) -> _Exported:
 
 
 def _tokenizer(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of the tokenizer, as far as the checkpoint says it."""
+    """The identity of the tokenizer in the checkpoint; empty if it has none."""
     identity = meta.get("tokenizer")
     return identity if isinstance(identity, dict) else {}
 
 
 def _missing(model: ModelConfig, manifest: Manifest) -> list[str]:
-    """What the checkpoint lacks of its model."""
+    """The weights that the checkpoint lacks, or that have other shapes than its model says."""
     problems = []
     for name, shape in shapes_of(model).items():
         entry = manifest.tensors.get(f"weights/{name}")
@@ -219,7 +219,7 @@ def _files_anew(tensors: Sequence[HfTensor], dtype: torch.dtype, options: Export
 
 
 def _dtype_of(fields: Mapping[str, Any], meta: Mapping[str, Any]) -> torch.dtype:
-    """The format in which weights are written if nobody says another."""
+    """The number format in which weights are written unless an option gives another."""
     named = str(fields.get("dtype") or fields.get("torch_dtype") or "").removeprefix("torch.")
     by_name = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     if named in by_name:
@@ -236,7 +236,7 @@ def _dtype_fields(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, st
 
 
 def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, bytes]:
-    """The tokenizer's files, and what was kept of the folder that the model came in.
+    """The tokenizer's files, and the kept files of the import.
 
     Raises:
         TokenizerError: a file is not where it was in training.
@@ -253,13 +253,13 @@ def _texts_beside(exported: _Exported, options: ExportOptions) -> dict[str, byte
 
 
 def _end_of_text(meta: Mapping[str, Any]) -> dict[str, int | None]:
-    """The token that begins and ends documents; ``None``, as version 4 would put its own default."""
+    """The token that begins and ends documents; ``None`` without one, because version 4 would put its own default."""
     eod = _tokenizer(meta).get("eod")
     return dict.fromkeys(("bos_token_id", "eos_token_id"), eod if type(eod) is int else None)
 
 
 def _shards(tensors: Iterable[HfTensor], dtype: torch.dtype, max_bytes: int) -> dict[str, list[HfTensor]]:
-    """Tensors by file; a file has at least one, and another one only if it then stays within `max_bytes`."""
+    """Tensors by file; a file has one tensor, and further ones while it stays within `max_bytes`."""
     shards: list[list[HfTensor]] = [[]]
     filled = 0
     for tensor in tensors:

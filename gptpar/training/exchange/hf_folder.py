@@ -32,7 +32,7 @@ MAX_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor's bytes are."""
+    """The file of a tensor, and its name there."""
 
     file: SafetensorsFile
     name: str
@@ -49,7 +49,7 @@ class HfModel:
     Attributes:
         kind: its ``model_type``.
         fields: of its ``config.json``.
-        parameters: our global name -> their tensors that it consists of, each with the place of its bytes.
+        parameters: our global name -> transformers' tensors that make up the parameter, each with its source.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class HfModel:
     parameters: Mapping[str, list[tuple[HfTensor, Source]]]
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One of our parameters, in host memory: fp32, or fp64 where their tensor is."""
+        """One of our parameters, in host memory: fp32, or fp64 if a tensor of it is fp64."""
         sources = self.parameters[name]
         wide = any(source.dtype == torch.float64 for _, source in sources)
         ours = torch.empty(shape, dtype=torch.float64 if wide else torch.float32)
@@ -78,10 +78,10 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a file from a stranger.
+    """The JSON object in a stranger's file.
 
     Raises:
-        CheckpointError: it is none, or too large for one.
+        CheckpointError: the file holds none, or is too large.
     """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
@@ -100,7 +100,7 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
     """The model that a ``config.json`` describes.
 
     Raises:
-        ConfigError: with all reasons why gptpar cannot compute the same.
+        ConfigError: with all reasons why gptpar cannot compute the same as that model.
     """
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))
     if layers is not None and (type(layers) is not int or not 1 <= layers <= MAX_LAYERS):
@@ -118,7 +118,7 @@ def open_hf(folder: Path) -> HfModel:
     """Open a folder with ``config.json`` and safetensors files; nothing but headers is read.
 
     Raises:
-        CheckpointError: with everything that is wrong.
+        CheckpointError: with all problems.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder; give one with {CONFIG} and {WEIGHTS}")
@@ -153,7 +153,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model.
 
     Raises:
-        CheckpointError: there are none, or the index names what is no file of the folder.
+        CheckpointError: there are none, or the index names something that is not a file of the folder.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]

@@ -19,7 +19,7 @@ from gptpar.training.exchange.meta import converted_meta
 
 
 def import_hf(source: Path, target: Path) -> Path:
-    """Make a checkpoint of iteration 0 of a Hugging Face model, parameter by parameter; the source stays as it is.
+    """Make a checkpoint of a Hugging Face model, at iteration 0, parameter by parameter; the source stays as it is.
 
     Args:
         target: a new folder of checkpoints.
@@ -28,7 +28,7 @@ def import_hf(source: Path, target: Path) -> Path:
         The checkpoint's path.
 
     Raises:
-        CheckpointError: with everything that is wrong.
+        CheckpointError: with all problems.
     """
     problems = [problem] if (problem := why_not_new(target)) else []
     try:
@@ -52,7 +52,7 @@ def import_hf(source: Path, target: Path) -> Path:
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig | None:
-    """The tokenizer of a Hugging Face folder, if it is one that gptpar has."""
+    """The tokenizer of a Hugging Face folder, if gptpar can read it."""
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if (folder / "tokenizer.json").is_file():
         return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))
@@ -65,7 +65,7 @@ def tokenizer_in(folder: Path) -> TokenizerConfig | None:
 
 
 def _moved(tokenizer: TokenizerConfig, target: Path) -> TokenizerConfig:
-    """The same tokenizer, by its copies beside the checkpoint."""
+    """The same tokenizer, with the paths of its copies beside the checkpoint."""
     kept = (target / FOLDER).absolute()
     names = ("tokenizer_model", "vocab_file", "merge_file")
     given = {name: Path(path) for name in names if (path := getattr(tokenizer, name)) is not None}
@@ -74,13 +74,13 @@ def _moved(tokenizer: TokenizerConfig, target: Path) -> TokenizerConfig:
 
 
 def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
-    """Give a run's parameters a Hugging Face model's values, on every process what it holds of each.
+    """Give a run's parameters a Hugging Face model's values; every process fills the parts that it holds.
 
     Args:
         weights: by our global name.
 
     Raises:
-        CheckpointError: a parameter that their model does not have, or of another shape.
+        CheckpointError: the Hugging Face model lacks a parameter, or has it in another shape.
     """
     shapes = shapes_of(model.model)
     problems = [

@@ -1,9 +1,9 @@
-"""What a Hugging Face folder had beside its weights, kept in the folder of the checkpoints made of it.
+"""The files beside the weights of an imported Hugging Face folder, kept in the folder of its checkpoints.
 
     SAVE/huggingface/config.json, generation_config.json, tokenizer.json, ...   byte for byte
     SAVE/huggingface/safetensors_headers.json                                   the headers of its weight files
 
-So the way back gives the same files: the same configuration and tokenizer, and tensors of the same names, formats and
+So an export gives back the same files: the same configuration and tokenizer, and tensors of the same names, formats and
 order in files of the same names.
 """
 
@@ -29,7 +29,7 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Kept:
-    """What was kept.
+    """The kept files.
 
     Attributes:
         fields: of ``config.json``.
@@ -45,13 +45,13 @@ class Kept:
         return (path for path in sorted(self.folder.iterdir()) if path.name not in (HEADERS, INDEX) and path.is_file())
 
     def has_tokenizer(self, identity: dict[str, Any]) -> bool:
-        """Whether the files are those of a run's tokenizer; a run without one has no other."""
+        """Whether the files hold a run's tokenizer; also true for a run without a tokenizer."""
         wanted = set(identity["sha256"].values()) if isinstance(identity.get("sha256"), dict) else set()
         return wanted <= {hashlib.sha256(path.read_bytes()).hexdigest() for path in self.files()}
 
 
 def kept_in(root: Path) -> Kept | None:
-    """What is kept for the checkpoints of a folder, which may be a branch of a run; ``None``: they began in gptpar.
+    """The kept files for the checkpoints of a folder, which may be a branch of a run; ``None``: nothing was imported.
 
     Raises:
         CheckpointError: the files cannot be read.
@@ -67,7 +67,7 @@ def kept_in(root: Path) -> Kept | None:
 
 
 def keep(model: HfModel, root: Path) -> None:
-    """Copy what is beside the weights of a Hugging Face folder into a folder of checkpoints; once."""
+    """Copy the files beside the weights of a Hugging Face folder into a folder of checkpoints, once."""
     if (root / FOLDER).exists():
         return
     temporary = root / f".{FOLDER}.tmp"

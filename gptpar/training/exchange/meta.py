@@ -1,4 +1,4 @@
-"""What a converted checkpoint says of itself."""
+"""The meta of a converted checkpoint."""
 
 from __future__ import annotations
 

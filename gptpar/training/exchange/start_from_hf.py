@@ -1,4 +1,4 @@
-"""``--load-hf``: a run whose model, weights and tokenizer are a Hugging Face folder's."""
+"""``--load-hf``: a run that begins with the model, weights and tokenizer of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gptpar.training.exchange.kept import keep
 from gptpar.training.trainer import Trainer
 
 OF_TRAINING = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"})
-"""Fields of a model that a run may set otherwise than the ``config.json`` says."""
+"""Fields of a model that a run may set to other values than those of the ``config.json``."""
 
 
 def take_model_of_hf(parsed: ParsedFlags) -> None:
-    """Fill the model's flags, and the tokenizer's if none is given, from ``--load-hf``; note what conflicts."""
+    """Fill the model's flags, and the tokenizer's if none is given, from ``--load-hf``; note contradictions."""
     folder = parsed.flags.checkpoint.load_hf
     if folder is None:
         return
@@ -45,7 +45,7 @@ def take_model_of_hf(parsed: ParsedFlags) -> None:
 
 
 def _conflicts(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:
-    """A sentence for each flag of the model that says otherwise than the ``config.json``."""
+    """A sentence for each flag of the model that contradicts the ``config.json``."""
     for name in sorted(parsed.given):
         section, _, field = name.partition(".")
         if section != "model" or field in OF_TRAINING or not hasattr(theirs, field):
@@ -58,10 +58,10 @@ def _conflicts(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:
 
 
 def start_from_hf(trainer: Trainer, folder: Path, say: Callable[[str], None]) -> None:
-    """Give a run that begins a Hugging Face model's weights; every process calls it and reads what it holds.
+    """Give a new run a Hugging Face model's weights; every process calls it and reads the parameters that it holds.
 
     Raises:
-        CheckpointError: the folder is not what it was when the command line was read.
+        CheckpointError: the folder has changed since the command line was read.
     """
     model: HfModel = open_hf(folder)
     fill_from_hf(model, trainer.engine.optimizer.state_tensors()["weights"])

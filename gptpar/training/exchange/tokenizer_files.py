@@ -50,7 +50,7 @@ def _of_tokenizer_json(path: Path) -> dict[str, bytes]:
 
 
 def _of_bpe(vocab: bytes, merges: bytes, max_length: int) -> dict[str, bytes]:
-    """GPT-2's two files under the names that transformers gives them, and the same as a ``tokenizer.json``."""
+    """GPT-2's two files under transformers' names, and the same tokenizer as a ``tokenizer.json``."""
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
     settings = {
         "tokenizer_class": "GPT2Tokenizer",

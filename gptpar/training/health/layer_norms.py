@@ -1,8 +1,8 @@
 """The norms of each layer's output, gradient, update and weights: the same numbers in every layout.
 
-Each process adds up the squares of what it counts of each layer, and all processes' sums are added. So neither the
-layout nor the twin-flow ratio changes a norm, up to the order of the sum. All of this happens at an interval, or after
-an outlier: it waits for the device, and all processes take part.
+Each process adds up the squares of the elements that it counts of each layer, and the sums of all processes are added.
+So neither the layout nor the twin-flow ratio changes a norm, up to the order of the sum. Norms are measured at an
+interval, or after an outlier, because measuring waits for the device. All processes take part.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OldWeights = dict[str, list[torch.Tensor]]
 """Parameter's name -> copies, in host memory, of this process's parts."""
 
 ACTIVATION, GRADIENT, UPDATE, WEIGHTS = "activation-rms", "grad-norm", "update-norm", "weight-norm"
-"""The kinds of norms; in logs, each layer's name follows after a slash."""
+"""The kinds of norms; in logs a slash and the layer's name follow."""
 
 MIN_HIDDEN_DIMS = 2
-"""A layer whose output has fewer is the last one, which returns a loss."""
+"""Fewest dims of hidden states; an output with fewer dims is the last layer's loss."""
 
 
 class LayerNorms:
@@ -87,7 +87,7 @@ class LayerNorms:
         return {name: [part.to("cpu", copy=True) for part in parts] for name, parts in self._parts()}
 
     def of_update(self, old: OldWeights) -> Norms:
-        """The norm of each layer's change since ``old``; all of its elements have been updated."""
+        """The norm of each layer's change since ``old``, after the update of all its elements."""
         pairs = (
             (name, [part - before.to(part.device) for part, before in zip(parts, old[name], strict=True)])
             for name, parts in self._parts()
@@ -99,7 +99,7 @@ class LayerNorms:
         return self._of_parameters(self._parts())
 
     def _parts(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """This process's parts of the parameters that it counts, on device and host, after the last step."""
+        """The parts of parameters that this process counts, on device and host, after the last step."""
         for name, parts in self._engine.optimizer.parts("weights").items():
             if name in self._unit_of:
                 yield name, [part.reshape(-1) for _, part in parts.parts]

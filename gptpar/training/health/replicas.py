@@ -1,8 +1,8 @@
 """Are weights that several processes hold still equal, bit for bit?
 
-Data-parallel processes keep copies of the model's parameters, tensor-parallel ranks of norms and biases, and two
-pipeline stages of a tied embedding. All of them make the same updates from the same sums, so their copies stay equal. A
-processor or a link that computes wrong breaks that, and nothing else in a run would tell.
+Data-parallel processes hold copies of the model's parameters, tensor-parallel ranks hold copies of norms and biases,
+and two pipeline stages hold copies of a tied embedding. All processes make the same updates from the same sums, so
+copies stay equal. An error of a processor or of a link makes them differ, and nothing else in a run would show it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gptpar.errors import GptparError
 from gptpar.topology.groups import Topology
 
 BLOCK = 1 << 22
-"""Elements that are summed at a time, which bounds the memory of their 64-bit copies."""
+"""Elements that are summed at a time: it bounds the memory of their 64-bit copies."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,8 +36,9 @@ MAX_TOLD = 3
 def checksum(values: torch.Tensor, first: int = 0) -> torch.Tensor:
     """A 64-bit checksum of a vector's bits: int64 scalar on its device.
 
-    The integer at position ``i`` counts ``2 i + 1`` times, modulo 2^64. So the sum does not depend on its order, and
-    the sums of two halves add up to that of the whole. An odd factor has an inverse: a change of one element shows.
+    The integer at position ``i`` counts ``2 i + 1`` times, modulo 2^64. So the checksum does not depend on the order of
+    summation, and those of two halves add up to that of the whole. A change of one element always changes the checksum,
+    because an odd factor has an inverse.
 
     Args:
         first: position of the first element.
@@ -54,8 +55,7 @@ def checksum(values: torch.Tensor, first: int = 0) -> torch.Tensor:
 class ReplicaCheck:
     """Compares checksums of the parts that more than one process holds.
 
-    Which parts these are is found out at the first check, by an exchange of their names. Each check sends one number
-    for each of them.
+    The first check finds these parts by an exchange of names. Each check sends one number for each part.
     """
 
     def __init__(self, engine: Engine, topology: Topology):

@@ -1,8 +1,8 @@
-"""What is kept of an outlier: ``SAVE/spikes/iter_0001234/``, for somebody who wants to know why.
+"""The bundle of an outlier, ``SAVE/spikes/iter_0001234/``: files with which somebody can look for its cause.
 
-``spike.json`` holds the step's loss and norm, the window before it, where its samples come from, each layer's norms and
-the configuration; ``tokens.npy`` the batch's tokens, [samples, S + 1] (-1 is padding). The first ``MAX_BUNDLES`` are
-kept. A folder appears whole or not at all, and nothing that goes wrong here ends the run.
+``spike.json`` holds the step's loss and norm, the window before the step, the origin of its samples, each layer's norms
+and the configuration. ``tokens.npy`` holds the batch's tokens, [samples, S + 1] (-1 is padding). The first
+``MAX_BUNDLES`` outliers leave bundles. A bundle appears whole or not at all, and an error here does not end the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gptpar.system.files import sync_directory, sync_file, temporary_name, write
 FOLDER, FILE, TOKENS = "spikes", "spike.json", "tokens.npy"
 MAX_BUNDLES = 10
 MAX_TOKENS = 16 << 20
-"""Tokens of a bundle, of 4 bytes each: of a larger batch the first samples are kept."""
+"""Most tokens of a bundle, 4 bytes each; of a larger batch the bundle holds the first samples."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Spike:
     """A skipped outlier.
 
     Attributes:
-        first_sample, samples: its place in the run's samples, and its size.
+        first_sample, samples: the position of its batch in the run's samples, and the size of the batch.
         losses, norms: the window before it, the oldest first.
         layers: kind of norm -> layer -> norm.
     """
@@ -49,7 +49,7 @@ class Spike:
     layers: Mapping[str, Mapping[str, float]]
 
     def sentence(self) -> str:
-        """What the run says."""
+        """The sentence that the run prints."""
         last = self.first_sample + self.samples - 1
         return (
             f"iteration {self.iteration} was skipped as an outlier: loss {_against(self.loss, self.losses)}, gradient "
@@ -77,7 +77,7 @@ class SpikeBundles:
         self._folder, self._loader, self._config, self._say = folder / FOLDER, loader, config, say
 
     def keep(self, spike: Spike) -> None:
-        """Write a bundle, unless there are enough, or this one from before a resume."""
+        """Write a bundle, unless there are enough, or this one was written before a resume."""
         path = self._folder / f"iter_{spike.iteration:07d}"
         temporary = temporary_name(path)
         try:
@@ -122,7 +122,7 @@ def bundles_in(folder: Path) -> list[Path]:
 
 
 def read_bundle(path: Path) -> dict[str, Any]:
-    """What a bundle says of its step.
+    """The contents of a bundle's ``spike.json``, with shape and dtype of its tokens.
 
     Raises:
         GptparError: it cannot be read.
@@ -143,7 +143,7 @@ def spike_of(values: Mapping[str, Any]) -> Spike:
 
 
 def describe_bundle(path: Path) -> Iterator[str]:
-    """What ``gptpar inspect`` prints of a bundle.
+    """The lines that ``gptpar inspect`` prints about a bundle.
 
     Raises:
         GptparError: it cannot be read.

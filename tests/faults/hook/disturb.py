@@ -1,8 +1,8 @@
 """Disturb this process's own file operations below a folder: die at one, let one fail, make some slow.
 
-An operation is: open for writing, rename, remove, mkdir, rmdir, link, utime, write, fsync, truncate. Python tells of
-the first kinds through its audit hooks; the last ones are wrapped. It imports only the standard library: it is loaded
-before everything else. The specification is the JSON of ``VARIABLE`` in the environment:
+An operation is: open for writing, rename, remove, mkdir, rmdir, link, utime, write, fsync, truncate. Python reports
+most of them through its audit hooks; the functions for the others are wrapped. This module imports only the standard
+library, because it is loaded before everything else. The specification is the JSON of ``VARIABLE`` in the environment:
 
     under    the folder
     rank     only in the process whose RANK this is (default: in each)

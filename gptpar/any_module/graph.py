@@ -72,7 +72,7 @@ class RecordedWork:
             lambda given: work(given[0]),
             engine.gatherer.wait_for_all,
             engine.finish,
-            engine.cuts,
+            engine.graph_breaks,
             launched_steps=LAUNCHED_STEPS,
             given_up=_warn,
             recorder=recorder,

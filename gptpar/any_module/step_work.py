@@ -79,7 +79,7 @@ class StepWork:
         Args:
             num_passes: backward passes that will add to them; 2 or more where they are not counted.
         """
-        self._engine.gradients.memory.ahead = self._engine.cuts.recorder is not None
+        self._engine.gradients.memory.ahead = self._engine.graph_breaks.recorder is not None
         self._engine.begin_gradients(num_passes)
         self._is_first = True
 
@@ -92,7 +92,7 @@ class StepWork:
         """
         gradients, collector = self._engine.gradients, self._engine.gradients.collector
         if self._is_first and self._engine.subscriber is not None:
-            self._engine.cuts.at(self._engine.finish)  # nobody else waits for units that this step does not call
+            self._engine.graph_breaks.at(self._engine.finish)  # nobody else waits for units that this step does not call
         self._is_first = False
         gradients.begin_backward(0, last=last)
         hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))

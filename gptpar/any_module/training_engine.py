@@ -127,7 +127,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         result = self._result or self._work.result()
         square = self.engine.square_of_grad()
         evidence = self._agreement.evidence(result.passes, result.late, square)
-        loss = self._share_of_mean(result.loss)
+        loss = self._addend_of_mean(result.loss)
         sums = self._sum_over_all(torch.cat([square[None], evidence, loss[None]]))
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
         norm, verdict = self._agreement.judge(norm, sums[1:-1])
@@ -151,7 +151,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
             self._watch.wait_for(dist.all_reduce(tensor, async_op=True))
         return tensor
 
-    def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
+    def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean over processes; its loss is zero where another stage has it."""
         return loss.double() / self.topology.layout.data
 
@@ -218,7 +218,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         batches = self.data.take(data_iter)
         with evaluating(self):
             mean = self._work.evaluate(batches)
-        return self.topology.sum_over_all(self._share_of_mean(mean)).to(mean.dtype)
+        return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
 
     def _take_note_of_last_step(self) -> None:
         """Read the numbers of the last step, which has had time to end.

@@ -24,12 +24,12 @@ class AuxiliaryLosses:
 
     Args:
         names: of all layers' losses, also on other processes.
-        token_shares: number of tensor ranks that divide the tokens between layers (sequence parallelism).
+        token_splits: number of tensor ranks that divide the tokens between layers (sequence parallelism).
     """
 
-    def __init__(self, names: Sequence[str] = (), token_shares: int = 1):
+    def __init__(self, names: Sequence[str] = (), token_splits: int = 1):
         self.names = tuple(dict.fromkeys(names))
-        self._token_shares = token_shares
+        self._token_splits = token_splits
         self._count = 1
         self._grad: torch.Tensor | None = None
         self._totals: dict[str, torch.Tensor] = {}
@@ -69,7 +69,7 @@ class AuxiliaryLosses:
     def gradient_of(self, value: torch.Tensor) -> torch.Tensor:
         """The incoming gradient of an auxiliary loss."""
         grad = torch.ones_like(value) if self._grad is None else self._grad.to(value.dtype)
-        return grad / self._token_shares if self._token_shares > 1 else grad
+        return grad / self._token_splits if self._token_splits > 1 else grad
 
     def means(self, device: torch.device) -> list[torch.Tensor]:
         """By name: the mean over this process's micro-batches of the sum over its layers; float64."""

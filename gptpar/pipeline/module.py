@@ -45,7 +45,7 @@ class PipelineModule(nn.Module):
         recompute: the groups of consecutive layers (by name) that are recomputed in the backward pass, for the names
             of one piece.
         keep: how the inputs of such groups are kept.
-        token_shares: tensor ranks among which the tokens between layers are shared out (sequence parallelism).
+        token_splits: tensor ranks among which the tokens between layers are shared out (sequence parallelism).
         boundary: shapes and dtypes between stages; by default found once by running all layers on shapes alone.
         base_seed: for the default ``build``.
 
@@ -69,7 +69,7 @@ class PipelineModule(nn.Module):
         build: Callable[[LayerSpec], nn.Module] | None = None,
         recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]] = lambda names: (),
         keep: Keep | None = None,
-        token_shares: int = 1,
+        token_splits: int = 1,
         boundary: Boundary | None = None,
         base_seed: int = 1234,
     ):
@@ -85,7 +85,7 @@ class PipelineModule(nn.Module):
         self._boundary = boundary or self._abstract_boundary
         self.split = split or split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
         self.bounds = self.split.bounds
-        self.auxiliary = AuxiliaryLosses([name for spec in self.specs for name in spec.auxiliary_losses], token_shares)
+        self.auxiliary = AuxiliaryLosses([name for spec in self.specs for name in spec.auxiliary_losses], token_splits)
         make = build or (lambda spec: seeded(spec, base_seed).to(self.topology.device))
         self.chunks = nn.ModuleList(self._build_stages(make, recompute, keep))
         self._transport = None if self.topology.links is None else Transport(self.topology.links)

@@ -203,7 +203,7 @@ def bubble(num_stages: int, num_micro_batches: int, num_virtual_stages: int = 1)
     return (num_stages - 1) / (num_virtual_stages * num_micro_batches + num_stages - 1)
 
 
-def idle_share(timelines: Sequence[Sequence[Span]]) -> float:
+def simulated_bubble(timelines: Sequence[Sequence[Span]]) -> float:
     """The bubble fraction: the idle time of all stages, until the last one ends, over their whole time."""
     length = max(span.end for spans in timelines for span in spans)
     busy = sum(span.end - span.start for spans in timelines for span in spans)

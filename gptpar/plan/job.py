@@ -137,7 +137,7 @@ class Job:
         return self.zero_stage == 3 or self.config.offload.cpu_parameters
 
     @property
-    def token_shares(self) -> int:
+    def token_splits(self) -> int:
         """Ranks among which the tokens between layers are shared out."""
         return self.layout.tensor if self.config.parallel.sequence_parallel else 1
 
@@ -180,7 +180,7 @@ class Job:
     @property
     def boundary_bytes(self) -> int:
         """What travels between two stages for a micro-batch."""
-        return self.tokens // self.token_shares * self.shape.hidden_size * self.element_size
+        return self.tokens // self.token_splits * self.shape.hidden_size * self.element_size
 
     @property
     def num_parameters(self) -> int:
@@ -199,7 +199,7 @@ class Job:
     @property
     def _tensor(self) -> TensorAxis:
         """The first rank's place on the tensor axis, without its group."""
-        return TensorAxis(self.layout.tensor, sequence_parallel=self.token_shares > 1)
+        return TensorAxis(self.layout.tensor, sequence_parallel=self.token_splits > 1)
 
     def table(self, part: StagePart) -> ParameterTable:
         """The parameters of a stage's first process, as the run itself lays them out; blocks are numbered from 0."""

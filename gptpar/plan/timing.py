@@ -124,7 +124,7 @@ def rounds_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int
 
 @lru_cache(maxsize=4096)
 def _simulated_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
-    share = schedules.idle_share(schedules.simulate(num_stages, num_micro_batches, num_virtual_stages))
+    share = schedules.simulated_bubble(schedules.simulate(num_stages, num_micro_batches, num_virtual_stages))
     return num_micro_batches * share / (1 - share)
 
 
@@ -191,7 +191,7 @@ class _Costs:
 
     def _pointwise(self, norm_passes: float, activation_passes: float) -> float:
         job, shape = self._job, self._job.shape
-        norms = norm_passes * num_norms(shape) / 2 * shape.hidden_size / job.token_shares
+        norms = norm_passes * num_norms(shape) / 2 * shape.hidden_size / job.token_splits
         inner = activation_passes * (fc1_width(shape) + gated_width(shape)) / job.layout.tensor
         return job.tokens * job.element_size * (norms + inner) / self.memory_rate
 
@@ -226,7 +226,7 @@ class _Costs:
         moved = whole * (size - 1) / size / self._tensor_rate + self._sustained.transfer
         over_width = job.shape.qk_layernorm and job.shape.qk_layernorm_scope == "width"
         squares = self._sustained.transfer if over_width else 0.0  # two numbers a token, summed over the ranks
-        if job.token_shares == 1:  # two sums in the forward, two in the backward beside the weights' gradients
+        if job.token_splits == 1:  # two sums in the forward, two in the backward beside the weights' gradients
             summed = 2 * moved
             return 2 * summed + squares, 2 * summed * self._sustained.overlapped + squares
         fused = job.config.parallel.tp_comm_overlap and whole >= FUSED_BYTES
@@ -365,7 +365,7 @@ class _Costs:
         job, s = self._job, self._sustained
         if job.graph:
             return 0.0
-        collectives = 0 if job.layout.tensor == 1 else (10 if job.token_shares > 1 else 4)
+        collectives = 0 if job.layout.tensor == 1 else (10 if job.token_splits > 1 else 4)
         collectives += 3 if job.zero_stage == 3 else 0
         again = 4 / 3 if job.config.recompute.recompute_granularity == "full" else 1
         return job.num_micro_batches * num_blocks * again * (s.host_block + collectives * s.host_collective)

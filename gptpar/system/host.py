@@ -122,7 +122,7 @@ def processor() -> str:
     return names[0] if names else platform.machine() or "unknown processor"
 
 
-def share_of_cores(place: int, of: int) -> list[int]:
+def cores_of_process(place: int, of: int) -> list[int]:
     """The cores of one of several processes on this machine: neighbours, so that they share a memory controller."""
     mine = cores()
     share = mine[place * len(mine) // of : (place + 1) * len(mine) // of]

@@ -71,7 +71,7 @@ def _chunk_loss(
         return kernels.loss_and_grad(logits_NV, labels_N, weights_N, scale, terms)
     lse_N, label_N = _statistics(logits_NV, labels_N, axis, terms)
     loss = (token_losses(lse_N, label_N, terms) * weights_N).sum()
-    return loss, None if scale is None else kernels.share_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms)
+    return loss, None if scale is None else kernels.local_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms)
 
 
 def _statistics(
@@ -79,7 +79,7 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-sum-exp_N, the label's logit_N) over the whole vocabulary."""
     kernels = gpu.loss if gpu.takes(logits_NV) else plain_loss
-    maximum_N, sum_N, label_N = kernels.share_statistics(logits_NV, labels_N, terms.softcap)
+    maximum_N, sum_N, label_N = kernels.local_statistics(logits_NV, labels_N, terms.softcap)
     if axis.size > 1:
         own_maximum_N, maximum_N = maximum_N, maximum_N.clone()
         dist.all_reduce(maximum_N, op=dist.ReduceOp.MAX, group=axis.group)

@@ -20,7 +20,7 @@ from gptpar.topology.initial_values import Constant, Normal
 from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec
 
 
-def _fair_share(features: int, axis: TensorAxis) -> int:
+def _features_per_rank(features: int, axis: TensorAxis) -> int:
     assert features % axis.size == 0, f"{features} features do not divide over {axis.size} tensor ranks"
     return features // axis.size
 
@@ -53,7 +53,7 @@ class ColumnParallelLinear(nn.Module):
     ):
         super().__init__()
         length = out_features // parts
-        share = _fair_share(length, axis)
+        share = _features_per_rank(length, axis)
         shape = (share,) if parts == 1 else (parts, share)
         split = axis.split(len(shape) - 1, length)
         self.declared = {
@@ -110,7 +110,7 @@ class RowParallelLinear(nn.Module):
             "weight": ParameterSpec(Normal(std), axis.split(1, in_features), SAME),
             "bias": ParameterSpec(Constant(0.0), REPLICATED, axis.gradient_between_layers),
         }
-        self.weight = nn.Parameter(torch.empty(out_features, _fair_share(in_features, axis)))
+        self.weight = nn.Parameter(torch.empty(out_features, _features_per_rank(in_features, axis)))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.alone, self.group_name = axis.size == 1, axis.group_name
         self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused

@@ -72,7 +72,7 @@ PARALLEL = [
     Mutation(
         "auxiliary-loss-whole-on-each-share-of-the-tokens",
         "gptpar/pipeline/auxiliary_losses.py",
-        "return grad / self._token_shares if self._token_shares > 1 else grad",
+        "return grad / self._token_splits if self._token_splits > 1 else grad",
         "return grad",
         ("tests/ranks/test_auxiliary_losses.py::test_all_layouts_compute_the_same",),
     ),

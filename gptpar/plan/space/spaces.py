@@ -124,7 +124,7 @@ def to_measure(flags: Flags, given: Collection[str], num_processes: int, wishes:
             d.wished(d.RECOMPUTE, wishes.recompute, unset="none"),
             d.wished(d.ZERO_STAGE, wishes.zero),
             d.wished(d.VIRTUAL_STAGES, wishes.virtual_stages, unset=1),
-            d.fixed(*(_cpu_share(ratio, flags.offload.cpu_optimizer) for ratio in wishes.cpu_ratios or (None,))),
+            d.fixed(*(_cpu_ratio(ratio, flags.offload.cpu_optimizer) for ratio in wishes.cpu_ratios or (None,))),
         ],
     )
 
@@ -144,7 +144,7 @@ def _wished(
     return [Layout(sizes.get("dp", at.data), at.tensor, at.pipeline) for sizes, at in zip(wished, rest, strict=True)]
 
 
-def _cpu_share(ratio: float | str | None, has_cpu_optimizer: bool) -> Option:
+def _cpu_ratio(ratio: float | str | None, has_cpu_optimizer: bool) -> Option:
     if ratio is None or (ratio == 0 and not has_cpu_optimizer):
         return UNCHANGED
     return Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: ratio})

@@ -20,7 +20,7 @@ from gptpar.pipeline.schedules import (
     bubble,
     chart,
     forward_only,
-    idle_share,
+    simulated_bubble,
     interleaved,
     one_f_one_b,
     replay,
@@ -60,7 +60,7 @@ def test_every_micro_batch_goes_forward_then_backward_once_per_chunk(p: int, v: 
 @pytest.mark.parametrize("v", CHUNKS)
 def test_steps_end_and_idle_as_the_formula_says(p: int, v: int) -> None:
     for m in MICRO_BATCHES:
-        idle, formula = idle_share(simulate(p, m, v)), bubble(p, m, v)
+        idle, formula = simulated_bubble(simulate(p, m, v)), bubble(p, m, v)
         if v == 1 or m % p == 0:
             assert idle == pytest.approx(formula, abs=1e-12)
         assert idle >= formula - 1e-12

@@ -92,7 +92,8 @@ class StepWork:
         """
         gradients, collector = self._engine.gradients, self._engine.gradients.collector
         if self._is_first and self._engine.subscriber is not None:
-            self._engine.graph_breaks.at(self._engine.finish)  # nobody else waits for units that this step does not call
+            # Nobody else waits for units that this step does not call.
+            self._engine.graph_breaks.at(self._engine.finish)
         self._is_first = False
         gradients.begin_backward(0, last=last)
         hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))

@@ -163,7 +163,8 @@ GRADIENTS = [
         "norm-of-a-recorded-step-taken-when-it-is-recorded",
         ROUTER,
         "        self._graph_breaks.at(partial(self._hand_over, unit.name, norms, shard[low:]))\n",
-        "        self._norm.take(norms)\n        self._graph_breaks.at(partial(self._hand_over, unit.name, {}, shard[low:]))\n",
+        "        self._norm.take(norms)\n"
+        "        self._graph_breaks.at(partial(self._hand_over, unit.name, {}, shard[low:]))\n",
         (RECORDED,),
     ),
     Mutation(

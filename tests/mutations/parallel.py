@@ -46,7 +46,7 @@ PARALLEL = [
         AXIS,
         "return self.rank * length // self.size, (self.rank + 1) * length // self.size",
         "return self.rank * (length // self.size), (self.rank + 1) * (length // self.size)",
-        ("tests/ranks/test_tensor_parallel.py::test_shares_are_balanced_and_cover",),
+        ("tests/ranks/test_tensor_parallel.py::test_ranges_are_balanced_and_cover",),
     ),
     Mutation(
         "gradient-of-own-tokens-declared-complete",

@@ -217,7 +217,7 @@ def test_the_ring_stays_within_its_bound() -> None:
 
 
 class Gradient:
-    """One that the device has computed or not, with a host of the room in ``ring``."""
+    """One that the device has computed or not, with some of the room in ``ring``."""
 
     def __init__(self, ring: list[int], *, made: bool = True):
         self.ring, self.is_made, self.has_room = ring, made, False

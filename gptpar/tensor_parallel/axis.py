@@ -50,7 +50,7 @@ class TensorAxis:
 
     @property
     def gradient_between_layers(self) -> Gradient:
-        """Of a replicated parameter that acts on hidden states between layers: ranks may hold different tokens there."""
+        """Of a replicated parameter that acts on hidden states between layers: ranks may have different tokens there."""
         return ADDEND if self.splits_tokens else SAME
 
     @property

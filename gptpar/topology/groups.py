@@ -116,7 +116,7 @@ class Topology:
 
 
 def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
-    """Create the groups of a layout; all processes call it together, after ``init_process_group`` if there are several."""
+    """Create the groups of a layout; all processes call it together, after ``init_process_group``."""
     return Topology(
         layout,
         rank,
@@ -144,7 +144,7 @@ def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    timeout = None if options is None else options._timeout  # torch's fake backend has none
+    timeout = None if options is None else options._timeout  # not every backend has options
     return dist.new_group(list(ranks), timeout=timeout)
 
 

@@ -54,11 +54,11 @@ def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[
 def _problems_of_several(environment: Mapping[str, str], num_gpus: int) -> Iterator[str]:
     """What is wrong with the variables that a process needs to meet the others."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
-        yield f"{' and '.join(missing)} not set, where the processes meet"
+        yield f"{' and '.join(missing)} not set: the address at which the processes meet"
     elif not environment["MASTER_PORT"].isdecimal():
         yield f"MASTER_PORT={environment['MASTER_PORT']} is not a whole number"
     if num_gpus > 1 and local_rank(environment) is None:
-        yield f"LOCAL_RANK is not set, which says which of {num_gpus} GPUs is this process's own"
+        yield f"LOCAL_RANK is not set: which of {num_gpus} GPUs is this process's"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from gptpar.errors import GptparError
 POLL_SECONDS = 2e-4
 
 
-class DeviceEvent:
+class TimingEvent:
     """A point in the device's work, for timing without waiting: a CUDA event, or on a CPU the time of its creation."""
 
     def __init__(self, device: torch.device):
@@ -40,7 +40,7 @@ class DeviceEvent:
             check()
             time.sleep(POLL_SECONDS)
 
-    def seconds_since(self, earlier: DeviceEvent) -> float:
+    def seconds_since(self, earlier: TimingEvent) -> float:
         """Time between two points on the device, which must have reached both."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
@@ -70,9 +70,9 @@ class Readings:
             stacked = torch.stack([n.detach().double() for n in numbers])
         self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=stacked.is_cuda)
         self._host.copy_(stacked, non_blocking=True)
-        self.event = DeviceEvent(stacked.device)
+        self.event = TimingEvent(stacked.device)
 
     def read(self) -> list[float]:
-        """Wait for these numbers, not for work queued after them; see :meth:`DeviceEvent.wait`."""
+        """Wait for these numbers, not for work queued after them; see :meth:`TimingEvent.wait`."""
         self.event.wait(self._timeout_s, self._check)
         return self._host.tolist()

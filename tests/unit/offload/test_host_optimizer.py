@@ -133,9 +133,7 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
             super().wake()
 
     transfers, live = Way(), torch.zeros(128)
-    host = make_host(
-        Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers, parameters={"first": live}
-    )
+    host = make_host(Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers, parameters={"first": live})
     host.expect_step(RATES, 1.0)
     host.submit_gradient("first", torch.ones(128))
     host.step(torch.tensor(0.5), RATES, 1.0)

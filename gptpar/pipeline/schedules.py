@@ -211,7 +211,7 @@ def simulated_bubble(timelines: Sequence[Sequence[Span]]) -> float:
 
 
 def chart(timelines: Sequence[Sequence[Span]], width: int = 100) -> str:
-    """A text chart with a row for each stage. A column is one shortest action long, and shows the action at its middle.
+    """A text chart with a row for each stage; a column is one shortest action long and shows what runs at its middle.
 
     Micro-batch 0 is ``A`` in its forwards and ``a`` in its backwards, micro-batch 1 is ``B`` and ``b``, and so on
     (again ``A`` after ``Z``); a dot is idle time. A row that is longer than ``width`` ends with ``>``.

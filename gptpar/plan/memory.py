@@ -141,7 +141,7 @@ def _moments(
     leaving = size * there if job.num_micro_batches == 1 else size * job.early_elements
     backward = _backward_buffers(job, part, blocks)
     most = max(_loss_buffers(job, part), backward, _end_buffers(job, part))
-    remaining = of_one * _device_fraction(job, part)
+    remaining = of_one * _share_of_device(job, part)
     if job.gradients_leave_at_once:
         lengths = job.gradient_lengths(part)
         yield 0.0, activations, _loss_buffers(job, part)
@@ -154,7 +154,7 @@ def _moments(
     yield leaving, activations, most  # a recorded step has their memory all the time
 
 
-def _device_fraction(job: Job, part: StagePart) -> float:
+def _share_of_device(job: Job, part: StagePart) -> float:
     """How much of a stage's blocks is not updated by the host alone: its first ones."""
     table, names = job.table(part), job.block_names(part)
     on_device = sum(table.on_device[name] for name in names)

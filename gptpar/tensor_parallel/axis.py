@@ -50,12 +50,12 @@ class TensorAxis:
 
     @property
     def gradient_between_layers(self) -> Gradient:
-        """Of a replicated parameter that acts on hidden states between layers: ranks may have different tokens there."""
+        """Of a replicated parameter that acts on hidden states between layers, where ranks may have other tokens."""
         return ADDEND if self.splits_tokens else SAME
 
     @property
     def gradient_inside_layers(self) -> Gradient:
-        """Of a replicated parameter that acts on a column layer's output: ranks hold different features there."""
+        """Of a replicated parameter that acts on a column layer's output, of which ranks have different features."""
         return ADDEND if self.size > 1 else SAME
 
 

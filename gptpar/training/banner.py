@@ -17,7 +17,7 @@ from gptpar.model.gpt import gpt_model
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.module import LayerSplit
-from gptpar.pipeline.schedules import simulated_bubble, simulate
+from gptpar.pipeline.schedules import simulate, simulated_bubble
 from gptpar.plan.job import Job
 from gptpar.plan.memory import stage_memory
 from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges

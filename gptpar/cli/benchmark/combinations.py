@@ -12,7 +12,7 @@ from gptpar.config.fields import as_word
 from gptpar.config.flags import ParsedFlags, flag_name
 from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
-from gptpar.plan.space.spaces import CHOSEN, Wishes, to_measure
+from gptpar.plan.space.spaces import CHOSEN, SweepValues, to_measure
 from gptpar.topology.layout import Layout
 
 LABELS = {
@@ -83,8 +83,8 @@ def contradictions(parsed: ParsedFlags) -> Iterator[str]:
 
 def combinations(parsed: ParsedFlags, count: int) -> list[Combination]:
     """All combinations on a number of processes, in the order in which they are to run; refused ones too."""
-    wishes = Wishes(**{wish: getattr(parsed.rest, f"sweep_{wish}") for wish in CHOSEN})
-    found = to_measure(parsed.flags, parsed.given, count, wishes)
+    values = SweepValues(**{name: getattr(parsed.rest, f"sweep_{name}") for name in CHOSEN})
+    found = to_measure(parsed.flags, parsed.given, count, values)
     return [_combination(parsed, count, candidate) for candidate in found]
 
 

@@ -20,11 +20,11 @@ from gptpar.pipeline.schedules import (
     bubble,
     chart,
     forward_only,
-    simulated_bubble,
     interleaved,
     one_f_one_b,
     replay,
     simulate,
+    simulated_bubble,
     with_transfers,
 )
 
@@ -181,7 +181,7 @@ def test_transfer_time_delays_every_hop() -> None:
 def test_wrong_programs_are_found() -> None:
     good = programs(2, 2, 1)
     swapped = [Forward(1, 0), SendActivation(1, 0), Forward(0, 0), SendActivation(0, 0)]
-    with pytest.raises(GptparError, match="micro-batch 1 for virtual stage 1: receives and sends .* differ in order"):
+    with pytest.raises(GptparError, match="micro-batch 1 to virtual stage 1: receives and sends .* differ in order"):
         replay([swapped, good[1]], 1)
     with pytest.raises(GptparError, match="deadlocks: stage 1 at Forward"):
         replay([[], good[1]], 1)

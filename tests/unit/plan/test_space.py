@@ -82,7 +82,7 @@ def test_offloads_go_from_nothing_to_everything_that_is_not_typed() -> None:
     assert offloads({d.CPU_OPTIMIZER, d.CPU_RATIO, d.CPU_PARAMETERS}) == [UNCHANGED]
 
 
-def test_wishes_are_multiplied_and_what_cannot_be_is_kept() -> None:
+def test_sweep_values_are_multiplied_and_impossible_ones_are_kept() -> None:
     values = SweepValues(
         layouts=[d.layout_sizes(text) for text in ("dp4", "tp3", "dp2")], micro_batches=[2, 3], zero=[0, 2]
     )

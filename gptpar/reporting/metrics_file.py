@@ -1,9 +1,9 @@
 """``metrics.jsonl``: the run's history, one strict JSON object in each line.
 
 A training line holds the keys that ``iteration_object`` lists. An evaluation line holds ``iteration``,
-``consumed_samples``, ``consumed_tokens`` and either ``validation_loss`` or ``test_loss``. A task's line holds the task's
-name as ``task``, its scores, ``num_items``, ``num_tokens`` and ``seconds``. NaN and infinities are null. Lines are in
-order of iteration, and no training iteration occurs twice, however often the run was resumed. Each line ends with the
+``consumed_samples``, ``consumed_tokens`` and either ``validation_loss`` or ``test_loss``. A task's line holds ``task``
+(its name), its scores, ``num_items``, ``num_tokens`` and ``seconds``. NaN and infinities are null. Lines are in order
+of iteration, and no training iteration occurs twice, however often the run was resumed. Each line ends with the
 CRC-32 of the text before it (``crc32``, in hexadecimal), so that a flipped bit is never taken for a measurement. A line
 without a CRC-32, as other programs write, is accepted as it is.
 """
@@ -59,7 +59,7 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
 
 
 def _outlier(record: IterationRecord) -> dict[str, Any]:
-    """The number of outliers, if they are skipped; and if there is one, its batch: ``samples`` from ``first_sample``."""
+    """The number of outliers, if they are skipped; if there is one, its batch: ``samples`` from ``first_sample`` on."""
     if not record.num_outliers:
         return {} if record.num_outliers is None else {"outlier_iterations": 0}
     batch = {"first_sample": record.first_sample, "samples": record.global_batch_size}
@@ -167,8 +167,8 @@ def prepare(path: Path, resume_iteration: int, report: Callable[[str], None] = p
 def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print) -> None:
     """Drop the lines of later iterations and unreadable ones, atomically, with one line in memory at a time.
 
-    A copy of a file with unreadable lines is kept as ``metrics.damaged-N.jsonl``, and reported. A last line that a crash
-    left without its end does not count as damage.
+    A copy of a file with unreadable lines is kept as ``metrics.damaged-N.jsonl``, and reported. A last line that a
+    crash left without its end does not count as damage.
     """
     with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
         damage = _copy_until(old, new, iteration)

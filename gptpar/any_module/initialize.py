@@ -61,9 +61,8 @@ def initialize(
 ) -> Initialized:
     """Make an engine that trains a module with ZeRO, offload and other options of a DeepSpeed configuration.
 
-    The module itself is not changed. Every process calls this with the same model; the first process's values count. If
-    there are several processes, ``torch.distributed`` is initialised if necessary. Arguments have DeepSpeed's names and
-    order. If one process raises an error, all raise it, with its rank.
+    The module is not changed. Every process calls this with the same model; the first process's values count. If
+    necessary, ``torch.distributed`` is initialised. If one process raises an error, all raise it, with its rank.
 
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.
@@ -79,8 +78,7 @@ def initialize(
         mpu: an object that describes the axes of processes; refused unless there is data parallelism alone.
         dist_init_required: ``False``: the caller has initialised ``torch.distributed``.
         collate_fn: of the loader.
-        config: DeepSpeed's JSON, as a path or a dictionary.
-        config_params: the former name of ``config``, which precedes it.
+        config, config_params: DeepSpeed's JSON, as a path or a dictionary; the latter is the former name.
         mesh_param: sizes (data-parallel, sequence-parallel); the latter must be 1.
         recording: what :func:`gptpar.deferred_init` returned, if the model was built under it.
         loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:

@@ -167,8 +167,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
             data_iter: has this process's micro-batches; default: the ``training_data`` of :func:`gptpar.initialize`.
 
         Returns:
-            [] the mean loss over micro-batches and processes, on the device, fp32 or wider; the host does not wait for
-            it.
+            [] the mean loss over micro-batches and processes, on the device, fp32 or wider, without waiting for it.
 
         Raises:
             StopIteration: the data is at its end; nothing was done.
@@ -207,9 +206,6 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
 
         Micro-batches and losses are as in :meth:`train_batch`. Afterwards each module has its former mode. A current
         step is not changed.
-
-        Args:
-            data_iter: has this process's micro-batches.
 
         Returns:
             [] the mean over micro-batches and processes, on the device, fp32 or wider; the host does not wait for it.
@@ -322,9 +318,8 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         Parameters that are changed in place inside keep their new values, and the optimizer goes on from them.
 
         Args:
-            modifier_rank: among the processes with the same layers, the one whose values count (in a pipeline: its
-                position on the data axis); ``None``: all processes have made the same changes, to tied layers on all of
-                their stages.
+            modifier_rank: the process whose values count, of those with the same layers (in a pipeline: its position on
+                the data axis); ``None``: all processes have made the same changes, to all copies of tied layers.
         """
         with self.weights.gathered(modifier_rank):
             yield
@@ -356,10 +351,9 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, Any]:
-        """Load a checkpoint of :meth:`save_checkpoint`; all processes call it.
+        """Load a checkpoint of :meth:`save_checkpoint`; all processes call it. World size, stage and ratio may differ.
 
-        World size, ZeRO stage and ratio may differ. Gradients of a current step are dropped. See
-        :func:`gptpar.any_module.checkpoint.load` for the arguments, the result and the errors.
+        Gradients of a current step are dropped. See :func:`gptpar.any_module.checkpoint.load`.
         """
         self._require_open()
         self._take_note_of_last_step()
@@ -371,8 +365,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         """End the engine and return the module with whole weights and without hooks; all processes call it.
 
         It may be called within a step. The engine's memory is free afterwards, and the module can be passed to another
-        ``gptpar.initialize``. While an exception is being handled, weights that are spread over processes are not
-        gathered, because other processes might not take part.
+        ``gptpar.initialize``. While an exception is handled, weights are not gathered from other processes.
         """
         if self._closed:
             return

@@ -26,7 +26,7 @@ def test_only_whole_steps() -> None:
     for verb in (lambda: engine(torch.ones(3, WIDTH)), lambda: engine.backward(torch.ones(())), engine.step):
         with pytest.raises(GptparError, match=r"^a pipeline takes whole steps: call engine.train_batch\(data_iter\)"):
             verb()
-    with pytest.raises(GptparError, match="full_gradient.. is there between"):
+    with pytest.raises(GptparError, match="full_gradient.. works only between"):
         engine.full_gradient("layers.0.weight")
     with pytest.raises(GptparError, match="called under torch.no_grad"), torch.no_grad():
         engine.train_batch(vectors(torch.float32))

@@ -31,7 +31,7 @@ from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.benchmark.runner import append_line, run_command, terminated_like_ctrl_c
 from gptpar.config import Config
 from gptpar.config.validate import resolve
-from gptpar.engine.readings import Moment
+from gptpar.engine.readings import TimingEvent
 from gptpar.model.block import Block
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import Stage
@@ -124,7 +124,7 @@ def time_module(argv: list[str]) -> None:
         engine, *_ = gptpar.initialize(model=module, model_parameters=groups, config=deepspeed_config(config))
         batches, moments = micro_batches(config), []
         for _ in range(parsed.rest.warmup_steps + parsed.rest.steps + 1):
-            moments.append(Moment(device))
+            moments.append(TimingEvent(device))
             loss = engine.train_batch(batches)
         last_loss = loss.item()  # waits for the device, so that all events are recorded
         ms = [1e3 * later.seconds_since(earlier) for earlier, later in zip(moments, moments[1:], strict=False)]

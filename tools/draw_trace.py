@@ -1,10 +1,10 @@
-"""Draw a step of a trace as lanes: the GPU, transfers to and from the host, the CPU optimizer, the loop's waits.
+"""Draws a step of a trace as lanes: the GPU, transfers to and from the host, the CPU optimizer, the loop's waits.
 
     gptpar benchmark ... --cpu-optimizer --trace trace.json
     python tools/draw_trace.py trace.json step.png [--from-ms A --to-ms B] [--phase A B NAME ...] [--title TEXT]
 
-Times are milliseconds after the first kernel of the trace. Without a window the last step is drawn, as the GPU ran it.
-The picture's figures are printed, too.
+Times are milliseconds after the first kernel of the trace. Without a window, the last step on the GPU is drawn. The
+picture's figures are printed, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gptpar.system.command_line import Parser, run
 
 
 def table(part: Timeline, span: Interval) -> str:
-    """Each lane's time in the window, and what of the CPU's work the GPU's hides."""
+    """Each lane's time in the window, and how much of the CPU's work runs under the GPU's."""
     width = span[1] - span[0]
     lines = [f"from {span[0]:.1f} to {span[1]:.1f} ms: {width:.1f} ms"]
     for lane, events in part.lanes.items():

@@ -1,4 +1,4 @@
-"""Memory for a model's states by DeepSpeed's ZeRO-2 and ZeRO-3 estimators, beside what gptpar really lays out.
+"""Prints DeepSpeed's ZeRO-2 and ZeRO-3 estimates of the memory of a model's states, beside gptpar's prediction.
 
 Takes the flags of ``gptpar plan``:
 ``python tools/estimate_memory.py --preset 2.7B --micro-batch-size 1 --bf16 --world-size 8``.
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 def largest_module(plan: Plan) -> int:
-    """Parameters of the module that holds the most of its own."""
+    """Number of parameters of the module that owns the most directly."""
     layers = (build_on_meta(spec) for spec in gpt_model(plan.job.config.model).specs)
     return max(
         sum(p.numel() for p in module.parameters(recurse=False)) for layer in layers for module in layer.modules()

@@ -1,15 +1,16 @@
 #!/usr/bin/env python
-"""Fill the documents' tables of measured figures, and draw the README's picture, from benchmarks/*.jsonl.
+"""Fills the documents' tables of measured figures, and draws the README's picture, from benchmarks/*.jsonl.
 
     python tools/measured_tables.py            # write README.md, docs/*.md and docs/pictures/speed.svg
     python tools/measured_tables.py --check    # name what is out of date, and exit with 1
 
-A document holds the place of a table between two comments; what stands between them is replaced:
+Two comments in a document mark the place of a table; the text between them is replaced:
 
     <!-- measured: NAME -->
     <!-- /measured -->
 
-A figure is the median of all lines that its query finds (of two, their mean). A query that finds nothing is an error.
+A figure is the median of all lines that its query finds (their mean if there are two). A query that finds nothing is an
+error.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Figures:
     Args:
         file: name of the file, without its folder and ending.
         clipped: only lines whose every step is clipped, or none of them.
-        **fields: what a line must hold; a field that a line lacks is ``None``.
+        **fields: values that a line must have; a missing field is ``None``.
     """
 
     def __init__(self, file: str, *, clipped: bool = False, **fields: Any):
@@ -92,7 +93,7 @@ def thousands(tokens_per_s: float) -> str:
 
 
 def times(ours: float, theirs: float) -> str:
-    """How many times as fast ours is."""
+    """The ratio of our speed to the peer's, as text."""
     return f"{ours / theirs:.2f}"
 
 
@@ -196,7 +197,7 @@ def offload() -> str:
 
 
 def hosts() -> str:
-    """How much the host decides: the same model on one host after the other."""
+    """The effect of the host: the same model on several hosts."""
     rows = []
     for visit, commit in (("Y", "846a31c"), ("AA", "4d6c148"), ("AC", "18ebb0a"), ("AD", "dddd29e"), ("AH", "2b59b94")):
         nothing = Figures("h100", visit=visit, program=OURS, model="350M", cpu_optimizer_ratio=0.0).speed
@@ -268,7 +269,7 @@ def preprocessing() -> str:
 
 
 def summary_rows() -> list[tuple[str, float, str, float]]:
-    """(what, our tokens/s, peer, its tokens/s) of the README's table; of two visits the peer's better one."""
+    """(what, our tokens/s, peer, its tokens/s) of the README's table; of two measurements, the peer's better one."""
     early = "the tied embedding's gradient goes early, as first built"
     return [
         (
@@ -308,7 +309,7 @@ def summary() -> str:
 
 
 def picture() -> str:
-    """The README's table as bars: for each row ours above the peer's, on the row's own scale."""
+    """The README's table as bars: in each row, ours is above the peer's, on a scale of its own."""
     left, width, height, top = 24, 760, 76, 54
     rows = summary_rows()
     total = top + height * len(rows) + 8
@@ -378,12 +379,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """A document with its tables as they are now."""
+    """A document with up-to-date tables."""
     return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n\n{place[3]}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 where ``--check`` finds a file that is out of date."""
+    """Write the files; returns 1 if ``--check`` finds a file that is out of date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 where something would change")
     options = parser.parse_args(argv)

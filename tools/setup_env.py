@@ -1,14 +1,14 @@
-"""Find or make a Python environment for this checkout and print its interpreter; tools/setup_env.sh calls it.
+"""Finds or makes a Python environment for this checkout and prints its interpreter; tools/setup_env.sh calls it.
 
-Runs before anything is installed, so it uses the standard library alone. In this order:
+It runs before anything is installed, so that it uses the standard library alone. In this order, it takes:
 
 1. ``$PYTHON``, when set, if it has every dependency;
 2. the checkout's ``.venv``, if complete (made by this script, or by its user);
 3. ``python3``, if it has every dependency: used as it is, nothing is installed (unless ``$PYTHON`` is set);
 4. else ``.venv`` is made, or completed, with the versions of constraints.txt.
 
-``.venv/setup-stamp`` holds what was installed, or ``unfinished``. A ``.venv`` left unfinished is made anew,
-because a package that was cut short may look installed to pip.
+``.venv/setup-stamp`` says what was installed, or ``unfinished``. An unfinished ``.venv`` is made again, because a
+package that was installed in part may look complete to pip.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ LOCK_TIMEOUT_S = 1800
 
 
 class SetupError(Exception):
-    """One sentence for the person at the keyboard."""
+    """An error whose message is one sentence for the user."""
 
 
 def say(text: str) -> None:
-    """To stderr: stdout carries the answer."""
+    """Print to stderr, because stdout is for the interpreter's path."""
     print(f"setup: {text}", file=sys.stderr, flush=True)
 
 
@@ -85,7 +85,7 @@ def _release(version: str) -> list[int]:
 
 
 def complete_interpreter(command: str, level: str) -> str | None:
-    """The absolute path of ``command``'s interpreter if it has everything; says what it lacks otherwise."""
+    """The absolute path of ``command``'s interpreter if it has everything; otherwise prints what it lacks."""
     path = shutil.which(command)
     if path is None:
         return None
@@ -100,7 +100,7 @@ def complete_interpreter(command: str, level: str) -> str | None:
 
 
 def fingerprint() -> str:
-    """Changes when .venv must be updated: other versions, other dependencies, a checkout that moved."""
+    """A text that changes when .venv must be updated: with versions, dependencies and the checkout's path."""
     content = (ROOT / "pyproject.toml").read_bytes() + (ROOT / "constraints.txt").read_bytes()
     return hashlib.sha256(content + str(ROOT).encode()).hexdigest()
 
@@ -129,7 +129,7 @@ def base_python() -> str:
 
 
 def check_disk() -> None:
-    """Before anything is downloaded: does it fit?"""
+    """Check the free disk space before anything is downloaded."""
     free = shutil.disk_usage(ROOT).free / 1e9
     if free < FREE_GB_NEEDED:
         raise SetupError(
@@ -155,7 +155,7 @@ def make_venv(level: str) -> None:
     torch = next(name for name in names if name.startswith("torch"))
     names.remove(torch)
     pinned = _pinned(torch)
-    # torch alone and first: it is by far the largest, and what depends on it must not choose another version.
+    # torch is installed first and alone: it is the largest, and packages that need it must not choose its version.
     _phase(f"installing {pinned} (a large download)", [*install, pinned])
     _phase(f"installing {len(names)} other packages", [*install, *names])
     _phase("installing gptpar", [*pip, "install", "-q", "--no-deps", "--no-build-isolation", "-e", str(ROOT)])
@@ -185,7 +185,7 @@ def _venv_can_be_updated() -> bool:
 
 
 def _phase(title: str, command: list[str]) -> None:
-    """Run ``command`` with its output in LOG, saying every half minute that it still runs."""
+    """Run ``command`` with its output in LOG; every half minute a line says that it still runs."""
     start = time.monotonic()
     say(f"{title} ...")
     with open(LOG, "a+") as log:
@@ -208,7 +208,7 @@ def _phase(title: str, command: list[str]) -> None:
 
 
 def _reason(title: str, output: str) -> str:
-    """One sentence from what pip or venv printed."""
+    """One sentence about the failure, from the output of pip or venv."""
     if "No space left on device" in output:
         free = shutil.disk_usage(ROOT).free / 1e9
         return f"{title} failed because the disk is full ({free:.1f} of {FREE_GB_NEEDED:.1f} GB needed)."
@@ -225,7 +225,7 @@ def _reason(title: str, output: str) -> str:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Two set-ups of one checkout, as on two nodes with a shared disk, must not write the same .venv."""
+    """Lock .venv: two set-ups of one checkout, as on two nodes with a shared disk, must not write it together."""
     handle = os.open(ROOT, os.O_RDONLY)
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     try:

@@ -1,4 +1,4 @@
-"""Runs a verb of this checkout's gptpar, for the scripts here that have the names of Megatron-LM's."""
+"""Runs a verb of this checkout's gptpar, for the scripts in this folder, which have Megatron-LM's names."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from gptpar.cli import main
 
 
 def run(verb: str) -> None:
-    """End the script as ``gptpar VERB`` ends, with the script's words."""
+    """Run ``gptpar VERB`` with the script's words, and exit with its status."""
     sys.exit(main([verb, *sys.argv[1:]]))

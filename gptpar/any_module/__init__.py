@@ -1,1 +1,1 @@
-"""Any module on the engine: units, DeepSpeed's verbs, its optimizer."""
+"""``gptpar.initialize``: trains any module on the engine, with DeepSpeed's verbs and configuration."""

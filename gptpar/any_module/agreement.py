@@ -1,4 +1,4 @@
-"""Whether all processes have run the same units in a step: collectives match by their order alone."""
+"""Checks that all processes have run the same units in a step, because collectives match by their order alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gptpar.errors import ConfigError, GptparError, ModelError
 from gptpar.topology.groups import Topology
 
 MODULUS = 2**20
-"""Fingerprints are below it, so that sums of their squares over processes are exact in fp64."""
+"""Fingerprints are below this, so that sums of their squares over processes are exact in fp64."""
 
 FINE, OTHER_UNITS, LATE = 0.0, 1.0, 2.0
 
@@ -29,12 +29,13 @@ REMEDY = (
 
 
 class Agreement:
-    """Compares what processes did, with three numbers that ride in the all-reduce of the gradient's norm.
+    """Compares what processes did in a step, by three numbers in the all-reduce of the gradient's norm.
 
-    If processes did different things, the step changes nothing: the device makes its norm infinite. Every process
-    raises the error later, when it reads the numbers.
+    If they differ, the step changes nothing, because the device makes its norm infinite. Every process raises the error
+    later, when it reads the numbers.
 
     Args:
+        topology: the processes.
         ordered: whether parameters are gathered in the order of the calls.
     """
 
@@ -44,12 +45,12 @@ class Agreement:
         self._late: tuple[str, ...] = ()
 
     def evidence(self, passes: Passes, late: Collection[str], like: torch.Tensor) -> torch.Tensor:
-        """[3] this process's addends.
+        """[3] this process's addends to the three numbers.
 
         Args:
             passes: the units called in each forward pass of the step.
-            late: parameters whose gradient came after their unit's had been handed on.
-            like: of the device and dtype (fp64).
+            late: parameters whose gradient was formed after their unit's gradient had been handed on.
+            like: a tensor with the device and the dtype (fp64) of the result.
         """
         self._passes, self._late = [list(one) for one in passes], tuple(sorted(late))
         text = "\n".join("\t".join(one) for one in passes) if self._ordered else ""
@@ -58,13 +59,13 @@ class Agreement:
         return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
 
     def judge(self, norm: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the norm, infinite where the step must not be taken; the verdict, for :meth:`error`), on the device."""
+        """(the norm, or infinity if the step must not be taken; the verdict, for :meth:`error`), on the device."""
         differ = sums[0].square() != sums[1] * self._topology.layout.world_size
         verdict = torch.where(differ, OTHER_UNITS, torch.where(sums[2] > 0, LATE, FINE))
         return torch.where(verdict == FINE, norm, float("inf")), verdict
 
     def error(self, verdict: float, step: int) -> GptparError:
-        """What went wrong, the same sentence on all processes, which all call it."""
+        """The error for a verdict, with the same sentence on all processes; all call this together."""
         everyone: list[tuple[Passes, tuple[str, ...]]] = [((), ())] * self._topology.layout.world_size
         if self._topology.layout.world_size > 1:
             dist.all_gather_object(everyone, (self._passes, self._late))
@@ -75,7 +76,7 @@ class Agreement:
             return GptparError(
                 f"step {step} was not taken: {', '.join(names)} got a gradient after the unit's gradient had been "
                 "handed on as final, because the backward pass used it more often than in earlier steps. Nothing was "
-                "changed, and from now on that is expected: repeat the step."
+                "changed, and from now on the engine expects it: repeat the step."
             )
         return GptparError(
             f"step {step} was not taken: processes ran different units, so that they gathered each other's parameters "
@@ -85,7 +86,10 @@ class Agreement:
 
 @contextmanager
 def all_or_none(world: int) -> Iterator[None]:
-    """What one process raises inside, all raise, with its rank: others would wait for it. No collectives inside."""
+    """If one process raises inside the block, all raise, with its rank, since they would wait for it.
+
+    There must be no collectives inside.
+    """
     mine: Exception | None = None
     try:
         yield
@@ -106,7 +110,7 @@ def all_or_none(world: int) -> Iterator[None]:
 
 
 def _plain(error: Exception | None) -> tuple[type[GptparError], list[str]] | None:
-    """An error as it can be sent: our own class nearest to it, and its sentences."""
+    """An error in a form that can be sent: the nearest of our own classes, and its sentences."""
     if isinstance(error, ConfigError | ModelError):
         return type(error), error.problems
     if error is None or isinstance(error, GptparError):
@@ -115,7 +119,11 @@ def _plain(error: Exception | None) -> tuple[type[GptparError], list[str]] | Non
 
 
 def require_same_model(model: nn.Module, topology: Topology) -> None:
-    """Raise a ModelError on every process if their models' parameters differ in names, shapes or what is trained."""
+    """Check that all processes have the same model.
+
+    Raises:
+        ModelError: on every process: parameters differ in name, shape, dtype or ``requires_grad``.
+    """
     if topology.layout.world_size == 1:
         return
     mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]

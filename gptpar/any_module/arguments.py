@@ -1,4 +1,4 @@
-"""Arguments that ``gptpar.initialize`` has from DeepSpeed: its command line, and what describes the processes."""
+"""DeepSpeed's arguments of ``gptpar.initialize``: the script's command line, and descriptions of the processes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _OTHER_SIZES = (
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add DeepSpeed's two flags, ``--deepspeed`` and ``--deepspeed_config``, to a script's parser, and return it.
 
-    A script that some launcher gives ``--local_rank`` declares that flag itself, as with DeepSpeed; without it the
-    environment says everything.
+    A script whose launcher passes ``--local_rank`` declares that flag itself, as with DeepSpeed. Without the flag, the
+    environment says which rank a process is.
     """
     group = parser.add_argument_group("DeepSpeed", "configuration of gptpar.initialize, which is DeepSpeed's")
-    group.add_argument("--deepspeed", action="store_true", help="for the script's own use: gptpar does not look at it")
+    group.add_argument("--deepspeed", action="store_true", help="for the script's own use: gptpar ignores it")
     group.add_argument("--deepspeed_config", metavar="JSON", help="DeepSpeed's configuration file")
     return parser
 
 
 def chosen_config(config: Any, config_params: Any, args: object) -> Any:
-    """The configuration that was passed, if any was; the one of ``args.deepspeed_config`` is not looked at.
+    """The configuration that was passed, if any; the file of ``args.deepspeed_config`` is read elsewhere.
 
-    ``config`` goes before ``config_params``, its former name, and both before an ``args.deepspeed`` that is no flag.
+    ``config`` precedes ``config_params``, its former name; both precede an ``args.deepspeed`` that is not a flag.
     """
     for given in (config, config_params):
         if given is not None:
@@ -51,14 +51,14 @@ def chosen_config(config: Any, config_params: Any, args: object) -> Any:
 
 
 def before_meeting(distributed_port: int | None, dist_init_required: bool | None) -> None:
-    """See to it that the processes may meet, and where.
+    """Prepare the meeting of the processes.
 
     Args:
-        distributed_port: the port of the first process, where the environment has no ``MASTER_PORT``.
+        distributed_port: the port of the first process, if the environment has no ``MASTER_PORT``.
         dist_init_required: ``False``: the script has initialised ``torch.distributed``.
 
     Raises:
-        ConfigError: it has not, though there are several processes.
+        ConfigError: there are several processes, and the script has not initialised it.
     """
     if distributed_port is not None:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
@@ -74,17 +74,17 @@ def before_meeting(distributed_port: int | None, dist_init_required: bool | None
 
 
 def take_arguments(args: Any, mpu: Any, mesh_param: Any, *, world: int, is_pipeline: bool) -> None:
-    """Check what describes the processes; ``args.local_rank``, if it is there, is this process's afterwards.
+    """Check the descriptions of the processes, and set ``args.local_rank``, if it exists, to this process's.
 
     Args:
         args: the script's command line.
-        mpu: a model-parallel unit: an object that says which processes share what.
+        mpu: a model-parallel unit: an object that describes the axes of processes.
         mesh_param: (data-parallel, sequence-parallel) sizes.
         world: number of processes.
-        is_pipeline: whether the model is one, or a list of layers.
+        is_pipeline: whether the model is a pipeline or a list of layers.
 
     Raises:
-        ConfigError: with everything that is not as described.
+        ConfigError: descriptions and processes differ; it names all differences.
     """
     problems = [*_mpu_problems(mpu, world, is_pipeline), *_mesh_problems(mesh_param, world)]
     here, given = local_rank(os.environ), getattr(args, "local_rank", None)
@@ -105,7 +105,7 @@ def _mpu_problems(mpu: Any, world: int, is_pipeline: bool) -> Iterator[str]:
     if mpu is None:
         return
     if is_pipeline:
-        yield "mpu is passed beside a pipeline, which says itself where its stages are: leave mpu out."
+        yield "mpu is passed beside a pipeline, which places its stages itself: leave mpu out."
         return
     remedy = "gptpar.initialize trains a module whole on each process: leave mpu out, or use gptpar pretrain for GPT"
     sizes = {name: int(getattr(mpu, name)()) for name in (_DATA_SIZE, *_OTHER_SIZES) if hasattr(mpu, name)}

@@ -1,4 +1,4 @@
-"""Micro-batches as a module is given them, and the loss in what it returns."""
+"""A module's micro-batches, and the loss in its output."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ Batches = list[Any]
 
 
 class BatchSource:
-    """Takes micro-batches for one step after the other.
+    """Takes the micro-batches of each step from an iterator, or from a loader without end.
 
     Args:
         number: of micro-batches in a step.
+        device: where their tensors are copied to.
 
     Attributes:
         number: as given.
-        loader: where they come from if no iterator is given, again and again; ``None``: nowhere.
+        loader: gives micro-batches if there is no iterator, from its start again after its end; ``None``: none.
     """
 
     def __init__(self, number: int, device: torch.device):
@@ -38,11 +39,11 @@ class BatchSource:
         self._repeated: RepeatingLoader[Any] | None = None
 
     def take(self, data: Iterator[Any] | None) -> Batches:
-        """A step's micro-batches, their tensors on their way to the device.
+        """A step's micro-batches; copies of their tensors to the device have begun.
 
         Raises:
             StopIteration: the data is at its end.
-            GptparError: it ends amid the step, or there is none.
+            GptparError: the data ends within the step, or there is none.
             TypeError: ``data`` is no iterator.
         """
         data = self._own() if data is None else data
@@ -73,7 +74,7 @@ class BatchSource:
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, a module and all in it are in eval mode and take no gradients; afterwards each is in the mode it was."""
+    """In the block, a module and all inside are in eval mode and form no gradients; then each has its mode again."""
     modes = {inner: inner.training for inner in module.modules()}
     module.eval()
     try:
@@ -85,7 +86,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def call_with(module: Callable[..., Any], batch: Any) -> Any:
-    """Call a module: a mapping gives keywords, a tuple or a list positional arguments, all else is one argument."""
+    """Call a module: a mapping becomes keywords, a tuple or list positional arguments, anything else one argument."""
     if isinstance(batch, Mapping):
         return module(**batch)
     if isinstance(batch, tuple | list):
@@ -97,7 +98,7 @@ def loss_of(output: Any, batch: Any, loss_fn: LossFunction | None) -> torch.Tens
     """[] the loss: what ``loss_fn`` returns; without it the output, its ``loss``, or the first element of a tuple.
 
     Raises:
-        GptparError: that is no scalar.
+        GptparError: this is no scalar.
     """
     loss = _found(output) if loss_fn is None else loss_fn(output, batch)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
@@ -123,17 +124,17 @@ def _found(output: Any) -> Any:
 
 
 def require_loss(loss: Any) -> None:
-    """See that a backward pass can begin with it.
+    """Check that a backward pass can begin with this loss.
 
     Raises:
-        GptparError: it cannot.
+        GptparError: it is no scalar with a gradient.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {described(loss)}.")
 
 
 def described(value: Any) -> str:
-    """A value in a sentence."""
+    """A description of a value, for a sentence."""
     if not isinstance(value, torch.Tensor):
         return "None" if value is None else f"a {type(value).__name__}"
     kind = str(value.dtype).removeprefix("torch.")
@@ -144,6 +145,6 @@ def described(value: Any) -> str:
 
 
 def mean_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[] in fp32 or wider."""
+    """[] the mean, in fp32 or wider."""
     stacked = torch.stack(list(losses))
     return stacked.to(torch.promote_types(stacked.dtype, torch.float32)).mean()

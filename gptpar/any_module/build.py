@@ -1,4 +1,4 @@
-"""Puts any module on the engine: units, memory, the CPU optimizer, and the values that the module has."""
+"""Builds the engine of any module: units, memory, the CPU optimizer, and the module's values."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.initial_values import Constant
 
 NOT_DRAWN = Constant(0.0)
-"""Stands for the initial values of a module that brings its own."""
+"""A placeholder for the initial values of a module that has its own."""
 
 
 def data_axis_of(
     options: EngineOptions, topology: Topology, wait_for: Callable[[Any], None] = wait_without_limit
 ) -> DataAxis:
-    """This process's place on the data axis; alone there, nothing is sharded."""
+    """This process's place on the data axis; if it is alone there, nothing is sharded."""
     size = topology.layout.data
     return DataAxis(size, topology.data_rank, topology.data_group, options.zero_stage if size > 1 else 0, wait_for)
 
 
 def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], world: int) -> EngineSettings:
-    """How the engine keeps and moves numbers.
+    """The number formats in which the engine keeps and transfers numbers.
 
     Args:
-        dtypes: of the trained parameters; sums and master weights are as wide as the widest.
+        options: of the engine.
+        dtypes: of the trained parameters; sums and master weights are at least as wide as the widest.
         world: number of processes.
     """
     widest = torch.float16 if not dtypes else next(iter(dtypes))
@@ -80,11 +81,14 @@ def lay_out(
     stage: int = 0,
     tied: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[ParameterTable, list[Unit]]:
-    """The table of what is trained, and the units that are not.
+    """(the table of the trained parameters, the units of the frozen ones).
 
     Args:
+        plan: the division into units.
         parameters: by first name.
         groups: parameters of each group of the optimizer.
+        options: of the engine.
+        axis: this process's place on the data axis.
         stage: position on the pipeline axis.
         tied: unit -> the stages that have a copy of it.
     """
@@ -106,18 +110,20 @@ def build_engine(
     recording: Recording | None = None,
     wait_for: Callable[[Any], None] = wait_without_limit,
 ) -> tuple[Engine, HostOptimizer | None, list[Unit]]:
-    """The engine of a module, its CPU optimizer if it has one, and the units that are not trained.
+    """(the engine of a module, its CPU optimizer if there is one, the units of frozen parameters).
 
-    Parameters have the module's values; on several data-parallel processes, the first one's.
+    Parameters keep the module's values; of several data-parallel processes, the first one's values count.
 
     Args:
         stage: the module, or the layers that this process has.
         groups: parameters of each group of the optimizer.
+        options: of the engine.
+        topology: this process's place.
         recording: makes the values of parameters without memory.
         wait_for: waits for collectives over the data axis.
 
     Raises:
-        GptparError: the host's memory does not suffice for what is offloaded. Parameters may be in host memory then.
+        GptparError: host memory does not suffice for offload; parameters may then be in host memory.
     """
     axis, device, plan = data_axis_of(options, topology, wait_for), topology.device, stage.plan
     tied = {unit: tie.stages for unit, tie in stage.tied.items()}
@@ -125,10 +131,10 @@ def build_engine(
     dtypes = _over_stages({unit.dtype for unit in plan.units if unit.trainable}, topology)
     settings = settings_of(options, dtypes, topology.layout.world_size)
     on_host = options.offload.parameters
-    if not on_host and not table.offloaded():  # those need the host's memory themselves
+    if not on_host and not table.offloaded():  # offload needs the host's memory itself
         move_aside(stage.parameters.values(), device)
     values = {name: value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
-    with all_or_none(topology.layout.world_size):  # memory may be short on one machine
+    with all_or_none(topology.layout.world_size):  # memory may be short on one machine only
         parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
         host = _host_optimizer(table, parameters, settings, options, device)
     engine = Engine(
@@ -154,7 +160,7 @@ def build_engine(
 
 
 def _over_stages(dtypes: set[torch.dtype], topology: Topology) -> set[torch.dtype]:
-    """All stages': what they sum has to have one dtype."""
+    """The dtypes of all stages: tensors that they sum need a common dtype."""
     if topology.layout.pipeline == 1:
         return dtypes
     everyone: list[set[torch.dtype]] = [set()] * topology.layout.world_size
@@ -163,7 +169,7 @@ def _over_stages(dtypes: set[torch.dtype], topology: Topology) -> set[torch.dtyp
 
 
 def move_buffers(model: nn.Module, device: torch.device, recording: Recording | None) -> None:
-    """Bring buffers to the device; they keep their dtype, and modules that share one go on sharing it."""
+    """Move buffers to the device; they keep their dtype, and modules that share a buffer still do."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     if recording is not None:
         recording.make_attributes(model, device)
@@ -176,7 +182,7 @@ def move_buffers(model: nn.Module, device: torch.device, recording: Recording | 
 
 
 def compile_scopes(stage: PlacedParameters, backend: str = "inductor") -> None:
-    """Compile each block by itself, its hooks left out; without blocks, the whole model."""
+    """Compile each block by itself, without its hooks; if there are no blocks, compile the whole model."""
     refuse_others_compile_cache()
     for path in [scope.path for scope in stage.plan.scopes if scope.path] or [""]:
         module = stage.scope_module(path)

@@ -1,6 +1,6 @@
-"""An engine's checkpoints: DeepSpeed's two verbs on gptpar's own format.
+"""An engine's checkpoints: DeepSpeed's ``save_checkpoint`` and ``load_checkpoint`` in gptpar's own format.
 
-Which of them is meant is :mod:`gptpar.any_module.tags`.
+:mod:`gptpar.any_module.tags` finds the checkpoint that a tag names.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ Tensors = dict[str, torch.Tensor | TensorParts]
 
 @dataclass(frozen=True)
 class Chosen:
-    """What of a checkpoint is loaded.
+    """Which parts of a checkpoint are loaded.
 
     Attributes:
-        strict: every parameter, persistent buffer and moment has to be there on both sides.
-        optimizer: moments, number of updates, and the groups' numbers.
-        scheduler: the schedule's state.
-        module_only: parameters and buffers alone, none of these and no counts.
+        strict: whether checkpoint and engine must have the same parameters, persistent buffers and moments.
+        optimizer: whether to load moments, the number of updates, and the groups' hyperparameters.
+        scheduler: whether to load the schedule's state.
+        module_only: whether to load parameters and buffers alone, without optimizer, schedule and counts.
     """
 
     strict: bool = True
@@ -83,15 +83,15 @@ def save(
     Args:
         save_dir: a folder that all processes share.
         tag: the checkpoint's name; default: ``global_step`` and the number of steps. It replaces one of that name.
-        client_state: numbers, texts, lists, tuples and dictionaries; the first process's is kept.
-        save_latest: whether it is loaded where no tag is given.
+        client_state: numbers, texts, lists, tuples and dictionaries; the first process's is saved.
+        save_latest: whether a load without a tag takes this checkpoint.
 
     Returns:
         The checkpoint's path.
 
     Raises:
-        CheckpointError: on every process: see ``gptpar.checkpoint.save_checkpoint``; values that JSON cannot hold, all
-            of them named; another program's folder. What was saved before stays.
+        CheckpointError: on every process: as ``gptpar.checkpoint.save_checkpoint``; or JSON cannot hold some values,
+            all of which it names; or the folder is another program's. Earlier checkpoints stay.
     """
     ranks, folder = Ranks(None), Path(save_dir)
     tag = agreed_tag(ranks, f"global_step{engine.global_steps}" if tag is None else tag)
@@ -110,20 +110,22 @@ def save(
 def load(
     engine: TrainingEngine, load_dir: str | os.PathLike[str], tag: str | None, chosen: Chosen
 ) -> tuple[str | None, Any]:
-    """Fill an engine from a checkpoint that an engine of any size, ZeRO stage, ratio and number format saved.
+    """Load a checkpoint into an engine; world size, ZeRO stage, ratio and number format may differ from the saved ones.
 
-    Every byte is proved before the first one is used: after an error the engine is as it was.
+    Every byte is verified before the first one is used: after an error the engine is unchanged.
 
     Args:
-        tag: of the checkpoint; ``None``: the one that ``latest`` names, or else the newest; where it is damaged, the
-            newest before it that is whole.
+        load_dir: the folder of checkpoints.
+        tag: of the checkpoint; ``None``: the one that ``latest`` names, or else the newest; if that is damaged, the
+            newest undamaged one before it.
+        chosen: which parts are loaded.
 
     Returns:
-        (path, client_state); (``None``, {}) where the folder has no checkpoint and no tag is given.
+        (path, client_state); (``None``, {}) if the folder has no checkpoint and no tag is given.
 
     Raises:
-        CheckpointError: on every process: no such tag, or none that is whole, another program's folder, or a
-            checkpoint that does not fit, with all that differs.
+        CheckpointError: on every process: there is no such tag, or no undamaged checkpoint; or the folder is another
+            program's; or the checkpoint does not fit, with all differences.
     """
     ranks, folder = Ranks(None), Path(load_dir)
     engine.weights.settle()
@@ -147,11 +149,11 @@ def load(
     raise CheckpointError(f"nothing was loaded: no whole checkpoint in {folder}:\n" + "\n".join(damaged))
 
 
-# What is in it.
+# The contents of a checkpoint.
 
 
 def _state_of(engine: TrainingEngine, tag: str, client_state: Any) -> StoredState:
-    """The numbers of this moment."""
+    """All numbers of the engine's present state that are not tensors."""
     problems: list[str] = []
     counts = {name: getattr(engine, name) for name in ENGINE_COUNTS}
     state = StoredState(
@@ -189,7 +191,7 @@ def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _tensors(engine: TrainingEngine, *, with_moments: bool) -> Tensors:
-    """This process's part of all parameters and moments, live: ``weights/NAME``, ``STATE/NAME``."""
+    """This process's boxes of all parameters and moments: ``weights/NAME``, ``STATE/NAME``; views, not copies."""
     kinds = {"weights": engine.weights.parts()}
     kinds |= {kind: engine.engine.optimizer.parts(kind) for kind in _states(engine) if with_moments}
     return {f"{kind}/{name}": part for kind, parts in kinds.items() for name, part in parts.items()}
@@ -201,7 +203,7 @@ def _states(engine: TrainingEngine) -> tuple[str, ...]:
 
 
 def _buffers(module: nn.Module) -> Tensors:
-    """Persistent buffers, each under its first name, live; complex ones as pairs of numbers."""
+    """Persistent buffers, each under its first name; views, not copies; complex ones as pairs of numbers."""
     found: dict[torch.Tensor, str] = {}
     for path, one, _ in walk(module):
         kept = {name: value for name, value in one._buffers.items() if name not in one._non_persistent_buffers_set}
@@ -217,7 +219,7 @@ def _buffers(module: nn.Module) -> Tensors:
 
 
 def _require_fit(ranks: Ranks, engine: TrainingEngine, path: Path, state: StoredState, chosen: Chosen) -> None:
-    """Whether the checkpoint's names and groups are the engine's, before anything is read."""
+    """Check, before any tensor is read, that names and groups of the checkpoint are those of the engine."""
     groups = engine.optimizer.param_groups
     differences = list(alias_problems(state.aliases, engine.weights.aliases))
     extra = state.extra.keys() ^ {name for name, _ in _with_extra_state(engine.module)}
@@ -243,7 +245,7 @@ _REMEDY = (
 
 
 def _fill(engine: TrainingEngine, folder: Path, number: int, manifest: Manifest, chosen: Chosen) -> None:
-    """Read all tensors, once they are proved."""
+    """Read all tensors, after they have been verified."""
     targets = _tensors(engine, with_moments=chosen.moments) | _buffers(engine.module)
     rounded = {
         name: _like(target, entry.dtype)
@@ -267,14 +269,14 @@ def _fill(engine: TrainingEngine, folder: Path, number: int, manifest: Manifest,
 
 
 def _like(target: torch.Tensor | TensorParts, dtype: torch.dtype) -> TensorParts:
-    """New memory for the same boxes of another number format: of a parameter that is frozen on one side only, say."""
+    """New memory for the same boxes in another number format, for instance of a parameter frozen on one side only."""
     parts = as_parts(target)
     boxes = tuple((offsets, torch.empty(part.shape, dtype=dtype)) for offsets, part in parts.parts)
     return TensorParts(parts.shape, boxes, dtype)
 
 
 def _take_over(engine: TrainingEngine, state: StoredState, chosen: Chosen) -> None:
-    """Everything but the tensors."""
+    """Load everything but the tensors, which are loaded already."""
     engine.engine.publish()
     for path, module in _with_extra_state(engine.module):
         if path in state.extra:

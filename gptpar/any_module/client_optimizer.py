@@ -1,7 +1,7 @@
-"""Which parameters are trained, in which groups, and with which hyperparameters.
+"""The parameters that are trained, their groups, and the groups' hyperparameters.
 
-A client's optimizer has precedence over the configuration's. The engine takes over its parameter groups and updates
-them itself, with AdamW: so the optimizer has to be AdamW, or Adam without weight decay, which is the same.
+A client's optimizer has precedence over the configuration's. The engine takes over its parameter groups, and updates
+them itself with AdamW. So the client's optimizer has to be AdamW, or Adam without weight decay, which is the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Group: TypeAlias = dict[str, Any]
 ClientOptimizer: TypeAlias = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None
 
 MAX_NAMED = 4
-"""Parameters that a sentence names; of the others it says the number."""
+"""A sentence names at most this many parameters, and gives the number of the others."""
 
 _OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
-"""Arguments of torch's AdamW that change its update: the engine has none of them."""
+"""Arguments of torch's AdamW that change its update; the engine supports none of them."""
 
 
 def groups_of(
@@ -37,21 +37,22 @@ def groups_of(
     *,
     may_be_empty: bool = False,
 ) -> list[Group]:
-    """The parameter groups: ``params`` (a list), the optimizer's hyperparameters, and what else users add.
+    """The parameter groups: ``params`` (a list), the optimizer's hyperparameters, and further keys that users add.
 
-    A client optimizer's groups are its own dictionaries, so that a scheduler which the client has built over it changes
-    their rates. Frozen parameters stay in the groups that name them. Trainable ones that no group names are not
-    trained, as in DeepSpeed, and a warning names them.
+    A client optimizer's groups are its own dictionaries, so that a scheduler that the client has built over it changes
+    their learning rates. Frozen parameters stay in the groups that name them. Trainable ones that no group names are
+    not trained, as in DeepSpeed, and a warning names them.
 
     Args:
-        optimizer: the client's: an AdamW that has not stepped, or a function (a class) from parameters to one.
+        optimizer: the client's: an AdamW that has not stepped, or a function (or class) that makes one of parameters.
         model_parameters: parameters, (name, parameter) pairs or groups; default: all trainable ones of the model. An
-            optimizer that is there already brings its own.
-        options: its ``optimizer`` is for a client that brings none.
-        may_be_empty: whether there need not be trainable parameters: a pipeline's stage may have none.
+            existing optimizer has its own parameters.
+        model: the module.
+        options: its ``optimizer`` counts if the client passes none.
+        may_be_empty: whether there may be no trainable parameter, as in a pipeline's stage.
 
     Raises:
-        ConfigError: naming everything that does not fit.
+        ConfigError: something does not fit; it names everything.
     """
     client, given = optimizer, _listed(model_parameters, model)
     if client is not None and not isinstance(client, torch.optim.Optimizer):
@@ -72,7 +73,7 @@ def groups_of(
 
 
 def options_beside(optimizer: ClientOptimizer, options: EngineOptions) -> EngineOptions:
-    """The options where the client brings an optimizer, or ``None``: a client's is AdamW, whatever they say."""
+    """The options; if the client passes an optimizer, with AdamW as the update, whatever the configuration says."""
     return options if optimizer is None else replace(options, update=ADAMW)
 
 
@@ -82,7 +83,7 @@ _USE_ADAMW = (
 )
 
 
-_NO_OPTIMIZER = 'no optimizer is said: add {"optimizer": {"type": "AdamW"}} to the configuration, or pass optimizer=.'
+_NO_OPTIMIZER = 'there is no optimizer: add {"optimizer": {"type": "AdamW"}} to the configuration, or pass optimizer=.'
 
 
 def _listed(params: Any, model: nn.Module) -> list[Any]:
@@ -98,7 +99,7 @@ def _nameless(entries: Sequence[Any]) -> list[Any]:
 
 
 def _grouped(given: list[Any], options: EngineOptions) -> tuple[list[Group], list[str]]:
-    """(groups, completed from the configuration; why there can be none)"""
+    """(groups with the configuration's hyperparameters as defaults, problems)"""
     if options.optimizer is None:
         return [], [_NO_OPTIMIZER]
     groups = [item for item in given if isinstance(item, dict)]
@@ -122,7 +123,7 @@ def _client_problems(client: torch.optim.Optimizer) -> Iterator[str]:
             )
         for name in _OTHER_UPDATES:
             if group.get(name):
-                yield f"optimizer has {name}=True in group {place}, which gptpar's AdamW has not: leave it out."
+                yield f"optimizer has {name}=True in group {place}, which gptpar's AdamW does not have: leave it out."
     if client.state:
         yield (
             f"optimizer has taken steps: it has moments of {len(client.state)} parameters, which the engine would not "
@@ -131,7 +132,7 @@ def _client_problems(client: torch.optim.Optimizer) -> Iterator[str]:
 
 
 def _parameter_problems(groups: Sequence[Group], model: nn.Module, may_be_empty: bool) -> Iterator[str]:
-    """Whether the groups have parameters of the model, each once."""
+    """Problems of groups that do not consist of the model's parameters, each once."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     places: dict[torch.Tensor, int] = {}
     foreign = []

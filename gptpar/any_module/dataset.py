@@ -1,4 +1,4 @@
-"""``training_data`` as micro-batches of one process."""
+"""Makes one process's micro-batches of ``training_data``."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ def make_loader(
     world: int,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Micro-batches of this process, shuffled anew in each epoch by ``options.seed``.
+    """A loader of this process's micro-batches, in a new order in each epoch that depends on ``options.seed``.
 
-    A step consists of the same samples on any number of processes whose ``train_batch_size`` is the same. A rest that
-    does not fill a micro-batch on every process is left out.
+    For one ``train_batch_size``, a step consists of the same samples on any number of processes. Samples at the end
+    that do not fill a micro-batch on every process are left out.
 
     Args:
         rank, world: of the data-parallel processes.
         collate_fn: makes a micro-batch of a list of samples; default: torch's.
 
     Raises:
-        GptparError: no length is known on several processes, or there are too few samples for one micro-batch.
+        GptparError: the data set has no length and there are several processes, or it has too few samples for one
+            micro-batch.
     """
     size, pinned = options.batch.micro_batch_size, torch.cuda.is_available()
     if isinstance(dataset, IterableDataset):
@@ -53,7 +54,7 @@ def make_loader(
 
 
 class RepeatingLoader(Generic[Batch]):
-    """Batches of a loader without end, each epoch in an order of its own.
+    """The batches of a loader, without end; each epoch has an order of its own.
 
     Args:
         loader: if its sampler has ``set_epoch``, that is called before each epoch.

@@ -1,11 +1,11 @@
-"""Build any model without memory, and make its values later, one tensor at a time and the same in every layout.
+"""Builds any model without memory, and makes its values later, one tensor at a time and the same in every layout.
 
     with gptpar.deferred_init(seed=0) as recording:
         model = AnyModel()  # on the meta device: shapes, no memory
     values = recording.make(model.weight, "cuda")
 
-What the constructor computes is put on a tape instead (:mod:`gptpar.any_module.tape`), and :meth:`Recording.make`
-replays the part that one tensor needs.
+The constructor's operations are recorded on a tape (:mod:`gptpar.any_module.tape`); :meth:`Recording.make` replays
+those that one tensor needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gptpar.any_module.tape import Operation, Region, Tape, keywords, tensors_in
 from gptpar.errors import GptparError, ModelError
 
 aten = torch.ops.aten
-# What they return has no values yet.
+# Operators whose results have no values yet.
 EMPTY = {
     aten.empty,
     aten.empty_like,
@@ -37,7 +37,7 @@ EMPTY = {
 }
 TO_PYTHON = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__format__}
 FROM_PYTHON = {torch.tensor, torch.as_tensor}
-# What _AsOnCpu answers for a tensor on meta.
+# The answers of _AsOnCpu for a tensor on meta.
 PRETENDED = {
     torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
@@ -46,13 +46,13 @@ PRETENDED = {
 
 
 class Recording:
-    """How the tensors of a model that has no memory get their values.
+    """The recorded construction of a model without memory, which makes the values of its tensors.
 
     All values are made on the CPU and then copied, so that they are the same bits on any device. They depend on the
-    seed and the constructor alone: not on the layout, and not on which other tensors are made, before or after. Random
-    values differ from those after ``torch.manual_seed(seed)`` and have the same distributions. All others are bit for
-    bit those of a construction on the CPU, except for ``linalg.svdvals``, which torch computes by another routine here.
-    ``make`` may be called from several threads.
+    seed and the constructor alone, neither on the layout nor on which other tensors are made. Random values have the
+    same distributions as after ``torch.manual_seed(seed)``, but other bits. All other values are bit for bit those of a
+    construction on the CPU, except for ``linalg.svdvals``, which torch computes by another routine here. ``make`` may
+    be called from several threads.
 
     Args:
         seed: of all random values. A generator that the constructor passes to an operator is not used.
@@ -64,20 +64,21 @@ class Recording:
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a meta tensor's values can be made: it is of this recording, and unchanged since."""
+        """Whether a tensor's values can be made: it is on meta, of this recording, and unchanged since."""
         tracked, version = self._versions.get(id(tensor), (tensor, None))
         unchanged = version is None or tracked._version == version
         return _on_meta(tensor) and unchanged and self._tape.holds(tensor)
 
     def make(self, tensor: torch.Tensor, device: torch.device | str = "cpu", name: str = "") -> torch.Tensor:
-        """A tensor's values in new memory, with its strides where it is dense; a copy if it has memory already.
+        """A tensor's values in new memory, with its strides if it is dense; a copy if it has memory already.
 
         Args:
-            tensor: parameter, buffer or any other tensor of the model; it stays as it is.
+            tensor: parameter, buffer or any other tensor of the model; it is not changed.
+            device: of the new memory.
             name: for the error.
 
         Raises:
-            GptparError: nobody knows the values, or they cannot be computed.
+            GptparError: the values are not known, or cannot be computed.
         """
         if not _on_meta(tensor):
             return tensor.detach().to(device, copy=True)
@@ -89,16 +90,20 @@ class Recording:
             raise GptparError(f"{name or 'a tensor'} cannot be made: {error}") from None
 
     def check(self, module: nn.Module) -> None:
-        """Raise a ModelError that names every parameter and buffer whose values cannot be made."""
+        """Check that the values of all parameters and buffers can be made.
+
+        Raises:
+            ModelError: some cannot; it names all of them.
+        """
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         unknown = [name for name, tensor in tensors.items() if _on_meta(tensor) and not self.knows(tensor)]
         if unknown:
             raise ModelError([_unknown(name) for name in unknown])
 
     def make_attributes(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
-        """Give values to tensors that modules keep as plain attributes, or in lists, tuples and dictionaries there.
+        """Give values to tensors in modules' plain attributes, also inside of lists, tuples and dictionaries.
 
-        Parameters and buffers are left out, wherever they are referred to.
+        Parameters and buffers that these refer to are left as they are.
         """
         done = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
 
@@ -108,7 +113,7 @@ class Recording:
                 originals.append(tensor)
             return done.get(id(tensor), tensor)
 
-        originals: list[torch.Tensor] = []  # kept, so that no id is used twice
+        originals: list[torch.Tensor] = []  # keeps them alive, so that no id is used twice
 
         for one in module.modules():
             for key, value in list(vars(one).items()):
@@ -116,8 +121,8 @@ class Recording:
                     vars(one)[key] = tree_map_only(torch.Tensor, made, value)
 
     def record(self, function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call an operator on meta tensors, and remember what it writes."""
-        if function is aten.lift_fresh.default and not _on_meta(args[0]):  # what torch.tensor and from_numpy return
+        """Call an operator on meta tensors, and record it."""
+        if function is aten.lift_fresh.default and not _on_meta(args[0]):  # the result of torch.tensor or from_numpy
             return self._tape.constant(args[0])
         tensors, written = tensors_in((args, kwargs)), tensors_in(_written(function, args, kwargs))
         if not all(_on_meta(tensor) for tensor in written):  # a tensor of the user's that has memory
@@ -132,7 +137,7 @@ class Recording:
     def _record(
         self, function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], written: list[Any], makes: bool
     ) -> Any:
-        """Call an operator whose tensors are all on meta, and put it on the tape.
+        """Call an operator whose tensors are all on meta, and write it to the tape.
 
         Args:
             written: the arguments that it writes in place.
@@ -158,7 +163,7 @@ class Recording:
             self._registered.append(tensor)
 
     def close(self) -> None:
-        """From here on, a change is one that the recording does not see."""
+        """End the recording; it does not see later changes, so it notes the tensors' versions."""
         self._versions = {id(tensor): (tensor, tensor._version) for tensor in self._registered}
 
     def _with_meta(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +173,7 @@ class Recording:
         return self._tape.enter(tensor, foreign=True)[0]
 
     def _before(self, function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Operation:
-        """An operation as far as it is known before the call, which may move its arguments to other storages."""
+        """The part of an operation that is known before the call, which may move its arguments to other storages."""
         draw = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             draw, self._tape.num_draws = self._tape.num_draws, self._tape.num_draws + 1
@@ -176,7 +181,7 @@ class Recording:
         return Operation(function, args, kwargs, draw)
 
     def _after(self, operation: Operation, outcome: Any, written: list[torch.Tensor]) -> None:
-        """Put an operation on the tape, unless it made nothing but views or memory without values."""
+        """Write an operation to the tape, unless it made only views, or memory without values."""
         entered = [self._tape.enter(tensor) for tensor in tensors_in(outcome)]
         made = tuple(region if new else None for region, new in entered)
         fresh = {region.storage for region in made if region is not None}
@@ -192,16 +197,16 @@ class Recording:
         self._tape.write(replace(operation, replaces=frozenset(fresh), writes=frozenset(fresh | targets)))
 
     def _compute(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operator's result from real values: what a constructor asks for while it builds."""
+        """Compute an operator's result from real values, because the constructor needs it while it runs."""
         with _disable_current_modes(), torch.no_grad():
             args, kwargs = tree_map_only(torch.Tensor, self.make, (args, kwargs))
             return tree_map_only(torch.Tensor, self._tape.constant, self._tape.call(operation, args, kwargs))
 
 
 class _OnMeta(TorchDispatchMode):
-    """Makes every tensor on meta and has every operator recorded.
+    """Makes every tensor on meta, and records every operator.
 
-    Not ``torch.device("meta")``: a device in a call would win over it.
+    ``torch.device("meta")`` would not do: a device that is named in a call has precedence over it.
     """
 
     def __init__(self, recording: Recording):
@@ -214,9 +219,9 @@ class _OnMeta(TorchDispatchMode):
 
 
 class _AsOnCpu(TorchFunctionMode):
-    """Lets tensors on meta look as if they were on the CPU, and answers what torch reads of memory without an operator.
+    """Lets tensors on meta appear to be on the CPU, and computes values that torch reads without an operator.
 
-    ``nn.init`` and libraries leave their initialisation out where a tensor says that it is on meta.
+    Otherwise ``nn.init`` and libraries would skip their initialisation of tensors that are on meta.
     """
 
     def __init__(self, recording: Recording):
@@ -238,9 +243,9 @@ class _AsOnCpu(TorchFunctionMode):
 def deferred_init(seed: int = 0) -> Iterator[Recording]:
     """Build a model without memory: every tensor that is made in the context is on the meta device.
 
-    All that changes a value has to happen in the context: initialisation, casts, ``.to``, deep copies. Values that a
-    constructor asks for (``tolist``, ``item``, ``numpy``, a comparison in an ``if``) are computed. Weights are loaded
-    after the model has memory.
+    All changes of values have to happen in the context: initialisation, casts, ``.to``, deep copies. Values that a
+    constructor reads (``tolist``, ``item``, ``numpy``, a comparison in an ``if``) are computed. Load weights only after
+    the model has memory.
 
     Args:
         seed: of all random values, the same on every process.
@@ -281,13 +286,13 @@ def _written(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any
 
 
 def _default_dtype(regions: list[Region]) -> torch.dtype | None:
-    """torch's default dtype, where the arguments leave to it which floating-point dtype a result has."""
+    """torch's default dtype, if it decides the floating-point dtype of a result; ``None`` if the arguments do."""
     floating = any(region.dtype.is_floating_point or region.dtype.is_complex for region in regions)
     return None if floating else torch.get_default_dtype()
 
 
 def _without_place(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments without device and pinning, and without a generator, which cannot draw for meta."""
+    """Keyword arguments without device and pinning, and without a generator, which cannot draw on meta."""
     kept = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
     return kept | ({"generator": None} if "generator" in kept else {})
 

@@ -1,4 +1,4 @@
-"""Torch's stance towards compiled code: while any module's first pass is watched, it runs uncompiled."""
+"""Torch's stance towards compiled code: while a module's first pass is observed, code runs uncompiled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class EagerStance:
-    """Keeps compiled code uncompiled while anybody wants that, and restores what it found when the last one is done.
+    """Makes code run uncompiled while at least one engine needs that, then restores the earlier stance.
 
-    The stance is the process's, so one object owns it: :data:`EAGER_STANCE`. Engines want it by turns that overlap: a
-    GAN's discriminator is first called between its generator's first forward and backward pass.
+    The stance belongs to the whole process, so that one object owns it: :data:`EAGER_STANCE`. Engines' needs may
+    overlap: a GAN's discriminator is first called between its generator's first forward and backward pass.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class EagerStance:
         self._stance: AbstractContextManager[Any] | None = None
 
     def force(self) -> None:
-        """Run compiled code uncompiled, until as many calls of :meth:`restore` have come."""
+        """Run code uncompiled until :meth:`restore` has been called as often as this method."""
         with self._lock:
             if not self._count:
                 self._stance = torch.compiler.set_stance("force_eager")
@@ -30,7 +30,7 @@ class EagerStance:
             self._count += 1
 
     def restore(self) -> None:
-        """Take back one :meth:`force`."""
+        """Undo one :meth:`force`."""
         with self._lock:
             self._count -= 1
             if not self._count and self._stance is not None:

@@ -24,7 +24,7 @@ class ModuleEngine(TrainingEngine):
     """Trains a module: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()`` for each micro-batch.
 
     In :meth:`train_batch` and :meth:`eval_batch`, a micro-batch that is a mapping is passed to the module as keywords,
-    a tuple or a list as positional arguments, all else as one argument. The loss is what ``loss_fn(output,
+    a tuple or a list as positional arguments, anything else as one argument. The loss is what ``loss_fn(output,
     micro-batch)`` returns; without it the output, its ``loss``, or the first element of a tuple.
 
     Args:
@@ -54,7 +54,7 @@ class ModuleEngine(TrainingEngine):
         self._boundary: bool | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; floating-point inputs are cast where the configuration says ``auto_cast``."""
+        """Call the module; floating-point inputs are cast if the configuration has ``auto_cast``."""
         self._require_open()
         args, kwargs = self._cast((args, kwargs))
         with self._stage.forward(), self._activity.lost_ranks_explained():
@@ -63,11 +63,11 @@ class ModuleEngine(TrainingEngine):
     # A step.
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at work is its step's last."""
+        """Whether the current micro-batch is the last of its step."""
         return self._is_final or self._is_last()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the coming micro-batches end a step, in place of counting them.
+        """Set whether the next micro-batches end a step, instead of counting them.
 
         Raises:
             GptparError: sums of gradients have no memory, because ``gradient_accumulation_steps`` is 1.
@@ -81,10 +81,10 @@ class ModuleEngine(TrainingEngine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """No backward pass inside is the step's last: its gradients are added to, and not final.
+        """A context for backward passes that are not the last of a step: gradients are added up, and are not final.
 
-        If a micro-batch has several backward passes, all but the last belong inside. Under ZeRO-2 and 3 gradients are
-        summed over processes all the same.
+        If a micro-batch has several backward passes, all but the last belong inside. Under ZeRO-2 and 3, gradients are
+        still summed over processes inside.
         """
         self._require_sums("no_sync()")
         before, self._no_sync = self._no_sync, True
@@ -106,10 +106,11 @@ class ModuleEngine(TrainingEngine):
         The step's gradient is the mean over its micro-batches and the data-parallel processes.
 
         Args:
-            loss: a scalar that :meth:`forward` has led to.
-            scale_wrt_gas: whether this loss is one of ``gradient_accumulation_steps`` to be averaged; else it counts
+            loss: a scalar computed from the output of :meth:`forward`.
+            retain_graph: whether autograd keeps the graph for another backward pass.
+            scale_wrt_gas: whether this loss is one of ``gradient_accumulation_steps`` that are averaged; else it counts
                 in full.
-            create_graph: refused: gradients leave autograd as they come.
+            create_graph: refused, because gradients are taken out of autograd as soon as they are formed.
 
         Returns:
             The loss.
@@ -131,7 +132,7 @@ class ModuleEngine(TrainingEngine):
         try:
             self._work.backward(loss, last=last, factor=factor, retain_graph=retain_graph)
         except BaseException:
-            self.zero_grad()  # some of the step's gradients are incomplete: it begins anew
+            self.zero_grad()  # some of the step's gradients are incomplete: it has to begin again
             raise
         self._is_final = last
         if not retain_graph:
@@ -167,8 +168,8 @@ class ModuleEngine(TrainingEngine):
     def _require_no_step(self) -> None:
         if self._has_begun or self._count or self._no_sync:
             raise GptparError(
-                f"train_batch() or set_train_batch_size() amid a step, {self._count} of whose micro-batches are done, "
-                "or in no_sync(): end the step with engine.step(), or forget it with engine.zero_grad()."
+                f"train_batch() or set_train_batch_size() within a step, {self._count} of whose micro-batches are "
+                "done, or in no_sync(): end the step with engine.step(), or drop it with engine.zero_grad()."
             )
 
     def _passes(self, batches: Batches) -> StepResult:
@@ -203,5 +204,5 @@ class ModuleEngine(TrainingEngine):
 
 
 def _notes_of(loss: torch.Tensor) -> dict[str, Any]:
-    """What autograd keeps with the graph of a loss."""
+    """Metadata that autograd keeps with the graph of a loss."""
     return {} if loss.grad_fn is None else cast(Any, loss.grad_fn).metadata

@@ -1,4 +1,4 @@
-"""What stands behind an engine for any module."""
+"""The parts of an engine for any module."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gptpar.topology.groups import Topology
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Made once by ``gptpar.initialize``, around one module.
+    """The parts of which ``gptpar.initialize`` makes an engine for one module.
 
     Attributes:
         engine: has the parameters, their gradients and the optimizer.
-        host: the CPU optimizer; ``None``: nothing is offloaded.
-        weights: the module's, as its user reads and changes them.
+        host: the CPU optimizer; ``None`` without offload.
+        weights: reads and changes the module's weights for its user.
         topology: this process's place.
-        activity: is told what this process is doing.
-        watch: over the order of calls; it is closed with the engine.
+        activity: records what this process is doing.
+        watch: compares the order of calls between processes; it is closed with the engine.
     """
 
     engine: Engine

@@ -1,4 +1,4 @@
-"""What an engine tells of itself, by DeepSpeed's names. Nothing here changes anything."""
+"""An engine's getters, with DeepSpeed's names; none of them changes the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Getters:
-    """DeepSpeed's getters. Those of the configuration are methods there, those of the process attributes."""
+    """DeepSpeed's getters. As in DeepSpeed, those of the configuration are methods, those of the process attributes."""
 
     module: nn.Module
     options: EngineOptions
@@ -44,15 +44,15 @@ class Getters:
     # The update.
 
     def zero_optimization(self) -> bool:
-        """Whether ZeRO is at work."""
+        """Whether ZeRO is used."""
         return self.options.zero_stage > 0
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """The ZeRO stage, 0 to 3."""
         return self.options.zero_stage
 
     def gradient_clipping(self) -> float:
-        """Largest norm of the gradient; 0: any."""
+        """The norm to which gradients are clipped; 0: they are not."""
         return self.options.max_norm
 
     def steps_per_print(self) -> int:
@@ -64,7 +64,7 @@ class Getters:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[tuple[float, float]]:
-        """AdamW's two betas of each parameter group."""
+        """The two betas of each parameter group."""
         return [tuple(group["betas"]) for group in self.optimizer.param_groups]
 
     # Number formats.
@@ -78,26 +78,26 @@ class Getters:
         return self.options.dtype == torch.bfloat16
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
+        """Whether the loss scale is dynamic."""
         return self.options.loss_scale.dynamic
 
     def loss_scale(self) -> float:
-        """The loss scale as configured; 0: it is dynamic, and :attr:`cur_scale` has the present one."""
+        """The configured loss scale; 0 if it is dynamic, and :attr:`cur_scale` has the present one."""
         return 0.0 if self.dynamic_loss_scale() else self.options.loss_scale.value
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied by now; 1 without fp16."""
+        """The present factor of losses; 1 without fp16."""
         return self.loss_scaler.value
 
     # The module.
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The module's state as it is now, in host memory, to be kept or saved as a whole or in part.
+        """A copy of the module's present state in host memory, which can be kept, or saved as a whole or in part.
 
-        All processes call it. Its tensors have memory of their own, but for tied ones, which share theirs. Those of
-        ``module.state_dict()`` are the parameters themselves where these are on the device all the time: writing into
-        them changes the module, and ``torch.save`` of one of them writes the memory in which all lie.
+        All processes call it. Its tensors have memory of their own, except that tied ones share theirs. Tensors of
+        ``module.state_dict()``, in contrast, are the parameters themselves if these stay on the device: writing to them
+        changes the module, and ``torch.save`` of one of them writes the memory of all.
 
         Args:
             exclude_frozen_parameters: leave out parameters that require no gradient.
@@ -129,10 +129,10 @@ class Getters:
 
     @property
     def world_size(self) -> int:
-        """Processes, those of all pipeline stages together."""
+        """Number of processes of all pipeline stages together."""
         return self.topology.layout.world_size
 
     @property
     def dp_world_size(self) -> int:
-        """Processes with micro-batches of their own."""
+        """Number of processes with micro-batches of their own."""
         return self.topology.layout.data

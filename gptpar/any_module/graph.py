@@ -1,4 +1,4 @@
-"""Whether and how ``train_batch`` records its steps as CUDA graphs."""
+"""Records the steps of ``train_batch`` as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from gptpar.engine.step_graph import Recorder, StepGraph
 from gptpar.errors import ConfigError
 
 LAUNCHED_STEPS = 3
-"""Steps of a stranger's module that have to be alike before one is recorded."""
+"""Number of equal steps of a user's module before one is recorded."""
 
 
 def graph_obstacles(options: EngineOptions, world: int) -> Iterator[str]:
-    """What needs the host in the middle of a step, each as a part of a sentence."""
+    """What needs the host within a step, each reason as a part of a sentence."""
     if world > 1 and options.zero_stage >= 2:
         yield f"zero_optimization.stage {options.zero_stage} gives and takes memory during the step (use stage 1)"
     if world > 1 and options.offload.ratio:
-        yield "zero_optimization.offload_optimizer waits for each unit, amid the messages of several processes"
+        yield "zero_optimization.offload_optimizer waits for each unit, between the messages of several processes"
     if options.offload.parameters:
         yield "zero_optimization.offload_param brings and drops parameters during the step"
 
 
 def check_graph(options: EngineOptions, world: int) -> None:
-    """Refuse a step graph that is demanded where there can be none.
+    """Check that there can be a step graph if the configuration demands one.
 
     Raises:
-        ConfigError: with all reasons.
+        ConfigError: there cannot; it names all reasons.
     """
     if options.step_graph == "on":
         problems = [f"gptpar.step_graph: {reason}." for reason in graph_obstacles(options, world)]
@@ -43,10 +43,10 @@ def check_graph(options: EngineOptions, world: int) -> None:
 
 
 def wants_graph(options: EngineOptions, world: int, device: torch.device) -> bool:
-    """Whether steps are to be recorded; with ``auto``, where nothing speaks against it.
+    """Whether steps are recorded. With ``auto`` they are if there is no obstacle and a recording is not slower.
 
-    Under ZeRO-1 it would be slower: a recorded step has to wait for all parameters to be gathered, while one that is
-    launched bit by bit waits for each unit's.
+    Under ZeRO-1 it would be slower: a recorded step has to wait until all parameters are gathered, while one whose
+    kernels are launched one by one waits for each unit's parameters.
     """
     if device.type != "cuda" or options.step_graph == "off":
         return False
@@ -55,14 +55,17 @@ def wants_graph(options: EngineOptions, world: int, device: torch.device) -> boo
 
 
 class RecordedWork:
-    """A step's passes, launched at first and replayed once some steps were alike.
+    """A step's passes, launched at first, and replayed after some equal steps.
 
-    A recording does what the recorded step did. The values of tensors are read anew: micro-batches, parameters,
-    buffers, the loss scale, the state of torch's default generator. What the module decides in Python is not: numbers
-    and random choices of Python, the blocks it calls. The micro-batches' shapes and plain values and the modules' modes
-    are compared before each step; what the module reads elsewhere cannot be.
+    A replay repeats the recorded step with new values of tensors: micro-batches, parameters, buffers, the loss scale,
+    the state of torch's default generator. It does not repeat decisions of the module in Python, such as its numbers
+    and random choices, or which blocks it calls. Before each step, the micro-batches' shapes and plain values and the
+    modules' modes are compared with the recorded ones; other values that the module reads cannot be compared.
 
     Args:
+        module: the model.
+        work: a step's passes.
+        engine: of the model.
         recorder: default: of CUDA graphs.
     """
 
@@ -72,7 +75,7 @@ class RecordedWork:
             lambda given: work(given[0]),
             engine.gatherer.wait_for_all,
             engine.finish,
-            engine.cuts,
+            engine.graph_breaks,
             launched_steps=LAUNCHED_STEPS,
             given_up=_warn,
             recorder=recorder,
@@ -83,7 +86,7 @@ class RecordedWork:
         return self._graph((batches, [module.training for module in self._module.modules()]))
 
     def release(self) -> None:
-        """Forget the recording."""
+        """Drop the recording."""
         self._graph.release()
 
 
@@ -91,8 +94,8 @@ def _warn(reason: Exception) -> None:
     said = (str(reason) or type(reason).__name__).splitlines()[0]
     frames = [frame for frame in traceback.extract_tb(reason.__traceback__) if "/torch/" not in frame.filename]
     warnings.warn(
-        f"train_batch launches each step bit by bit, because recording it as a graph failed: {said} "
+        f"train_batch launches each step kernel by kernel, because recording it as a graph failed: {said} "
         f"({frames[-1].filename}:{frames[-1].lineno}). A recorded step must not wait for the device; "
-        '{"gptpar": {"step_graph": false}} says so from the start.',
+        '{"gptpar": {"step_graph": false}} turns recording off.',
         stacklevel=2,
     )

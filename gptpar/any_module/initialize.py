@@ -59,11 +59,10 @@ def initialize(
     recording: Recording | None = None,
     loss_fn: LossFunction | None = None,
 ) -> Initialized:
-    """Train a module with ZeRO, offload and whatever else a DeepSpeed configuration asks for, without changing it.
+    """Make an engine that trains a module with ZeRO, offload and other options of a DeepSpeed configuration.
 
-    Every process calls it, with the same model; the first process's values count. On several processes
-    ``torch.distributed`` is initialised if it is not yet. Arguments have DeepSpeed's names and places. What one process
-    alone raises, all raise, with its rank.
+    The module is not changed. Every process calls this with the same model; the first process's values count. If
+    necessary, ``torch.distributed`` is initialised. If one process raises an error, all raise it, with its rank.
 
     Args:
         args: a command line whose ``deepspeed_config`` may name the configuration; its ``local_rank`` is set.
@@ -73,24 +72,25 @@ def initialize(
         optimizer: instead of the configuration's: an AdamW before its first step, or a function from parameters to one.
         model_parameters: parameters or groups to be trained; default: all that require a gradient.
         training_data: becomes the returned loader.
-        lr_scheduler: likewise: over the given optimizer, or a function from the returned one to a scheduler.
-        distributed_port: of the first process, where the environment has no ``MASTER_PORT``.
-        mpu: an object that describes which processes share what; refused unless that is data parallelism alone.
+        lr_scheduler: instead of the configuration's: one over the given optimizer, or a function from the returned
+            optimizer to one.
+        distributed_port: of the first process, if the environment has no ``MASTER_PORT``.
+        mpu: an object that describes the axes of processes; refused unless there is data parallelism alone.
         dist_init_required: ``False``: the caller has initialised ``torch.distributed``.
         collate_fn: of the loader.
-        config, config_params: DeepSpeed's JSON, a path or a dictionary; the latter is the former name, and goes first.
-        mesh_param: sizes (data-parallel, sequence-parallel): there is none of the latter.
+        config, config_params: DeepSpeed's JSON, as a path or a dictionary; the latter is the former name.
+        mesh_param: sizes (data-parallel, sequence-parallel); the latter must be 1.
         recording: what :func:`gptpar.deferred_init` returned, if the model was built under it.
         loss_fn: (the model's output, the micro-batch) -> a scalar, for ``train_batch`` and ``eval_batch``; default:
             the output is the loss, or has it as ``loss`` or as the first element of a tuple. Of a list of layers:
             (the last one's output, the labels) -> a scalar; default: the output is the loss.
 
     Returns:
-        (engine, optimizer, loader, scheduler); the last two are ``None`` where nothing asks for them.
+        (engine, optimizer, loader, scheduler); loader and scheduler are ``None`` if there is no data or no schedule.
 
     Raises:
-        ConfigError: with everything that is wrong with configuration, optimizer or parameters.
-        ModelError: with every reason why the module cannot be trained.
+        ConfigError: configuration, optimizer or parameters are wrong; it names everything.
+        ModelError: the module cannot be trained; it names every reason.
         GptparError: memory does not suffice.
     """
     before_meeting(distributed_port, dist_init_required)
@@ -174,7 +174,7 @@ def _engine_of(
 
 
 def _check_model(model: object, recording: Recording | None) -> None:
-    """Raise if this is nothing to train."""
+    """Check that this is a model, and that no other engine has it."""
     if not isinstance(model, nn.Module | list | tuple):
         raise TypeError(
             f"gptpar.initialize trains a torch.nn.Module or a list of layers, not a {type(model).__name__}."
@@ -189,7 +189,11 @@ def _check_model(model: object, recording: Recording | None) -> None:
 
 
 def _require_values(model: nn.Module) -> None:
-    """Raise a ModelError if parameters or buffers are on the meta device, and nobody has recorded their values."""
+    """Check that parameters and buffers of a model without a recording have values.
+
+    Raises:
+        ModelError: some are on the meta device.
+    """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     empty = [name for name, tensor in tensors if tensor.is_meta]
     if empty:

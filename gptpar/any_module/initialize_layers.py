@@ -1,4 +1,4 @@
-"""A pipeline of layers on the engine."""
+"""Builds the engine of a pipeline of layers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ LabelLoss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
 def check_pipeline(pipeline: PipelineModule, loss_fn: LabelLoss | None, world: int) -> None:
-    """Whether a pipeline that its user has made can be trained.
+    """Check that a pipeline that the user has made can be trained.
 
     Raises:
-        ModelError: with every reason why not.
+        ModelError: it cannot; names every reason.
     """
     layout, problems = pipeline.topology.layout, []
     if loss_fn is not None:
@@ -81,11 +81,11 @@ def engine_of_pipeline(
     model_parameters: Iterable[Any] | None,
     options: EngineOptions,
 ) -> PipelineEngine:
-    """The engine over a pipeline's layers, which keep their values; of tied ones, the first stage's count.
+    """The engine of a pipeline's layers, which keep their values; of a tied layer, the first stage's values count.
 
     Raises:
-        ConfigError: with everything that is wrong with optimizer or parameters.
-        ModelError: with every reason why the layers cannot be trained.
+        ConfigError: optimizer or parameters are wrong; it names everything.
+        ModelError: the layers cannot be trained; it names every reason.
         GptparError: memory does not suffice, or another process had one of these errors.
     """
     topology, layers = pipeline.topology, layers_of(pipeline)
@@ -112,7 +112,7 @@ def engine_of_pipeline(
 
 @torch.no_grad()
 def _follow_first(layer: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let a layer that several stages have a copy of begin with the first one's values."""
+    """Give all stages' copies of a layer the first stage's values."""
     for tensor in (*layer.parameters(), *layer.buffers()):
         value = tensor.data.to(device).contiguous()
         dist.broadcast(value, dist.get_global_rank(group, 0), group=group)

@@ -1,4 +1,4 @@
-"""A pipeline's layers as the engine sees them: each layer is a scope, and a unit for each kind of its parameters."""
+"""Presents a pipeline's layers to the engine: each layer is a scope with a unit for each kind of its parameters."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LayerStages(PlacedParameters):
     """The layers of a pipeline that this process has.
 
     Args:
-        pipeline: its layers have their values.
-        plan: of these layers.
+        pipeline: whose layers have values.
+        plan: the division of these layers into units.
     """
 
     def __init__(self, pipeline: PipelineModule, plan: UnitPlan):
@@ -74,7 +74,7 @@ class _LayerStage:
 
 
 def layers_of(pipeline: PipelineModule) -> dict[str, nn.Module]:
-    """Name -> layer, of all that this process has, in forward order; a tied one once."""
+    """Name -> layer, of all layers on this process, in forward order; a tied one occurs once."""
     return {name: layer for stage in pipeline.stages_here for name, layer in stage.layers_by_name().items()}
 
 
@@ -91,10 +91,10 @@ def plan_layers(
     Args:
         layers: by name; they do not share parameters.
         dtype: that parameters will have (see :func:`~gptpar.any_module.units.dtypes_of`); ``None``: they keep theirs.
-        trained: the parameters that an optimizer has.
+        trained: the parameters in the optimizer's groups.
 
     Raises:
-        ModelError: with every reason why they cannot be divided.
+        ModelError: they cannot be divided; it names every reason.
     """
     problems = [f"layer {name}: {problem}" for name, layer in layers.items() for problem in problems_of(layer)]
     problems += [
@@ -119,7 +119,7 @@ def plan_layers(
 
 
 def sharing_problems(specs: Sequence[LayerSpec]) -> Iterator[str]:
-    """Parameters that several layers use without saying so; every process sees all of the list."""
+    """Problems of parameters that several layers share without being declared tied; all processes see all layers."""
     owners: dict[torch.Tensor, str] = {}
     for spec in specs:
         if isinstance(spec, BuiltLayer):
@@ -133,14 +133,14 @@ def sharing_problems(specs: Sequence[LayerSpec]) -> Iterator[str]:
         elif issubclass(spec.cls, FunctionLayer):
             for module in _modules_behind(spec.args[0]):
                 yield (
-                    f"{spec.name} is a function that uses the parameters of a {type(module).__name__}, which it is not "
-                    "given by the engine: write TiedLayerSpec(key, ..., forward_fn=function) here and where the layer "
-                    "is, or make it a layer of its own."
+                    f"{spec.name} is a function that uses the parameters of a {type(module).__name__}, which the "
+                    "engine does not gather for it: write TiedLayerSpec(key, ..., forward_fn=function) here and where "
+                    "the layer is, or make it a layer of its own."
                 )
 
 
 def _modules_behind(function: object) -> Iterator[nn.Module]:
-    """Modules with parameters that a function refers to."""
+    """The modules with parameters to which a function refers."""
     while isinstance(function, functools.partial):
         yield from _with_parameters([*function.args, *function.keywords.values()])
         function = function.func

@@ -1,4 +1,4 @@
-"""Notices parameters that left the engine's memory: it would train what the model does not compute with."""
+"""Detects parameters that have left the engine's memory: it would train values that the model does not use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ MAX_NAMED = 4
 
 
 class MemoryWatch:
-    """Compares where parameters are with where the engine has put them; it takes 0.2 us of the host for each.
+    """Compares the addresses of parameters with those of the engine's memory; it takes the host 0.2 us for each.
 
-    ``.half()``, ``.data = ...`` and ``load_state_dict(assign=True)`` change no version of a tensor and call no hook.
+    There is no other way: ``.half()``, ``.data = ...`` and ``load_state_dict(assign=True)`` change no version of a
+    tensor and call no hook.
 
     Args:
         placed: the parameters, in the engine's memory.
-        transient: whether that memory comes and goes. While it is away it cannot be replaced
-            (:mod:`gptpar.any_module.read_guard`), so that it is enough to look when it is there.
+        transient: whether parameters have memory only while they are gathered. While they have none, it cannot be
+            replaced (:mod:`gptpar.any_module.read_guard`), so that it is enough to compare while they have.
     """
 
     def __init__(self, placed: PlacedParameters, *, transient: bool):
@@ -41,14 +42,14 @@ class MemoryWatch:
         self._storages = self._read(_storage)
 
     def _read(self, place_of: Callable[[Any], int]) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # past the guard of parameters that are away: it takes time
+        with torch._C.DisableTorchFunctionSubclass():  # avoids the guard of released parameters, which takes time
             return list(map(place_of, self._parameters))
 
     def check(self) -> None:
-        """Return if all parameters are what and where they were, as far as their memory does not come and go.
+        """Check that all parameters are the same objects and, if their memory stays, at the same addresses.
 
         Raises:
-            GptparError: with the names of those that are not.
+            GptparError: some are not; it names them.
         """
         now = map(dict.get, self._owners, self._locals)
         self._require(list(map(is_, now, self._parameters)))
@@ -56,7 +57,7 @@ class MemoryWatch:
             self._require(list(map(eq, self._read(torch.Tensor.data_ptr), self._addresses)))
 
     def check_present(self) -> None:
-        """The same when all parameters are there."""
+        """The same check, and that of the storages, while all parameters are gathered."""
         self.check()
         self._require(list(map(eq, self._read(_storage), self._storages)))
 

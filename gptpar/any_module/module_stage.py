@@ -1,4 +1,4 @@
-"""Any module as the engine sees it: hooks before and after its blocks bring parameters and let them go."""
+"""Presents any module to the engine: hooks before and after its blocks gather parameters and release them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ ROOT = ""
 
 @dataclass(frozen=True)
 class _Saved:
-    """A parameter that autograd keeps for the backward pass: its memory may be given up until then."""
+    """A parameter that autograd saves for the backward pass; its memory may be released until then."""
 
     unit: str
     tensor: torch.Tensor
 
 
 class ModuleStage(PlacedParameters):
-    """A whole module in the place of a pipeline's virtual stage; its layers are the plan's scopes.
+    """A whole module, presented to the engine as a virtual stage whose layers are the plan's scopes.
 
-    The module stays the user's: its parameters remain the same objects and get their memory from the engine, its
-    forward is not changed. Before a scope's forward its parameters are brought. Where parameters come and go, tensors
-    that autograd keeps remember the scope they belong to, and bring it back when the backward pass needs them.
+    The module is not changed: its parameters remain the same objects, with memory of the engine, and its forward stays
+    as it is. A scope's parameters are gathered before its forward. If parameters are released afterwards, those that
+    autograd saves know their unit, whose scope is gathered again when the backward pass needs it.
 
     Args:
-        module: on the engine's device, but for its parameters.
+        module: whose buffers, but not yet its parameters, are on the engine's device.
         plan: its units.
-        note: is told what is about to be done.
+        note: takes a sentence about what begins now.
 
     Attributes:
         passes: the scopes called in each training forward since :meth:`take_passes`, in order.
@@ -66,13 +66,13 @@ class ModuleStage(PlacedParameters):
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass is at work, this engine's or another's: what is called there is computed again."""
+        """Whether a backward pass runs, this engine's or another's; a forward pass inside is a recomputation."""
         return BACKWARD_PASSES.is_running
 
-    # What the engine asks.
+    # The engine's interface.
 
     def call_order(self) -> list[str]:
-        """Scopes in the order of their definition; the module may call them in another one."""
+        """Scopes in the order of their definition; the module may call them in another order."""
         return [scope.path for scope in self.plan.scopes]
 
     def units_by_layer(self) -> dict[str, tuple[str, ...]]:
@@ -80,12 +80,12 @@ class ModuleStage(PlacedParameters):
         return {scope.path: scope.units for scope in self.plan.scopes}
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
-        """First name -> parameter, of those that are trained."""
+        """First name -> parameter, of all trained parameters."""
         trained = (name for unit in self.plan.units if unit.trainable for name in unit.parameters)
         return {name: self.parameters[name] for name in trained}
 
     def call_through(self, gatherer: ParameterGatherer) -> None:
-        """Bring parameters by hooks from now on."""
+        """Register the hooks that gather parameters."""
         self._gatherer = gatherer
         self.undo.callback(self._uncompiled.close)  # the first forward's backward pass may never have come
         if gatherer.brings:
@@ -102,7 +102,7 @@ class ModuleStage(PlacedParameters):
             self.undo.callback(module.register_forward_hook(after, always_call=True).remove)
 
     def take_passes(self) -> list[list[str]]:
-        """The scopes that were called in each training forward since the last time."""
+        """The scopes that were called in each training forward since the last call of this method."""
         passes, self.passes = self.passes, []
         return passes
 
@@ -112,7 +112,7 @@ class ModuleStage(PlacedParameters):
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a call of the whole module: an error leaves no hooks behind."""
+        """A context for a call of the whole module; an error leaves no hooks behind."""
         depth = self._depth
         try:
             yield
@@ -124,7 +124,7 @@ class ModuleStage(PlacedParameters):
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass. The first one recomputes what was watched, uncompiled as it was."""
+        """A context for a backward pass. The first one recomputes uncompiled, as the observed forward pass ran."""
         self._note("began a backward pass")
         try:
             with BACKWARD_PASSES.one():
@@ -149,13 +149,13 @@ class ModuleStage(PlacedParameters):
                 self.passes.append([])
             self.passes[-1].append(scope.path)
             self._let_go_of_frozen(scope, (args, kwargs))
-        self._is_bringing = True  # the watch looks at the module's operators, not at ours
+        self._is_bringing = True  # the watch observes the module's operators, not ours
         self._gatherer.before_forward(scope.path)
         self._is_bringing = False
 
     def _after(self, scope: Scope, module: nn.Module, args: Any, output: Any) -> None:
         assert self._gatherer is not None
-        # A leaf is not computed here: a hook on it would stay.
+        # Not a leaf, which was not computed here: a hook on it would stay.
         found = next((t for t in tensors_in(output) if t.grad_fn is not None), None)
         self._gatherer.after_forward(scope.path, found)
         if self.in_backward:
@@ -169,7 +169,7 @@ class ModuleStage(PlacedParameters):
                 self._leave(succeeded=output is not None)
 
     def _begin(self) -> None:
-        """The whole module is called, perhaps by itself."""
+        """Begin a call of the whole module, which may be inside of another one."""
         if torch.is_grad_enabled():
             self._require_same_trained()
         self._depth += 1
@@ -187,7 +187,7 @@ class ModuleStage(PlacedParameters):
             self.is_watching = True
 
     def _require_fresh(self, output: Any) -> None:
-        """Have backward passes of this output refused after the next step, when its graph has the new weights."""
+        """Refuse backward passes of this output after the next step, when its graph refers to the new weights."""
         assert self._gatherer is not None
         gatherer, changes = self._gatherer, self._gatherer.changes
 
@@ -195,8 +195,8 @@ class ModuleStage(PlacedParameters):
             if gatherer.changes != changes:
                 raise GptparError(
                     "engine.backward(loss) of a forward pass before the last engine.step(): the weights have changed "
-                    "since, so that the gradient would be of neither. The step's gradients were dropped; call the "
-                    "model again."
+                    "since, so that the gradient would be wrong. The step's gradients were dropped; call the model "
+                    "again."
                 )
 
         for tensor in tensors_in(output):
@@ -204,7 +204,7 @@ class ModuleStage(PlacedParameters):
                 tensor.register_hook(check)
 
     def _require_same_trained(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # past the guard of parameters that are away: it takes time
+        with torch._C.DisableTorchFunctionSubclass():  # avoids the guard of released parameters, which takes time
             requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         changed = [name for name, value in requires.items() if value != self._requires[name]]
         if changed:
@@ -214,22 +214,22 @@ class ModuleStage(PlacedParameters):
             )
 
     def _leave(self, *, succeeded: bool) -> None:
-        """The whole module's call is over."""
+        """End a call of the whole module."""
         if self._read_watch is not None and self.is_watching:
             self._read_watch.__exit__(None, None, None)
             self.is_watching = False
             if succeeded and torch.is_grad_enabled():
-                self._read_watch = None  # one whole training pass is watched: it costs time
+                self._read_watch = None  # only one whole training pass is observed, because that takes time
             else:
                 self._uncompiled.close()
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.__exit__(None, None, None)
 
-    # Parameters that come and go.
+    # Parameters that are gathered and released.
 
     def _read_outside(self, tensor: torch.Tensor) -> None:
-        """An operator of the first pass reads a tensor: if it is a parameter whose scope is not called, let it stay."""
+        """An operator of the first pass reads a tensor; a parameter outside of its scope's call must stay gathered."""
         unit = self.unit_in(tensor)
         if unit is None or self._gatherer is None or self._is_bringing:
             return
@@ -237,8 +237,8 @@ class ModuleStage(PlacedParameters):
             return
         if self._gatherer.transient:
             warnings.warn(
-                f"parameters of {unit.scope} are read outside of its call: they are there during the whole model's "
-                "forward and backward pass from now on, which costs their memory.",
+                f"parameters of {unit.scope} are read outside of its call: from now on they stay gathered during the "
+                "whole model's forward and backward pass, which takes memory.",
                 stacklevel=2,
             )
         self._gatherer.merge(unit.scope, into=ROOT)
@@ -255,7 +255,7 @@ class ModuleStage(PlacedParameters):
         return kept.tensor
 
     def _let_go_of_frozen(self, scope: Scope, inputs: Any) -> None:
-        """Frozen units get no gradients: they are let go when the gradient of the scope's input is complete."""
+        """Release frozen units, which get no gradients, when the gradient of the scope's input is complete."""
         assert self._gatherer is not None
         frozen = [unit for unit in self._gatherer.units_of(scope.path) if unit in self._frozen]
         if not frozen or scope.path == ROOT or not self._gatherer.transient:

@@ -1,4 +1,4 @@
-"""What holds an engine's memory, threads and connections cannot be copied or pickled."""
+"""Refuses copies and pickles of objects that hold an engine's memory, threads or connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gptpar.errors import GptparError
 
 
 class NotCopied:
-    """Base of classes whose objects are refused by ``copy``, ``pickle`` and ``torch.save``, and so is what has them."""
+    """Base of classes whose objects, and objects that contain them, cannot be copied, pickled or ``torch.save``d."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise GptparError(

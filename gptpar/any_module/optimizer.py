@@ -1,4 +1,4 @@
-"""The optimizer that ``gptpar.initialize`` returns: parameter groups to look at and to change, without state."""
+"""The optimizer that ``gptpar.initialize`` returns: parameter groups that can be read and changed, without state."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gptpar.optim.loss_scale import LossScale
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """Parameter groups. The engine updates, with the hyperparameters that the groups have at that moment.
+    """An optimizer that has parameter groups; the engine updates the parameters with the groups' present values.
 
-    So schedulers, of torch's or the user's own, work on it as on any optimizer. Moments and master weights are in the
+    So torch's schedulers and the user's own work on it as on any optimizer. Moments and master weights are in the
     engine and in its checkpoints; ``state`` stays empty.
 
     Args:
-        described: which update, and so which numbers each group has.
-        groups: complete ones, as :func:`~gptpar.any_module.client_optimizer.groups_of` makes them. They become
-            ``param_groups`` themselves, so that who has changed a rate in them before changes it here.
+        described: the update, which says which hyperparameters each group has.
+        groups: complete ones, as :func:`~gptpar.any_module.client_optimizer.groups_of` makes them. These dictionaries
+            become ``param_groups``, so that other holders of them change the hyperparameters, too.
         update: updates all parameters with :meth:`hyperparameters`.
-        drop_gradients: forgets the gradients.
+        drop_gradients: drops the gradients.
         scaler: the loss scale.
     """
 
@@ -44,20 +44,20 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied by now; 1 without fp16."""
+        """The present factor of losses; 1 without fp16."""
         return self._scaler.value
 
     loss_scale = cur_scale
 
     def hyperparameters(self) -> tuple[Hyperparameters, ...]:
-        """Of each group, as they are now."""
+        """The present hyperparameters of each group."""
         return tuple(self._described.of_group(group) for group in self.param_groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters.
 
         Raises:
-            GptparError: with a closure: the loss would be differentiated behind the engine's back.
+            GptparError: there is a closure, which would differentiate the loss without the engine.
         """
         if closure is not None:
             raise GptparError(
@@ -67,14 +67,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, also those of a step's micro-batches so far."""
+        """Drop the gradients, also those of a step's micro-batches so far."""
         self._drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only at the beginning: the engine's memory is laid out by the groups.
+        """Add a group, which only the constructor may do: the engine's memory is laid out by the groups.
 
         Raises:
-            GptparError: afterwards.
+            GptparError: at any later time.
         """
         if self._complete:
             raise GptparError(
@@ -84,10 +84,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the groups' numbers; schedulers that hold the groups follow.
+        """Load the groups' hyperparameters; schedulers that hold the groups see them.
 
         Raises:
-            GptparError: the groups are others, or there is state, which ``engine.load_checkpoint`` brings.
+            GptparError: the groups have other sizes, or there is state, which ``engine.load_checkpoint`` loads.
         """
         saved, groups = state_dict["param_groups"], self.param_groups
         if state_dict["state"]:

@@ -1,4 +1,4 @@
-"""Everything that ``gptpar.initialize`` is told by its configuration, checked and completed. Pure but for the files.
+"""The configuration of ``gptpar.initialize``, checked and completed. Pure, except that it reads the file.
 
 The configuration is DeepSpeed's JSON with a section of our own, ``"gptpar"``. It is read as the command line reads
 ``--deepspeed_config``: by one tree of keys, with the same defaults of DeepSpeed, and unknown keys are problems.
@@ -41,13 +41,13 @@ from gptpar.optim.optimizers import OPTIMIZERS
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 OTHER_OPTIMIZER = "pass optimizer=torch.optim.AdamW(...) to gptpar.initialize"
 DEFAULT_LR = 1e-3
-"""AdamW's in torch and in DeepSpeed."""
+"""AdamW's default in torch and in DeepSpeed."""
 
 _OFFLOAD = "zero_optimization.offload_optimizer"
 
 
 class ModelKind(enum.Enum):
-    """What is trained: a module, a list of layers that the configuration divides, or a pipeline that has its stages."""
+    """What is trained: a module, a list of layers that the configuration divides, or a pipeline with its own stages."""
 
     MODULE = enum.auto()
     LAYERS = enum.auto()
@@ -56,12 +56,12 @@ class ModelKind(enum.Enum):
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """What lives in host memory.
+    """What is in host memory.
 
     Attributes:
-        ratio: the twin-flow ratio, 0 to 1: which fraction of the optimizer's elements the CPU updates.
-        folder: where their state is kept in files; ``None``: in memory.
-        parameters: whether the model's parameters are there, too.
+        ratio: the twin-flow ratio, 0 to 1: the fraction of the optimizer's elements that the CPU updates.
+        folder: of files with their state; ``None``: the state is in memory.
+        parameters: whether the model's parameters are in host memory, too.
         speculation: ``auto``, ``on`` or ``off``: whether the CPU updates before the gradient's norm is known.
         threads: of each process's CPU optimizer; ``None``: by the machine's cores.
     """
@@ -75,7 +75,7 @@ class OffloadOptions:
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """A schedule of DeepSpeed's by name, with the arguments of the class of that name in ``schedulers.py``."""
+    """One of DeepSpeed's schedules by name, with the arguments of the class of that name in ``schedulers.py``."""
 
     type: str
     params: Mapping[str, Any]
@@ -86,10 +86,10 @@ class PipelineOptions:
     """How a list of layers becomes a pipeline.
 
     Attributes:
-        stages: processes over which the layers are spread; the others are data-parallel.
+        stages: number of stages, over which the layers are divided.
         partition: see :class:`~gptpar.pipeline.module.PipelineModule`.
-        virtual_stages: pieces on each process.
-        recompute: so many layers at a time are computed again in the backward pass; 0: none.
+        virtual_stages: virtual stages of each process.
+        recompute: number of consecutive layers that are recomputed together in the backward pass; 0: none.
     """
 
     stages: int = 1
@@ -103,22 +103,24 @@ class EngineOptions:
     """The whole configuration of an engine for any module.
 
     Attributes:
-        dtype: of the model's floating-point parameters; ``None``: those that the module gave them.
+        batch: samples of a step and of a micro-batch.
+        dtype: of the model's floating-point parameters; ``None``: each keeps its own.
         cast_inputs: whether floating-point inputs are cast to the model's 16-bit format.
-        loss_scale: of the first step; the engine moves a copy of it.
+        loss_scale: of the first step; the engine changes a copy of it.
+        zero_stage: 0 to 3.
+        offload: what is in host memory.
         max_norm: the gradient's global norm is clipped to this (0: never).
-        reduce_in_bf16: whether gradients travel between processes in bf16; else in the format of the master weights.
-        optimizer: hyperparameters of parameters whose group says no other; ``None``: the configuration names no
-            optimizer.
-        update: how elements are updated, if the client brings no optimizer.
+        reduce_in_bf16: whether gradients are reduced in bf16; else in the format of the master weights.
+        optimizer: default hyperparameters of a group; ``None``: the configuration names no optimizer.
+        update: how elements are updated, if the client passes no optimizer.
         scheduler: ``None``: the configuration names none.
         steps_per_print: steps between lines on the console; 0: none.
         compile: whether each unit's module is compiled.
-        units: names of the classes whose modules are units; empty: they are found by the module's structure.
+        units: names of the classes whose modules are units; empty: the module's structure decides.
         step_graph: ``auto``, ``on`` or ``off``: whether ``train_batch`` records steps as graphs.
         seed: of the order of ``training_data``, and of the initial values of layers that are built from specifications.
-        derived: values with their reasons, among them what DeepSpeed assumes for absent keys.
-        without_effect: keys that change nothing, each with the reason.
+        derived: values with their reasons, among them DeepSpeed's defaults for missing keys.
+        without_effect: keys that have no effect, each with the reason.
         pipeline: of a list of layers.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
     """
@@ -157,11 +159,11 @@ def read_options(
     Args:
         config: DeepSpeed's JSON as a path (comments and trailing commas allowed) or a dictionary.
         args: a script's command line, whose ``deepspeed_config`` names the file instead.
-        world: number of processes; of a pipeline that is divided already, data-parallel ones.
+        world: number of processes; for a pipeline that is divided already, the number of data-parallel ones.
         model: what is trained.
 
     Raises:
-        ConfigError: with all problems.
+        ConfigError: something is wrong; it names all problems.
     """
     raw, name = _raw_of(config, getattr(args, "deepspeed_config", None))
     options, problems = _options_of(raw, world, model)
@@ -171,7 +173,7 @@ def read_options(
 
 
 def _raw_of(config: Any, from_args: Any) -> tuple[dict[str, Any], str]:
-    """(the configuration as JSON says it, its name in sentences)"""
+    """(the configuration as plain JSON, its name for messages)"""
     if (config is None) == (from_args is None):
         both = f"both by config and by args.deepspeed_config ({from_args}): drop one of them"
         neither = "neither by config nor by args.deepspeed_config: pass config=, a path or a dictionary"
@@ -219,7 +221,7 @@ def _options_of(raw: Mapping[str, Any], world: int, model: ModelKind) -> tuple[E
 
 
 class _Values:
-    """What was said, by field, and within the configuration's sections where it has such a field."""
+    """The values that a configuration sets, by field; fields of gptpar's own sections are in ``flags``, too."""
 
     def __init__(self, said: Iterable[Said]):
         self._said = {one.field: one for one in said}
@@ -233,7 +235,7 @@ class _Values:
         return self._said[field].value if field in self._said else default
 
     def section(self, name: str) -> dict[str, Any]:
-        """What was said of one section."""
+        """The values that are set in one section."""
         return {field.split(".")[1]: one.value for field, one in self._said.items() if field.startswith(f"{name}.")}
 
     def out_of_range(self) -> Iterator[str]:
@@ -292,13 +294,13 @@ def _pipeline_problems(values: _Values, world: int, model: ModelKind) -> Iterato
     if model is not ModelKind.LAYERS:
         yield from _problems_of_undivided({key: number for key, number in numbers.items() if number > 1}, model)
     elif stages > 0 and world % stages:
-        yield f"pipeline.stages is {stages}, of which {world} process(es) are no multiple: start a multiple."
+        yield f"pipeline.stages is {stages}, and {world} process(es) are no multiple of it: start a multiple."
     elif virtual_stages > 1 and stages == 1:
         yield f"gptpar.virtual_stages is {virtual_stages}: it needs pipeline.stages of at least 2."
 
 
 def _problems_of_undivided(numbers: Mapping[str, int], model: ModelKind) -> Iterator[str]:
-    """Numbers of stages above 1, for a model that the configuration does not divide."""
+    """Problems of numbers of stages above 1, for a model that the configuration does not divide."""
     has = {ModelKind.MODULE: "is no list of layers", ModelKind.PIPELINE: "is a PipelineModule, which has its own"}
     if numbers:
         told = " and ".join(f"{key} {number}" for key, number in numbers.items())
@@ -306,7 +308,7 @@ def _problems_of_undivided(numbers: Mapping[str, int], model: ModelKind) -> Iter
 
 
 def _problems_of_layers(values: _Values) -> Iterator[str]:
-    """Keys that only a module can have."""
+    """Problems of keys that only a module can have."""
     if values.get("module.units", ()):
         yield "gptpar.units: the layers of a pipeline are its units: drop the key."
     if values.flags.precision.cuda_graph == "on":

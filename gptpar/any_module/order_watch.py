@@ -1,8 +1,8 @@
-"""Finds out why processes wait for each other: they have called other units.
+"""Detects that processes wait for each other forever because they have called different units.
 
-Processes match collectives by their order alone. If one calls a block less, the others wait for a collective that never
-comes, and nothing of torch's says why. So each process notes what it calls, and a thread looks when nothing has moved
-for a while: it publishes the notes of the step and compares them with those of the other processes.
+Processes match collectives by their order alone. If one process skips a block, the others wait for a collective that
+never comes, and torch does not say why. So each process notes its calls. When it has noted nothing for a while, a
+thread publishes the notes of the step and compares them with those of the other processes.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from gptpar.errors import GptparError
 from gptpar.topology.groups import Topology
 
 LOOK_SECONDS = 1.0
-"""Between two looks of the thread; a process that has noted nothing in between is taken to wait."""
+"""Time between two checks of the thread; a process that has noted nothing in between counts as waiting."""
 
 LEFT_TO_RAISE_SECONDS = 20.0
-"""How long the training loop has to raise the error itself; it cannot where it waits inside of CUDA."""
+"""The training loop has this long to raise the error itself; it cannot if it waits inside of CUDA."""
 
 MAX_NOTES = 20_000
-"""Of a step; what is called without ever taking one (a long evaluation) is not kept."""
+"""The most notes of a step; calls without steps, as in a long evaluation, must not fill memory."""
 
 CHECK_SECONDS = 0.2
-"""How often a process that waits for a collective looks whether it cannot come."""
+"""Time between two checks by a process that waits for a collective whether it can still come."""
 
 
 class OrderWatch:
-    """Notes the order of a process's calls.
+    """Notes the order of a process's calls, and compares it with that of other processes.
 
     Attributes:
-        error: what was found.
+        error: the difference that was found; ``None``: none.
     """
 
     def __init__(self, topology: Topology):
@@ -54,10 +54,10 @@ class OrderWatch:
         self.error: GptparError | None = None
 
     def start(self, name: str) -> None:
-        """Begin to look, if there are other processes.
+        """Start the threads, if there are other processes.
 
         Args:
-            name: of the engine, the same on all processes, and another one than that of other engines.
+            name: of the engine: the same on all processes, and different from those of other engines.
         """
         if self._topology.layout.world_size > 1:
             self._store, self._prefix = dist.distributed_c10d._get_default_store(), f"gptpar/order/{name}"
@@ -65,16 +65,16 @@ class OrderWatch:
                 threading.Thread(target=target, name="gptpar order watch", daemon=True).start()
 
     def begin_step(self, step: int) -> None:
-        """Another step: forget the notes of the last one."""
+        """Begin another step: drop the notes of the last one."""
         self._step, self._notes = step, []
 
     def note(self, what: str) -> None:
-        """This process is about to do something that all processes do in the same order."""
+        """Note what this process does next; all processes have to do it in the same order."""
         if self._store is not None and len(self._notes) < MAX_NOTES:
             self._notes.append(what)
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a collective, but not longer than until it is known that it cannot come.
+        """Wait for a collective, until it is complete or known to be impossible.
 
         Raises:
             GptparError: processes have called other units.
@@ -82,7 +82,7 @@ class OrderWatch:
         if self._store is None or self._topology.device.type != "cpu":
             work.wait()
             return
-        done = threading.Event()  # some of gloo's collectives progress in wait() alone, so another thread is in there
+        done = threading.Event()  # some of gloo's collectives progress only inside of wait(): another thread calls it
         problem: list[BaseException] = []
         self._waiting.put((work, done, problem))
         while not done.wait(CHECK_SECONDS):
@@ -100,12 +100,12 @@ class OrderWatch:
             done.set()
 
     def check(self) -> None:
-        """Raise what was found."""
+        """Raise the error, if there is one."""
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
-        """End the threads; one that is in a collective which never comes ends with the process."""
+        """End the threads; one that waits for a collective that never comes ends with the process."""
         self._end.set()
         self._waiting.put(None)
 
@@ -133,14 +133,14 @@ class OrderWatch:
             self.error = difference_of([notes for _, notes in found], self._step)
 
     def _leave(self) -> None:
-        """Where the training loop cannot raise the error, say it and end the process: it would wait forever."""
+        """Print the error and end the process, if the training loop cannot raise it because it waits forever."""
         if not self._end.wait(LEFT_TO_RAISE_SECONDS):
             print(f"gptpar: {self.error}", file=sys.stderr, flush=True)
             os._exit(1)
 
 
 def name_of_engine(topology: Topology) -> str:
-    """A name that no engine before it has had, agreed by all processes."""
+    """A new, unique name of an engine, the same on all processes."""
     names = [uuid.uuid4().hex]
     if topology.layout.world_size > 1:
         dist.broadcast_object_list(names)
@@ -148,16 +148,17 @@ def name_of_engine(topology: Topology) -> str:
 
 
 def difference_of(notes: Sequence[Sequence[str]], step: int) -> GptparError | None:
-    """What is told of processes that wait; ``None``: some are behind the others, and may come.
+    """The error about processes that wait for each other; ``None`` if some are only behind the others.
 
     Args:
-        notes: of each rank's step, in order.
+        notes: each rank's calls in the step, in order.
+        step: number of the step.
     """
     for place in range(min(map(len, notes))):
         if len({each[place] for each in notes}) > 1:
             told = ", ".join(f"rank {rank} {each[place]}" for rank, each in enumerate(notes))
             return GptparError(
-                f"processes wait for each other in step {step}, because they have called other units: after "
-                f"{place} calls that are alike, {told}. Nothing can go on from here: end the run. {REMEDY}"
+                f"processes wait for each other in step {step}, because they have called different units: after "
+                f"{place} equal calls, {told}. The run cannot go on: end it. {REMEDY}"
             )
     return None

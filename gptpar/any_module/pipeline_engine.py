@@ -24,11 +24,11 @@ from gptpar.system.activity import Activity
 class PipelineEngine(TrainingEngine):
     """Trains a pipeline of layers, a whole step at a time.
 
-    A micro-batch is (inputs, labels): inputs a tensor, labels whatever the pipeline's ``loss_fn(output, labels)``
-    takes. All stages of a pipeline get the same micro-batches, each data-parallel one its own.
+    A micro-batch is (inputs, labels): inputs are a tensor, labels are what the pipeline's ``loss_fn(output, labels)``
+    takes. All stages of a pipeline get the same micro-batches; each data-parallel rank gets its own.
 
-    Parameters are called ``layer.parameter``, as ``layers.3.weight`` or ``tied.embedding.weight``, the same at any
-    number of stages.
+    Parameters are named ``layer.parameter``, such as ``layers.3.weight`` or ``tied.embedding.weight``; the names do not
+    depend on the number of stages.
 
     Args:
         pipeline: the layers.
@@ -49,7 +49,7 @@ class PipelineEngine(TrainingEngine):
         super().__init__(pipeline, work, parts, groups, options)
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """A pipeline's stages work on several micro-batches at once: :meth:`train_batch` calls them."""
+        """Refused: a pipeline's stages work on several micro-batches at once; :meth:`train_batch` calls them."""
         raise GptparError(
             "a pipeline takes whole steps: call engine.train_batch(data_iter) or engine.eval_batch(data_iter) in place "
             "of engine(...), engine.backward(...) and engine.step()."
@@ -62,7 +62,11 @@ class PipelineWork:
     """Runs the passes of a step by the pipeline's schedule.
 
     Args:
-        cast: changes the inputs of a micro-batch.
+        pipeline: the layers.
+        stages: those of this process, on the engine.
+        engine: has their parameters.
+        cast: casts the inputs of a micro-batch.
+        activity: records what this process is doing.
 
     Attributes:
         scale: the incoming gradient of each loss, on the device.
@@ -110,7 +114,7 @@ class PipelineWork:
         return mean_of(losses) if losses else self._no_loss
 
     def result(self, loss: torch.Tensor | None = None) -> StepResult:
-        """Of the passes that are over."""
+        """The result of the passes that have ended."""
         late = self._engine.gradients.collector.late
         return StepResult(self._no_loss if loss is None else loss, (), tuple(sorted(late)))
 
@@ -127,7 +131,7 @@ class PipelineWork:
 
 @dataclass
 class _PassObserver:
-    """Tells the engine where in the schedule a step is."""
+    """Tells the engine of each forward and backward pass of the schedule."""
 
     engine: Engine
     stages: LayerStages
@@ -148,7 +152,7 @@ class _PassObserver:
     def after_backward(self, micro_batch: int, virtual_stage: int) -> None:
         self.engine.gradients.end_backward()
         for units in self.stages.stages[virtual_stage].units_by_layer().values():
-            for unit in units:  # frozen ones get no gradient that would tell
+            for unit in units:  # frozen units have no gradient whose hook could tell
                 self.engine.gatherer.backward_done(unit)
 
     def _is_last(self, micro_batch: int) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters that stay the user's objects and live in the engine's memory, divided into units by a plan."""
+"""Parameters that remain the user's objects and are in the engine's memory, divided into units by a plan."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gptpar.pipeline.stage import place_parameter
 
 @dataclass(frozen=True)
 class TiedUnit:
-    """A unit that several stages of a pipeline have a copy of.
+    """A unit of which several stages of a pipeline have copies.
 
     Attributes:
-        stages: in rising order; this process's is one of them.
+        stages: in ascending order; this process's is one of them.
         group: the processes with a copy, over which its gradients are summed.
     """
 
@@ -31,18 +31,18 @@ class TiedUnit:
 
 
 class PlacedParameters(NotCopied):
-    """A module, or the layers of a pipeline that this process has, as the engine sees them.
+    """A module, or the layers of a pipeline that this process has, as the engine uses them.
 
     Args:
         plan: the units.
         parameters: by first name.
 
     Attributes:
-        plan, parameters: as given, frozen ones too.
-        stages: what the engine calls; all are of these parameters.
-        tied: units that other stages have, too, the same on all of these and in the same order.
-        undo: takes the engine's hooks from the modules, when it is closed.
-        is_watching: whether every operator is looked at already, which brings what it reads.
+        plan, parameters: as given, with frozen parameters.
+        stages: the engine's stages, which have these parameters.
+        tied: units that other stages have, too; those stages have them in the same order.
+        undo: removes the engine's hooks from the modules when it is closed.
+        is_watching: whether every operator is observed already, so that parameters are gathered before it reads them.
     """
 
     is_watching = False
@@ -56,22 +56,22 @@ class PlacedParameters(NotCopied):
         self._unit_of: dict[int, FlatUnit] = {}
 
     def scope_module(self, path: str) -> nn.Module:
-        """The module before whose forward a scope's parameters are brought."""
+        """The module of a scope: the scope's parameters are gathered before its forward."""
         raise NotImplementedError
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
-        """Give these parameters, by first name, their memory."""
+        """Point parameters to their memory, given by first name."""
         for name, memory in storage.items():
             self._unit_of[memory.untyped_storage()._cdata] = self._unit_named[name]
             place_parameter(self.parameters[name], memory)
 
     def scope_of(self, tensor: Any) -> str | None:
-        """The scope whose memory a tensor is in; ``None``: it is no parameter's."""
+        """The scope in whose memory a tensor is; ``None`` if it is in no parameter's memory."""
         unit = self.unit_in(tensor)
         return None if unit is None else unit.scope
 
     def unit_in(self, tensor: Any) -> FlatUnit | None:
-        """The unit whose memory a tensor is in; ``None``: it is no parameter's."""
+        """The unit in whose memory a tensor is; ``None`` if it is in no parameter's memory."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             return None
         return self._unit_of.get(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Python values as JSON and back, the same; what JSON has no word for is named instead of stored as something else."""
+"""Converts Python values to JSON and back without loss; values that JSON cannot hold are reported as problems."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 
 _KINDS = {"tuple": tuple, "dict": dict, "counter": Counter}
 _MARK = "__python__"
-"""Key of an object that stands for a value of another kind, with its ``values``."""
+"""Key of a JSON object that encodes a value of another type, with its ``values``."""
 
 
 def to_json(value: Any, name: str, problems: list[str]) -> Any:
-    """A value as JSON holds it. A tensor of one number becomes that number.
+    """A value as JSON. A tensor of one number becomes that number.
 
     Args:
+        value: any value.
         name: of the value, for the sentences.
-        problems: gets a sentence for each part that cannot be stored.
+        problems: a list that receives a sentence for each part that JSON cannot hold.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -43,10 +44,10 @@ def _dict_to_json(value: dict[Any, Any], name: str, problems: list[str]) -> dict
 
 
 def from_json(value: Any) -> Any:
-    """The value that :func:`to_json` was given.
+    """The inverse of :func:`to_json`.
 
     Raises:
-        ValueError: it is no such JSON.
+        ValueError: :func:`to_json` has not made this value.
     """
     if isinstance(value, list):
         return [from_json(one) for one in value]

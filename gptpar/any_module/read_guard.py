@@ -1,8 +1,8 @@
-"""Lets nobody read a parameter whose values are not there: outside of forward they may be old or nowhere.
+"""Guards released parameters against being read: outside of forward their values may be old or missing.
 
-While a unit is away, its parameters belong to a subclass of their own class, which sees every operator before it reads
-them. A parameter is never copied for that and stays the same object; when its unit arrives it has its own class again,
-so that forward and backward passes see plain parameters.
+While a unit is released, its parameters belong to a subclass of their own class, which sees every operator before it
+reads them. A parameter is never copied for that, and remains the same object. When its unit is gathered, it gets its
+own class again, so that forward and backward passes see plain parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gptpar.engine.tensors import tensors_in
 from gptpar.errors import GptparError
 
 VIEWS = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes of a tensor that give access to its elements; the others tell about the tensor."""
+"""Attributes of a tensor that give access to its elements; all others only describe it."""
 
 ABOUT = {
     *("size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "storage_offset", "element_size", "type"),
@@ -28,20 +28,21 @@ ABOUT = {
     *("zeros_like", "ones_like", "new_zeros", "new_ones", "requires_grad_", "retain_grad", "register_hook"),
     *("register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type"),
 }
-"""Functions and methods that tell about a tensor, and read none of its elements."""
+"""Functions and methods that describe a tensor and read none of its elements."""
 
 CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cuda", "cpu"}
-"""Methods that return the tensor itself where it is as asked already."""
+"""Methods that return the tensor itself if it has the requested format and device already."""
 
 
 class ReadGuard:
-    """Watches over the parameters of units that are away (:class:`~gptpar.engine.gatherer.PresenceWatch`).
+    """Guards the parameters of released units (:class:`~gptpar.engine.gatherer.PresenceWatch`).
 
-    What is read then arrives first, if this process can see to that alone; else the reader is told how to read it.
+    If one is read, and this process can gather its unit alone, the unit is gathered first. Otherwise an error says how
+    to read the parameter.
 
     Args:
         placed: the parameters.
-        gatherer: brings them.
+        gatherer: gathers them.
     """
 
     def __init__(self, placed: PlacedParameters, gatherer: ParameterGatherer):
@@ -61,24 +62,24 @@ class ReadGuard:
                 self.left(unit)
 
     def left(self, unit: str) -> None:
-        """A unit's parameters are not to be read."""
+        """Begin to guard a unit, whose parameters have been released."""
         if unit not in self._away:
             self._away.add(unit)
             for parameter, _, watched in self._members[unit]:
                 parameter.__class__ = watched
 
     def arrived(self, unit: str) -> None:
-        """A unit's parameters are there."""
+        """Stop guarding a unit, whose parameters have been gathered."""
         if unit in self._away:
             self._away.discard(unit)
             for parameter, plain, _ in self._members[unit]:
                 parameter.__class__ = plain
 
     def read(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function on parameters of which some are away; returns its result.
+        """Call a function on parameters some of which are released; returns its result.
 
         Raises:
-            GptparError: these cannot be read here, or get other memory.
+            GptparError: these cannot be gathered by this process alone, or the function gives them other memory.
         """
         name = getattr(function, "__name__", "")
         attribute = (
@@ -114,7 +115,7 @@ class ReadGuard:
         return sentence.format(", ".join(dict.fromkeys(self._names.get(id(one), "a parameter") for one in parameters)))
 
     def _watched(self, plain: type) -> type:
-        """The class of parameters that are away: their own, with an eye on it."""
+        """The class of released parameters: a guarded subclass of their own."""
         if plain not in self._classes:
             inherited = (_Watched, plain)
             self._classes[plain] = type(plain)(
@@ -124,17 +125,17 @@ class ReadGuard:
 
 
 GATHERED = (
-    ", where its values are not on this process: they live on all of them, or on the host. Read and change parameters "
-    "inside `with engine.gathered():`, which all processes enter."
+    ", where its values are not on this process: they are spread over all processes, or on the host. Read and change "
+    "parameters inside `with engine.gathered():`, which all processes enter."
 )
 IN_PLACE = (
-    ", and lives in the engine's. Change parameters in place (copy_(), or load_state_dict() without assign) inside "
-    "`with engine.gathered():`; cast and move the model before gptpar.initialize, or call engine.close() before."
+    ", but has to stay in the engine's. Change parameters in place (copy_(), or load_state_dict() without assign) "
+    "inside `with engine.gathered():`; cast and move the model before gptpar.initialize, or call engine.close() before."
 )
 
 
 class _Watched:
-    """Base of a class of parameters that are away."""
+    """Base of the classes of released parameters."""
 
     _guard: ReadGuard
 

@@ -1,4 +1,4 @@
-"""Finds, in a first forward pass, which parameters a module reads outside of their own block's forward."""
+"""Finds the parameters that a module reads outside of their own block's forward, by observing its first pass."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gptpar.engine.tensors import tensors_in
 
 
 class ReadWatch(TorchDispatchMode):
-    """Shows every tensor that an operator reads before it does.
+    """Calls a function with every tensor that an operator is about to read.
 
-    A block's parameters are brought before it is called. Whoever reads them at another time would find old values, or
-    none at all, and has to be found. Compiled functions have no operators to look at, and one that is called first
-    under a mode stays uncompiled for good: have them run uncompiled meanwhile.
+    A block's parameters are gathered before it is called. Code that reads them at another time would read old values,
+    or none at all. Inside of compiled functions, operators cannot be observed, and a function whose first call is under
+    a mode stays uncompiled forever; so run code uncompiled meanwhile.
 
     Args:
-        look: is shown the tensors, and may bring what is not there.
+        look: takes each tensor, and may gather its values.
     """
 
     def __init__(self, look: Callable[[torch.Tensor], None]):

@@ -1,4 +1,4 @@
-"""Which modules cannot be laid out in flat memory, and why. Pure."""
+"""Finds the reasons why a module's tensors cannot be laid out in flat memory. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 
 
 def problems_of(module: nn.Module) -> list[str]:
-    """A sentence for everything in a module that flat units cannot hold."""
+    """A sentence for each tensor or submodule of a module that flat units cannot hold."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     flat = {}
     problems = list(_wrappers(module))
@@ -34,7 +34,7 @@ def problems_of(module: nn.Module) -> list[str]:
 
 
 def _problem_of(parameter: torch.Tensor) -> str | None:
-    """Why one parameter cannot be laid out, as the end of a sentence that its name begins."""
+    """Why a parameter cannot be laid out, as the end of a sentence that begins with its name."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     if "DTensor" in _class_names(parameter):
         return "is a DTensor: give the model before it is sharded; initialize shards it"
@@ -58,7 +58,7 @@ def _wrappers(module: nn.Module) -> Iterator[str]:
 
 
 def _kept_views(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    """Attributes that would go on showing a parameter's former memory."""
+    """Problems of attributes that would still refer to a parameter's former memory."""
     own = {id(parameter) for parameter in parameters.values()}
     lazy = (UninitializedParameter,)
     names = {p.untyped_storage()._cdata: name for name, p in parameters.items() if _has_storage(p, lazy)}
@@ -87,7 +87,7 @@ def _several_devices(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
 
 
 def _overlaps(tensors: Mapping[str, torch.Tensor], parameters: set[str]) -> Iterator[str]:
-    """Tensors that lie in a parameter's memory: each would get memory of its own and change apart from it."""
+    """Problems of tensors in a parameter's memory: each would get memory of its own, and no longer change with it."""
     by_storage = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.numel():

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules, as torch's: over the ``param_groups`` of the optimizer that is returned.
+"""DeepSpeed's learning-rate schedules as torch's schedulers, over the ``param_groups`` of the returned optimizer.
 
 The formulas, with the names and defaults of their parameters, are those of :mod:`gptpar.optim.step_schedules`.
 """
@@ -20,12 +20,13 @@ ClientScheduler: TypeAlias = LRScheduler | Callable[[torch.optim.Optimizer], LRS
 
 
 class StepScheduler(LRScheduler):
-    """A schedule whose rate is a formula of the steps taken.
+    """A schedule whose learning rate is a formula of the number of steps.
 
     Args:
-        optimizer: whose groups' rates are set.
-        values: the formula's parameters in their order, and by their names in ``named``; a rate is one for all
-            parameter groups, or a list with one for each.
+        optimizer: whose groups' learning rates are set.
+        *values: the formula's parameters by position. A rate is one for all parameter groups, or a list with one for
+            each.
+        **named: the formula's parameters by name.
         last_epoch: steps done by an optimizer whose state is being resumed; -1: none.
     """
 
@@ -43,18 +44,18 @@ class StepScheduler(LRScheduler):
         return params
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        """Of each group, in the step that follows."""
+        """The learning rate of each group in the next step."""
         rates = zip(self.base_lrs, self.params_of_groups, strict=True)
         return [self.formula(self.last_epoch, float(lr), **params) for lr, params in rates]
 
 
 class WarmupLR(StepScheduler):
-    """From the lowest rate to the highest, which it keeps; default: the first group's rate, for all, as DeepSpeed."""
+    """From the lowest rate to the highest, which stays; default: the first group's rate for all, as in DeepSpeed."""
 
     formula = staticmethod(FORMULAS["WarmupLR"])
 
     def filled(self, params: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """With the highest rate."""
+        """The parameters with the highest rate."""
         first = optimizer.param_groups[0]["lr"]
         return {**params, "warmup_max_lr": first if params["warmup_max_lr"] is None else params["warmup_max_lr"]}
 
@@ -66,24 +67,24 @@ class WarmupDecayLR(StepScheduler):
 
 
 class WarmupCosineLR(StepScheduler):
-    """From a share of each group's own rate to all of it, and down half a cosine to another share."""
+    """From a fraction of each group's own rate to all of it, then down half a cosine to another fraction."""
 
     formula = staticmethod(FORMULAS["WarmupCosineLR"])
 
 
 class LRRangeTest(StepScheduler):
-    """Up without end, to find the rate at which training diverges."""
+    """A rate that grows without end, to find the one at which training diverges."""
 
     formula = staticmethod(FORMULAS["LRRangeTest"])
 
 
 class OneCycle(StepScheduler):
-    """One cycle of the rate, up and down, with the first beta against it unless ``cycle_momentum`` is false."""
+    """One cycle of the rate, up and down; the first beta moves the other way unless ``cycle_momentum`` is false."""
 
     formula = staticmethod(FORMULAS["OneCycle"])
 
     def step(self, epoch: int | None = None) -> None:
-        """Set the rates, and the betas, of the step that follows."""
+        """Set the learning rates and betas of the next step."""
         super().step(epoch)
         for group, params in zip(self.optimizer.param_groups, self.params_of_groups, strict=True):
             if (betas := one_cycle_betas(self.last_epoch, **params)) is not None:
@@ -93,22 +94,22 @@ class OneCycle(StepScheduler):
 SCHEDULERS: Mapping[str, Callable[..., LRScheduler]] = {
     kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
-"""By ``scheduler.type``; the arguments are named as DeepSpeed's."""
+"""``scheduler.type`` -> its class, whose arguments have DeepSpeed's names."""
 
 
 def scheduler_of(
     client: ClientScheduler, optimizer: torch.optim.Optimizer, options: SchedulerOptions | None
 ) -> LRScheduler | None:
-    """The schedule of the rates, which the engine steps after each of its steps that was not skipped.
+    """The learning-rate scheduler, which the engine steps after each of its steps that was not skipped.
 
     Args:
-        client: goes before the configuration's: a scheduler over the optimizer that was passed to
-            ``gptpar.initialize``, or a function from the returned optimizer to a scheduler.
+        client: a scheduler over the optimizer that was passed to ``gptpar.initialize``, or a function from the
+            returned optimizer to one; it precedes the configuration's.
         optimizer: the returned one.
         options: the configuration's.
 
     Raises:
-        GptparError: the client's scheduler moves other groups, or cannot be stepped without a metric.
+        GptparError: the client's scheduler changes other groups, or needs a metric at each step.
     """
     if client is None:
         return None if options is None else SCHEDULERS[options.type](optimizer, **options.params)
@@ -120,23 +121,23 @@ def scheduler_of(
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise GptparError(
-            "lr_scheduler is a ReduceLROnPlateau, whose step needs a metric that the engine has not: build it over the "
-            "optimizer that gptpar.initialize returns, and step it yourself."
+            "lr_scheduler is a ReduceLROnPlateau, whose step needs a metric that the engine does not have: build it "
+            "over the optimizer that gptpar.initialize returns, and step it yourself."
         )
     _require_groups(scheduler, optimizer)
     return scheduler
 
 
 def _require_groups(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
-    """The scheduler has to move the groups which the engine reads: an optimizer that was taken over shares them."""
+    """Check that the scheduler changes the groups that the engine reads; an optimizer that was taken over has these."""
     theirs, ours = scheduler.optimizer.param_groups, optimizer.param_groups
     if [*map(id, theirs)] != [*map(id, ours)]:
         raise GptparError(
-            f"lr_scheduler moves the rates of another optimizer ({type(scheduler.optimizer).__name__}) than the one "
+            f"lr_scheduler changes the rates of another optimizer ({type(scheduler.optimizer).__name__}) than the one "
             "passed to gptpar.initialize: pass that one, or a function from an optimizer to a scheduler."
         )
     if scheduler.optimizer is not optimizer:
-        # The engine steps in its place: torch would warn that the scheduler was stepped before the optimizer.
+        # The engine steps instead of this optimizer; torch would warn that the scheduler was stepped before it.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

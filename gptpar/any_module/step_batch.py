@@ -1,4 +1,4 @@
-"""How many samples a step has, in DeepSpeed's three numbers. Pure."""
+"""The number of samples of a step, in DeepSpeed's three numbers. Pure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from gptpar.errors import GptparError
 
 @dataclass(frozen=True)
 class StepBatch:
-    """How many samples a step has: train_batch_size = micro_batch_size x accumulation_steps x data-parallel size."""
+    """The samples of a step: train_batch_size = micro_batch_size x accumulation_steps x data-parallel size."""
 
     train_batch_size: int
     micro_batch_size: int
     accumulation_steps: int
 
     def resized(self, train_batch_size: int, data: int) -> StepBatch:
-        """More or fewer micro-batches, each as large as they are, on ``data`` data-parallel processes.
+        """A step of another size, with more or fewer micro-batches of the same size.
+
+        Args:
+            train_batch_size: samples of the new step.
+            data: number of data-parallel processes.
 
         Raises:
-            GptparError: no number of micro-batches has that size.
+            GptparError: it is not the size of a whole number of micro-batches.
         """
         steps, rest = divmod(train_batch_size, self.micro_batch_size * data)
         if rest or steps < 1:
@@ -31,7 +35,7 @@ class StepBatch:
 
 
 def step_batch(train: int | None, micro: int | None, steps: int | None, *, world: int) -> StepBatch:
-    """DeepSpeed's three numbers from those that are said; ``steps`` is 1 where one of the others is alone.
+    """DeepSpeed's three numbers from those that are given; if only one of the others is given, ``steps`` is 1.
 
     Args:
         train, micro, steps: samples in a step, samples in a micro-batch, micro-batches in a process's step.
@@ -42,7 +46,7 @@ def step_batch(train: int | None, micro: int | None, steps: int | None, *, world
     """
     names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     if train is None and micro is None:
-        raise ValueError(f"the batch is not said: give {names[0]} or {names[1]}.")
+        raise ValueError(f"the batch size is missing: give {names[0]} or {names[1]}.")
     if train is None:
         assert micro is not None
         return StepBatch(micro * (steps or 1) * world, micro, steps or 1)

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step: what a step graph can record of it."""
+"""The forward and backward passes of a step, which are the part that a step graph can record."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gptpar.system.activity import Activity
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the passes of a step have left.
+    """The result of a step's passes.
 
     Attributes:
-        loss: the mean over this process's micro-batches, fp32 or wider; zero where only backward passes were ours.
+        loss: the mean over this process's micro-batches, fp32 or wider; zero if the user called the module.
         passes: the scopes called in each forward pass.
-        late: parameters whose gradient came after their unit's had been handed on.
+        late: parameters whose gradient was formed after their unit's gradient had been handed on.
     """
 
     loss: torch.Tensor
@@ -46,18 +46,21 @@ class Work(Protocol):
         """[] the mean loss over this process's micro-batches, fp32 or wider; zero where another stage has it."""
 
     def result(self) -> StepResult:
-        """Of passes that were not called through this."""
+        """The result of passes that the user has called."""
 
 
 class StepWork:
-    """Runs the passes of a step; the host has nothing to do in between but to launch them.
+    """Runs the passes of a step; between launches, the host has nothing else to do.
 
     Args:
-        call: the module, or what calls it.
+        stage: the module, on the engine.
+        engine: has its parameters.
+        call: the module, or a function that calls it.
         loss_fn: see :func:`~gptpar.any_module.batches.loss_of`.
+        activity: records what this process is doing.
 
     Attributes:
-        scale: the incoming gradient of each loss, on the device, so that a recorded step reads it anew.
+        scale: the incoming gradient of each loss, on the device, so that replays read its present value.
     """
 
     def __init__(
@@ -77,9 +80,9 @@ class StepWork:
         """Begin the gradients of a step.
 
         Args:
-            num_passes: backward passes that will add to them; 2 or more where they are not counted.
+            num_passes: number of backward passes that will add to them; 2 or more if the number is not known.
         """
-        self._engine.gradients.memory.ahead = self._engine.cuts.recorder is not None
+        self._engine.gradients.memory.ahead = self._engine.graph_breaks.recorder is not None
         self._engine.begin_gradients(num_passes)
         self._is_first = True
 
@@ -87,12 +90,15 @@ class StepWork:
         """Add the gradient of a micro-batch's loss to the step's.
 
         Args:
-            last: the step's gradient is final then.
-            factor: how often the loss counts.
+            loss: a scalar.
+            last: whether the step's gradient is final afterwards.
+            factor: weight of the loss.
+            retain_graph: whether autograd keeps the graph for another backward pass.
         """
         gradients, collector = self._engine.gradients, self._engine.gradients.collector
         if self._is_first and self._engine.subscriber is not None:
-            self._engine.cuts.at(self._engine.finish)  # nobody else waits for units that this step does not call
+            # Nobody else waits for units that this step does not call.
+            self._engine.graph_breaks.at(self._engine.finish)
         self._is_first = False
         gradients.begin_backward(0, last=last)
         hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
@@ -120,15 +126,15 @@ class StepWork:
             loss = loss_of(call_with(self._call, batch), batch, self._loss_fn)
             if not loss.requires_grad:
                 raise GptparError(
-                    "the loss requires no gradient: train_batch was called under torch.no_grad(), or nothing that is "
-                    "trained leads to it."
+                    "the loss requires no gradient: train_batch was called under torch.no_grad(), or the loss depends "
+                    "on no trained parameter."
                 )
             self.backward(loss, last=number == len(batches) - 1)
             losses.append(loss.detach())
         return self.result(mean_of(losses))
 
     def result(self, loss: torch.Tensor | None = None) -> StepResult:
-        """Of the passes that are over."""
+        """The result of the passes that have ended."""
         late = self._engine.gradients.collector.late
         return StepResult(self._no_loss if loss is None else loss, self._stage.take_passes(), tuple(sorted(late)))
 

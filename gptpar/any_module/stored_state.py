@@ -1,4 +1,4 @@
-"""What a checkpoint of an engine says beside its tensors, checked before it is used: a stranger may have written it."""
+"""The state in an engine's checkpoint beside its tensors, checked before use: anybody may have written it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from gptpar.errors import CheckpointError
 from gptpar.optim.skip_step import NO_STEPS, is_window
 
 WRITER = "gptpar.initialize"
-"""Tells an engine's checkpoints from those of a GPT run."""
+"""Distinguishes an engine's checkpoints from those of a GPT run."""
 
 
 @dataclass(frozen=True)
 class StoredState:
-    """The numbers of an engine, as JSON holds them.
+    """The state of an engine that is not tensors, in values that JSON can hold.
 
     Attributes:
         tag: the user's name of the checkpoint.
-        counts: the engine's, by :data:`ENGINE_COUNTS`, and ``optimizer_steps``, those of the bias corrections;
-            ``global_samples`` may be missing, in checkpoints from before it was counted.
-        loss_scale: as :meth:`LossScale.state <gptpar.optim.loss_scale.LossScale.state>` gives it.
-        groups: of the optimizer; under ``params`` the parameters' names.
+        counts: the engine's counts, by :data:`ENGINE_COUNTS`, and ``optimizer_steps``, the number of steps for bias
+            corrections. Old checkpoints lack ``global_samples``.
+        loss_scale: as :meth:`LossScale.state <gptpar.optim.loss_scale.LossScale.state>` returns it.
+        groups: of the optimizer; ``params`` has the parameters' names.
         scheduler: ``class`` and ``state``; ``None``: there is none.
         aliases: each further name of a parameter or buffer -> its first one.
-        extra: path of a module -> what its ``get_extra_state`` gave.
-        client: the user's.
+        extra: path of a module -> the result of its ``get_extra_state``.
+        client: the user's own state.
         skip_step: the window of outliers; ``None``: no step is judged.
     """
 
@@ -47,7 +47,7 @@ class StoredState:
     skip_step: dict[str, Any] | None = None
 
     def to_meta(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The checkpoint's ``meta``."""
         values = {name: value for name, value in asdict(self).items() if name != "skip_step" or value is not None}
         return {"writer": WRITER, **values, "torch": torch.__version__}
 
@@ -58,7 +58,7 @@ _SCALE = {"value": float, "dynamic": bool, "good_steps": int, "tolerance": int}
 
 
 def tag_of(meta: Mapping[str, Any]) -> str | None:
-    """The tag of an engine's checkpoint; ``None``: it is no engine's."""
+    """The tag of an engine's checkpoint; ``None`` if it is not an engine's."""
     tag = meta.get("tag")
     return tag if meta.get("writer") == WRITER and isinstance(tag, str) else None
 
@@ -67,7 +67,7 @@ def read_state(path: Path, meta: Mapping[str, Any]) -> StoredState:
     """The state in a checkpoint's meta.
 
     Raises:
-        CheckpointError: with everything that is wrong.
+        CheckpointError: the meta is not an engine's, or is damaged; it names everything.
     """
     if tag_of(meta) is None:
         raise CheckpointError(f"{path} is no engine's: gptpar pretrain --load goes on with its own runs.")
@@ -109,7 +109,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "extra": lambda value: isinstance(value, dict),
     "client": lambda value: True,
 }
-"""Field of :class:`StoredState` -> whether a value is of its kind."""
+"""Field of :class:`StoredState` -> a function that checks whether a value can be the field's."""
 
 
 # Groups of the optimizer.
@@ -130,7 +130,7 @@ def groups_to_json(
 def group_differences(
     stored: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str]
 ) -> Iterator[str]:
-    """Sentences on parameters that the checkpoint has in other groups; there are as many groups on both sides."""
+    """Sentences about parameters that the checkpoint has in other groups; both sides have equally many groups."""
     for place, (old, new) in enumerate(zip(stored, groups, strict=True)):
         before, now = set(map(str, old["params"])), {names[parameter] for parameter in new["params"]}
         for one, where in ((before - now, "in the checkpoint"), (now - before, "here")):
@@ -139,7 +139,7 @@ def group_differences(
 
 
 def load_groups(stored: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Take over the groups' numbers; a tensor stays the same object, because others may hold it."""
+    """Load the groups' hyperparameters; a tensor remains the same object, because others may hold it."""
     for group, saved in zip(groups, stored, strict=True):
         for name, value in saved.items():
             if name == "params":
@@ -154,7 +154,7 @@ def load_groups(stored: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, 
 
 
 def scheduler_to_json(scheduler: LRScheduler | None, problems: list[str]) -> dict[str, Any] | None:
-    """Its class's name and state."""
+    """A scheduler's class and state as JSON; ``None`` without a scheduler."""
     if scheduler is None:
         return None
     kind = type(scheduler).__name__
@@ -162,7 +162,7 @@ def scheduler_to_json(scheduler: LRScheduler | None, problems: list[str]) -> dic
 
 
 def scheduler_problems(stored: Mapping[str, Any] | None, scheduler: LRScheduler | None) -> Iterator[str]:
-    """A sentence where another schedule, or none, would go on."""
+    """A sentence if checkpoint and engine have schedulers of different classes, or only one has a scheduler."""
     before = "no lr_scheduler" if stored is None else f"the lr_scheduler {stored['class']}"
     now = "no lr_scheduler" if scheduler is None else f"the lr_scheduler {type(scheduler).__name__}"
     if before != now:
@@ -173,7 +173,7 @@ def scheduler_problems(stored: Mapping[str, Any] | None, scheduler: LRScheduler 
 
 
 def alias_problems(stored: Mapping[str, str], aliases: Mapping[str, str]) -> Iterator[str]:
-    """Sentences on parameters that are one under several names on one side only."""
+    """Sentences about tensors that have several names on one side only."""
     for name in sorted(stored.keys() | aliases.keys()):
         if stored.get(name) == aliases.get(name):
             continue

@@ -1,10 +1,11 @@
-"""Checkpoints by DeepSpeed's names for them, in one folder.
+"""Finds an engine's checkpoints in a folder by their tags, DeepSpeed's names of checkpoints.
 
-    save_dir/iter_0000100/               a checkpoint (gptpar.checkpoint), which carries its tag
-    save_dir/latest                      the tag that is loaded where none is given, as DeepSpeed writes it
+    save_dir/iter_0000100/               a checkpoint (gptpar.checkpoint), which contains its tag
+    save_dir/latest                      the tag that is loaded by default, as DeepSpeed writes it
 
-A checkpoint's number is ``global_steps``, or one more than the newest's where that is not smaller: what was saved last
-is the newest. Saving under a tag that is there replaces it, as in DeepSpeed, but only once the new one is proved.
+A checkpoint's number is ``global_steps``; if that is not above the newest's number, it is the newest's plus one. So the
+checkpoint that was saved last is the newest. Saving under an existing tag replaces that checkpoint, as in DeepSpeed,
+but only after the new one has been verified.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from gptpar.errors import CheckpointError
 LATEST = "latest"
 
 Tagged = tuple[int, Path, str | None]
-"""Number and path of a checkpoint, and its tag; ``None``: its manifest is damaged, or it is another program's."""
+"""(number of a checkpoint, its path, its tag); the tag is ``None`` if the manifest is damaged or not an engine's."""
 
 
 def agreed_tag(ranks: Ranks, tag: str) -> str:
-    """The tag, which is one line and the same on all processes."""
+    """The tag; checks that it is one line, and the same on all processes.
+
+    Raises:
+        CheckpointError: it is not.
+    """
     tags = ranks.each(lambda: str(tag).strip())
     if len(set(tags)) > 1:
         told = ", ".join(f"{one!r} on rank {tags.index(one)}" for one in dict.fromkeys(tags))
@@ -48,7 +53,7 @@ def _tagged(folder: Path) -> list[Tagged]:
 
 
 def place_for(folder: Path, tag: str, step: int) -> tuple[int, list[Path]]:
-    """(number of a new checkpoint, what it replaces)"""
+    """(number of a new checkpoint, paths of the checkpoints that it replaces)"""
     _require_own(folder, "nothing is written into it; choose another folder.")
     found = _tagged(folder)
     for _, path, other in found:
@@ -73,7 +78,7 @@ def _require_own(folder: Path, remedy: str) -> None:
 
 
 def candidates(folder: Path, tag: str | None) -> list[tuple[int, Path]]:
-    """Checkpoints to be tried, in this order."""
+    """(number, path) of the checkpoints that a load tries, in this order."""
     _require_own(folder, "the engine reads its own checkpoints only.")
     found = _tagged(folder)
     if tag is None:
@@ -88,7 +93,7 @@ def candidates(folder: Path, tag: str | None) -> list[tuple[int, Path]]:
 
 
 def _from_latest(found: list[Tagged], latest: str | None) -> list[tuple[int, Path]]:
-    """The checkpoint of the latest tag and those before it; all where no checkpoint has that tag."""
+    """The checkpoint with the latest tag and those before it; all checkpoints if none has that tag."""
     numbers = [number for number, _, tag in found if tag is not None and tag == latest]
     return [(number, path) for number, path, _ in found if not numbers or number <= numbers[0]]
 

@@ -1,9 +1,9 @@
-"""A tape of the operators that wrote tensors without memory, and replaying what one tensor needs.
+"""A tape of the operators that wrote tensors without memory; it can replay those that one tensor needs.
 
 Every storage on the meta device has a history: the operators that wrote it. A tensor is a region of a storage, so that
-views, ties, ``.data`` and in-place operations need no care of their own. A replay runs on the CPU and leaves out what
-is overwritten before it is read. The n-th random operator draws from a generator seeded with (seed, n): its values
-depend neither on the device, nor on what else is replayed.
+views, ties, ``.data`` and in-place operations need no special treatment. A replay runs on the CPU, and skips operators
+whose results are overwritten before they are read. The n-th random operator draws from a generator seeded with
+(seed, n), so that its values depend neither on the device nor on which other operators are replayed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gptpar.errors import GptparError
 from gptpar.topology.initial_values import seed_of
 
 aten = torch.ops.aten
-# These give every element of their first argument a value that does not depend on the former one.
+# Operators that overwrite every element of their first argument without reading it.
 OVERWRITING = {aten.normal_, aten.uniform_, aten.zero_, aten.fill_, aten.copy_, aten.random_, aten.bernoulli_}
 
 Memory = dict[int, torch.UntypedStorage]
@@ -36,7 +36,7 @@ class Region:
     Attributes:
         storage: key in the tape.
         size, stride, offset: in elements of ``dtype``.
-        conjugate, negative: whether the elements are read so (lazily, torch's bits).
+        conjugate, negative: torch's bits of lazy conjugation and negation.
     """
 
     storage: int
@@ -48,7 +48,7 @@ class Region:
     negative: bool = False
 
     def of(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        """The region in real memory of its storage."""
+        """The region as a tensor in real memory of its storage."""
         tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
         tensor.set_(memory, self.offset, self.size, self.stride)  # type: ignore[call-overload]
         tensor = tensor.conj() if self.conjugate else tensor
@@ -64,12 +64,12 @@ class Operation:
     """One recorded call of an operator; tensors among its arguments are regions, or real constants.
 
     Attributes:
-        draw: its number among the random operators.
-        default_dtype: torch's at the call, where the dtype of the result depends on it.
-        reads: storages whose former values matter.
-        replaces: storages that get all their values here.
-        writes: storages that get some or all.
-        made: of each tensor that it returned: its region, if in a new storage.
+        draw: its number among the random operators; ``None``: it is not random.
+        default_dtype: torch's at the call, if the dtype of the result depends on it.
+        reads: storages whose earlier values it reads.
+        replaces: storages that it overwrites completely.
+        writes: storages that it writes, completely or in part.
+        made: for each returned tensor, its region if it has a new storage, else ``None``.
     """
 
     function: torch._ops.OpOverload
@@ -84,12 +84,12 @@ class Operation:
 
     @property
     def regions(self) -> list[Region]:
-        """Those among its arguments, in order."""
+        """The regions among its arguments, in order."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Region)]
 
 
 class Tape:
-    """Operators in the order of their calls, and what each storage on meta went through.
+    """Operators in the order of their calls, and the operators that wrote each storage on meta.
 
     Args:
         seed: of all random values.
@@ -99,7 +99,7 @@ class Tape:
         self.seed = seed
         self.num_draws = 0
         self._operations: list[Operation] = []
-        self._writers: dict[int, list[int]] = {}  # storage -> operations that write it, rising
+        self._writers: dict[int, list[int]] = {}  # storage -> indices of operations that write it, ascending
         self._storages: dict[int, torch.UntypedStorage] = {}  # keeps them, so that no key is used twice
         self._foreign: set[int] = set()
         self._ambient = threading.Lock()
@@ -110,10 +110,10 @@ class Tape:
         return key in self._storages and key not in self._foreign
 
     def enter(self, tensor: torch.Tensor, *, foreign: bool = False) -> tuple[Region, bool]:
-        """A tensor on meta as a region, and whether its storage is new to the tape.
+        """(the region of a tensor on meta, whether its storage is new to the tape).
 
         Args:
-            foreign: whether a new storage comes from outside, with values that nobody knows.
+            foreign: whether a new storage comes from outside of the recording, with unknown values.
         """
         storage = tensor.untyped_storage()
         new = storage._cdata not in self._storages
@@ -125,7 +125,7 @@ class Tape:
         return Region(*place, tensor.is_conj(), tensor.is_neg()), new
 
     def write(self, operation: Operation) -> None:
-        """Put an operation at the end."""
+        """Append an operation."""
         for storage in operation.writes:
             self._writers.setdefault(storage, []).append(len(self._operations))
         self._operations.append(operation)
@@ -140,7 +140,7 @@ class Tape:
         return tensor
 
     def overwrites(self, function: torch._ops.OpOverload, target: Region, others: Sequence[Region]) -> bool:
-        """Whether an in-place operator leaves nothing of its target's storage, nor reads it."""
+        """Whether an in-place operator overwrites its target's whole storage without reading it."""
         whole = target.fills(self._storages[target.storage].nbytes())
         reads = any(target.storage == other.storage for other in others)
         return function.overloadpacket in OVERWRITING and whole and not reads
@@ -149,7 +149,7 @@ class Tape:
         """A meta tensor's values, in new memory on the CPU.
 
         Raises:
-            GptparError: they depend on a tensor from outside.
+            GptparError: they depend on a tensor from outside of the recording.
         """
         region, _ = self.enter(tensor, foreign=True)
         memory: Memory = {}
@@ -161,7 +161,7 @@ class Tape:
             return made if region.fills(made.untyped_storage().nbytes()) and not lazy else made.clone()
 
     def call(self, operation: Operation, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call an operator on real tensors, with random values of its own and the default dtype of its time."""
+        """Call an operator on real tensors, with its own random generator and the default dtype of its recording."""
         generator = None
         if operation.draw is not None:
             generator = torch.Generator().manual_seed(seed_of(self.seed, "deferred", operation.draw))
@@ -172,7 +172,7 @@ class Tape:
 
     @contextmanager
     def _ambience(self, generator: torch.Generator | None, dtype: torch.dtype | None) -> Iterator[None]:
-        """Have a thread's operator draw from a generator, and compute with a default dtype, that it cannot be given."""
+        """Replace torch's default generator and default dtype, for operators that do not take them as arguments."""
         if generator is None and dtype is None:
             yield
             return
@@ -215,14 +215,14 @@ class Tape:
         return needed
 
     def _memory(self, storage: int, memory: Memory) -> torch.UntypedStorage:
-        """Real memory of a storage; what nobody wrote is zero, and so the same everywhere."""
+        """Real memory of a storage; bytes that no operator writes are zero, and thus the same everywhere."""
         if storage not in memory:
             num_bytes = self._storages[storage].nbytes()
             memory[storage] = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
         return memory[storage]
 
     def _replay(self, operation: Operation, memory: Memory) -> None:
-        """Run one operation, and put what it returns where its results lie."""
+        """Run one operation, and store its results in the memory of their storages."""
 
         def real(region: Region) -> torch.Tensor:
             return region.of(self._memory(region.storage, memory))
@@ -240,7 +240,7 @@ class Tape:
             )
             if same and all(storage._cdata != other._cdata for other in memory.values()):
                 memory[region.storage] = storage
-            else:  # laid out differently on the CPU, or no memory of its own
+            else:  # the CPU's result has another layout, or is in another tensor's memory
                 real(region).copy_(made)
 
 

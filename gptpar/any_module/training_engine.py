@@ -1,4 +1,4 @@
-"""What every engine of ``gptpar.initialize`` has in common: steps, their numbers, schedules, whole tensors."""
+"""The common base of all engines of ``gptpar.initialize``: steps, their numbers, schedules, whole tensors."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from gptpar.errors import CheckpointError, GptparError
 from gptpar.optim.skip_step import NOT_FINITE, make_skip_step, step_unless_outlier
 
 TIMEOUT_MINUTES = 30.0
-"""How long a process waits for the others, at the start and for a step's numbers."""
+"""The longest time that a process waits for the others, at the start and for a step's numbers."""
 
 _UNTIL_CLOSED = ("engine", "host", "weights", "_work")
-"""What a closed engine has no more."""
+"""Attributes that a closed engine no longer has."""
 
 
 class TrainingEngine(NotCopied, Getters, nn.Module):
-    """Takes steps, whoever runs their forward and backward passes.
+    """Takes steps, whether the user or the engine runs their forward and backward passes.
 
     Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
 
     Args:
-        module: what is trained.
+        module: which is trained.
         work: runs its passes.
-        parts: what it is trained on.
-        groups: the parameter groups, whose numbers hold at each step.
-        options: everything that was configured.
+        parts: the engine's parts.
+        groups: the parameter groups, whose hyperparameters are read at each step.
+        options: the configuration.
 
     Attributes:
         module: the user's.
-        data: where :meth:`train_batch` takes micro-batches from.
-        optimizer: the parameter groups.
-        lr_scheduler: is stepped after each step; ``None``: nobody is.
-        options: as given, but for a batch size that :meth:`set_train_batch_size` has changed.
-        loss_scaler: the loss scale, as it moves.
+        data: the source of micro-batches for :meth:`train_batch`.
+        optimizer: has the parameter groups.
+        lr_scheduler: is stepped after each step; ``None``: there is none.
+        options: as given, except for a batch size that :meth:`set_train_batch_size` has changed.
+        loss_scaler: the present loss scale.
         global_steps: steps taken, skipped ones included.
         skipped_steps: steps that changed nothing because the gradient was not finite, as far as they are known.
-        skip_step: skips steps whose loss or gradient norm is an outlier; ``None``: nobody does.
+        skip_step: skips steps whose loss or gradient norm is an outlier; ``None``: no step is skipped for that.
         micro_steps: micro-batches so far.
         global_samples: samples of all steps taken, on all processes.
     """
@@ -84,7 +84,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.data = BatchSource(options.batch.accumulation_steps, self.device)
         self._agreement = Agreement(self.topology, ordered=self.engine.gatherer.gathers_in_call_order)
-        self._count = 0  # complete micro-batches of the step at work
+        self._count = 0  # complete micro-batches of the current step
         self._has_begun = self._is_final = self._closed = False
         self._readings: Readings | None = None
         self._result: StepResult | None = None
@@ -92,7 +92,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         self._norm, self._skipped, self._verdict, self._ended_step = 0.0, 0.0, FINE, False
 
     def _cast(self, inputs: Any) -> Any:
-        """Nested inputs, floating-point ones cast where the configuration says ``auto_cast``."""
+        """Nested inputs; floating-point ones are cast if the configuration has ``auto_cast``."""
         dtype = self.options.dtype
         if not self.options.cast_inputs or dtype is None:
             return inputs
@@ -101,7 +101,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
     # A step.
 
     def _prepare(self) -> None:
-        """What the host does before a step's gradients are begun."""
+        """Prepare a step on the host, before its gradients are begun."""
         self._activity.note(f"step {self.global_steps + 1}")
         self.weights.catch_up()
         self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
@@ -110,11 +110,11 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
 
     @property
     def _divisor(self) -> float:
-        """What the sum of all gradients is divided by: the loss scale, and the number of addends of the mean."""
+        """The divisor of the sum of all gradients: the loss scale times the number of addends of the mean."""
         return self.loss_scaler.value * self.options.batch.accumulation_steps * self.topology.layout.data
 
     def _follow(self, passes: Sequence[Sequence[str]]) -> None:
-        """Expect the next step to be like this one."""
+        """Expect the next step to call the scopes of these passes."""
 
     def _update(self) -> None:
         if not self._is_final:
@@ -127,7 +127,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         result = self._result or self._work.result()
         square = self.engine.square_of_grad()
         evidence = self._agreement.evidence(result.passes, result.late, square)
-        loss = self._share_of_mean(result.loss)
+        loss = self._addend_of_mean(result.loss)
         sums = self._sum_over_all(torch.cat([square[None], evidence, loss[None]]))
         norm = sums[0].sqrt() / torch.full_like(sums[0], self._divisor)
         norm, verdict = self._agreement.judge(norm, sums[1:-1])
@@ -151,27 +151,27 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
             self._watch.wait_for(dist.all_reduce(tensor, async_op=True))
         return tensor
 
-    def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """What this process adds to the mean over processes; its loss is zero where another stage has it."""
+    def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
+        """This process's addend of the mean over processes; its loss is zero if another stage has the loss."""
         return loss.double() / self.topology.layout.data
 
     # Whole batches.
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Take a step, in the mode the module is in, over ``gradient_accumulation_steps`` micro-batches.
+        """Take a step over ``gradient_accumulation_steps`` micro-batches, in the module's present mode.
 
-        Tensors in them are moved to the device; what they are to the module, and what its loss is, the engine's class
-        says.
+        Their tensors are copied to the device. The engine's class says how they are passed to the module, and what its
+        loss is.
 
         Args:
             data_iter: has this process's micro-batches; default: the ``training_data`` of :func:`gptpar.initialize`.
 
         Returns:
-            [] the mean loss over micro-batches and processes, on the device, fp32 or wider; it is not waited for.
+            [] the mean loss over micro-batches and processes, on the device, fp32 or wider, without waiting for it.
 
         Raises:
             StopIteration: the data is at its end; nothing was done.
-            GptparError: it ends amid the step, there is no loss, or another step has begun.
+            GptparError: the data ends within the step, there is no loss, or another step has begun.
         """
         self._require_open()
         self._require_no_step()
@@ -204,27 +204,27 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
     def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """The mean loss of as many micro-batches as a step has, in eval mode and without gradients.
 
-        Micro-batches and losses are those of :meth:`train_batch`. Afterwards each module is in the mode it was in. A
-        step at work goes on.
+        Micro-batches and losses are as in :meth:`train_batch`. Afterwards each module has its former mode. A current
+        step is not changed.
 
         Returns:
-            [] the mean over micro-batches and processes, on the device, fp32 or wider; it is not waited for.
+            [] the mean over micro-batches and processes, on the device, fp32 or wider; the host does not wait for it.
 
         Raises:
             StopIteration: the data is at its end.
-            GptparError: it ends amid the batch, or there is no loss.
+            GptparError: the data ends within the batch, or there is no loss.
         """
         self._require_open()
         batches = self.data.take(data_iter)
         with evaluating(self):
             mean = self._work.evaluate(batches)
-        return self.topology.sum_over_all(self._share_of_mean(mean)).to(mean.dtype)
+        return self.topology.sum_over_all(self._addend_of_mean(mean)).to(mean.dtype)
 
     def _take_note_of_last_step(self) -> None:
-        """Read the numbers of the last step, which has had time to end.
+        """Read the numbers of the last step, which has probably ended by now.
 
         Raises:
-            GptparError: it was refused, on all processes.
+            GptparError: the step was refused, on all processes.
         """
         self._read_last_step()
         verdict, self._verdict = self._verdict, FINE
@@ -232,7 +232,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
             raise self._agreement.error(verdict, self.global_steps)
 
     def _read_last_step(self) -> None:
-        """The same without an error, which all processes have to raise together: it is kept until then."""
+        """The same without raising; the error is kept until all processes can raise it together."""
         readings, self._readings = self._readings, None
         if readings is None:
             return
@@ -248,26 +248,26 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
             print(f"step {self.global_steps}: learning rate {rates}, {told}", flush=True)
 
     def get_global_grad_norm(self) -> float:
-        """The L2 norm of the last step's gradient before clipping; waits for that step. 0 before the first.
+        """The L2 norm of the last step's gradient before clipping, 0 before the first step; waits for that step.
 
-        Any process may ask alone. Infinite after a step that was refused; the next one says why.
+        A process may call it alone. After a step that was refused it is infinite, and the next step raises the error.
         """
         self._read_last_step()
         return self._norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed the parameters; waits for it. Amid a step it did not."""
+        """Whether the last ``step()`` changed the parameters; waits for it. Within a step it did not."""
         self._take_note_of_last_step()
         return self._ended_step and not self._skipped
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Let the coming steps have more or fewer micro-batches, each as large as it was.
+        """Change the number of micro-batches of the next steps; their size stays.
 
         Args:
             train_batch_size: samples of a step, on all processes.
 
         Raises:
-            GptparError: it is no multiple of a micro-batch on each process, a step is at work, or sums of gradients
+            GptparError: it is no multiple of a micro-batch on each process, a step has begun, or sums of gradients
                 have no memory.
         """
         self._require_open()
@@ -286,9 +286,9 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the step at work."""
+        """Drop the gradients of the current step."""
         if self._has_begun and self.host is not None:
-            self.host.cancel()  # it may have begun the step with the gradients that came first
+            self.host.cancel()  # it may have speculated with the first gradients
         self._forget_step()
 
     def _forget_step(self) -> None:
@@ -308,18 +308,18 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
             GptparError: the step's gradient is not final, or no such parameter is trained.
         """
         if not self._is_final:
-            raise GptparError("full_gradient() is there between the step's last backward pass and the step.")
+            raise GptparError("full_gradient() works only between the step's last backward pass and the step.")
         return self.weights.whole(name, "grad") / self._divisor
 
     @contextlib.contextmanager
     def gathered(self, modifier_rank: int | None = None) -> Iterator[None]:
-        """Inside, all parameters are there, with the last step's values; all processes enter and leave it.
+        """A context in which all parameters are gathered, with the last step's values; all processes enter it.
 
         Parameters that are changed in place inside keep their new values, and the optimizer goes on from them.
 
         Args:
-            modifier_rank: the process whose values count, of those with the same layers (in a pipeline: its place on
-                the data axis); ``None``: all processes have changed them alike, tied layers on all of their stages.
+            modifier_rank: the process whose values count, of those with the same layers (in a pipeline: its position on
+                the data axis); ``None``: all processes have made the same changes, to all copies of tied layers.
         """
         with self.weights.gathered(modifier_rank):
             yield
@@ -331,7 +331,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         client_state: Any = None,
         save_latest: bool = True,
     ) -> str:
-        """Keep the module's and the engine's state between two steps; all processes call it.
+        """Save the module's and the engine's state between two steps; all processes call it.
 
         See :func:`gptpar.any_module.checkpoint.save` for the arguments, the result and the errors.
         """
@@ -351,9 +351,9 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, Any]:
-        """Go on from what :meth:`save_checkpoint` kept, at any size, stage and ratio; all processes call it.
+        """Load a checkpoint of :meth:`save_checkpoint`; all processes call it. World size, stage and ratio may differ.
 
-        Gradients of a step at work are forgotten. See :func:`gptpar.any_module.checkpoint.load`.
+        Gradients of a current step are dropped. See :func:`gptpar.any_module.checkpoint.load`.
         """
         self._require_open()
         self._take_note_of_last_step()
@@ -362,10 +362,10 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         return checkpoint.load(self, load_dir, tag, checkpoint.Chosen(*what))
 
     def close(self) -> None:
-        """Give the module back: with whole weights, without hooks, on all processes; also in the middle of a step.
+        """End the engine and return the module with whole weights and without hooks; all processes call it.
 
-        The engine's memory is free afterwards, and the module can be given to another ``gptpar.initialize``. While an
-        error is on its way, weights that several processes share are not gathered: others may not come.
+        It may be called within a step. The engine's memory is free afterwards, and the module can be passed to another
+        ``gptpar.initialize``. While an exception is handled, weights are not gathered from other processes.
         """
         if self._closed:
             return
@@ -392,7 +392,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         return super().__getattr__(name)
 
     def destroy(self) -> None:
-        """DeepSpeed's name of :meth:`close`."""
+        """The same as :meth:`close`, by DeepSpeed's name."""
         self.close()
 
     def _require_open(self) -> None:

@@ -1,7 +1,7 @@
-"""Which parts of any module are reduced, gathered and released at a time. Pure: it reads the module's structure.
+"""Divides any module into the units that are reduced, gathered and released. Pure: it reads the module's structure.
 
-A scope is a submodule before whose forward its parameters are brought: a repeated block, or the whole model for what is
-in no block. A scope's parameters lie in flat units, one for each dtype, frozen parameters apart.
+A scope is a submodule whose parameters are gathered before its forward: a repeated block, or the whole model for
+parameters outside of blocks. A scope's parameters are in flat units: one for each dtype, trainable or frozen.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gptpar.any_module.refusals import problems_of
 from gptpar.errors import ModelError
 
-ALONE = 2**20  # a parameter of the root with so many elements is a unit of its own: final, and reduced, alone
+ALONE = 2**20  # a parameter of the root with this many elements is a unit of its own, and is reduced by itself
 
 
 @dataclass(frozen=True)
 class FlatUnit:
-    """Parameters that lie in one flat range: of the same scope and dtype, all trainable or all frozen.
+    """Parameters in one flat buffer: of the same scope and dtype, all trainable or all frozen.
 
     Attributes:
-        name: the scope's path; with more behind it where the scope has several units.
+        name: the scope's path, with a suffix if the scope has several units.
         scope: path of the :class:`Scope`.
         parameters: their first names, in order of definition.
         trainable: whether they are trained.
@@ -40,11 +40,11 @@ class FlatUnit:
 
 @dataclass(frozen=True)
 class Scope:
-    """A submodule before whose forward its parameters are brought.
+    """A submodule whose parameters are gathered before its forward.
 
     Attributes:
         path: as in ``named_modules``; "" is the whole model.
-        units: names, in order of definition; only the whole model may have none.
+        units: their names, in order of definition; only the whole model may have none.
     """
 
     path: str
@@ -53,13 +53,13 @@ class Scope:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Where every parameter of a module belongs.
+    """The division of a module's parameters into scopes and units.
 
     Attributes:
-        scopes: the whole model first, the others in order of definition; none lies in another, but in the first.
+        scopes: the whole model first, the others in order of definition; no other scope contains another.
         units: in order of definition of their first parameter. Each parameter is in one, under its first name.
         buffers: first names, in order of definition.
-        aliases: of parameters and buffers with several names: each name, the first included -> the first.
+        aliases: for parameters and buffers with several names: each name, the first included -> the first.
     """
 
     scopes: tuple[Scope, ...]
@@ -77,18 +77,19 @@ def find_units(
 ) -> UnitPlan:
     """Divide a module into units.
 
-    Blocks are what a container (``ModuleList``, ``Sequential``, ``ModuleDict``, anything with numbered children)
-    repeats: elements with parameters whose class occurs at least twice in it, single layers of torch excepted. Only
-    outermost blocks count: a block's experts stay inside. A parameter that several blocks own, and one that is in no
-    block, belongs to the whole model.
+    Blocks are the repeated elements of a container (``ModuleList``, ``Sequential``, ``ModuleDict``, any module with
+    numbered children): elements with parameters whose class occurs at least twice in it, except for single layers of
+    torch. Only outermost blocks count: a block's experts are part of it. A parameter of several blocks, or of none,
+    belongs to the whole model.
 
     Args:
-        classes: names of the blocks' classes; the outermost modules of these are blocks, and nothing else is.
+        module: the model.
+        classes: names of the blocks' classes; if given, the outermost modules of these classes are the only blocks.
         dtype: that parameters will have (see :func:`dtypes_of`); ``None``: they keep theirs.
-        trained: the parameters that an optimizer has; default: all that require a gradient.
+        trained: the parameters in the optimizer's groups; default: all that require a gradient.
 
     Raises:
-        ModelError: with every reason why the module cannot be divided.
+        ModelError: the module cannot be divided; it names every reason.
     """
     problems = [*_unknown_classes(module, classes), *problems_of(module)]
     if problems:
@@ -133,7 +134,7 @@ class TensorNames:
         return {names[0]: buffer for buffer, names in self._buffers.items()}
 
     def aliases(self) -> dict[str, str]:
-        """Of tensors with several names: each name, the first included -> the first."""
+        """For tensors with several names: each name, the first included -> the first."""
         several = [names for names in (*self._parameters.values(), *self._buffers.values()) if len(names) > 1]
         return {name: names[0] for names in several for name in names}
 
@@ -151,11 +152,12 @@ def kinds_of(
 def dtypes_of(module: nn.Module, dtype: torch.dtype | None) -> dict[torch.Tensor, torch.dtype]:
     """The number format that each parameter will have.
 
-    BatchNorm's stay fp32 where its running statistics, as buffers, do: torch wants both in one format, and takes 16-bit
-    activations with either. Statistics that the user has made 16-bit keep that, and so does what is beside them.
+    Parameters of BatchNorm stay fp32 if its running statistics, which are buffers, are fp32: torch needs both in one
+    format, and accepts 16-bit activations with either. If the user has made the statistics 16-bit, the parameters
+    become 16-bit as all others.
 
     Args:
-        dtype: of all others; ``None``: everything keeps its own.
+        dtype: of all other parameters; ``None``: all keep their own.
     """
     found: dict[torch.Tensor, torch.dtype] = {p: dtype or p.dtype for p in module.parameters()}
     for one in module.modules() if dtype is not None else ():
@@ -165,10 +167,10 @@ def dtypes_of(module: nn.Module, dtype: torch.dtype | None) -> dict[torch.Tensor
 
 
 def walk(module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """Every place in a module, in the order of ``named_modules``, a shared module at each of its places.
+    """All submodules in the order of ``named_modules``; a shared module occurs at each of its paths.
 
     Yields:
-        path, module, and the modules that it is in, outermost first.
+        (path, module, the modules that contain it, outermost first)
     """
 
     def below(path: str, one: nn.Module, above: tuple[nn.Module, ...]) -> Iterator:
@@ -188,7 +190,7 @@ def own(path: str, tensors: Mapping[str, torch.Tensor | None]) -> Iterator[tuple
 
 
 def _common(scopes: set[str]) -> str:
-    """The lowest scope above all of several: blocks do not lie in each other, so it is one block or the whole model."""
+    """The smallest scope that contains all of these: blocks are not nested, so it is one block or the whole model."""
     return next(iter(scopes)) if len(scopes) == 1 else ""
 
 
@@ -202,8 +204,9 @@ def flat_units(
     """Group parameters, given in order of definition under their first names.
 
     Args:
-        scope_of: of each.
-        kinds: dtype, and whether it is trained.
+        parameters: first name -> parameter.
+        scope_of: first name -> path of its scope.
+        kinds: first name -> (dtype, whether it is trained).
     """
     members: dict[tuple[str, torch.dtype, bool, str | None], list[str]] = {}
     for name, parameter in parameters.items():
@@ -244,7 +247,7 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _elements(container: nn.Module) -> Iterator[nn.Module]:
-    """What a container repeats. Elements that are never called, such as inner lists, stand for their own elements."""
+    """The elements of a container; an element that is never called, such as an inner list, is replaced by its own."""
     lists = isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict)
     for name, child in container._modules.items():
         if child is not None and (lists or name.isdecimal()):
@@ -262,5 +265,5 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward, so that there is a moment to bring its parameters."""
+    """Whether a module has a forward, before which its parameters can be gathered."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

@@ -2,8 +2,8 @@
 
 The function takes no arguments and returns ``model, make_batch``, or ``model, make_batch, loss_fn``:
 
-- ``make_batch(number)`` is one micro-batch, another for each number: a dictionary is passed to the model by keywords, a
-  tuple or list by position, anything else as the only argument.
+- ``make_batch(number)`` returns a micro-batch, another one for each number: a dictionary is passed to the model by
+  keywords, a tuple or list by position, anything else as the only argument.
 - The loss is ``loss_fn(output, batch)``; without it the model's output itself, or its ``loss``, as in transformers.
 
 Before the function, and before each batch, torch's random numbers are seeded: both may draw from them.
@@ -34,12 +34,13 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class UserModule:
-    """What a user's function has returned.
+    """The result of a user's function.
 
     Attributes:
         name: of the function, for messages.
         module: the model.
-        loss_fn: of its output and the batch; ``None``: the output is the loss, or has it.
+        make_batch: number -> a micro-batch; ``None``: the function returned the model alone.
+        loss_fn: (output, batch) -> the loss; ``None``: the output is the loss, or has it as ``loss``.
     """
 
     name: str
@@ -101,12 +102,12 @@ class UserModule:
 
 
 def is_named_in(argv: Sequence[str]) -> bool:
-    """Whether a command line is about a user's module: it has other flags then."""
+    """Whether a command line names a user's module, and thus has other flags."""
     return any(word.split("=", 1)[0] == "--module" for word in argv)
 
 
 def load_user_function(spec: str) -> Callable[[], UserModule]:
-    """The function of that name; each call makes the model anew, with the same random numbers.
+    """The function with that name; each call makes a new model, with the same random numbers.
 
     Raises:
         GptparError: there is no such file or function, or it cannot be imported.
@@ -125,7 +126,7 @@ def load_user_function(spec: str) -> Callable[[], UserModule]:
 
 
 def _import(spec: str, where: str) -> ModuleType:
-    """The user's file or module; what a file imports from its own folder is found."""
+    """The user's file or module, imported; a file can import others from its own folder."""
     if not where.endswith(".py"):
         try:
             with _told(f"--module {spec}: importing {where}", allowed=(ModuleNotFoundError,)):
@@ -163,7 +164,7 @@ def _make(spec: str, function: Callable[[], Any]) -> UserModule:
 
 @contextlib.contextmanager
 def _told(what: str, allowed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """A user's own mistake as one sentence, with the line where it happened."""
+    """Turn an exception in the user's code into one sentence, with the line where it happened."""
     try:
         yield
     except Exception as error:

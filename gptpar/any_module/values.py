@@ -1,4 +1,4 @@
-"""The values that a module brings: where they wait while the engine gets its memory, and how it takes them over."""
+"""Copies a module's values into the engine's memory; until that exists, they may wait in host memory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from gptpar.topology.groups import Topology
 Value = Callable[[], torch.Tensor]
 """Makes or finds a parameter's value, on any device."""
 
-MAX_SHARE_OF_HOST = 0.5
-"""How much of the host's free memory all processes' parameters may take while they wait."""
+MAX_FRACTION_OF_HOST = 0.5
+"""The fraction of the host's free memory that all processes' parameters may take while they wait."""
 
 
 def move_aside(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Move parameters from an accelerator to host memory, until the engine takes their values over.
+    """Move parameters from an accelerator to host memory, until the engine copies their values.
 
-    The engine's memory for parameters, gradients and optimizer state is contiguous and taken before the first value is
-    copied: a model that stayed on the device would be there twice. Where the host has too little room, it stays.
+    The engine's memory for parameters, gradients and optimizer state is contiguous, and allocated before the first
+    value is copied. A model that stayed on the device would then be there twice. It stays if host memory is too small.
     """
     there = [parameter for parameter in parameters if parameter.device.type == device.type != "cpu"]
     num_bytes = sum(parameter.nbytes for parameter in there)
-    if num_bytes * place_on_machine()[1] <= MAX_SHARE_OF_HOST * available_memory():
+    if num_bytes * place_on_machine()[1] <= MAX_FRACTION_OF_HOST * available_memory():
         wait_on_host(there)
 
 
 def wait_on_host(parameters: Iterable[nn.Parameter]) -> None:
-    """Give parameters memory on the host with the same values, one after the other: each leaves its old memory."""
+    """Give parameters memory on the host with the same values; one after the other, each frees its old memory."""
     for parameter in parameters:
         parameter.data = parameter.data.to("cpu", copy=True)
 
@@ -55,11 +55,13 @@ def value_of(name: str, parameter: nn.Parameter, recording: Recording | None) ->
 
 @torch.no_grad()
 def take_values(engine: Engine, frozen: Sequence[Unit], values: dict[str, Value], topology: Topology) -> None:
-    """Let master weights and parameters have a module's values; those of the first process count.
+    """Copy a module's values to master weights and parameters; the first process's values count.
 
     Args:
+        engine: has the memory.
         frozen: units that are not trained.
-        values: by first name; each is dropped once it is taken over, a trained parameter's before the next one's.
+        values: by first name. Each is dropped once it is copied, a trained parameter's before the next one's.
+        topology: this process's place.
     """
     weights, shard = engine.optimizer.parts("weights"), engine.table.place.shard
 

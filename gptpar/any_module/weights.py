@@ -1,4 +1,4 @@
-"""A module's weights as its user reads and changes them, wherever they are."""
+"""Lets the user read and change a module's weights, wherever they are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gptpar.topology.tensor_parts import TensorParts, as_parts
 
 
 def copy_to_host(state: dict[str, Any], names: Iterable[str]) -> None:
-    """Let tensors of a state have memory of their own, in host memory; those that are the same stay the same."""
+    """Replace tensors of a state by copies in host memory; equal views of one memory stay one tensor."""
     copies: dict[Any, torch.Tensor] = {}
     for name in names:
         value = state[name].detach()
@@ -35,19 +35,22 @@ def copy_to_host(state: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def are_held(module: nn.Module) -> bool:
-    """Whether an engine that is not closed has weights of this module."""
+    """Whether an engine that has not been closed has weights of this module."""
     hooks = (hook for one in module.modules() for hook in one._state_dict_pre_hooks.values())
     return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), Weights) for hook in hooks)
 
 
 class Weights(NotCopied):
-    """Notices what was changed from outside, and makes ``state_dict`` and ``load_state_dict`` of the module work.
+    """Detects changes of weights by the user, and makes the module's ``state_dict`` and ``load_state_dict`` work.
 
-    Where parameters come and go, ``state_dict`` brings one scope after the other and has copies in host memory;
-    elsewhere it has the parameters themselves, as torch's.
+    If parameters are released, ``state_dict`` gathers one scope after the other and returns copies in host memory.
+    Otherwise it returns the parameters themselves, as torch's does.
 
     Args:
+        stage: the module, or the layers of a pipeline.
+        engine: has their memory.
         frozen: the units that are not trained.
+        topology: this process's place.
     """
 
     def __init__(self, stage: PlacedParameters, engine: Engine, frozen: Sequence[Unit], topology: Topology):
@@ -67,11 +70,11 @@ class Weights(NotCopied):
                 stage.undo.callback(hook.remove)
 
     def _read_versions(self) -> dict[str, int]:
-        with torch._C.DisableTorchFunctionSubclass():  # past the guard of parameters that are away: it takes time
+        with torch._C.DisableTorchFunctionSubclass():  # avoids the guard of released parameters, which takes time
             return {name: parameter._version for name, parameter in self._stage.parameters.items()}
 
     def catch_up(self) -> None:
-        """Let master weights follow parameters that were changed in place, on all processes alike.
+        """Update the master weights of parameters that were changed in place, which all processes do alike.
 
         Raises:
             GptparError: parameters are no longer in the engine's memory.
@@ -84,7 +87,7 @@ class Weights(NotCopied):
             self._take(changed)
 
     def settle(self) -> None:
-        """Return when master weights follow all changes, and nothing that writes into parameters is on its way."""
+        """Return when master weights have all changes, and no transfer that writes to parameters is under way."""
         gatherer = self._engine.gatherer
         self.catch_up()
         self._engine.finish()
@@ -94,7 +97,7 @@ class Weights(NotCopied):
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Give each parameter memory of its own with the whole value; all processes call it, and the engine ends."""
+        """Give each parameter its own memory with the whole value, at the engine's end; all processes call it."""
         gatherer, parameters = self._engine.gatherer, self._stage.parameters
         members = {unit.name: unit.parameters for unit in self._stage.plan.units}
         for scope in self._stage.plan.scopes:  # one after the other: together they may not fit twice
@@ -108,11 +111,11 @@ class Weights(NotCopied):
                 watch.arrived(unit)
 
     def undo(self) -> None:
-        """Take all hooks from the modules."""
+        """Remove all hooks from the modules."""
         self._stage.undo.close()
 
     def parts(self) -> dict[str, TensorParts]:
-        """What this process has of all parameters, live: of trained ones the master weights, frozen ones themselves."""
+        """This process's boxes of all parameters, as views: master weights of trained ones, frozen ones themselves."""
         memory, frozen = self._engine.parameters, {unit.name: unit for unit in self._frozen.values()}
         found = self._engine.optimizer.parts("weights")
         if not memory.transient:
@@ -194,7 +197,7 @@ class Weights(NotCopied):
         return found
 
     def _over_stages(self, shape: torch.Size | None) -> list[torch.Size | None]:
-        """Each process's, where there are several stages; they have different parameters."""
+        """Every process's shape, if there are several stages, which have different parameters."""
         if self._topology.layout.pipeline == 1:
             return [shape]
         shapes: list[torch.Size | None] = [None] * self._topology.layout.world_size

@@ -25,17 +25,17 @@ VERBS = {
     "merge": "join .bin/.idx data sets",
     "train-tokenizer": "train a SentencePiece tokenizer",
     "make-corpus": "make a corpus from Python's own library",
-    "doctor": "look at this machine: software, memory, disk, bandwidths",
+    "doctor": "check this machine: software, memory, disk, bandwidths",
     "completion": "print a script with which bash, zsh or fish completes verbs and flags",
     "fit": "choose batch, length and number format for this machine",
-    "summary": "what a run has learnt",
+    "summary": "say what a run has learnt",
     "plot": "draw runs to a PNG",
 }
 """Each verb has a module of its name in this package, with a function ``main``."""
 
 
 def usage() -> str:
-    """The verbs, one a line."""
+    """The verbs, one in each line."""
     width = max(map(len, VERBS))
     lines = [f"  {verb:<{width}}  {text}" for verb, text in VERBS.items()]
     return "\n".join(["usage: gptpar VERB [flags]; gptpar VERB --help lists a verb's flags", "", *lines])
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"error: there is no verb {words[0]!r}{hint}\n{usage()}", file=sys.stderr)
         return 2
-    # A verb is imported inside `run`, for torch takes a second in which somebody may press Ctrl-C.
+    # A verb is imported inside `run`, because torch takes a second, in which the user may press Ctrl-C.
     return run(lambda rest: _module_of(words[0]).main(rest), words[1:])
 
 

@@ -1,4 +1,4 @@
-"""``gptpar completion SHELL``: a script, made from the verbs' own parsers, with which a shell completes words."""
+"""``gptpar completion SHELL``: makes a script of the verbs' own parsers, with which a shell completes words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FlagWords:
     Attributes:
         name: with its dashes.
         takes_value: whether a value follows.
-        choices: the words that it takes; empty where these are free.
+        choices: the words that it takes; empty if it takes any.
         help: what it does.
     """
 
@@ -49,7 +49,7 @@ def flags_of(verb: str) -> Iterator[FlagWords]:
     Raises:
         GptparError: the verb reads no words.
     """
-    # What a configuration's flag takes is checked behind argparse, so that all mistakes are told at once.
+    # Values of a configuration's flags are checked after argparse, so that all mistakes are reported at once.
     words_of = {one.key: one.spec.metadata["choices"] or one.kind.words for one in flag_fields()}
     for action in _parser_of(verb)._actions:
         choices = tuple(map(str, words_of.get(action.dest) or action.choices or ()))
@@ -90,7 +90,7 @@ def bash_script(flags: dict[str, list[FlagWords]]) -> Iterator[str]:
 
 
 def zsh_script(flags: dict[str, list[FlagWords]]) -> Iterator[str]:
-    """bash's function, through zsh's own layer for such functions."""
+    """bash's function, through zsh's emulation of such functions."""
     yield "autoload -Uz compinit bashcompinit && compinit && bashcompinit"
     yield from bash_script(flags)
 

@@ -39,7 +39,7 @@ def _fraction(text: str) -> float:
 
 
 def _not_nothing(text: str) -> str:
-    """White space is a text like any other."""
+    """An argparse type: a text that is not empty; white space alone is a text, too."""
     if not text:
         raise argparse.ArgumentTypeError("is empty: give a text, or leave the flag out")
     return text
@@ -116,9 +116,9 @@ class _Printer:
         self.text, self.stopped = "", False
 
     def take(self, made: Sequence[int], *, last: bool) -> str:
-        """What is new of the text of all tokens so far; text that later tokens may change waits.
+        """The new part of the text of all tokens so far, without text at its end that later tokens may change.
 
-        These are characters of which some bytes are missing, and what may be the beginning of a stop text.
+        That is a character some bytes of which are missing, or what may be the beginning of a stop text.
         """
         text = self._tokenizer.decode(token for token in made if token != self._tokenizer.eod)
         ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
@@ -137,7 +137,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     """The texts to continue.
 
     Raises:
-        ConfigError: a file that cannot be read, or has no lines.
+        ConfigError: a file cannot be read, or has no lines.
     """
     if args.prompts is None:
         return args.prompt or [""]
@@ -190,7 +190,7 @@ def main(argv: list[str]) -> int:
 
 
 def _take(text: Continuation, printer: _Printer) -> str:
-    """What is new of a text, which is complete if a stop text has come."""
+    """The new part of a text, which is complete if it contains a stop text."""
     new = printer.take(text.made, last=text.is_complete)
     text.is_complete |= printer.stopped
     return new
@@ -202,12 +202,12 @@ def _end_at_stop_texts(texts: Sequence[Continuation], printers: Sequence[_Printe
 
 
 def _new_text(steps: Iterator[None], text: Continuation, printer: _Printer) -> Iterator[str]:
-    """A text piece by piece, as it is made."""
+    """The parts of a text, each as soon as it is generated."""
     for _ in steps:
         yield _take(text, printer)
     yield printer.take(text.made, last=True)
 
 
 def _without_controls(text: str) -> str:
-    """Text that a model made, with control characters but line ends and tabs escaped: a terminal would obey them."""
+    """Text of a model with control characters escaped, except line ends and tabs: a terminal would obey them."""
     return "".join(printable(c) if category(c) == "Cc" and c not in "\n\t" else c for c in text)

@@ -1,7 +1,7 @@
-"""``gptpar launch --hostfile``: DeepSpeed's hostfile and its selections. Pure but for reading.
+"""``gptpar launch --hostfile``: DeepSpeed's hostfile and its selections. Pure, except that it reads the file.
 
-A line is ``HOST slots=N``; ``#`` begins a comment. A selection is ``HOST@HOST:0,2``: a host whole, or some of its
-slots. Facts: deepspeed/launcher/runner.py.
+A line is ``HOST slots=N``; ``#`` begins a comment. A selection is ``HOST@HOST:0,2``: whole hosts, or some of their
+slots. Source of the format: deepspeed/launcher/runner.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LINE = re.compile(r"\s*([A-Za-z0-9_.:@-]+)\s+slots=([1-9]\d*)\s*")
 
 
 def read_hostfile(path: Path) -> dict[str, list[int]]:
-    """Each host's slots, in the file's order.
+    """Host -> its slots, in the file's order.
 
     Raises:
-        ConfigError: with every line that is none.
+        ConfigError: lines are wrong; it names all of them.
     """
     try:
         lines = path.read_text().splitlines()
@@ -66,10 +66,11 @@ def selected(
         num_gpus: take only this many slots of each host, the first ones.
 
     Raises:
-        ConfigError: with all problems, among them unequal numbers of slots, which torchrun cannot start.
+        ConfigError: a selection is wrong, or hosts have unequal numbers of slots, which torchrun cannot start; it names
+            all problems.
     """
     if include and exclude:
-        raise ConfigError(["--include and --exclude exclude each other: say which hosts to use, or which not."])
+        raise ConfigError(["--include and --exclude exclude each other: name the hosts to use, or those not to use."])
     chosen = _parsed(include or exclude, hosts)
     found = _included(chosen, hosts) if include else _left(chosen, hosts)
     found = {host: slots[:num_gpus] for host, slots in list(found.items())[:num_nodes]}
@@ -83,14 +84,14 @@ def _included(chosen: Mapping[str, Sequence[int]], hosts: Mapping[str, Sequence[
 
 
 def _left(chosen: Mapping[str, Sequence[int]], hosts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """What an exclusion leaves: no slot of a host that is named whole."""
+    """The slots that an exclusion leaves; of a host that is named without slots, none."""
     gone = {host: set(slots or hosts[host]) for host, slots in chosen.items()}
     left = {host: [slot for slot in slots if slot not in gone.get(host, ())] for host, slots in hosts.items()}
     return {host: slots for host, slots in left.items() if slots}
 
 
 def _shortages(found: Mapping[str, Sequence[int]], num_nodes: int | None, num_gpus: int | None) -> Iterator[str]:
-    """Why these slots cannot be used."""
+    """The reasons why these slots cannot be used."""
     if num_nodes is not None and len(found) < num_nodes:
         yield f"--num_nodes {num_nodes}, but {len(found)} host(s) are there."
     if num_gpus is not None and any(len(slots) < num_gpus for slots in found.values()):
@@ -103,7 +104,7 @@ def _shortages(found: Mapping[str, Sequence[int]], num_nodes: int | None, num_gp
 
 
 def _parsed(selection: str, hosts: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """A selection's slots by host; empty: all of that host's."""
+    """Host -> the slots of a selection; empty: all slots of that host."""
     found: dict[str, list[int]] = {}
     problems = []
     for part in filter(None, selection.split("@")):
@@ -122,11 +123,11 @@ def _parsed(selection: str, hosts: Mapping[str, Sequence[int]]) -> dict[str, lis
 def commands(
     hosts: Mapping[str, Sequence[int]], words: Sequence[str], *, address: str = "", port: int = 29500
 ) -> list[str]:
-    """What to run on each host, in order: torchrun numbers the workers, and only the chosen GPUs are visible.
+    """The command to run on each host, in order: torchrun numbers the workers, and only the chosen GPUs are visible.
 
     Args:
-        words: what each host runs, behind ``gptpar launch``'s own flags.
-        address: of the first host, where the others know it by another name.
+        words: the program that each host runs, and its words.
+        address: of the first host, if the other hosts know it by another name.
     """
     first = address or next(iter(hosts)).rpartition("@")[2]
     shared = ["gptpar", "launch", "--nnodes", str(len(hosts)), "--master-addr", first, "--master-port", str(port)]
@@ -169,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _flags_first(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(values of this launcher's flags, the program and its words)"""
+    """(values of DeepSpeed's launcher's flags, the program and its words)"""
     values, words = {}, list(argv)
     while words and words[0].partition("=")[0].replace("_", "-") in _FLAGS:
         name, glued, value = words.pop(0).partition("=")
@@ -181,7 +182,7 @@ def _flags_first(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def _count(values: Mapping[str, str], name: str) -> int | None:
     text = values.get(name)
-    if text is None or text == "-1":  # DeepSpeed's word for all
+    if text is None or text == "-1":  # DeepSpeed's value for all
         return None
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError([f"{name} {text}: a whole number of at least 1 is needed."])

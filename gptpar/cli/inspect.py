@@ -1,4 +1,4 @@
-"""``gptpar inspect DIR [--verify] [--json]``: what checkpoints, or what was kept of skipped outliers, hold."""
+"""``gptpar inspect DIR [--verify] [--json]``: the contents of checkpoints, and of bundles of skipped outliers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def main(argv: list[str]) -> int:
     """Print the summary; returns 1 if anything is damaged, else 0.
 
     Raises:
-        CheckpointError: DIR holds no checkpoint.
-        GptparError: it is a bundle that cannot be read.
+        CheckpointError: DIR has no checkpoint.
+        GptparError: DIR is a bundle that cannot be read.
     """
     parser = Parser(prog="gptpar inspect", description="Show the contents of a checkpoint, or of an outlier's bundle.")
     places = "a checkpoint (iter_0000010) or a folder of checkpoints; a bundle of an outlier, or SAVE/spikes"
@@ -69,7 +69,7 @@ def _describe_all(summaries: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _tag(tag: str | None) -> str:
-    """What the user of an engine called it."""
+    """The tag that the user of an engine gave the checkpoint."""
     return "" if tag is None else f"  tag {_name(tag)}"
 
 
@@ -89,7 +89,7 @@ def _describe_one(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _describe_meta(meta: dict[str, Any]) -> Iterator[str]:
-    """Each group of settings, in lines that fit a terminal; lists and deeper levels only by their length."""
+    """Each group of settings, in lines that fit a terminal; of lists and deeper levels, only the length is shown."""
     plain = {key: value for key, value in meta.items() if not isinstance(value, dict)}
     groups = {key: value for key, value in meta.items() if isinstance(value, dict)}
     for title, values in [("meta", plain), *groups.items()]:
@@ -98,7 +98,7 @@ def _describe_meta(meta: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrapped(title: str, settings: Sequence[str]) -> Iterator[str]:
-    """The settings behind their title; a line ends between two of them, never inside one."""
+    """The settings after their title; lines break between settings, never inside one."""
     line = title
     for setting in (*(f"{setting}," for setting in settings[:-1]), settings[-1]):
         if len(line) + 1 + len(setting) > WIDTH:
@@ -113,7 +113,7 @@ def _brief(value: Any) -> str:
 
 
 def _name(text: str) -> str:
-    """A name as it is, or quoted: a sentence in its place could forge what is told."""
+    """A plain name as it is, any other quoted, because a sentence as a name could forge the output."""
     return printable(text) if text and " " not in text else repr(text)
 
 

@@ -12,7 +12,7 @@ from gptpar.system.command_line import Parser, positive_float
 
 
 def main(argv: list[str]) -> int:
-    """Write the file, and say what it holds."""
+    """Write the file, and print a summary."""
     args = _parser().parse_args(argv)
     max_bytes = None if args.max_megabytes is None else int(args.max_megabytes * 1e6)
     print(make_corpus(args.output, Path(sysconfig.get_path("stdlib")), max_bytes))

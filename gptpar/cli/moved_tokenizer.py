@@ -1,4 +1,4 @@
-"""The tokenizer that a checkpoint names, whose files may lie elsewhere by now."""
+"""The tokenizer that a checkpoint names; its files may have been moved since."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gptpar.training.data import tokenizer_of
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say where the files are now."""
+    """Add the flags that say where the files are now."""
     parser.add_argument("--tokenizer-model", metavar="FILE", help="where the tokenizer's model is now, if it was moved")
     parser.add_argument("--vocab-file", metavar="FILE", help="where GPT-2 BPE's encoder.json is now, if it was moved")
     parser.add_argument("--merge-file", metavar="FILE", help="where GPT-2 BPE's vocab.bpe is now, if it was moved")
 
 
 def moved_tokenizer(config: TokenizerConfig, args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer, with what the flags say.
+    """The tokenizer, with files from where the flags say.
 
     Raises:
         CheckpointError: the model was trained without one.

@@ -13,13 +13,13 @@ from gptpar.system.command_line import Parser
 
 
 def run_names(paths: list[Path]) -> list[str]:
-    """The folders' names, or the whole paths where two names are the same."""
+    """The folders' names, or their whole paths if two names are equal."""
     names = [(path.parent if path.suffix == ".jsonl" else path).resolve().name for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 
 
 def main(argv: list[str]) -> int:
-    """``gptpar plot RUN [RUN ...]``; 0 once the picture is written."""
+    """Write the picture; returns 0."""
     parser = Parser(prog="gptpar plot", description="Draw runs into one picture.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=f"a run folder or its {FILE_NAME}")
     parser.add_argument("--output", type=Path, help="the PNG (default: run.png in the first run's folder)")

@@ -1,4 +1,4 @@
-"""``gptpar pretrain``"""
+"""``gptpar pretrain``: trains a GPT."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ for each visible GPU. Example: gptpar pretrain --preset 124M --mock-data --vocab
 
 
 def tokenizer_checks(tokenizer: TokenizerConfig) -> Iterable[str]:
-    """Problems of the tokenizer's flags and files."""
+    """Problems with the tokenizer's flags and files."""
     kind = tokenizer.tokenizer_type
     return [] if kind is None else tokenizer_problems(kind, **tokenizer.options)
 
 
 def start_checks(flags: Flags) -> Iterable[str]:
-    """Problems of the tokenizer, of folders that hold checkpoints of others, and of files to evaluate on."""
+    """Problems with the tokenizer, folders that hold other programs' checkpoints, and files to evaluate on."""
     tasks = all_problems(flags.logging.eval_tasks or ())
     return [*tokenizer_checks(flags.tokenizer), *folder_problems(flags.checkpoint), *tasks]
 
 
 def remaining(parsed: ParsedFlags, global_batch_size: int, at_start: int) -> Callable[[int], int]:
-    """A function that says how many of the workers can go on, where a death took a GPU with it.
+    """A function that returns how many workers can go on after a death, which may have taken a GPU with it.
 
-    Fewer workers share the same global batch. What shrinks is the data axis.
+    Fewer workers divide the same global batch: the data axis shrinks.
 
     Args:
-        at_start: workers of the first start; where they share GPUs, or have none, all can go on.
+        at_start: number of workers of the first start; if they share GPUs, or have none, all can go on.
     """
     gpus_at_start = torch.cuda.device_count()
 
@@ -104,7 +104,7 @@ def pretrain(
 
 
 def _keep_flags(folder: Path, typed: Mapping[str, Any]) -> None:
-    """Write the file with which ``--config`` repeats this run, on as many processes: batches may follow from them."""
+    """Write the file with which ``--config`` repeats this run on as many processes; their number may decide batches."""
     processes = world_from_environment()[2]
     comment = f"""The flags of a run of {processes} process(es); paths are those of the folder where it was started.
 With --config {folder / FILE_NAME}, gptpar pretrain repeats it into another --save, or goes on with --load {folder}."""
@@ -112,7 +112,7 @@ With --config {folder / FILE_NAME}, gptpar pretrain repeats it into another --sa
 
 
 def main(argv: list[str]) -> int:
-    """Validate, start workers if that is still to be done, and train."""
+    """Validate, start workers unless this is one, and train."""
     parsed = parse_flags(argv, description=DESCRIPTION)
     take_model_of_hf(parsed)
     worker = is_worker()

@@ -1,4 +1,4 @@
-"""``gptpar runs DIR [--verify] [--json]``: what a run folder holds, and who writes there."""
+"""``gptpar runs DIR [--verify] [--json]``: the contents of a run folder, and the run that writes there."""
 
 from __future__ import annotations
 

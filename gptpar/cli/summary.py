@@ -1,4 +1,4 @@
-"""``gptpar summary``: what a run has learnt, against what token frequencies alone would tell."""
+"""``gptpar summary``: a run's losses, compared with the entropy of token frequencies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def last_tenth(losses: list[float]) -> float:
 
 
 def main(argv: list[str]) -> int:
-    """Print first and last losses and, with a data set, how far they lie below its unigram entropy."""
+    """Print first and last losses and, with a data set, how far the last are below its unigram entropy."""
     args = make_parser().parse_args(argv)
     if args.entropy_only and not args.data_path:
         raise GptparError("--entropy-only needs --data-path PREFIX, the data set whose entropy is asked for")

@@ -51,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         "--character-coverage",
         type=positive_float,
         default=0.9995,
-        metavar="SHARE",
-        help="share of the characters that get pieces of their own; the others are spelt in bytes",
+        metavar="FRACTION",
+        help="fraction of the characters that get pieces of their own; the others are spelt in bytes",
     )
     parser.add_argument(
         "--sample-megabytes",

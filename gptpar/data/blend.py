@@ -16,7 +16,7 @@ from gptpar.system.data_flags import split_weights
 BLOCK = 4096  # samples between stored counts: one block is replayed to find a sample's place
 MAX_SETS = 2**15 - 1
 UNLIMITED = 2**63 - 1
-SURPLUS = 1.005  # Megatron asks each data set for half a percent more than its share
+SURPLUS = 1.005  # Megatron asks each data set for half a percent more than its fraction
 
 
 class SampleSource(Protocol):
@@ -30,10 +30,10 @@ class SampleSource(Protocol):
 
 
 def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights (None: there are none) of a `--data-path` list.
+    """(prefixes, weights) of a `--data-path` list; weights are None if it has none.
 
     Raises:
-        DataError: an empty list, or weights that are none.
+        DataError: the list is empty, or a weight is negative or not finite.
     """
     if not entries:
         raise DataError("the data path is empty; give a prefix, or weight prefix pairs")
@@ -52,27 +52,28 @@ def normalize(weights: Sequence[float]) -> np.ndarray:
 
 
 def sizes_per_dataset(num_samples: int, weights: Sequence[float], rule: SplitRule = "mcore") -> list[int]:
-    """Samples to ask of each data set so that a blend of `num_samples` does not run out."""
-    shares = [num_samples * weight for weight in normalize(weights).tolist()]
+    """Number of samples to ask of each data set so that a blend of `num_samples` does not run out."""
+    wanted = [num_samples * weight for weight in normalize(weights).tolist()]
     if rule == "legacy":
-        return [math.ceil(share * SURPLUS) for share in shares]
-    return [math.ceil(math.ceil(share) * SURPLUS) for share in shares]
+        return [math.ceil(count * SURPLUS) for count in wanted]
+    return [math.ceil(math.ceil(count) * SURPLUS) for count in wanted]
 
 
 class BlendedDataset:
-    """Sample k comes from the data set that lags furthest behind its share of the first k samples.
+    """A blend in which sample k comes from the data set that lags furthest behind its fraction of the first k samples.
 
-    Counts are stored once per BLOCK samples and the rest is replayed on access, so a blend costs 8 bytes
-    per data set and BLOCK samples; 439 million samples of 3 sets take 2 s.
+    Counts are stored once per BLOCK samples and the rest is replayed on access, so that a blend takes 8 bytes per data
+    set and BLOCK samples; building 439 million samples of 3 sets takes 2 s.
 
     Args:
         datasets: at most 32,767.
-        weights: shares as the user gave them; None takes each data set as often as it has samples.
-        num_samples: samples wanted. With weights the blend has sum(ceil(num_samples * weight)), where a data set that
-            ends begins again beyond the samples wanted; without, at most all samples once (None: all of them).
+        weights: as the user gave them; None takes each data set as often as it has samples.
+        num_samples: number of samples that will be read. With weights, the blend has sum(ceil(num_samples * weight))
+            samples; beyond num_samples, a data set that ends begins again. Without weights, it has at most all samples
+            once (None: all of them).
 
     Raises:
-        DataError: weights without num_samples, too many data sets, or one that is too small for its share.
+        DataError: weights without num_samples, too many data sets, or one that is too small for its weight.
     """
 
     def __init__(
@@ -86,17 +87,17 @@ class BlendedDataset:
         self._check(sizes, weights, num_samples)
         self._limits = np.full(len(sizes), UNLIMITED, np.int64)
         if weights is not None and num_samples is not None:
-            shares = normalize(weights)
-            self._size = sum(math.ceil(num_samples * share) for share in shares.tolist())
-            # Megatron divides by the sum once more before it chooses; that moves last bits, and thereby samples
-            self._weights = normalize(shares.tolist())
+            fractions = normalize(weights)
+            self._size = sum(math.ceil(num_samples * fraction) for fraction in fractions.tolist())
+            # Megatron divides by the sum once more before it chooses; that changes last bits, and thereby samples.
+            self._weights = normalize(fractions.tolist())
         else:
             self._size = min(sum(sizes), UNLIMITED if num_samples is None else num_samples)
             self._weights = normalize(sizes)
             self._limits = np.array(sizes, np.int64)
         self._starts = self._counts_per_block()
         if num_samples is not None:
-            self._check_shares(min(num_samples, self._size))
+            self._check_sizes(min(num_samples, self._size))
         self._recent: tuple[int, np.ndarray, np.ndarray] = (0, *self._replay(0))
 
     def __len__(self) -> int:
@@ -134,8 +135,8 @@ class BlendedDataset:
         if weights is None and not sum(sizes):
             raise DataError(f"none of the {len(sizes)} data sets of the blend has a sample; use larger corpora")
 
-    def _check_shares(self, num_samples: int) -> None:
-        """Whether no data set runs out within the samples asked for; the few beyond them are never read."""
+    def _check_sizes(self, num_samples: int) -> None:
+        """Check that no data set runs out within these samples; the few beyond them are never read."""
         block, place = divmod(num_samples, BLOCK)
         counts = self._starts[block].copy()
         if place:

@@ -21,7 +21,7 @@ Sources = tuple[SampleSource | None, SampleSource | None, SampleSource | None]
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """What every split has in common: length S, seed, and where large indices are kept (see GPTDataset)."""
+    """What all splits have in common: length S, seed, and the folder of large indices (see GPTDataset)."""
 
     seq_length: int
     seed: int
@@ -30,7 +30,7 @@ class SampleSpec:
 
 
 class MockDataset:
-    """Samples without a corpus that a model can learn: tokens counting up by 1 to 4, modulo vocabulary.
+    """Samples without a corpus that a model can learn: tokens count up by 1 to 4, modulo the vocabulary's size.
 
     A sample is a function of (seed, split, index) alone.
     """
@@ -64,19 +64,21 @@ def build_train_valid_test(
     drop_last_valid: bool = True,
     mock_vocab_size: int | None = None,
 ) -> Sources:
-    """The three data sets of a run, each None where no samples are asked for or no data given.
+    """The three data sets of a run; each is None if it needs no samples or has no data.
 
     Args:
-        num_samples: samples asked of train, valid and test; None: one pass over what there is. Several corpora without
-            weights are never repeated, so they may have fewer.
-        data_path: one list of prefixes, or weight prefix pairs, cut into three by `split`.
-        split_data_paths: three such lists instead, each used whole; None where there is none.
+        num_samples: number of samples of train, valid and test; None: one pass over the data. Several corpora without
+            weights are never repeated, so they may give fewer.
+        spec: what the three have in common.
+        data_path: one list of prefixes, or of weight prefix pairs, cut into three by `split`.
+        split_data_paths: three such lists instead, each used whole; None for a split without data.
+        split: weights of train, valid and test, such as "969,30,1".
         split_rule: Megatron's present ("mcore") or former ("legacy") rule for ranges and blend sizes.
         drop_last_valid: False keeps the validation split's last, padded sample.
         mock_vocab_size: make up samples with this vocabulary instead of reading a corpus.
 
     Raises:
-        DataError: no source of data or more than one, or a source that cannot give the samples.
+        DataError: there is no source of data, or more than one, or a source cannot give the samples.
     """
     given = (data_path is not None) + any(path is not None for path in split_data_paths) + (mock_vocab_size is not None)
     if given != 1:
@@ -99,7 +101,7 @@ def build_train_valid_test(
 
 
 def unigram_entropy(indexed: IndexedDataset) -> float:
-    """Entropy of the token frequencies in nats: the loss of a model that has learned nothing else.
+    """Entropy of the token frequencies in nats: the loss of a model that knows these frequencies alone.
 
     Raises:
         DataError: a token is negative.
@@ -115,8 +117,8 @@ def unigram_entropy(indexed: IndexedDataset) -> float:
         if len(found) > len(counts):
             counts = np.pad(counts, (0, len(found) - len(counts)))
         counts[: len(found)] += found
-    shares = counts[counts > 0] / max(counts.sum(), 1)
-    return float(-(shares * np.log(shares)).sum())
+    frequencies = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(frequencies * np.log(frequencies)).sum())
 
 
 def _mock(which: int, wanted: int | None, spec: SampleSpec, vocab_size: int) -> MockDataset:
@@ -127,7 +129,7 @@ def _mock(which: int, wanted: int | None, spec: SampleSpec, vocab_size: int) -> 
 
 @dataclass(frozen=True)
 class _Source:
-    """Builds one split from a list of prefixes; `cut` None takes each corpus whole."""
+    """Builds one split from a list of prefixes; if `cut` is None, each corpus is used whole."""
 
     spec: SampleSpec
     which: int
@@ -138,8 +140,8 @@ class _Source:
 
     def build(self, path: Sequence[str], wanted: int | None) -> SampleSource | None:
         prefixes, weights = parse_data_path(path)
-        # of one corpus with a weight Megatron makes a blend (and asks it for half a percent more, which moves the
-        # order), but not where each split has a path of its own
+        # Of one corpus with a weight, Megatron makes a blend (and asks it for half a percent more samples, which
+        # changes their order), but not where each split has a path of its own.
         if len(prefixes) == 1 and (weights is None or wanted is None or self.cut is None):
             return self._single(prefixes[0], wanted)
         if weights is None:

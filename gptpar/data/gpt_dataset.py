@@ -1,9 +1,9 @@
 """Samples of fixed length cut from one corpus, in exactly the order of Megatron's GPTDataset.
 
-The split's sequences are repeated for as many epochs as the samples need, shuffled and laid end to end;
-sample k of that line is its tokens [k S, k S + S + extra); a second shuffle says in which order samples are
-read. Megatron stores a (document, offset) pair per sample; here only token counts per block of documents are
-stored and a pair is found when asked for.
+The split's sequences are repeated for as many epochs as the samples need, shuffled, and laid end to end. Sample k
+consists of the tokens [k S, k S + S + extra) of that line. A second shuffle gives the order in which samples are read.
+Megatron stores a (document, offset) pair for each sample. Here only the token count of each block of documents is
+stored, and a pair is computed when it is needed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ CACHE_FORMAT = 2
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """How often a split is repeated and how many samples that makes.
+    """How often a split is repeated, and how many samples that gives.
 
     Attributes:
-        num_samples: samples in all epochs, at least as many as were asked for.
+        num_sequences: of the split.
+        tokens_per_epoch: of the split.
+        seq_length: S.
+        extra: 1 if a sample's last label is the following token, 0 if samples do not overlap.
+        num_epochs: number of repetitions.
+        num_samples: samples in all epochs, at least as many as the run will read.
+        separate_last: whether the last, partly used epoch is shuffled by itself.
         num_shuffled_first: samples shuffled among themselves before the rest; equal to num_samples unless
-            separate_last, where the last, partly used epoch is shuffled on its own.
+            separate_last.
     """
 
     num_sequences: int
@@ -60,13 +66,18 @@ def plan_index(
     extra: int,
     drop_last: bool,
 ) -> IndexPlan:
-    """Megatron's arithmetic; `requested` None means one epoch."""
+    """Megatron's arithmetic.
+
+    Args:
+        requested: number of samples that the run will read; None: one epoch.
+        drop_last: False keeps a last, padded sample.
+    """
     needed = (requested or 0) * seq_length + extra
     num_epochs = 1 if requested is None else max(1, -(-needed // tokens_per_epoch))
     usable = num_epochs * tokens_per_epoch - extra
     num_samples = usable // seq_length
     if not drop_last:
-        # Megatron's ceiling of a float32 quotient, but never a sample without a token
+        # Megatron's ceiling of a float32 quotient, but without a sample that has no token.
         rounded = int(np.ceil(np.float32(usable) / np.float32(seq_length)))
         num_samples = min(rounded, -(-usable // seq_length))
     separate_last, first = False, num_samples
@@ -79,7 +90,7 @@ def plan_index(
 
 
 def index_shapes(plan: IndexPlan) -> Shapes:
-    """Length and dtype of each array of build_index."""
+    """Name -> (length, dtype) of each array of build_index."""
     num_documents = plan.num_epochs * plan.num_sequences
     return {
         "documents": (num_documents, np.min_scalar_type(plan.num_sequences - 1)),
@@ -89,11 +100,12 @@ def index_shapes(plan: IndexPlan) -> Shapes:
 
 
 def build_index(plan: IndexPlan, lengths: np.ndarray, seed: int, store: Store) -> Arrays:
-    """The three arrays a split is read with.
+    """The three arrays from which a split's samples are found.
 
     Args:
         lengths: int32[num_sequences], tokens of each sequence.
-        store: takes each array's name and values, returns what to use instead (a map of a file).
+        seed: of both shuffles.
+        store: takes each array's name and values, and returns what to use instead (a mapped file).
 
     Returns:
         documents: the order of the sequences, [num_epochs * num_sequences] in the narrowest unsigned dtype.
@@ -138,7 +150,7 @@ class GPTDataset:
             corpus.
 
     Raises:
-        DataError: the range holds no tokens though samples are asked for, or too few for one sample.
+        DataError: samples are needed, but the range holds no tokens, or too few for one sample.
     """
 
     def __init__(
@@ -184,7 +196,7 @@ class GPTDataset:
         """int64[S + 1] tokens of one sample; PAD (-1) where the corpus ends or there is no extra token.
 
         Raises:
-            DataError: the corpus holds a negative number here, so that PAD is always padding made here.
+            DataError: the corpus holds a negative number; PAD is always padding of this data set.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"{self._name()}: sample {index} of {len(self):,}")
@@ -206,7 +218,7 @@ class GPTDataset:
         return tokens
 
     def boundary(self, sample: int) -> tuple[int, int]:
-        """Row `sample` of Megatron's sample index: (place among the shuffled documents, offset in that one).
+        """Row `sample` of Megatron's sample index: (place among the shuffled documents, offset in that document).
 
         A boundary lies in the document that holds the previous sample's last token.
         """

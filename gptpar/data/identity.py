@@ -1,4 +1,4 @@
-"""What tells a corpus from another one, wherever its files lie: kept in checkpoints, compared when a run goes on."""
+"""Identifies a corpus wherever its files are: checkpoints keep this identity, and a resumed run compares it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ FINGERPRINT_BYTES = 1 << 16
 
 
 def blend_of(data_path: Sequence[str]) -> list[dict[str, Any]]:
-    """`prefix` and normalised `weight` of each corpus of a ``--data-path`` list; ``None`` in a blend without weights.
+    """`prefix` and normalised `weight` of each corpus of a ``--data-path`` list; ``None`` in one without weights.
 
     Raises:
-        DataError: an empty list, or weights that are none.
+        DataError: as `parse_data_path`.
     """
     prefixes, weights = parse_data_path(data_path)
-    shares = [None] * len(prefixes) if weights is None else normalize(weights).tolist()
-    return [{"prefix": prefix, "weight": weight} for prefix, weight in zip(prefixes, shares, strict=True)]
+    fractions = [None] * len(prefixes) if weights is None else normalize(weights).tolist()
+    return [{"prefix": prefix, "weight": weight} for prefix, weight in zip(prefixes, fractions, strict=True)]
 
 
 def blend_identity(data_path: Sequence[str]) -> list[dict[str, Any]]:
-    """`blend_of`, with what identifies each corpus: its prefix is for messages, since folders move.
+    """`blend_of` with each corpus's identity; its prefix is for messages alone, because folders move.
 
     Raises:
         DataError: as `blend_of`.
-        OSError: a file that cannot be read.
+        OSError: a file cannot be read.
     """
     return [{**corpus, **corpus_identity(corpus["prefix"])} for corpus in blend_of(data_path)]
 
 
 def corpus_identity(prefix: str) -> dict[str, Any]:
-    """`sequences`, `tokens` and `sha256`, a hash of the first and last 64 KiB of both files; no time of change.
+    """`sequences`, `tokens` and `sha256`, a hash of the first and last 64 KiB of both files; without times of change.
 
-    The tokens count, too: corpora of documents of one length have equal indices. What is wrong with the files is told
-    when they are opened for reading; here an index that is none counts as empty.
+    The tokens count, too, because corpora whose documents are equally long have equal indices. Damaged files are
+    reported when they are opened for reading; here a file that is no index counts as empty.
     """
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     digest = hashlib.sha256()

@@ -1,8 +1,8 @@
 """Large index arrays on disk: built once, published atomically, mapped read-only by every rank of a node.
 
-Beside `<key>-<name>.npy` for each array lies `<key>.json`, written last, with the CRC-32 of each. Every process that
-opens the arrays reads them once to compare (100 million entries of 4 bytes: about 0.25 s), so that damage, such as
-zeros after a power loss, is found and the arrays are built again; nobody would notice the wrong order of samples.
+Each array is a file `<key>-<name>.npy`; `<key>.json`, written last, has the CRC-32 of each. Every process that opens
+the arrays reads them once to compare (100 million entries of 4 bytes: about 0.25 s). So damage, such as zeros after a
+power loss, is found and the arrays are built again; otherwise nobody would notice a wrong order of samples.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class DamagedIndex(Exception):
 
 
 def file_identity(path: Path) -> dict[str, Any]:
-    """What tells a file from its replacement: size, modification time and a hash of its first and last 64
-    KiB."""
+    """Identifies a file and its version: size, modification time, and a hash of its first and last 64 KiB."""
     status = path.stat()
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read(FINGERPRINT_BYTES))
@@ -49,9 +48,8 @@ def file_identity(path: Path) -> dict[str, Any]:
 class IndexCache:
     """A folder of `<key>-<name>.npy` files and a `<key>.json` for each key.
 
-    Any number of processes may ask for the same key at once. Where the file system has locks one of them
-    builds and the others wait and map its files; where it has none each builds, and the last rename of equal
-    files wins.
+    Any number of processes may ask for the same key at once. If the file system has locks, one process builds, and the
+    others wait and map its files. If it has none, each builds equal files, and the last rename wins.
     """
 
     def __init__(self, folder: Path):
@@ -60,14 +58,14 @@ class IndexCache:
     def get(self, identity: dict[str, Any], build: Callable[[Store], Arrays], shapes: Shapes) -> Arrays:
         """The arrays of `identity`, from disk or from `build`.
 
-        Args:
-            identity: JSON values on which the arrays depend, all of them.
-            build: makes the arrays, giving each to its argument as soon as it is complete and using what that
-                returns instead, so that no more than one array is in memory.
-            shapes: length and dtype of each array that `build` returns.
+        If the folder cannot be written, or the disk is full, this warns, and the arrays stay in memory. If a file is
+        damaged, this warns and builds it again.
 
-        A folder that cannot be written, or a full disk, costs a warning: the arrays then stay in memory. A damaged file
-        costs one, too, and is built again.
+        Args:
+            identity: all values on which the arrays depend, for JSON.
+            build: makes the arrays. It passes each to its argument as soon as the array is complete, and goes on with
+                what that returns, so that at most one array is in memory.
+            shapes: name -> (length, dtype) of each array that `build` returns.
         """
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
         with contextlib.suppress(DamagedIndex):  # told by the process that builds it again
@@ -85,7 +83,11 @@ class IndexCache:
         return self.folder / f"{key}-{name}.npy"
 
     def _load(self, key: str, shapes: Shapes) -> Arrays | None:
-        """The arrays, or None where there are none; DamagedIndex where there are others than were written."""
+        """The arrays, or None if there are none.
+
+        Raises:
+            DamagedIndex: the files are not as they were written.
+        """
         try:
             sums = json.loads(read_regular(self.folder / f"{key}.json"))
         except OSError:
@@ -118,7 +120,7 @@ class IndexCache:
             return self._store(self._path(key, name), values)
 
         arrays = build(store)
-        # where an array could not be stored this cannot be either, or it stands beside a missing or another file
+        # If an array could not be stored, this cannot be stored either, or an array that it lists is missing.
         with contextlib.suppress(OSError), atomic_output(self.folder / f"{key}.json") as file:
             file.write(json.dumps(sums).encode())
         return arrays
@@ -148,13 +150,13 @@ class IndexCache:
 
 
 def _write_array(file: IO[bytes], values: np.ndarray) -> None:
-    """As np.save, whose own writing says of a full disk only how many bytes it wrote."""
+    """As np.save, whose error on a full disk does not say that the disk is full."""
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
     file.write(values.data)
 
 
 def _wait_for_lock(file: IO[bytes]) -> None:
-    """Lock the file, or go on without after LOCK_SECONDS: who holds it may be hung, on another machine.
+    """Lock the file, or go on without a lock after LOCK_SECONDS: its holder may hang, perhaps on another machine.
 
     Raises:
         OSError: the file system has no locks.

@@ -1,9 +1,8 @@
-"""Megatron's tokenized corpus: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each sequence lies.
+"""Megatron's tokenized corpus: `<prefix>.bin` holds the tokens, `<prefix>.idx` the place of each sequence.
 
-The .idx file, little-endian and without padding: magic, u64 version, u8 dtype code, u64 S sequences, u64 D
-document entries, int32[S] lengths in tokens, int64[S] byte offsets into .bin, int64[D] document index
-(document k holds the sequences [d[k], d[k+1])), and for multimodal corpora int8[S] modes, which are allowed
-and ignored here.
+The .idx file is little-endian and without padding: magic, u64 version, u8 dtype code, u64 S sequences, u64 D document
+entries, int32[S] lengths in tokens, int64[S] byte offsets into .bin, int64[D] document index (document k holds the
+sequences [d[k], d[k+1])). Multimodal corpora also have int8[S] modes, which are ignored here.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 TOKEN_CODES = {np.dtype(name): code for code, name in DTYPES.items() if "f" not in name}
 MAX_SEQUENCE = 2**31 - 1
-SCAN_CHUNK = 1 << 20  # entries looked at together, so that checking a corpus takes a few MB
+SCAN_CHUNK = 1 << 20  # entries that are checked together, so that checking a corpus takes a few MB
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -41,8 +40,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def negative_token(where: str, token: int) -> DataError:
     """The error for a negative number among the tokens of a corpus."""
     return DataError(
-        f"{where} is {token}, but token ids cannot be negative (another program may have written it as padding; here "
-        "the data set makes its own): make the corpus again without it"
+        f"{where} is {token}, but token ids cannot be negative (another program may have written it as padding, which "
+        "corpora must not contain): make the corpus again without it"
     )
 
 
@@ -56,8 +55,7 @@ class IndexedDataset:
         tokens: all tokens of the corpus, one after the other, in `dtype`.
 
     Raises:
-        DataError: a file is missing, is no corpus, is cut short or too long, or its arrays contradict each
-            other.
+        DataError: a file is missing, is no corpus, or is too short or too long, or its arrays contradict each other.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]):
@@ -150,13 +148,13 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes a corpus to temporary names beside `<prefix>` and publishes both files only when it is complete.
+    """Writes a corpus to temporary files beside `<prefix>`, and publishes both files when the corpus is complete.
 
-    Use as a context manager (an exception removes the temporary files) or call finalize(). Memory use does not
-    depend on the number of documents: the index waits in files without a name, which vanish with the process.
+    Use it as a context manager (an exception removes the temporary files) or call finalize(). Memory use does not
+    depend on the number of documents: the index is kept in files without a name, which vanish with the process.
 
     Attributes:
-        removed: temporary files that a killed process had left for this prefix.
+        removed: temporary files of this prefix that a killed process had left; they are removed.
 
     Raises:
         DataError: a token does not fit the dtype, a sequence is too long, or an appended corpus has another
@@ -180,10 +178,10 @@ class IndexedDatasetWriter:
         # int64 sequences up to the end of each document
         self._documents: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._num_sequences = self._num_documents = 0
-        self._part = 0  # tokens of a document of which more is to come
+        self._part = 0  # tokens so far of a document that has not ended
 
     def add_document(self, tokens: np.typing.ArrayLike) -> None:
-        """Append one document of one sequence; no tokens make an empty document."""
+        """Append one document of one sequence; without tokens it is an empty document."""
         values = np.asarray(tokens)
         self.add_documents(values, np.array([values.size]))
 
@@ -198,7 +196,7 @@ class IndexedDatasetWriter:
         self._extend_index(lengths[lengths > 0], self._num_sequences + np.cumsum(lengths > 0))
 
     def add_part(self, tokens: np.ndarray, *, last: bool) -> None:
-        """Append tokens to one document, which ends with its last part; in between, nothing else may be added."""
+        """Append tokens to a document, which ends with its last part; nothing else may be added before that."""
         self._part += tokens.size
         length = np.array([self._part])
         self._check(tokens, length)
@@ -208,7 +206,7 @@ class IndexedDatasetWriter:
             self._extend_index(length[length > 0], self._num_sequences + (length > 0))
 
     def forget_parts(self) -> None:
-        """Take back the parts of a document that has not ended."""
+        """Remove the parts of a document that has not ended."""
         self._bin.seek(-self._part * self.dtype.itemsize, os.SEEK_END)
         self._bin.truncate()
         self._part = 0
@@ -305,7 +303,7 @@ class IndexedDatasetWriter:
 
 
 def removed_line(writers: Sequence[IndexedDatasetWriter]) -> str:
-    """A line for the user on what killed runs had left, empty if there was nothing."""
+    """A line for the user about files that killed runs had left; empty if there were none."""
     removed = [name for writer in writers for name in writer.removed]
     return f"\nremoved {len(removed)} unfinished file(s) of a killed run: {', '.join(removed)}" if removed else ""
 

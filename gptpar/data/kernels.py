@@ -53,18 +53,17 @@ def blend(
     choices: np.ndarray | None = None,
     indices: np.ndarray | None = None,
 ) -> int:
-    """Place samples [start, start + size) of a blend; see data_index_blend in csrc/data_index.cpp for the
-    rule.
+    """Assign the samples [start, start + size) of a blend to data sets; csrc/data_index.cpp has the rule.
 
     Args:
         weights: float64[num_sets].
-        limits: int64[num_sets], samples each set can give.
-        counts: int64[num_sets], samples each set has given so far; advanced in place.
-        choices, indices: int16[size] and int64[size] to be filled with data set and index inside it, or both
-            None.
+        limits: int64[num_sets], samples that each set can give.
+        start, size: range of samples.
+        counts: int64[num_sets], samples that each set has given so far; advanced in place.
+        choices, indices: int16[size] and int64[size], filled with the data set and the index inside it; or both None.
 
     Returns:
-        Samples placed, fewer than `size` when every set is exhausted.
+        Number of samples that were assigned, fewer than `size` if all sets are exhausted.
     """
     library = _library()
     if library is None:

@@ -1,4 +1,4 @@
-"""Micro-batches of one rank, read ahead in the background."""
+"""One rank's micro-batches, which threads read in advance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_START_UP_CHECKS = 8
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B samples of S tokens. None stands for the usual case, so that nothing is copied or multiplied for it.
+    """B samples of S tokens. In the usual case an attribute is None, and nothing is copied or multiplied.
 
     Attributes:
         tokens_BS, labels_BS: int64; labels are the tokens that follow. Padding is 0 in both.
@@ -65,8 +65,13 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Tokens, labels and masks of samples [B, S + 1], as Megatron's GPTDataset makes them.
 
-    Padding never counts in the loss. With eod given: positions restart and attention ends after each end of
-    document, and the loss leaves out what follows an end of document in the input, each if asked for.
+    Padding never counts in the loss.
+
+    Args:
+        eod: id of the end-of-document token, needed by the three options.
+        reset_position_ids: whether positions restart after each end of document.
+        reset_attention_mask: whether tokens see their own document only.
+        eod_mask_loss: whether the label after an end of document does not count in the loss.
     """
     inputs, labels = samples_BT[:, :-1], samples_BT[:, 1:]
     counts = labels != PAD
@@ -91,17 +96,20 @@ def make_micro_batch(
 
 
 class BatchLoader:
-    """Hands a rank its micro-batches of any global batch, and reads the next global batch meanwhile.
+    """Gives a rank its micro-batches of any global batch, and reads the next global batch in advance.
 
     Args:
         dataset: samples of S + 1 tokens.
         order: maps places in the run to samples.
-        vocab_size: ids from here on are an error; None leaves them unchecked.
-        eod: id of the end-of-document token, needed by the three options after it.
-        num_workers: threads that read ahead; 0 reads inside fetch.
+        micro_batch_size: B.
+        dp_rank, dp_size: this rank's position on the data axis, and that axis's size.
+        vocab_size: ids from here on are an error; None: ids are not checked.
+        pin_memory: whether micro-batches are in pinned memory.
+        eod, reset_position_ids, reset_attention_mask, eod_mask_loss: see make_micro_batch.
+        num_workers: threads that read in advance; 0 reads inside fetch.
 
     Raises:
-        DataError: an option needs eod, or one of a few samples looked at here holds an id outside the
+        DataError: an option needs eod, or one of a few samples that are checked first holds an id outside the
             vocabulary.
     """
 
@@ -140,9 +148,9 @@ class BatchLoader:
         self._padding = np.full_like(looked_at[0], PAD)
 
     def whole(self, global_batch_size: int) -> list[tuple[int, int]]:
-        """(start, size) of the global batches that read the data set once to its end.
+        """(start, size) of the global batches that read the data set once, to its end.
 
-        The last one is no larger than is needed for what is left; a WholeOrder fills it with padding.
+        The last one is as small as the remaining samples allow; a WholeOrder fills it with padding.
         """
         step = self._micro_batch_size * self._dp_size
         total = -(-len(self._dataset) // step) * step
@@ -151,8 +159,8 @@ class BatchLoader:
     def fetch(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """This rank's micro-batches of the global batch that starts at `consumed_samples`.
 
-        The result depends on nothing but the arguments; asking for consecutive batches of one size is what
-        makes it quick, because the following batch is then already being read.
+        The result depends on the arguments alone. Consecutive batches of one size are quick, because the following
+        batch is read in advance.
 
         Raises:
             DataError: the batch cannot be cut evenly, the data set ends, or a token id is outside the
@@ -173,7 +181,7 @@ class BatchLoader:
         return [future.result() for future in futures]
 
     def whole_batch(self, consumed_samples: int, global_batch_size: int) -> tuple[np.ndarray, list[str]]:
-        """All ranks' samples of a global batch, [samples, S + 1] with PAD, and where each comes from."""
+        """(all ranks' samples of a global batch, [samples, S + 1] with PAD; a description of each)"""
         starts = micro_batch_starts(consumed_samples, global_batch_size, self._micro_batch_size, self._dp_size)
         size = self._micro_batch_size
         indices = np.concatenate(

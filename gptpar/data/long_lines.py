@@ -1,4 +1,4 @@
-"""Documents too long to hold: their texts come out in parts, and memory does not grow with their length."""
+"""Documents that are too long for memory: their texts are read in parts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from gptpar.errors import DataError
 
 PART_BYTES = 1 << 20
-MAX_OUTSIDE = 1 << 28  # bytes of a line outside its long strings, which have to be held
+MAX_OUTSIDE = 1 << 28  # bytes of a line outside its long strings, which are kept in memory
 
-Cut = Callable[[bytes], int]  # where UTF-8 may be divided, 0: nowhere; see Tokenizer.cutter
+Cut = Callable[[bytes], int]  # UTF-8 -> the position where it may be divided, 0: nowhere; see Tokenizer.cutter
 Values = Callable[[str, Sequence[str]], tuple[str, ...]]
 
-# As much of a JSON string's inside as is there: up to its quote, or to a backslash without what it escapes.
+# The inside of a JSON string: up to its quote, or up to an escape that the buffer does not hold whole.
 _INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _LONGEST_ESCAPE = 12  # bytes: two \uXXXX that are one character
 
 
 class Divider:
-    """Gives out what it is given in parts of at least PART_BYTES, divided where `cut` says."""
+    """Divides bytes that arrive bit by bit into parts of at least PART_BYTES, at positions that `cut` gives."""
 
     def __init__(self, cut: Cut):
         self._cut = cut
@@ -28,14 +28,15 @@ class Divider:
         self._try_at = PART_BYTES
 
     def add(self, data: bytes) -> bytes:
-        """The next part, or nothing yet. What is left is never nothing, once something has been added."""
+        """Add bytes; returns the next part, or nothing yet. The rest is never empty once bytes have been added."""
         self._data += data
         if len(self._data) < self._try_at:
             return b""
         at = self._cut(bytes(self._data))
         part = bytes(self._data[:at])
         del self._data[:at]
-        self._try_at = max(PART_BYTES, 2 * len(self._data))  # a text that cannot be divided is not searched anew
+        # A text that cannot be divided is searched again only when it is twice as long.
+        self._try_at = max(PART_BYTES, 2 * len(self._data))
         return part
 
     def rest(self) -> bytes:
@@ -43,14 +44,15 @@ class Divider:
 
 
 class LongLine:
-    """One line that holds a JSON object.
+    """One line that holds a JSON object, read without holding its long strings.
 
-    What lies outside long strings is kept, with "" in place of each of them, and parsed when the line ends. That finds
-    whatever parsing the line at once would find.
+    The bytes outside long strings are kept, with "" for each long string, and parsed when the line ends. That finds
+    every error that parsing the whole line would find.
 
     Args:
         chunks: the line's bytes, in chunks of about PART_BYTES.
-        keys: whose texts are wanted.
+        keys: the keys whose texts are read.
+        cut: where a text may be divided.
         values: parses a line to the text of each key, or raises DataError.
     """
 
@@ -62,7 +64,7 @@ class LongLine:
         self._long: dict[str, Divider] = {}
 
     def parts(self) -> Iterator[tuple[bytes, ...]]:
-        """Parts of the keys' texts in UTF-8; every text goes on in the next part, but for the last one.
+        """Parts of the keys' texts in UTF-8; every text continues in the next part, until the last one.
 
         Raises:
             DataError: the line cannot be parsed.
@@ -95,7 +97,7 @@ class LongLine:
         return match.end() if match else 0
 
     def _enter_string(self) -> bool:
-        """Whether another string begins. Then the buffer starts inside it and holds PART_BYTES, or all there is."""
+        """Whether another string begins; then the buffer starts inside it and holds PART_BYTES, or the line's rest."""
         while (quote := self._buffer.find(b'"')) < 0:
             self._keep(len(self._buffer))
             if not self._read():
@@ -116,11 +118,11 @@ class LongLine:
                 yield tuple(part if k == key else b"" for k in self._keys)
             if ended:
                 return self._keep(1)
-            if not self._read():  # the line ends within the string, which parsing what was kept will tell
+            if not self._read():  # the line ends inside the string, which parsing the kept bytes will report
                 return self._keep(len(self._buffer))
 
     def _key(self) -> str | None:
-        """The wanted key whose value the string that was just entered is."""
+        """The key whose value is the string that was just entered; ``None`` if it is not one of ``keys``."""
         try:
             pairs = json.loads(self._outside.decode() + '"}', object_pairs_hook=list)
         except (ValueError, RecursionError):
@@ -128,7 +130,7 @@ class LongLine:
         return pairs[-1][0] if pairs[-1][0] in self._keys else None
 
     def _decode(self, end: int, ended: bool) -> str:
-        """Take the inside of a string up to `end`, or a little less, so that no character is divided."""
+        """Take the inside of a string up to `end`, or slightly less, so that no character is divided."""
         problem: ValueError | None = None
         half: tuple[int, str] | None = None
         for size in [end] if ended else range(end, max(end - _LONGEST_ESCAPE - 1, -1), -1):
@@ -140,8 +142,8 @@ class LongLine:
             if ended or not "\ud800" <= text[-1:] <= "\udbff":
                 self._take(size)
                 return text
-            half = half or (size, text)  # ends with the first half of a pair: better a little less
-        if half:  # one without its second half, then
+            half = half or (size, text)  # ends with the first half of a pair: try fewer bytes
+        if half:  # there is no second half
             self._take(half[0])
             return half[1]
         if isinstance(problem, UnicodeDecodeError):

@@ -12,10 +12,10 @@ from gptpar.errors import DataError
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """Prefixes meant by folders (all their .bin/.idx pairs, sorted), prefixes, and .bin or .idx files.
+    """The prefixes of corpora that are given as folders (all their corpora, sorted), prefixes, or .bin or .idx files.
 
     Raises:
-        DataError: corpora with a file missing, or named twice; all of them at once.
+        DataError: a corpus lacks a file or is named twice; it names all of them.
     """
     prefixes: list[str] = []
     problems = []

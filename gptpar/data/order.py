@@ -1,4 +1,4 @@
-"""Which sample each data-parallel rank reads: pure functions of how many samples the run has consumed.
+"""The samples that each data-parallel rank reads: pure functions of the number of samples that the run has consumed.
 
 A global batch at `consumed` is cut into micro-batches: micro-batch j of rank r holds the places
 [consumed + j mbs dp + r mbs, + mbs) of the run. An order maps these places to samples.
@@ -59,7 +59,7 @@ class SingleOrder:
 
 
 class ShardedCyclicOrder:
-    """Megatron's `cyclic` with data sharding: each rank permutes its own bucket anew in every epoch.
+    """Megatron's `cyclic` order with data sharding: each rank permutes its own part of the samples in every epoch.
 
     The global batch therefore depends on dp_size and micro_batch_size, as in Megatron; CyclicOrder does not.
     """
@@ -86,10 +86,10 @@ class ShardedCyclicOrder:
 
 
 class CyclicOrder:
-    """All samples permuted anew in every epoch; global batches do not depend on dp or micro-batch size.
+    """All samples in a new order in every epoch; global batches do not depend on dp or micro-batch size.
 
-    The permutation of an epoch is a function of (seed, epoch). Epochs follow each other without a gap, so that, unlike
-    in Megatron's unsharded order, no tail is lost or repeated.
+    An epoch's permutation is a function of (seed, epoch). Epochs follow each other without a gap, so that no samples at
+    an epoch's end are lost or repeated, unlike in Megatron's unsharded order.
     """
 
     def __init__(self, num_samples: int, seed: int):
@@ -107,7 +107,7 @@ class CyclicOrder:
 
 
 class RepeatingOrder:
-    """Samples in the data set's own order, from the start again where it ends."""
+    """Samples in the data set's own order; after its end, again from its start."""
 
     def __init__(self, num_samples: int):
         self.num_samples = num_samples
@@ -132,7 +132,7 @@ def make_order(name: OrderName, num_samples: int, seed: int = 0, *, data_shardin
 
     Args:
         seed: of the cyclic order; Megatron's sharded one knows only the epoch.
-        data_sharding: Megatron's numbers for the cyclic order, which depend on dp_size and micro_batch_size.
+        data_sharding: whether the cyclic order is Megatron's, which depends on dp_size and micro_batch_size.
 
     Raises:
         DataError: an unknown name, or no sample to order.
@@ -153,7 +153,7 @@ def _places(consumed: int, micro_batch_size: int, dp_rank: int) -> np.ndarray:
 
 
 def _permute(seed: int, epoch: int, size: int) -> np.ndarray:
-    """A permutation that stays the same in every version of numpy, as RandomState's stream is frozen."""
+    """A permutation that is the same in every version of numpy, because RandomState's stream is frozen."""
     order = np.arange(size, dtype=np.uint32 if size < 2**32 else np.int64)
     shuffle_in_place(order, np.random.RandomState([seed, epoch]))
     return order

@@ -46,7 +46,7 @@ class EncodedBlock:
 
     Attributes:
         columns: for each key, (tokens of all documents end to end, number of tokens of each document).
-        bad_lines: a sentence for each line that was skipped; of a part, why its document is to be forgotten.
+        bad_lines: a sentence for each line that was skipped; of a part, why its document has to be removed.
         text_bytes: UTF-8 bytes that were encoded.
         consumed: as in TextBlock.
         part: whether this is part of a document, or a block.
@@ -67,7 +67,7 @@ class EncodedBlock:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns a block of bytes into tokens; small to send to a process, which builds the tokenizer once."""
+    """Turns a block of bytes into tokens. It is small to send to a process, which builds its own tokenizer once."""
 
     spec: TokenizerSpec
     keys: tuple[str, ...]
@@ -126,8 +126,8 @@ def preprocess(
 ) -> str:
     """Write `<output_prefix>_<key>_document.{bin,idx}` for each key; returns a summary for the user.
 
-    Memory use does not grow with the inputs. Files of an earlier run are replaced, once the new ones are
-    complete; after an error or an interrupt they are as they were.
+    Memory use does not grow with the inputs. Files of an earlier run are replaced when the new ones are complete; after
+    an error or an interrupt they are unchanged.
 
     Raises:
         ConfigError, TokenizerError: the tokenizer cannot be built.
@@ -179,7 +179,7 @@ class Output:
 
     def __init__(self, writers: list[IndexedDatasetWriter], progress: CorpusProgress, bad: BadLines):
         self._writers, self._progress, self._bad = writers, progress, bad
-        self._tokens = self._text_bytes = 0  # counted of the document under way, of which parts have come
+        self._tokens = self._text_bytes = 0  # of the parts so far of a document that has not ended
         self._forgetting = False  # one of its parts was bad
 
     def add(self, block: EncodedBlock) -> None:

@@ -1,4 +1,4 @@
-"""One line that says how far a corpus has been read, how fast, and when it will be done."""
+"""The progress of reading a corpus, in one line: how far, how fast, and how long it will still take."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LOG_SECONDS = 5.0
 
 
 class CorpusProgress:
-    """Counts what was done; redraws its line on a terminal, else prints a line every few seconds.
+    """Counts documents and tokens; redraws its line on a terminal, else prints a line every few seconds.
 
     Args:
         total: bytes of all inputs on disk.
-        log_interval: print a line every so many documents instead.
+        log_interval: without a terminal, the number of documents after which to print a line instead.
         stream: where the lines go, stderr by default.
     """
 
@@ -39,7 +39,7 @@ class CorpusProgress:
             self._show()
 
     def finish(self) -> None:
-        """End the terminal's line with where things stand."""
+        """Show the final progress, and end the terminal's line."""
         if self._terminal:
             self._show()
             print(file=self._stream, flush=True)

@@ -1,4 +1,4 @@
-"""Documents from the files people have: JSON lines, plain or compressed, and plain text.
+"""Reads documents from files: JSON lines and plain text, compressed or not.
 
 Reading and parsing are two steps, so that one process can read blocks of bytes and several can parse them.
 """
@@ -48,15 +48,15 @@ class TextBlock:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of one document that is too long to hold.
+    """Part of one document that is too long for memory.
 
     Attributes:
         path, consumed: as in TextBlock.
         line: number of the document's line, from 1.
-        texts: UTF-8 of each key's text, which goes on in the next part unless this is the last.
+        texts: UTF-8 of each key's text, which continues in the next part unless this is the last.
         offset: bytes of the text before this part, in a text file.
         last: the document ends here.
-        problem: why the document cannot be read; the parts before are to be forgotten.
+        problem: why the document cannot be read; its earlier parts have to be removed.
     """
 
     path: str
@@ -69,10 +69,10 @@ class Part:
 
 
 def find_inputs(inputs: Sequence[str]) -> list[str]:
-    """Files meant by paths, globs and folders; a folder means all files of a known kind below it, sorted.
+    """The files that paths, globs and folders denote; a folder denotes all files of a known kind below it, sorted.
 
     Raises:
-        DataError: inputs that match nothing, files of an unknown kind or named twice; all of them at once.
+        DataError: an input matches nothing, or a file is of an unknown kind or named twice; it names all of them.
     """
     files: list[str] = []
     problems = []
@@ -93,7 +93,7 @@ def find_inputs(inputs: Sequence[str]) -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """Files meant by a path, a glob or a folder."""
+    """The files that a path, a glob or a folder denotes."""
     if os.path.isdir(name):
         return sorted(str(p) for p in Path(name).rglob("*") if p.is_file() and _suffixes(str(p)) is not None)
     if os.path.isfile(name):
@@ -115,11 +115,11 @@ def read_blocks(files: Sequence[str], block_bytes: int = BLOCK_BYTES) -> Iterato
 def read_parts(
     files: Sequence[str], keys: Sequence[str], cut: Cut | None, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[TextBlock | Part]:
-    """As `read_blocks`, but a line or a text file that is too long to hold comes as parts.
+    """As `read_blocks`, but a line or a text file that is too long for memory is read in parts.
 
     Args:
-        keys: whose texts are wanted of a JSON line.
-        cut: where a text may be divided; None: nowhere, so that every document is held.
+        keys: the keys of a JSON line whose texts are read.
+        cut: where a text may be divided; None: nowhere, so that every document is in memory as a whole.
     """
     before = 0
     for path in files:

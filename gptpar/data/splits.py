@@ -1,4 +1,4 @@
-"""Cutting a corpus into training, validation and test ranges, by either of Megatron's two rules."""
+"""Divides a corpus into training, validation and test ranges, by either of Megatron's two rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from gptpar.errors import DataError
 
 DEFAULT_SPLIT = "969, 30, 1"
-"""Megatron's."""
+"""Megatron's default."""
 SplitRule = Literal["mcore", "legacy"]
 SequenceRange = tuple[int, int]
 
@@ -19,33 +19,32 @@ def parse_split(
 ) -> tuple[SequenceRange | None, SequenceRange | None, SequenceRange | None]:
     """Sequence ranges [start, end) of train, valid and test for a text such as "969,30,1".
 
-    The two rules differ by a few sequences in small corpora: "mcore" rounds each boundary, "legacy" (Megatron
-    before megatron-core, Megatron-DeepSpeed) rounds each part and shifts every boundary but the first by what
-    is missing.
+    The two rules differ by a few sequences in small corpora: "mcore" rounds each boundary. "legacy" (Megatron before
+    megatron-core, Megatron-DeepSpeed) rounds each part, and shifts every boundary but the first by the surplus.
 
     Returns:
-        Three ranges; None where a part has no share. A "mcore" range can be empty (start == end).
+        Three ranges; None for a part whose number is 0. A "mcore" range can be empty (start == end).
 
     Raises:
         DataError: the text is not one to three numbers with a positive sum.
     """
-    shares = _shares(text)
-    train, valid, test = (_mcore if rule == "mcore" else _legacy)(shares, num_sequences)
+    fractions = _fractions(text)
+    train, valid, test = (_mcore if rule == "mcore" else _legacy)(fractions, num_sequences)
     return train, valid, test
 
 
 def normalized_split(text: str) -> tuple[float, ...]:
-    """The parts of training, validation and test that a split such as "969,30,1" means, to nine digits.
+    """The fractions of training, validation and test in a split such as "969,30,1", rounded to nine digits.
 
     Raises:
         DataError: as for `parse_split`.
     """
-    return tuple(round(share, 9) for share in _shares(text))
+    return tuple(round(fraction, 9) for fraction in _fractions(text))
 
 
-def _shares(text: str) -> list[float]:
+def _fractions(text: str) -> list[float]:
     words = re.split(r"\s*[,;:/]\s*|\s+", text.strip())
-    # Megatron picks out digits and dots wherever they stand, and reads 9.8e1,2 as the three numbers 9.8, 1 and 2
+    # Megatron picks out digits and dots wherever they stand: it reads 9.8e1,2 as the three numbers 9.8, 1 and 2.
     plain = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word, re.ASCII) for word in words)
     weights = [float(word) for word in words] if plain else []
     if not 1 <= len(weights) <= 3 or not 0 < sum(weights) < math.inf:
@@ -58,21 +57,21 @@ def _shares(text: str) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def _mcore(shares: list[float], num_sequences: int) -> list[SequenceRange | None]:
+def _mcore(fractions: list[float], num_sequences: int) -> list[SequenceRange | None]:
     ranges: list[SequenceRange | None] = []
     start = 0.0
-    for share in shares:
-        end = start + share
+    for fraction in fractions:
+        end = start + fraction
         ranges.append(None if end <= start else (round(start * num_sequences), round(end * num_sequences)))
         start = end
     return ranges
 
 
-def _legacy(shares: list[float], num_sequences: int) -> list[SequenceRange | None]:
+def _legacy(fractions: list[float], num_sequences: int) -> list[SequenceRange | None]:
     bounds = [0]
-    for share in shares:
-        bounds.append(bounds[-1] + round(share * num_sequences))
+    for fraction in fractions:
+        bounds.append(bounds[-1] + round(fraction * num_sequences))
     surplus = bounds[-1] - num_sequences
-    # the shift can push a boundary below 0, where the original would read a sequence from the corpus's end
+    # The shift can make a boundary negative; Megatron would then read a sequence from the corpus's end.
     bounds = [0] + [max(bound - surplus, 0) for bound in bounds[1:]]
     return [(start, end) if end > start else None for start, end in zip(bounds, bounds[1:], strict=False)]

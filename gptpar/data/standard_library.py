@@ -1,6 +1,6 @@
-"""A real corpus from this Python's own standard library.
+"""A real corpus made of this Python's own standard library.
 
-No download, no licence question, a few seconds: enough to train and check a small model on.
+It needs no download and no licence, takes a few seconds, and is large enough to train and check a small model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gptpar.errors import DataError
 from gptpar.system.files import atomic_output
 
 SUFFIXES = (".py", ".rst", ".txt")
-# Installed packages differ from machine to machine; distributions strip the tests or not.
+# Installed packages differ between machines, and some distributions strip the tests.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 TOPICS = "pydoc_data/topics.py"
 MIN_BYTES = 1_000_000
@@ -26,7 +26,7 @@ SHUFFLE_SEED = 1234
 def standard_library_documents(root: Path) -> Iterator[tuple[str, str]]:
     """(name, text) of each source file, text file and documentation topic under `root`, sorted by name.
 
-    Files that are not UTF-8 are passed over.
+    Files that are not UTF-8 are skipped.
     """
     names = (p.relative_to(root) for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file())
     for name in sorted(n.as_posix() for n in names if not SKIPPED_FOLDERS & set(n.parts)):
@@ -53,7 +53,8 @@ def make_corpus(output: str, root: Path, max_bytes: int | None = None) -> str:
 
     Args:
         root: folder of the standard library.
-        max_bytes: UTF-8 bytes of text after which to stop; the document that would exceed it is left out.
+        output: path of the file.
+        max_bytes: limit of the text, in UTF-8 bytes; the document that would exceed it is left out.
 
     Raises:
         DataError: fewer than MIN_BYTES are found.

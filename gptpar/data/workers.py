@@ -1,4 +1,4 @@
-"""A pool of threads or processes that answers in order, holds a bounded amount of work and leaves nothing behind."""
+"""A pool of threads or processes that returns results in order, in bounded memory, and always ends its workers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def ordered_map(
 ) -> Iterator[Iterator[Result]]:
     """`map(function, items)` over `workers` processes (1: this one), with the results in order.
 
-    At most PENDING_PER_WORKER items per worker are read ahead. Leaving the block, for whatever reason, ends
-    the workers; should this process be killed, they notice and end by themselves.
+    At most PENDING_PER_WORKER items per worker are read in advance. The end of the block ends the workers, whatever its
+    reason; if this process is killed, they notice that and end.
 
     Args:
-        threads: the function lets go of Python's lock for most of its time, so use threads, which start at once
-            and copy nothing.
+        threads: whether to use threads, which start at once and copy nothing; for a function that releases Python's
+            lock for most of its time.
 
     Raises:
         DataError: a worker died.
@@ -41,7 +41,7 @@ def ordered_map(
     if workers == 1:
         yield map(function, items)
         return
-    # spawn: a forked child would inherit the locks of threads that it does not have
+    # spawn: a forked child would inherit locks that threads hold which it does not have
     spawn = multiprocessing.get_context("spawn")
     pool = ThreadPoolExecutor(workers) if threads else ProcessPoolExecutor(workers, spawn, _start_worker)
     try:
@@ -66,7 +66,7 @@ def _results(pool: Executor, function: Callable[[Item], Result], items: Iterable
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent alone decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the group; the parent ends these
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -1,6 +1,4 @@
-"""Reading .zst files with Python's own module (3.14 on) or the zstandard package, and noticing one that is
-cut short.
-"""
+"""Reads .zst files with Python's own module (from 3.14 on) or the zstandard package, and detects truncated ones."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ READ_BYTES = 1 << 14
 
 
 def zstd_library() -> tuple[Callable[[], Any], type[Exception]]:
-    """(maker of a decompressor of one frame, error that it raises).
+    """(function that makes a decompressor of one frame, the exception that this raises).
 
     Raises:
-        DataError: neither library is there.
+        DataError: neither library is installed.
     """
     try:
         from compression import zstd
@@ -36,8 +34,8 @@ class ZstdReader(io.RawIOBase):
     """The content of all frames of a file, one after the other.
 
     Raises:
-        OSError: the file is damaged or ends within a frame (which both libraries' own file objects pass over
-            or not, depending on their version).
+        OSError: the file is damaged, or ends within a frame, which some versions of the libraries' own file objects
+            do not report.
     """
 
     def __init__(self, raw: IO[bytes]):

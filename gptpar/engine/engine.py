@@ -20,7 +20,7 @@ from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.ranges import Home, Place
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.router import GradientRouter
-from gptpar.engine.step_graph import Cuts
+from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import GroupOf, Unit, group_by_decay
@@ -130,7 +130,7 @@ class Engine:
         optimizer: of the device's elements, through which the subscriber gets its steps, too.
         gatherer: brings parameters before layers are called.
         gradients: collector, reducer and router.
-        cuts: where the host acts amid the launches of a step.
+        graph_breaks: where the host acts between the launches of a step.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Engine:
         # the reducer the router; the collector also tells the gatherer, which frees a layer's parameters after its
         # backward pass. Layers get their memory and their hooks last, when everyone whom the hooks call is there.
         self.stages, self.table, self.parameters, self.device = list(stages), table, parameters, device
-        self.settings, self.subscriber, self.cuts = settings, subscriber, Cuts()
+        self.settings, self.subscriber, self.graph_breaks = settings, subscriber, GraphBreaks()
         memory = GradientMemory(
             table,
             data,
@@ -181,7 +181,7 @@ class Engine:
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}
         orders = _call_orders(self.stages, layers)
         frozen_units = {unit.name for unit in frozen}
-        self.gatherer = ParameterGatherer(parameters, layers, data, subscriber, self.cuts, frozen_units)
+        self.gatherer = ParameterGatherer(parameters, layers, data, subscriber, self.graph_breaks, frozen_units)
         self.gatherer.follow(orders)
         router = GradientRouter(
             table,
@@ -189,7 +189,7 @@ class Engine:
             tensor.group,
             tied or {},
             subscriber,
-            self.cuts,
+            self.graph_breaks,
             counts_zeros=settings.counts_zeros,
         )
         reducer = GradientReducer(memory, data, settings.reduce_dtype, router)

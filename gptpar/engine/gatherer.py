@@ -13,7 +13,7 @@ import torch
 from gptpar.engine.backward_passes import BACKWARD_PASSES
 from gptpar.engine.data_axis import DataAxis
 from gptpar.engine.parameter_memory import ParameterMemory
-from gptpar.engine.step_graph import Cuts
+from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.subscriber import Subscriber
 from gptpar.topology.groups import all_gather_single
 
@@ -49,7 +49,7 @@ class ParameterGatherer:
     Args:
         layers: name -> the layer's units, which are gathered together.
         subscriber: updates some of the parameters; a layer waits until its own are updated.
-        cuts: where the host waits for the subscriber, also in a recorded step.
+        graph_breaks: where the host waits for the subscriber, also in a recorded step.
         frozen: units that no step changes.
 
     Attributes:
@@ -63,10 +63,10 @@ class ParameterGatherer:
         layers: Mapping[str, Sequence[str]],
         axis: DataAxis,
         subscriber: Subscriber | None,
-        cuts: Cuts,
+        graph_breaks: GraphBreaks,
         frozen: Collection[str] = (),
     ):
-        self._memory, self._axis, self._subscriber, self._cuts = memory, axis, subscriber, cuts
+        self._memory, self._axis, self._subscriber, self._graph_breaks = memory, axis, subscriber, graph_breaks
         self._full, self._shards = memory.full, memory.shards
         self._units = {name: tuple(units) for name, units in layers.items()}
         self._layer_of = {unit: name for name, units in self._units.items() for unit in units}
@@ -274,7 +274,7 @@ class ParameterGatherer:
         if unit in self._present:
             return
         if self._subscriber is not None and unit not in self._frozen:
-            self._cuts.at(partial(self._subscriber.wait, unit))
+            self._graph_breaks.at(partial(self._subscriber.wait, unit))
         self._present.add(unit)
         if self._memory.transient:
             self._memory.allocate(unit)

@@ -12,8 +12,8 @@ from gptpar.errors import GptparError
 POLL_SECONDS = 2e-4
 
 
-class Moment:
-    """A point in the device's work, for timing it without waiting for it."""
+class TimingEvent:
+    """A point in the device's work, for timing without waiting: a CUDA event, or on a CPU the time of its creation."""
 
     def __init__(self, device: torch.device):
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -40,7 +40,7 @@ class Moment:
             check()
             time.sleep(POLL_SECONDS)
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: TimingEvent) -> float:
         """Time between two points on the device, which must have reached both."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
@@ -48,13 +48,13 @@ class Moment:
 
 
 class Readings:
-    """Numbers that the device copies to the host in the background, until :meth:`read` waits for them.
+    """Numbers that the device copies to the host in the background; :meth:`read` waits for them.
 
     Args:
         numbers: scalars, or a vector.
 
     Attributes:
-        moment: the point in the device's work at which they are on the host.
+        event: follows the copy: once the device has reached it, the numbers are on the host.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Readings:
             stacked = torch.stack([n.detach().double() for n in numbers])
         self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=stacked.is_cuda)
         self._host.copy_(stacked, non_blocking=True)
-        self.moment = Moment(stacked.device)
+        self.event = TimingEvent(stacked.device)
 
     def read(self) -> list[float]:
-        """Wait for these numbers, not for work queued after them; see :meth:`Moment.wait`."""
-        self.moment.wait(self._timeout_s, self._check)
+        """Wait for these numbers, not for work queued after them; see :meth:`TimingEvent.wait`."""
+        self.event.wait(self._timeout_s, self._check)
         return self._host.tolist()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.ranges import Home
-from gptpar.engine.step_graph import Cuts
+from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.subscriber import Subscriber
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
@@ -44,12 +44,12 @@ class GradientRouter:
         tensor_group: dist.ProcessGroup | None,
         tied: Mapping[str, dist.ProcessGroup],
         subscriber: Subscriber | None,
-        cuts: Cuts,
+        graph_breaks: GraphBreaks,
         *,
         counts_zeros: bool,
     ):
         self._table, self._memory, self._tensor_group, self._tied = table, memory, tensor_group, tied
-        self._subscriber, self._cuts, self._counts_zeros = subscriber, cuts, counts_zeros
+        self._subscriber, self._graph_breaks, self._counts_zeros = subscriber, graph_breaks, counts_zeros
         self._messages = {unit.name: table.messages(unit.name, TENSOR) for unit in table.units}
         self._norm = GradientNorm({unit.name: table.counted(unit.name) for unit in table.units})
         self._held_back: dict[str, tuple[Unit, torch.Tensor]] = {}
@@ -118,7 +118,7 @@ class GradientRouter:
         if self._counts_zeros:
             self._count_zeros(unit, shard)
         # Each replay hands over the recording's norms anew: steps launched since have put their own in their place.
-        self._cuts.at(partial(self._hand_over, unit.name, norms, shard[low:]))
+        self._graph_breaks.at(partial(self._hand_over, unit.name, norms, shard[low:]))
 
     def _hand_over(self, unit: str, norms: Measured, offloaded: torch.Tensor) -> None:
         self._norm.take(norms)

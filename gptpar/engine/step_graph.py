@@ -2,8 +2,8 @@
 
 Pipeline and tensor parallelism divide a step into hundreds of short kernels, and the host that launches them one by one
 becomes the limit. A CUDA graph records the kernels and transfers once and launches them together. Where the host has to
-act in between, for instance to wait until the CPU optimizer has updated a layer's parameters, the recording is cut into
-parts: each part is one launch, and the host acts between them.
+act in between, for instance to wait until the CPU optimizer has updated a layer's parameters, the recording is split
+into parts: each part is one launch, and the host acts between them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 Action = Callable[[], object]
 
 
-class Cuts:
-    """Lets the host act amid a step's launches; while a step is recorded, the recording is cut there.
+class GraphBreaks:
+    """Lets the host act between a step's launches; while a step is recorded, the recording is split there.
 
     Attributes:
         recorder: takes the actions while a step is recorded; ``None`` at other times.
@@ -38,7 +38,7 @@ class Cuts:
         self.recorder: Callable[[Action], None] | None = None
 
     def at(self, action: Action) -> None:
-        """Act now, or, while a step is recorded, at this point of each replay."""
+        """Act now; while a step is recorded, act at this point of each replay instead."""
         if self.recorder is None:
             action()
         else:
@@ -64,8 +64,8 @@ class Recorder(Protocol):
 class StepGraph(Generic[Given, Result]):
     """Calls ``work`` with a step's micro-batches: the first times as it is, then as a recording of it.
 
-    A replay repeats no work on the host, except for the actions at ``cuts``. So a step is recorded only after equal
-    steps: all but the numbers in tensors was the same. A step that differs from the recorded one runs without a graph.
+    A replay repeats no work on the host, except for the actions at ``graph_breaks``. So a step is recorded only after
+    equal steps, which differ in the numbers in tensors alone. A step that differs in more runs without a graph.
 
     Args:
         work: forward and backward on micro-batches that are on the device; waits for nothing on the host, and leaves
@@ -74,7 +74,7 @@ class StepGraph(Generic[Given, Result]):
         before: called before each recording and each replay; must leave nothing pending that ``work`` would wait for.
         let_go: called before each launched step and each recording: it ends the last step, and frees the memory of
             that step's gradients for this step.
-        cuts: where the host acts in between, with tensors that nothing else in the step writes to.
+        graph_breaks: where the host acts in between, with tensors that nothing else in the step writes to.
         launched_steps: number of equal steps before a recording.
         given_up: told why ``work`` cannot be recorded; all later steps run without a graph. ``None``: raise instead.
         recorder: default: of CUDA graphs.
@@ -85,13 +85,13 @@ class StepGraph(Generic[Given, Result]):
         work: Callable[[Given], Result],
         before: Callable[[], None],
         let_go: Callable[[], None],
-        cuts: Cuts,
+        graph_breaks: GraphBreaks,
         *,
         launched_steps: int = LAUNCHED_STEPS,
         given_up: Callable[[Exception], None] | None = None,
         recorder: Recorder | None = None,
     ):
-        self._work, self._before, self._let_go, self._cuts = work, before, let_go, cuts
+        self._work, self._before, self._let_go, self._graph_breaks = work, before, let_go, graph_breaks
         self._launched_steps, self._given_up = launched_steps, given_up
         self._recorder = recorder or CudaRecorder()
         self._alike, self._last, self._is_off = 0, (object(), object()), False
@@ -151,7 +151,7 @@ class StepGraph(Generic[Given, Result]):
 
     def _record_parts(self, inputs: Given) -> Result:
         self._recorder.begin_part()
-        self._cuts.recorder = self._act_between
+        self._graph_breaks.recorder = self._act_between
         try:
             result = self._work(inputs)
         except Exception:
@@ -159,7 +159,7 @@ class StepGraph(Generic[Given, Result]):
                 self._recorder.end_part()
             raise
         finally:
-            self._cuts.recorder = None
+            self._graph_breaks.recorder = None
         self._parts.append(self._recorder.end_part())
         return result
 

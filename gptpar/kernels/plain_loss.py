@@ -55,10 +55,10 @@ def loss_and_grad(
     wide_NV = capped(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), terms.softcap)
     lse_N = torch.logsumexp(wide_NV, -1)
     loss = (token_losses(lse_N, wide_NV.gather(1, labels_N[:, None]).squeeze(1), terms) * weights_N).sum()
-    return loss, share_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms)
+    return loss, local_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms)
 
 
-def share_statistics(
+def local_statistics(
     logits_NV: torch.Tensor, labels_N: torch.Tensor, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Statistics of this rank's split of the vocabulary.
@@ -75,7 +75,7 @@ def share_statistics(
     return maximum_N, (wide_NV - maximum_N[:, None]).exp().sum(-1), (wide_NV * is_label_NV).sum(-1)
 
 
-def share_grad(
+def local_grad(
     logits_NV: torch.Tensor,
     labels_N: torch.Tensor,
     lse_N: torch.Tensor,
@@ -86,7 +86,7 @@ def share_grad(
     """The gradient in this rank's logits.
 
     Args:
-        labels_N: see :func:`share_statistics`.
+        labels_N: see :func:`local_statistics`.
         lse_N: logarithm of the sum of exp(capped logit) over all ranks.
     """
     wide_NV = capped(logits_NV.to(lse_N.dtype), terms.softcap)

@@ -27,10 +27,15 @@ from gptpar.tensor_parallel import TensorAxis
 
 
 def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotated: int, base: int) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021) on the first ``rotated`` channels of each head.
+    """Rotary position embedding (Su et al. 2021) on the first channels of each head; returns the shape of ``x``.
 
     Channels i and i + rotated/2 form a pair (GPT-NeoX's and Megatron's convention), turned by the angle
     ``position * base ** (-2i / rotated)``; angles are computed in fp32.
+
+    Args:
+        positions_BS: of each token; ``None``: 0, 1, 2, ...
+        rotated: how many channels are turned, an even number; the others stay as they are.
+        base: of the angles' frequencies.
     """
     device, length = x_BHSK.device, x_BHSK.shape[2]
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
@@ -42,19 +47,19 @@ def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotated: int
 
 
 Attend = Callable[..., torch.Tensor]
-"""What takes the arguments of :func:`core_attention`, in their order, and returns the same."""
+"""A function that takes the arguments of :func:`core_attention` by position, and returns the same."""
 
 
 class Attention(nn.Module):
     """Fused QKV projection, scaled dot-product attention, output projection.
 
-    A model may normalise each head's queries and keys (Dehghani et al. 2023); all heads share one norm of a head's
-    width. Each tensor rank has that norm whole and applies it to its own heads. Or it normalises the channels of all
-    heads together (OLMo et al. 2024); each tensor rank has its own heads' part of that norm's weight.
+    A model may normalise queries and keys in two ways. Head by head (Dehghani et al. 2023), all heads have one norm of
+    a head's width; each tensor rank holds it whole and applies it to its own heads. Over the channels of all heads
+    together (OLMo et al. 2024), each tensor rank holds the part of the norm's weight that belongs to its heads.
 
     Rows of the QKV weight are ordered by group: the group's query heads, its key head, its value head (Megatron's
-    order), then its query heads' gates where there are some. So a contiguous slice is a set of whole groups. A gate
-    multiplies the attention's output, channel by channel, by its sigmoid (Qiu et al. 2025).
+    order), then the gates of its query heads if the model has gates. So a contiguous slice is a set of whole groups. A
+    gate multiplies the attention's output, channel by channel, by its sigmoid (Qiu et al. 2025).
 
     Args:
         linears: makes the projections.
@@ -62,7 +67,7 @@ class Attention(nn.Module):
         recompute_core: whether everything but the projections is computed again in the backward pass.
 
     Attributes:
-        attend: :func:`core_attention`, or a cache of keys and values in its place while text is made.
+        attend: :func:`core_attention`; while text is generated, a cache of keys and values instead.
     """
 
     def __init__(self, linears: Linears, *, window: int | None = None, recompute_core: bool = False):
@@ -91,7 +96,7 @@ class Attention(nn.Module):
         seq_length: int,
         seeds: LayerSeeds | None = None,
     ) -> torch.Tensor:
-        """Returns y_ND; with dropout, training needs the layer's seeds."""
+        """Returns y_ND; for the arguments see :meth:`gptpar.model.block.Block.forward`."""
         core = (
             partial(checkpoint, self.core, use_reentrant=False, preserve_rng_state=False)
             if self.recompute_core and self.training
@@ -127,19 +132,20 @@ class Attention(nn.Module):
         return rearrange(y_BHSK, "b h s k -> (b s) (h k)")
 
     def _normed(self, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys, normalised if the model does so."""
+        """Queries and keys, normalised if the model normalises them."""
         query_norm, key_norm = self.query_norm, self.key_norm
         if query_norm is None or key_norm is None:
             return q_BHSK, k_BGSK
         if isinstance(query_norm, WidthRMSNorm) and isinstance(key_norm, WidthRMSNorm):
             return norm_over_width(query_norm, key_norm, q_BHSK, k_BGSK, self.axis)
-        # Token by token in memory, as attention then leaves its output: the projection reads it without a copy.
+        # Queries that lie token by token in memory make attention write its output so, too: the output projection then
+        # reads it without a copy.
         q_BHSK = query_norm(q_BHSK.transpose(1, 2)).transpose(1, 2)
         return q_BHSK, key_norm(k_BGSK.transpose(1, 2)).transpose(1, 2)
 
 
 def _norms(config: ModelConfig, axis: TensorAxis) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms of queries and keys."""
+    """The norms of queries and of keys; ``None`` if the model has none."""
     if not config.qk_layernorm:
         return None, None
     kind, width, eps = config.normalization, config.kv_channels, config.norm_epsilon

@@ -1,9 +1,9 @@
 """Scaled dot-product attention with dropout of its probabilities, the same in every layout.
 
-A GPU's attention kernels draw masks inside, from the generator's state and the head's number within the call. So there
-each query group is one call under a seed of its own: tensor parallelism never cuts finer than a group. That costs a
-launch for each group in place of one for all, and fills a large GPU less where a micro-batch is small. The CPU has no
-such kernel in torch and forms the probabilities in memory; there the mask is formed beside them, as for hidden states.
+A GPU's attention kernel draws its mask itself, from the generator's state and the head's number within the call. On a
+GPU, each query group is therefore a call of its own, under its own seed; tensor parallelism never splits a group. This
+costs one launch for each group, and small micro-batches do not fill a large GPU. For CPUs torch has no such kernel: the
+probabilities are formed in memory, and their mask like that of hidden states (:mod:`gptpar.model.dropout`).
 
 Legend: B batch, S sequence, G key/value heads ("groups") of this rank, Q query heads of one group, H = G x Q, K head
 width.
@@ -19,7 +19,7 @@ from gptpar.model.dropout import PROBABILITIES, LayerSeeds, kept
 from gptpar.topology.initial_values import seed_of
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""cuDNN's attention is left out: on an H200 calls had related masks and gradients that were not finite."""
+"""cuDNN's attention is left out: on an H200, masks of different calls were related and gradients were not finite."""
 
 
 def attention_with_dropout(
@@ -37,10 +37,11 @@ def attention_with_dropout(
     """Returns y_BHSK.
 
     Args:
-        mask_B1SS: what a token sees; ``None``: itself and all earlier ones.
-        p: probability of a token not to be seen.
+        mask_B1SS: which tokens a token sees; ``None``: itself and all earlier ones.
+        p: probability that a token is not seen.
+        seeds: the layer's.
         first_group: the global number of this rank's first group.
-        num_groups: of all ranks.
+        num_groups: number of groups on all ranks.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
     """
     if q_BHSK.is_cuda:
@@ -93,7 +94,7 @@ def _plain(
     num_groups: int,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """With the probabilities in memory, in at least 32 bits."""
+    """Attention that forms the probabilities in memory, in at least 32 bits."""
     (batch, _, length, width), num_here, device = q_BHSK.shape, k_BGSK.shape[1], q_BHSK.device
     wide = torch.promote_types(q_BHSK.dtype, torch.float32)
     q_BGQSK = q_BHSK.unflatten(1, (num_here, -1)).to(wide) * (width**-0.5 if scale is None else scale)

@@ -1,6 +1,6 @@
 """One transformer block.
 
-Legend: B batch, S sequence, N tokens, D model width, F width of the MLP (this rank's share of it).
+Legend: B batch, S sequence, N tokens, D model width, F this rank's part of the MLP's width.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gptpar.tensor_parallel import ALONE, TensorAxis
 
 NOTHING: frozenset[str] = frozenset()
 PLACEMENTS = {"pre": (True, False), "post": (False, True), "peri": (True, True)}
-"""``--norm-placement`` -> whether there are norms before, and after, attention and MLP."""
+"""``--norm-placement`` -> (whether norms precede attention and MLP, whether norms follow them)."""
 
 
 def activation(name: str, x_NF: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
     """GELU in its tanh form or exact, or the squared ReLU (So et al. 2021), by its name in ``--mlp-activation``.
 
     Args:
-        bias_F: the layer's bias, contained in ``x``, if its gradient is left to the first of these.
+        bias_F: the layer's bias, which ``x`` contains, if its gradient is formed here; only the tanh form can do that.
     """
     match name:
         case "gelu_tanh":
@@ -64,9 +64,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))`` (pre-norm, as GPT-2).
 
-    With ``--norm-placement post`` the norms are around attention and MLP: ``x + norm(attention(x))``; with ``peri``
-    there are both, ``x + norm(attention(norm(x)))``. With ``--use-parallel-residual`` the MLP reads the block's input,
-    too: ``x + attention(norm(x)) + mlp(norm(x))``, each with a norm of its own.
+    With ``--norm-placement post`` the norms follow attention and MLP: ``x + norm(attention(x))``. With ``peri`` norms
+    precede and follow them: ``x + norm(attention(norm(x)))``. With ``--use-parallel-residual`` the MLP reads the
+    block's input, too: ``x + attention(norm(x)) + mlp(norm(x))``, where each has a norm of its own.
 
     Args:
         axis: this process's place on the tensor axis.
@@ -112,6 +112,9 @@ class Block(nn.Module):
         """Returns y_ND; under sequence parallelism x and y hold this rank's tokens.
 
         Args:
+            positions_BS: of each token; ``None``: 0, 1, 2, ...
+            document_ids_BS: tokens see their own document only; ``None``: a sample is one document.
+            seq_length: S.
             seeds: of dropout's masks; needed in training if the model has dropout.
         """
         x_ND, normed_ND = self._norm(self.attention_norm, x_ND)
@@ -129,7 +132,7 @@ class Block(nn.Module):
     def _norm(
         self, norm: nn.Module | None, x_ND: torch.Tensor, added_ND: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``x + added`` and its normalised values."""
+        """(``x + added``, the sum normalised)."""
         if isinstance(norm, ResidualLayerNorm):
             return norm(x_ND, added_ND, None if added_ND is None else self.attention.out.unsummed_bias)
         x_ND = x_ND if added_ND is None else x_ND + added_ND

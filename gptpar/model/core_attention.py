@@ -1,6 +1,6 @@
 """Scaled dot-product attention: the one place where queries meet keys.
 
-Another kernel, or one that splits the sequence over processes, takes the place of :func:`core_attention`.
+Another kernel, or attention that splits the sequence over processes, would replace :func:`core_attention`.
 
 Legend: B batch, S sequence, G key/value heads ("groups") of this rank, Q query heads of one group, H = G x Q, K head
 width.
@@ -21,10 +21,10 @@ class AttentionDropout(NamedTuple):
     """Dropout of attention probabilities.
 
     Attributes:
-        p: probability of a token not to be seen.
-        seeds: of the layer.
+        p: probability that a token is not seen.
+        seeds: the layer's.
         first_group: the global number of this rank's first group.
-        num_groups: of all ranks.
+        num_groups: number of groups on all ranks.
     """
 
     p: float
@@ -34,13 +34,13 @@ class AttentionDropout(NamedTuple):
 
 
 def seen_SS(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Boolean mask_SS: a token sees itself and earlier tokens, with a window the last ``window`` of these alone."""
+    """Boolean mask_SS: a token sees itself and all earlier ones, or with a window only the last ``window`` of them."""
     causal_SS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return causal_SS if window is None else causal_SS.triu(1 - window)
 
 
 def document_mask(document_ids_BS: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Boolean mask_B1SS: a token sees what :func:`seen_SS` says of its own document."""
+    """Boolean mask_B1SS: as :func:`seen_SS`, but a token sees its own document only."""
     same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
     return (same_BSS & seen_SS(document_ids_BS.shape[1], window, document_ids_BS.device))[:, None]
 
@@ -48,7 +48,7 @@ def document_mask(document_ids_BS: torch.Tensor, window: int | None = None) -> t
 def attention_mask(
     length: int, document_ids_BS: torch.Tensor | None, window: int | None, device: torch.device
 ) -> torch.Tensor | None:
-    """Boolean mask of the shape [B or 1, 1, S, S]; ``None`` where a token sees itself and all earlier ones."""
+    """Boolean mask [B or 1, 1, S, S]; ``None`` if every token sees itself and all earlier ones."""
     window = None if window is None or window >= length else window
     if document_ids_BS is not None:
         return document_mask(document_ids_BS, window)
@@ -66,11 +66,11 @@ def core_attention(
 ) -> torch.Tensor:
     """Causal attention, each group of query heads with its own key and value head; returns y_BHSK.
 
-    A window or documents are a mask in memory, so they save no computation.
+    A window, or several documents, become a mask in memory; they save no computation.
 
     Args:
         document_ids_BS: tokens see their own document only; ``None``: a sample is one document.
-        dropout: ``None``: every token that may be seen is seen.
+        dropout: of the attention probabilities; ``None``: without dropout.
         window: how many tokens a token sees, itself among them; ``None``: all earlier ones.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
     """

@@ -1,12 +1,13 @@
 """Dropout whose masks are the same in every layout.
 
 A mask is a function of (seed, iteration, place of the micro-batch in the global batch, layer, kind, global token or
-head). The processes that share a layer, the stage that it is on, compiling it and computing it again change no element.
-No random generator has a state here: each layer gets its seeds with the micro-batch, and a hash of (seed, row, column)
-says which elements are kept.
+head). It does not depend on how many processes split a layer, on the layer's stage, or on whether the layer is compiled
+or recomputed. There is no random generator with a state: each layer gets its seeds with the micro-batch, and a hash of
+(seed, row, column) says which elements are kept.
 
-The hash takes 11 integer operations an element. Compiled, they are part of the kernel that reads the hidden states;
-one by one, each is a pass over 4 bytes an element. Without dropout there are no seeds and nothing of this runs.
+The hash takes 11 integer operations for each element. In a compiled layer they are part of the kernel that reads the
+hidden states; otherwise each operation is a pass over memory, 4 bytes for each element. Without dropout there are no
+seeds and no hash is computed.
 
 Legend: N tokens of this rank, D model width.
 """
@@ -31,11 +32,11 @@ NO_SEEDS = "dropout needs its layer's seeds: see gptpar.model.dropout.seed_field
 class LayerSeeds(NamedTuple):
     """One layer's seeds for one micro-batch, in the order of ``KINDS``.
 
-    They are tensors, since a compiled layer would be compiled anew for every other number.
+    They are tensors because a compiled layer would be compiled again for every new Python number.
 
     Attributes:
         host: int64 [kinds], on the CPU.
-        words: int32 [kinds, 2], the same as halves, on the model's device.
+        words: int32 [kinds, 2], the two halves of each of these seeds, on the model's device.
     """
 
     host: torch.Tensor
@@ -43,22 +44,24 @@ class LayerSeeds(NamedTuple):
 
 
 def seeds_field(layer: str) -> str:
-    """The micro-batch's field in which a layer finds its :class:`LayerSeeds`."""
+    """Name of the micro-batch's field with a layer's :class:`LayerSeeds`."""
     return f"dropout seeds of {layer}"
 
 
 def layers_with_dropout(specs: Iterable[LayerSpec]) -> list[str]:
-    """Names of the layers that want seeds."""
+    """Names of the layers that need seeds."""
     return [spec.name for spec in specs if seeds_field(spec.name) in spec.batch_fields]
 
 
 def seed_fields(
     layers: Sequence[str], seed: int, iteration: int, place: int, device: torch.device
 ) -> dict[str, LayerSeeds]:
-    """One micro-batch's seeds for these layers, by field.
+    """Name of the field -> seeds of a layer, for one micro-batch.
 
     Args:
-        place: of the micro-batch in the global batch.
+        layers: names of layers.
+        seed: the run's.
+        place: the micro-batch's position in the global batch.
         device: the model's.
     """
     seeds = [[seed_of(seed, "dropout", iteration, place, layer, kind) for kind in KINDS] for layer in layers]
@@ -71,11 +74,14 @@ def kept(words: torch.Tensor, rows: torch.Tensor, num_columns: int, p: float) ->
     """Which elements dropout keeps: bool [*rows.shape, num_columns], each False with probability ``p``.
 
     Args:
-        words: int32 [2], a seed.
+        words: int32 [2], the halves of a seed.
         rows: int32 of any shape, the global numbers of the rows.
+        num_columns: elements of each row.
+        p: probability that an element is dropped.
     """
     low, high = words.unbind()
-    key = _mixed(_mixed(rows ^ low) + high)[..., None]  # 64 bits a row: rows of 32 equal bits would be rather frequent
+    # Each row has a key of 64 bits: of 32 bits, two rows would rather often have the same.
+    key = _mixed(_mixed(rows ^ low) + high)[..., None]
     other_key = _mixed(_mixed(rows + high) ^ low)[..., None]
     columns = torch.arange(num_columns, dtype=torch.int32, device=rows.device)
     x = _fold(columns ^ key, 16).mul_(_FIRST).add_(other_key)
@@ -83,13 +89,13 @@ def kept(words: torch.Tensor, rows: torch.Tensor, num_columns: int, p: float) ->
     return x >= min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
-# "lowbias32", a permutation of 32 bits in which each bit of the result depends on each of the input with hardly any
-# bias (Ellis 2018). Products wrap around in int32 everywhere; unsigned integers are not for every operator of torch's.
+# "lowbias32" (Ellis 2018) is a permutation of 32 bits: each bit of the result depends, almost without bias, on each bit
+# of the input. Products of int32 wrap around on every device; not every operator of torch takes unsigned integers.
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """The permutation of each element, in place."""
+    """Permute each element, in place; returns the argument."""
     x = _fold(x, 16).mul_(_FIRST)
     x = _fold(x, 15).mul_(_SECOND)
     return _fold(x, 16)
@@ -104,8 +110,8 @@ class HiddenDropout(nn.Module):
     """Dropout of hidden states.
 
     Args:
-        p: probability of an element to be dropped.
-        kind: which of the layer's seeds it takes.
+        p: probability that an element is dropped.
+        kind: which of the layer's seeds it uses, an index into ``KINDS``.
         axis: this process's place on the tensor axis; under sequence parallelism it holds some of the tokens.
     """
 
@@ -120,7 +126,7 @@ class HiddenDropout(nn.Module):
             return x_ND
         assert seeds is not None, NO_SEEDS
         num_tokens, width = x_ND.shape
-        first = self.rank * num_tokens  # all ranks hold equally many
+        first = self.rank * num_tokens  # all ranks hold the same number of tokens
         rows_N = torch.arange(first, first + num_tokens, dtype=torch.int32, device=x_ND.device)
         kept_ND = kept(seeds.words[self.kind], rows_N, width, self.p)
         return torch.where(kept_ND, x_ND * (1 / (1 - self.p)), 0.0)

@@ -1,7 +1,7 @@
-"""What surrounds the blocks: positions, and the output layer with its loss.
+"""The layers around the blocks: position embedding, and the LM head with its loss.
 
-Legend: B batch, S sequence, D model width, V padded vocabulary, N = B x S tokens (under sequence parallelism
-hidden states between layers hold this rank's share of them).
+Legend: B batch, S sequence, D model width, V padded vocabulary, N = B x S tokens. Under sequence parallelism hidden
+states between layers hold this rank's tokens only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gptpar.topology.placement import REPLICATED, ParameterSpec
 
 
 class PositionEmbedding(nn.Module):
-    """Adds learned positions (where the model has them), then dropout."""
+    """Adds learned position embeddings if the model has them, then applies dropout."""
 
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE):
         super().__init__()
@@ -49,7 +49,7 @@ class PositionEmbedding(nn.Module):
     ) -> torch.Tensor:
         if positions_BS is None and not self.axis.splits_tokens:
             return (x_ND.unflatten(0, (-1, seq_length)) + weight[:seq_length]).flatten(0, 1)
-        own = x_ND.shape[0]  # all ranks hold equally many tokens
+        own = x_ND.shape[0]  # all ranks hold the same number of tokens
         start = self.axis.rank * own if self.axis.splits_tokens else 0
         if positions_BS is None:
             positions_N = torch.arange(start, start + own, device=x_ND.device) % seq_length
@@ -62,8 +62,8 @@ class Logits(NamedTuple):
     """How a model forms its logits and its loss.
 
     Attributes:
-        multiplier: of the hidden states before the projection (:mod:`gptpar.model.mup`).
-        terms: the logits' softcap, and the loss's terms beside the cross entropy.
+        multiplier: factor of the hidden states before the projection (:mod:`gptpar.model.mup`).
+        terms: the logits' softcap, and what the loss adds to the cross entropy.
     """
 
     multiplier: float = 1.0
@@ -71,7 +71,7 @@ class Logits(NamedTuple):
 
     @staticmethod
     def of(config: ModelConfig) -> Logits:
-        """A model's."""
+        """How the model with this configuration forms them."""
         return Logits(mup.output_multiplier(config), LossTerms(config.logit_softcap, config.z_loss_weight))
 
 
@@ -85,16 +85,17 @@ def output_and_loss(
     *,
     logits: Logits = Logits(),  # noqa: B008
 ) -> torch.Tensor:
-    """Project on the vocabulary; with labels, return the micro-batch's mean loss instead of logits.
+    """Project hidden states to logits; with labels, return the micro-batch's mean loss instead.
 
-    Without gradients the loss has no z-loss: what an evaluation shows is the cross entropy.
+    Without gradients the loss has no z-loss: an evaluation reports the cross entropy alone.
 
     Args:
-        vocabulary: holds the matrix weight_VD, tied to the input embedding or the output layer's own.
+        vocabulary: holds the matrix weight_VD, which is the embedding's or the LM head's own.
         labels_BS: the token that follows each token.
         loss_mask_BS: weight of each token, by default 1; the mean is ``sum(mask * loss) / max(1, sum(mask))``.
         scale: the incoming gradient that ``backward`` will be given (see :class:`LinearCrossEntropy`).
-        each_token: return the cross entropy of each token instead of their mean; without gradients.
+        each_token: return the cross entropy of each token instead of the mean; without gradients.
+        logits: how logits and loss are formed.
 
     Returns:
         logits_NV without labels, losses_N for each token, else a scalar; losses are at least fp32.
@@ -102,7 +103,7 @@ def output_and_loss(
     if logits.multiplier != 1:
         x_ND = x_ND * logits.multiplier
     if labels_BS is None:
-        assert vocabulary.axis.size == 1, "logits of a split vocabulary are never put together"
+        assert vocabulary.axis.size == 1, "logits of a split vocabulary are never gathered"
         return capped(F.linear(x_ND, vocabulary.weight), logits.terms.softcap)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     labels_N = labels_BS.flatten()
@@ -117,7 +118,7 @@ def output_and_loss(
         weights_N = loss_mask_BS.flatten().to(wide)
         weights_N = weights_N / weights_N.sum().clamp(min=1)
     scale = torch.ones((), dtype=wide, device=x_ND.device) if scale is None else scale
-    # The function cannot see torch.no_grad(), and would form the weight's gradient in an evaluation too.
+    # LinearCrossEntropy cannot see torch.no_grad(), and would form the weight's gradient in an evaluation, too.
     trains = torch.is_grad_enabled()
     weight_VD = vocabulary.weight if trains else vocabulary.weight.detach()
     terms = logits.terms if trains else logits.terms._replace(z_weight=0.0)
@@ -127,9 +128,10 @@ def output_and_loss(
 
 
 class OutputLayer(VocabParallelEmbedding):
-    """An output layer with a matrix of its own.
+    """An LM head with a matrix of its own.
 
     Args:
+        *shape, std, axis: see :class:`VocabParallelEmbedding`.
         logits: how logits and loss are formed.
     """
 

@@ -1,8 +1,8 @@
-"""Counts of floating point operations of a GPT, from its shape alone.
+"""Counts of floating-point operations of a GPT, from its shape alone.
 
-Two definitions of a model's FLOPs are in use, and they differ by 2 to 15 % of a utilisation figure: attention
-over the whole square (PaLM, arXiv 2204.02311 appendix B; nanoGPT, torchtitan) or over its causal half
-(Megatron-LM since 2025, llm.c). Both are offered here, always under their name.
+Two definitions of a model's FLOPs are in use: attention over the whole square (PaLM, arXiv 2204.02311 appendix B;
+nanoGPT, torchtitan) or over its causal half (Megatron-LM since 2025, llm.c). The utilisations that they give differ by
+2 to 15 %. This file has both, and the argument ``causal`` says which.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from gptpar.config import ModelConfig
 
 
 def query_width(model: ModelConfig) -> int:
-    """Width of all query heads together, which is also the width of the attention's output."""
+    """Width of all query heads together, which is also the width of attention's output."""
     return model.num_attention_heads * model.kv_channels
 
 
 def qkv_width(model: ModelConfig) -> int:
-    """Output width of the fused projection to queries, keys, values and, where attention has one, its output's gate."""
+    """Output width of the fused projection to queries, keys, values and, if the model has them, gates."""
     gate = query_width(model) if model.attention_output_gate else 0
     return query_width(model) + 2 * model.num_query_groups * model.kv_channels + gate
 
 
 def normed_width(model: ModelConfig) -> int:
-    """Width of all queries and keys that are normalised head by head."""
+    """Width of all queries and keys that are normalised; 0 if the model does not normalise them."""
     return query_width(model) + model.num_query_groups * model.kv_channels if model.qk_layernorm else 0
 
 
 def gated_width(model: ModelConfig) -> int:
-    """Width of what a gate of attention's output keeps beside that output: its sigmoid, and the product."""
+    """Width of the activations that a gate adds to attention's output: its sigmoid, and the product of both."""
     return 2 * query_width(model) if model.attention_output_gate else 0
 
 
 def num_norms(model: ModelConfig) -> int:
-    """Norms of hidden states in a block."""
+    """Number of norms of hidden states in a block."""
     return 4 if model.norm_placement == "peri" else 2
 
 
@@ -47,13 +47,13 @@ def window_of(model: ModelConfig, layer: int) -> int | None:
 
 
 def _mean_seen(model: ModelConfig, layer: int) -> float:
-    """Tokens that a layer's token sees, on average: half a sample, or what a window leaves of it."""
+    """Mean number of tokens that a layer's token sees: half a sample, or less with a window."""
     length, window = model.seq_length, window_of(model, layer)
     return length / 2 if window is None else window - window * window / (2 * length)
 
 
 def fc1_width(model: ModelConfig) -> int:
-    """Output width of the MLP's first matrix: SwiGLU computes a gate beside the value."""
+    """Output width of the MLP's first matrix, which with SwiGLU computes gate and value."""
     return model.ffn_hidden_size * (2 if model.swiglu else 1)
 
 
@@ -72,8 +72,8 @@ def flops_per_token(model: ModelConfig, *, causal: bool) -> float:
 
     ``6 N + 12 L w s`` over the whole attention square, ``6 N + 6 L w s`` over its causal half, with N the
     matmul parameters, w the width of all heads and s the sequence length. The causal count times the tokens
-    of an iteration equals Megatron-LM's ``num_floating_point_operations``. A layer with a sliding window counts
-    what its tokens see; the whole square of that is twice as much.
+    of an iteration equals Megatron-LM's ``num_floating_point_operations``. In a layer with a sliding window, the
+    causal count covers what its tokens see, and the whole square is twice that.
     """
     seen = sum(_mean_seen(model, layer) for layer in range(model.num_layers))
     return 6.0 * matmul_parameters(model) + (12 if causal else 24) * query_width(model) * seen

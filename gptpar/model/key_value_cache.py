@@ -1,10 +1,10 @@
 """Keys and values of the tokens that a model has read, so that the next token costs one token's computation.
 
-Each row of a batch is a text. A token's position is its place in the cache, so rows of different lengths need no
-padding: a token sees the places up to its own, and what lies beyond is never read.
+Each row of a batch is a text. A token's position in the text is its place in the cache. So rows of different lengths
+need no padding: a token sees the places up to its own, and no later one is read.
 
-Legend: R rows, B those of a call, S sequence, T positions that there is room for, G key/value heads, H query heads, K
-head width.
+Legend: R rows of the cache, B rows of a call, S sequence, T positions of a row, G key/value heads, H query heads,
+K head width.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class CachePlace:
     """Where the tokens of the coming forward pass belong; all layers share it.
 
     Attributes:
-        rows: the cache's rows that are read and written; ``None``: the cache is left alone.
-        positions_BS: int64, of each token in its text; ``None``: the rows begin, their tokens are all there is.
-        length: more than any position.
+        rows: the cache's rows that are read and written; ``None``: the cache is not used.
+        positions_BS: int64, of each token in its text; ``None``: these tokens are the first of their texts.
+        length: number of places that are read, more than any of ``positions_BS``.
     """
 
     rows: slice | None = None
@@ -37,10 +37,10 @@ class CachePlace:
 
 
 class KeyValueCache:
-    """Takes the place of :func:`core_attention` in one layer.
+    """One layer's keys and values; a layer calls it instead of :func:`core_attention`.
 
     Args:
-        rows: texts.
+        rows: number of texts.
         length: positions of each text.
         place: where the coming tokens belong.
     """
@@ -60,7 +60,7 @@ class KeyValueCache:
         window: int | None,
         scale: float | None,
     ) -> torch.Tensor:
-        """Returns y_BHSK; documents and dropout are of training."""
+        """Returns y_BHSK; documents and dropout, which only training has, are ignored."""
         place = self._place
         if place.rows is None:
             return core_attention(q_BHSK, k_BGSK, v_BGSK, None, None, window, scale)
@@ -89,7 +89,7 @@ class KeyValueCache:
 
 
 def seen_B1ST(positions_BS: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
-    """Boolean mask: a token sees the positions up to its own, with a window the last ``window`` of these alone."""
+    """Boolean mask: a token sees the positions up to its own, or with a window only the last ``window`` of them."""
     places_T = torch.arange(length, device=positions_BS.device)
     own_BS1 = positions_BS[:, :, None]
     seen_BST = places_T <= own_BS1
@@ -98,10 +98,11 @@ def seen_B1ST(positions_BS: torch.Tensor, length: int, window: int | None) -> to
 
 @contextlib.contextmanager
 def cached(model: nn.Module, rows: int, length: int) -> Iterator[CachePlace]:
-    """Give each attention layer of a model a cache; at the end they are as before.
+    """Give each attention layer of a model a cache, for the time of a ``with`` block.
 
     Args:
-        rows, length: texts, and positions of each.
+        rows: number of texts.
+        length: positions of each text.
     """
     place = CachePlace()
     layers = [module for module in model.modules() if isinstance(module, Attention)]

@@ -14,14 +14,14 @@ class LayerSpec:
 
     Args:
         cls: the layer's class, a subclass of ``nn.Module``.
-        *args: its positional arguments.
+        *args: the class's positional arguments.
         name: the layer's global name, the same on every stage and in every checkpoint; parameters are called
             ``name.parameter``.
-        batch_fields: fields of the micro-batch that the layer wants beside its input; it is called as
+        batch_fields: fields of the micro-batch that the layer needs beside its input; it is called as
             ``layer(x, *fields)``. They never travel between stages, because every stage can read the data.
-        auxiliary_losses: names of scalars that the layer returns beside its output, as ``(output, {name: scalar})``,
-            and that training adds to the loss (:mod:`gptpar.pipeline.auxiliary_losses`).
-        **kwargs: its keyword arguments.
+        auxiliary_losses: names of scalars that training adds to the loss; the layer returns them beside its output,
+            as ``(output, {name: scalar})`` (:mod:`gptpar.pipeline.auxiliary_losses`).
+        **kwargs: the class's keyword arguments.
 
     Raises:
         TypeError: ``cls`` is not a module class.
@@ -50,7 +50,7 @@ class LayerSpec:
         return self.cls(*self.args, **self.kwargs)
 
     def builds_the_same(self, other: LayerSpec) -> bool:
-        """Whether both build equal layers, whatever they are called."""
+        """Whether both build equal layers; their names may differ."""
         return (self.cls, self.args, self.kwargs) == (other.cls, other.args, other.kwargs)
 
     def __repr__(self) -> str:
@@ -58,10 +58,10 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose module is shared by all specs with the same key.
+    """A layer that shares one module with all other specs of the same key.
 
     Args:
-        key: what the sharing specs have in common.
+        key: names the shared module.
         forward_fn: called as ``forward_fn(module, x, *fields)`` instead of the module itself.
     """
 
@@ -79,6 +79,6 @@ class TiedLayerSpec(LayerSpec):
 
 
 def build_on_meta(spec: LayerSpec) -> nn.Module:
-    """The layer without storage."""
+    """Build the layer on torch's meta device: parameters have shapes and no memory."""
     with torch.device("meta"):
         return spec.build()

@@ -1,9 +1,9 @@
-"""The linear layers of a GPT's blocks: all are made here, so that another number format or kernel is a change here.
+"""The linear layers of a GPT's blocks. All are made here: another number format or kernel changes this file alone.
 
 The gradient of a linear layer's bias is the sum of its output's gradient over all tokens. Some functions that read the
 output form that sum together with the output's gradient (:mod:`gptpar.kernels.bias_gradient`), which saves a pass over
-memory. Whether they do is decided here and nowhere else: a reader takes the layer's ``unsummed_bias``, which is
-``None`` where nothing is left for it to do.
+memory. Whether they do is decided in this file alone: a reader asks for the layer's ``unsummed_bias``, which is
+``None`` if the layer itself sums the bias's gradient.
 
 The LM head is no layer of a block: its products are in :mod:`gptpar.tensor_parallel.cross_entropy`.
 """
@@ -23,12 +23,12 @@ class Reader(Enum):
 
     HEADS = "split into queries, keys and values"
     ACTIVATION = "the MLP's activation function"
-    STREAM = "added to the residual stream, of which a norm follows"
+    STREAM = "the residual stream, to which it is added before a norm"
     OTHER = "something that sums no bias gradient"
 
 
 def rotated_width(config: ModelConfig) -> int:
-    """Channels of each head that rotary positions turn."""
+    """Number of channels of each head that rotary positions turn."""
     assert config.kv_channels
     return int(config.kv_channels * config.rotary_percent) if config.position_embedding_type == "rope" else 0
 
@@ -50,7 +50,7 @@ class Linears:
     def column(
         self, in_features: int, out_features: int, *, bias: bool, reader: Reader, parts: int = 1
     ) -> ColumnParallelLinear:
-        """A layer of which each tensor rank has some output features."""
+        """A layer whose output features are split over the tensor axis."""
         return ColumnParallelLinear(
             in_features,
             out_features,
@@ -62,9 +62,9 @@ class Linears:
         )
 
     def row(self, in_features: int, out_features: int, *, bias: bool, reader: Reader) -> RowParallelLinear:
-        """A layer of which each tensor rank has some input features, and which writes to the residual stream.
+        """A layer that writes to the residual stream, whose input features are split over the tensor axis.
 
-        Its weights start with std / sqrt(2 x layers) (Megatron's and GPT-2's scale).
+        The standard deviation of its initial weights is std / sqrt(2 x layers), as in GPT-2 and Megatron.
         """
         assert self.config.num_layers
         return RowParallelLinear(
@@ -79,11 +79,11 @@ class Linears:
     def _is_summed_by(self, reader: Reader) -> bool:
         config = self.config
         match reader:
-            case Reader.HEADS:  # turned or normalised, the heads' gradients are put together by what does so
+            case Reader.HEADS:  # rotary positions, norms and gates merge the heads' gradients in kernels of their own
                 return not (rotated_width(config) or config.qk_layernorm or config.attention_output_gate)
             case Reader.ACTIVATION:
                 return not config.swiglu and config.mlp_activation == "gelu_tanh"
-            case Reader.STREAM:  # with dropout between, the bias gets a part of the stream's gradient only
+            case Reader.STREAM:  # dropout in between would leave the bias only a part of the stream's gradient
                 return self.residual_norm and config.hidden_dropout == 0
             case Reader.OTHER:
                 return False

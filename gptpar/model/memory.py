@@ -27,13 +27,15 @@ def layer_activation_bytes_per_token(
     Args:
         bytes_per_element: of activations: 2 for bf16 and fp16, 4 for fp32, 8 for fp64.
         has_dropout: whether masks of the hidden states are kept.
+        tensor_parallel: number of tensor ranks.
+        sequence_parallel: whether these ranks divide the tokens between layers.
     """
     size, h = bytes_per_element, model.hidden_size
-    # Inputs of the norms, of qkv and of fc1; side by side, attention and MLP begin with the same one.
+    # Inputs of the norms, of qkv and of fc1. With parallel residuals, the norms of attention and MLP have one input.
     inputs = num_norms(model) + 2 - model.use_parallel_residual
     replicated = inputs * h * size + (2 * h if has_dropout else 0)
     mlp = model.ffn_hidden_size * (3 if model.swiglu else 2)
-    # A norm of queries and keys keeps what it is given, and attention what it returns.
+    # A norm of queries and keys keeps its input, attention its output.
     split = (qkv_width(model) + normed_width(model) + query_width(model) + gated_width(model) + mlp) * size
     replicas = tensor_parallel if sequence_parallel else 1
     return replicated / replicas + split / tensor_parallel

@@ -1,7 +1,7 @@
 """muP: hyperparameters that were tuned on a narrow model hold for a wide one (Yang et al. 2022, arXiv 2203.03466).
 
-The rules are those of the paper's table 8, for Adam, with the ratio m = hidden size / base hidden size. A base model
-(m = 1) is the same with and without them:
+The rules are those of the paper's table 8, for Adam, with the ratio m = hidden size / base hidden size. They do not
+change the base model (m = 1):
 
 | parameters | initial deviation | learning rate | multiplier |
 |---|---|---|---|
@@ -10,8 +10,8 @@ The rules are those of the paper's table 8, for Adam, with the ratio m = hidden 
 | LM head | as without | 1 | its input: 1 / m |
 
 Attention divides scores by the heads' width K in place of its root: the scale is sqrt(base K) / K, which is 1 / sqrt(K)
-for the base model. The table is the one of three equal forms that allows an LM head which is tied to the embedding.
-The MLP's width has to grow with the hidden size.
+for the base model. The paper has three equivalent tables; table 8 is the one that allows a tied embedding. The MLP's
+width has to grow with the hidden size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gptpar.config import ModelConfig
 
 
 def width_ratio(config: ModelConfig) -> float:
-    """m of the module's docstring; 1 without muP."""
+    """Hidden size over base hidden size; 1 without muP."""
     return config.hidden_size / config.mup_base_hidden_size if config.mup and config.mup_base_hidden_size else 1.0
 
 

@@ -1,9 +1,9 @@
 """Normalisation layers.
 
-Their parameters are whole on every tensor-parallel rank, but for the norm over all heads. Whoever builds one says how
+Every tensor rank holds their parameters whole, except those of the norm over all heads. The builder of a norm says how
 its gradient is placed, which depends on what it normalises (:class:`~gptpar.tensor_parallel.axis.TensorAxis`).
 
-Legend: B batch, S sequence, H query heads or G key heads of this rank, K head width.
+Legend: B batch, S sequence, H query heads and G key heads of this rank, K head width.
 """
 
 from __future__ import annotations
@@ -40,12 +40,17 @@ class LayerNorm(nn.Module):
 
 
 class ResidualLayerNorm(LayerNorm):
-    """The same of the residual stream, which goes on beside it (:mod:`gptpar.kernels.residual_norm`)."""
+    """LayerNorm of the residual stream, fused with the sum before it (:mod:`gptpar.kernels.residual_norm`)."""
 
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, added: torch.Tensor | None = None, added_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``x + added`` and its normalised values; a bias contained in ``added`` gets its gradient here."""
+        """Returns (``x + added``, the sum normalised).
+
+        Args:
+            added: what is added to the residual stream; ``None``: nothing.
+            added_bias: the bias that ``added`` contains, if its gradient is formed here.
+        """
         return residual_norm(x, added, added_bias, self.weight, self.bias, self.eps)
 
 
@@ -64,9 +69,9 @@ class RMSNorm(nn.Module):
 
 
 class WidthRMSNorm(nn.Module):
-    """RMSNorm over the channels of all heads together, of which each tensor rank has its own (OLMo et al. 2024).
+    """RMSNorm over the channels of all heads together (OLMo et al. 2024); each tensor rank has its own heads.
 
-    The ranks' sums of squares are added by whoever calls (:func:`norm_over_width`).
+    The caller adds up the ranks' sums of squares (:func:`norm_over_width`).
     """
 
     def __init__(self, width: int, *, eps: float, axis: TensorAxis):
@@ -76,7 +81,7 @@ class WidthRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width // axis.size))
 
     def squares(self, x_BHSK: torch.Tensor) -> torch.Tensor:
-        """The sum_BS of squares over this rank's channels, in at least 32 bits."""
+        """squares_BS: the sum of squares over this rank's channels, in at least 32 bits."""
         return x_BHSK.to(torch.promote_types(x_BHSK.dtype, torch.float32)).square().sum((1, 3))
 
     def forward(self, x_BHSK: torch.Tensor, squares_BS: torch.Tensor) -> torch.Tensor:
@@ -93,7 +98,7 @@ class WidthRMSNorm(nn.Module):
 def norm_over_width(
     query_norm: WidthRMSNorm, key_norm: WidthRMSNorm, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, axis: TensorAxis
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalised queries and keys; both sums of squares travel over the tensor axis together."""
+    """(queries, keys), normalised; one transfer over the tensor axis sums the squares of both."""
     squares_2BS = torch.stack([query_norm.squares(q_BHSK), key_norm.squares(k_BGSK)])
     if axis.size > 1:
         squares_2BS = sum_over_ranks(squares_2BS, axis.group_name)
@@ -109,7 +114,11 @@ NORMS: dict[str, type[nn.Module]] = {
 
 
 def make_norm(kind: str, width: int, eps: float, gradient: Gradient, *, residual: bool = False) -> nn.Module:
-    """A norm by its name in ``NORMS``; with ``residual``, LayerNorm is a :class:`ResidualLayerNorm`."""
+    """A norm by its name in ``NORMS``; with ``residual``, LayerNorm becomes a :class:`ResidualLayerNorm`.
+
+    Args:
+        gradient: what autograd leaves of its parameters' gradients on each tensor rank.
+    """
     if residual and kind == "LayerNorm":
         return ResidualLayerNorm(width, eps=eps, gradient=gradient)
     return NORMS[kind](width, eps=eps, gradient=gradient)

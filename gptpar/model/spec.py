@@ -1,4 +1,4 @@
-"""A model as data: its layers, what each is for, and what they cost."""
+"""A model as data: its layers, the role of each, and what they cost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ModelLayer:
     """One layer of a model.
 
     Attributes:
-        role: what it is for.
+        role: its place in the model, such as block or LM head.
         spec: how it is built and called.
-        flops: of one token's forward pass; lookups and norms count nothing beside matrix products and attention.
+        flops: of one token's forward pass: matrix products and attention; lookups and norms count as 0.
     """
 
     role: Role
@@ -46,7 +46,7 @@ class ModelSpec:
 
     @cached_property
     def parameters(self) -> list[int]:
-        """Every layer's number of parameters on this tensor rank; of equal layers, one is built to count them."""
+        """Every layer's number of parameters on this tensor rank; equal layers are built and counted once."""
         counted: list[tuple[LayerSpec, int]] = []
         counts = []
         for spec in self.specs:
@@ -59,12 +59,12 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters of this tensor rank; those that several layers share count once."""
+        """Number of parameters on this tensor rank; those that several layers share count once."""
         return sum({spec.name: count for spec, count in zip(self.specs, self.parameters, strict=True)}.values())
 
     @property
     def shared(self) -> str | None:
-        """Name of the layer whose parameters are embedding and LM head at once, where these are tied."""
+        """Name of the layer that is both embedding and LM head; ``None`` if they are not tied."""
         embedding, head = self.first(Role.EMBEDDING), self.first(Role.LM_HEAD)
         return embedding.name if isinstance(head, TiedLayerSpec) and head.name == embedding.name else None
 

@@ -16,7 +16,7 @@ from gptpar.optim.cpu_adam import default_threads
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.torch_kernels import make_host_kernel
-from gptpar.system.host import available_memory, place_on_machine, share_of_cores
+from gptpar.system.host import available_memory, cores_of_process, place_on_machine
 
 KEPT_FREE = 0.1
 """Fraction of the host's free memory that the CPU optimizer leaves to everything else."""
@@ -50,7 +50,7 @@ def build_host_optimizer(
         gradients_leave_at_once: see :mod:`gptpar.offload.copying_transfers`.
     """
     place, count = place_on_machine()
-    cores = share_of_cores(place, count)
+    cores = cores_of_process(place, count)
     return HostOptimizer(
         partitions,
         parameters,

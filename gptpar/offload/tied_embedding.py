@@ -17,7 +17,7 @@ import torch
 from gptpar.config import Config
 from gptpar.engine.engine import Engine
 from gptpar.engine.gradients import Gradients
-from gptpar.engine.step_graph import Cuts
+from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from gptpar.offload.host_optimizer import HostOptimizer
@@ -57,11 +57,11 @@ class PartialGradient:
         unit: see :func:`tied_unit`.
         host: the CPU optimizer; ``None``: gradients are prepared, but not submitted.
         gradients: of the engine.
-        cuts: where the host acts amid the launches of a step.
+        graph_breaks: where the host acts between the launches of a step.
     """
 
-    def __init__(self, unit: Unit, host: HostOptimizer | None, gradients: Gradients, cuts: Cuts):
-        self._unit, self._host, self._gradients, self._cuts = unit, host, gradients, cuts
+    def __init__(self, unit: Unit, host: HostOptimizer | None, gradients: Gradients, graph_breaks: GraphBreaks):
+        self._unit, self._host, self._gradients, self._graph_breaks = unit, host, gradients, graph_breaks
         self._on_device = gradients.shards[unit.name].numel()
         self._sum = torch.empty(0)
 
@@ -78,7 +78,7 @@ class PartialGradient:
         """
         if unit is None or (host is not None and host.partial_unit != unit.name):
             return None
-        partial_gradient = PartialGradient(unit, host, engine.gradients, engine.cuts)
+        partial_gradient = PartialGradient(unit, host, engine.gradients, engine.graph_breaks)
         for layer in (layer for stage in stages for layer in stage.layers):
             if isinstance(layer, VocabParallelEmbedding):
                 layer.on_output_grad = partial_gradient.submit
@@ -126,4 +126,4 @@ class PartialGradient:
             torch.add(total[low:][part], flat[low:][part], out=self._sum[part])
             submitted = self._sum
         if self._host is not None:
-            self._cuts.at(partial(self._host.submit_gradient, self._unit.name, submitted, formed=part.stop))
+            self._graph_breaks.at(partial(self._host.submit_gradient, self._unit.name, submitted, formed=part.stop))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,9 +88,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _refuse(
             problems_of(tensors)
-            + problems_of_hyperparameters(
-                {**defaults, **item} if isinstance(item, dict) else defaults for item in given
-            )
+            + problems_of_hyperparameters(_hyperparameters_of(given, defaults))
             + _problems_of_arguments(offload_ratio, max_norm, speculation, threads)
         )
         self._overlap: Overlap | None = None
@@ -101,12 +99,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         self._max_norm = max_norm
         self.elements = sum(local.flat.numel() for local in self._parameters)
         self.offloaded = sum(local.offloaded for local in self._parameters)
-        on_device = [local for local in self._parameters if local.on_device]
-        self._device = DeviceOptimizer(
-            ADAMW,
-            {local.unit: local.flat[: local.on_device] for local in on_device},
-            {local.unit: local.group for local in on_device},
-        )
+        self._device = _device_optimizer(self._parameters)
         self.skipped = torch.zeros((), device=self._parameters[0].flat.device)
         self.attached = self._closed = False
         self._loss_scale = 1.0
@@ -352,6 +345,21 @@ class TwinFlowAdamW(torch.optim.Optimizer):
                 self._overlap.host.set_steps(unit, steps[unit])
         self._versions = [version_of(local.parameter) for local in self._parameters]
         self._say_it_has_state()
+
+
+def _hyperparameters_of(given: Sequence[Any], defaults: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Each group's hyperparameters; a parameter that is given by itself has the defaults."""
+    return ({**defaults, **item} if isinstance(item, dict) else defaults for item in given)
+
+
+def _device_optimizer(parameters: Sequence[LocalParameter]) -> DeviceOptimizer:
+    """The optimizer of the elements that the device updates: the first ones of each parameter that has some."""
+    on_device = [local for local in parameters if local.on_device]
+    return DeviceOptimizer(
+        ADAMW,
+        {local.unit: local.flat[: local.on_device] for local in on_device},
+        {local.unit: local.group for local in on_device},
+    )
 
 
 def _problems_of_arguments(offload_ratio: float, max_norm: float, speculation: str, threads: int | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Stages of a model and the schedules that run them. A run without a pipeline is one stage."""
+"""Stages of a model, and the schedules that run them. Without a pipeline, a run has one stage."""
 
 from gptpar.pipeline.module import PipelineModule
 from gptpar.pipeline.stage import Stage

@@ -17,7 +17,7 @@ Outputs = list[tuple[torch.Size, torch.dtype]]
 
 
 class AbstractRun:
-    """Shape and dtype of each layer's output, found by running all layers on tensors without data.
+    """Finds the shape and dtype of each layer's output by running all layers on tensors without data.
 
     Args:
         specs: of all layers.

@@ -1,12 +1,12 @@
-"""Losses that layers return beside their outputs, for instance of a router's balance or of large logits.
+"""Losses that layers return beside their outputs, for instance for a router's balance or against large logits.
 
 A layer whose specification names its ``auxiliary_losses`` returns ``(output, {name: scalar})``. Training then minimises
 the mean, over micro-batches and processes, of the last layer's loss plus all these scalars. Each is a mean over the
 tokens that the layer was given: processes with other samples, or under sequence parallelism with other tokens, count
 equally.
 
-A scalar's gradient joins the backward pass at its layer's output, together with the output's own gradient. So it is not
-sent between stages; and when it joins, a recomputed layer has its activations and the parameters are gathered.
+A scalar's gradient joins the backward pass at its layer's output, together with the output's own gradient. So it is
+never sent between stages. At that time a recomputed layer has its activations again, and its parameters are gathered.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ class AuxiliaryLosses:
 
     Args:
         names: of all layers' losses, also on other processes.
-        token_shares: number of tensor ranks that divide the tokens between layers (sequence parallelism).
+        token_splits: number of tensor ranks that divide the tokens between layers (sequence parallelism).
     """
 
-    def __init__(self, names: Sequence[str] = (), token_shares: int = 1):
+    def __init__(self, names: Sequence[str] = (), token_splits: int = 1):
         self.names = tuple(dict.fromkeys(names))
-        self._token_shares = token_shares
+        self._token_splits = token_splits
         self._count = 1
         self._grad: torch.Tensor | None = None
         self._totals: dict[str, torch.Tensor] = {}
 
     def begin(self, num_micro_batches: int, grad: torch.Tensor | None) -> None:
-        """A step or an evaluation begins.
+        """Begin a step or an evaluation: set the sums to zero.
 
         Args:
+            num_micro_batches: of the step.
             grad: incoming gradient of each micro-batch's loss, hence of its auxiliary losses; ``None``: 1.
         """
         self._count, self._grad = num_micro_batches, grad
@@ -45,10 +46,14 @@ class AuxiliaryLosses:
             total.zero_()
 
     def call(self, layer: Callable[..., Any], names: Sequence[str], x: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Call a layer that returns these losses; returns its output, which carries them.
+        """Call a layer that returns auxiliary losses; returns its output, whose backward pass covers these, too.
+
+        Args:
+            layer: called as ``layer(x, *args)``.
+            names: of its auxiliary losses.
 
         Raises:
-            GptparError: it returned something else.
+            GptparError: it did not return an output and losses of these names.
         """
         returned = layer(x, *args)
         _check(returned, names, layer)
@@ -62,17 +67,17 @@ class AuxiliaryLosses:
     def add(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
         """Add a layer's values for one micro-batch to the sums."""
         for name, value in zip(names, values, strict=True):
-            if name not in self._totals:  # in memory of its own, which replays of a recorded step use again
+            if name not in self._totals:  # in memory that lives on, because replays of a recorded step write to it
                 self._totals[name] = torch.zeros((), dtype=torch.float64, device=value.device)
             self._totals[name] += value.detach()
 
     def gradient_of(self, value: torch.Tensor) -> torch.Tensor:
         """The incoming gradient of an auxiliary loss."""
         grad = torch.ones_like(value) if self._grad is None else self._grad.to(value.dtype)
-        return grad / self._token_shares if self._token_shares > 1 else grad
+        return grad / self._token_splits if self._token_splits > 1 else grad
 
     def means(self, device: torch.device) -> list[torch.Tensor]:
-        """By name: the mean over this process's micro-batches of the sum over its layers; float64."""
+        """For each of ``names``: the sum over this process's layers, averaged over its micro-batches; fp64 scalars."""
         zero = torch.zeros((len(self.names),), dtype=torch.float64, device=device) if self.names else ()
         return [self._totals.get(name, none) / self._count for name, none in zip(self.names, zero, strict=True)]
 

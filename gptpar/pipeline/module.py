@@ -1,4 +1,4 @@
-"""A model divided into pipeline stages: the public interface, for GPTs and for any other list of layers."""
+"""A model divided into pipeline stages: the public interface, for GPTs and any other list of layers."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from gptpar.topology.layout import TENSOR, Layout
 
 
 class PipelineModule(nn.Module):
-    """Layers in a row, of which this process builds only its own.
+    """A sequence of layers, divided into the stages of a pipeline; each process builds its own layers only.
 
     Args:
         layers: :class:`LayerSpec`, :class:`TiedLayerSpec`, modules, or functions of one tensor.
-        num_stages: processes the layers are spread over; the rest of the world's size is data parallelism.
+        num_stages: number of stages. It divides the number of processes; the quotient is the data axis's size.
         loss_fn: ``loss_fn(output, labels)`` -> scalar; by default the last layer's output is the loss.
         partition_method: ``parameters``, ``flops``, ``uniform``, ``type:REGEX`` (layers whose class matches count 1,
             others 0) or explicit boundaries such as ``0,7,14``.
-        num_virtual_stages: pieces on each process, for the interleaved schedule (arXiv 2104.04473).
-        topology: this process's place, in place of ``num_stages``.
-        flops: a cost for each layer, for ``flops``.
-        split: which layers go where, in place of ``partition_method`` and ``flops``.
-        build: makes a layer from its specification; by default with the layer's own initial values, drawn from a
-            seed of its own, so that they do not depend on the number of stages.
-        recompute: the groups of consecutive layers (by name) that are recomputed in the backward pass, for the names
-            of one piece.
+        num_virtual_stages: virtual stages of each process, for the interleaved schedule (arXiv 2104.04473).
+        topology: this process's place on all axes, instead of ``num_stages``.
+        flops: each layer's cost, for the partition method ``flops``.
+        split: the assignment of layers to stages, instead of ``partition_method`` and ``flops``.
+        build: makes a layer from its specification. By default the layer draws its initial values itself, from a seed
+            that depends on its name, so that they do not depend on the number of stages.
+        recompute: takes the names of a virtual stage's layers and returns groups of consecutive ones, which are
+            recomputed in the backward pass.
         keep: how the inputs of such groups are kept.
-        token_shares: tensor ranks among which the tokens between layers are shared out (sequence parallelism).
+        token_splits: number of tensor ranks that divide the tokens between layers (sequence parallelism).
         boundary: shapes and dtypes between stages; by default found once by running all layers on shapes alone.
         base_seed: for the default ``build``.
 
     Raises:
-        ConfigError: a partition that is impossible, or neither ``num_stages`` nor ``topology``.
-        TypeError: a topology with tensor parallelism and a layer that does not declare where its parameters' values and
-            gradients lie (:mod:`gptpar.topology.placement`).
+        ConfigError: the partition is impossible, or there is neither ``num_stages`` nor ``topology``.
+        TypeError: the topology has tensor parallelism, and a layer does not declare the placement of its parameters'
+            values and gradients (:mod:`gptpar.topology.placement`).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PipelineModule(nn.Module):
         build: Callable[[LayerSpec], nn.Module] | None = None,
         recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]] = lambda names: (),
         keep: Keep | None = None,
-        token_shares: int = 1,
+        token_splits: int = 1,
         boundary: Boundary | None = None,
         base_seed: int = 1234,
     ):
@@ -85,7 +85,7 @@ class PipelineModule(nn.Module):
         self._boundary = boundary or self._abstract_boundary
         self.split = split or split_layers(self.specs, self.num_stages, num_virtual_stages, partition_method, flops)
         self.bounds = self.split.bounds
-        self.auxiliary = AuxiliaryLosses([name for spec in self.specs for name in spec.auxiliary_losses], token_shares)
+        self.auxiliary = AuxiliaryLosses([name for spec in self.specs for name in spec.auxiliary_losses], token_splits)
         make = build or (lambda spec: seeded(spec, base_seed).to(self.topology.device))
         self.chunks = nn.ModuleList(self._build_stages(make, recompute, keep))
         self._transport = None if self.topology.links is None else Transport(self.topology.links)
@@ -99,7 +99,7 @@ class PipelineModule(nn.Module):
         recompute: Callable[[Sequence[str]], Sequence[tuple[str, ...]]],
         keep: Keep | None,
     ) -> Iterator[Stage]:
-        """This process's virtual stages, which share the tied layers they have in common."""
+        """This process's virtual stages; a tied layer that several of them have is one module."""
         tied: dict[str, nn.Module] = {}
         for part in range(self.stage, len(self.bounds) - 1, self.num_stages):
             mine = self.specs[self.bounds[part] : self.bounds[part + 1]]
@@ -107,12 +107,12 @@ class PipelineModule(nn.Module):
             yield Stage(mine, build=build, recompute=groups, keep=keep, tied=tied, auxiliary=self.auxiliary)
 
     def _groups_of_tied_layers(self) -> dict[str, dist.ProcessGroup]:
-        """Name -> the processes that have a copy, of each tied layer that this process shares with others."""
+        """Name of a tied layer that other processes have, too -> the group of these processes."""
         groups = {name: self.topology.group_of_stages(stages) for name, stages in self.tied_stages.items()}
         return {name: group for name, group in groups.items() if group is not None}
 
     def _declared_sums(self) -> frozenset[str]:
-        """Parameters of this process that are declared to need a sum over the tensor axis, where there is one."""
+        """This process's parameters whose gradients are declared to be summed over the tensor axis."""
         if self.topology.layout.tensor == 1:
             return frozenset()
         infos = {name: info for stage in self.stages_here for name, info in stage.infos().items()}
@@ -128,11 +128,11 @@ class PipelineModule(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """Whether the last layer is here."""
+        """Whether this process has the last layer."""
         return self.stage == self.num_stages - 1
 
     def expect_dtype(self, dtype: torch.dtype) -> None:
-        """Announce the dtype of the floating-point parameters, on which the dtype of tensors between stages depends."""
+        """Announce the dtype of the floating-point parameters; it decides the dtype of tensors between stages."""
         self._abstract.dtype = dtype
 
     def forward_backward(
@@ -146,7 +146,8 @@ class PipelineModule(nn.Module):
 
         Args:
             micro_batches: (input, fields by name) of each, the same on all stages.
-            grad: incoming gradient of each micro-batch's loss; default 1.
+            grad: scalar, incoming gradient of each micro-batch's loss; default 1.
+            observer: is told of each forward and backward pass.
 
         Returns:
             The micro-batches' losses in the order of computation, if this process has the last layer; else nothing.
@@ -156,14 +157,17 @@ class PipelineModule(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The micro-batches' losses, without gradients."""
+        """The micro-batches' losses without gradients, if this process has the last layer; else nothing."""
         count = len(micro_batches)
         actions = schedules.forward_only(self.stage, self.num_stages, count, self.num_virtual_stages)
         return self._run(actions, micro_batches, None, None)
 
     @torch.no_grad()
     def outputs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """What the last layer returns of each micro-batch, where it is; without gradients and without ``loss_fn``."""
+        """The last layer's output for each micro-batch, if this process has that layer; else nothing.
+
+        Neither gradients nor ``loss_fn`` are computed.
+        """
         count = len(micro_batches)
         actions = schedules.forward_only(self.stage, self.num_stages, count, self.num_virtual_stages)
         return self._run(actions, micro_batches, None, None, to_loss=lambda y, fields: y)
@@ -193,13 +197,13 @@ class PipelineModule(nn.Module):
         return runtime.losses
 
     def train_batch(self, micro_batches: Iterable[tuple[torch.Tensor, Any]]) -> torch.Tensor:
-        """Forward and backward of one step, for your own optimizer to go on with and to clear ``.grad`` after.
+        """Forward and backward of one step; afterwards your own optimizer takes the step and clears ``.grad``.
 
-        Gradients that are there already are added to, as autograd does.
+        As with autograd, gradients are added to those that ``.grad`` holds already.
 
         Args:
-            micro_batches: (input, labels) of each, on this process's device; every stage gets the same, every
-                data-parallel rank its own.
+            micro_batches: (input, labels) of each, on this process's device; all stages get the same ones, each
+                data-parallel rank gets its own.
 
         Returns:
             The mean loss over all micro-batches and data-parallel ranks, on every process, without auxiliary losses.
@@ -207,25 +211,25 @@ class PipelineModule(nn.Module):
         """
         batches = [(x, {"labels": labels}) for x, labels in micro_batches]
         device, dp = self.topology.device, self.topology.layout.data
-        share = torch.tensor(1 / (len(batches) * dp), device=device)
+        weight = torch.tensor(1 / (len(batches) * dp), device=device)
         earlier = {parameter: parameter.grad for parameter in self.parameters() if parameter.grad is not None}
         for parameter in earlier:  # they have been reduced already
             parameter.grad = None
-        losses = self.forward_backward(batches, grad=share)
+        losses = self.forward_backward(batches, grad=weight)
         self._sum_gradients()
         for parameter, grad in earlier.items():
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-        mean = torch.stack(losses).sum().double() * share.double() if losses else share.double() * 0
+        mean = torch.stack(losses).sum().double() * weight.double() if losses else weight.double() * 0
         return self.topology.sum_over_all(mean / self.topology.layout.tensor)
 
     def _sum_gradients(self) -> None:
-        """Sum gradients over data-parallel processes, a tied layer's copies and, where declared, the tensor axis."""
+        """Sum gradients over the data axis, a tied layer's copies and, if so declared, the tensor axis."""
         layers = {name: own for stage in self.stages_here for name, own in stage.parameters_by_layer().items()}
-        for name, parameters in layers.items():  # a tied layer may be in several chunks, yet is summed once
+        for name, parameters in layers.items():  # a tied layer may be in several virtual stages, and is summed once
             tied = self.tied_groups.get(name)
             for full_name, parameter in parameters.items():
                 tensor = self.topology.tensor_group if full_name in self._summed_over_tensor else None
-                if parameter.grad is None and tied is not None:  # unused here, yet perhaps not on the other stage
+                if parameter.grad is None and tied is not None:  # unused here, but perhaps used on the other stage
                     parameter.grad = torch.zeros_like(parameter)
                 for group in (self.topology.data_group, tensor, tied):
                     if group is not None and parameter.grad is not None:
@@ -248,16 +252,16 @@ class LayerSplit:
 
     @property
     def efficiency(self) -> float:
-        """Mean stage over heaviest stage: 1 is perfect balance."""
+        """Mean cost of a stage over that of the heaviest: 1 is perfect balance."""
         return sum(self.costs) / (len(self.costs) * max(self.costs)) if max(self.costs) else 1.0
 
     def layers_of(self, stage: int) -> list[int]:
-        """Numbers of a stage's layers."""
+        """Indices of a stage's layers."""
         parts = range(stage, len(self.bounds) - 1, len(self.costs))
         return [layer for part in parts for layer in range(self.bounds[part], self.bounds[part + 1])]
 
     def tied_stages(self, specs: Sequence[LayerSpec]) -> dict[str, tuple[int, ...]]:
-        """Name -> the stages that have a copy, for every layer that several stages share."""
+        """Name of a tied layer that several stages have -> these stages."""
         found: dict[str, set[int]] = {}
         for stage in range(len(self.costs)):
             for spec in (specs[layer] for layer in self.layers_of(stage)):
@@ -279,10 +283,11 @@ def split_layers(
 
 
 def split_model(model: ModelSpec, num_stages: int, num_virtual_stages: int, method: str) -> LayerSplit:
-    """Divide a model, which knows its layers' costs.
+    """Divide a model into stages by its layers' costs.
 
     Args:
-        model: not split over the tensor axis, so that all processes divide it alike.
+        model: described without tensor parallelism, so that all processes divide it alike.
+        num_stages, num_virtual_stages, method: see :class:`PipelineModule`.
 
     Raises:
         ConfigError: the method cannot divide this model.

@@ -39,7 +39,7 @@ def balanced_interleaved(weights: Sequence[float], num_parts: int, num_stages: i
 
     This is a local search, not exact. It starts from the exact answer for the parts, and from parts with equal numbers
     of layers, and shifts groups of neighbouring boundaries as long as that helps. In about 95 % of small random cases
-    it finds the minimum of the heaviest stage; in the others it was at most 1.25 times above it.
+    it found the lightest possible heaviest stage; in the others the heaviest stage was at most 1.25 times as heavy.
 
     Args:
         weights: one number per layer, not negative.
@@ -75,7 +75,7 @@ def balanced_interleaved(weights: Sequence[float], num_parts: int, num_stages: i
 
 
 def uniform(num_layers: int, num_parts: int) -> list[int]:
-    """Parts with equal numbers of layers; the first parts get the remaining layers, one each.
+    """Boundaries of parts with equal numbers of layers; the first parts get the remaining layers, one each.
 
     Raises:
         ConfigError: there are fewer layers than parts.
@@ -94,12 +94,12 @@ def partition(
     kinds: Sequence[str],
     num_stages: int | None = None,
 ) -> list[int]:
-    """Boundaries by a method that a user names.
+    """Boundaries, by the method that a user names.
 
     Args:
         method: ``parameters`` or ``flops`` (balance these), ``uniform`` (number of layers), ``type:REGEX`` (balance the
-            number of layers whose class name the expression finds, whatever its case), or the boundaries themselves
-            as ``0,7,14`` or a sequence of numbers.
+            number of layers whose class name matches the regular expression, in upper or lower case), or the
+            boundaries themselves, as ``0,7,14`` or as a sequence of numbers.
         num_parts: number of parts.
         parameters: number of parameters of every layer.
         flops: floating-point operations of every layer.
@@ -209,7 +209,7 @@ def _most_even(prefix: list[int], num_parts: int, limit: int) -> list[int]:
 def _add_part(
     prefix: list[int], limit: int, costs: dict[int, int], ends: range
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Add one part: for each of its possible ends, the least cost so far, and the start with this cost.
+    """Add one part: for each of its possible ends, the least cost of all parts so far, and the start with this cost.
 
     A part costs its squared weight and, to break ties, its squared number of layers. Both costs are convex, so a later
     end never has an earlier best start (quadrangle inequality): each answer halves the search for the others.

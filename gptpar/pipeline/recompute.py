@@ -1,7 +1,7 @@
 """Activation recomputation: free a layer's activations and compute them again in the backward pass.
 
-Only the layer's input is kept. Two policies save its memory on the device, too: the tensor-parallel processes, which
-all hold the same input, each keep a part of it (DeepSpeed's ``partition_activations``), or the input is kept in host
+Only the layer's input is kept. Two policies save the input's device memory, too. Either each tensor-parallel process
+keeps a part of the input, which all of them hold (DeepSpeed's ``partition_activations``), or the input is kept in host
 memory (DeepSpeed's ``cpu_checkpointing``).
 """
 
@@ -26,10 +26,10 @@ class Keep:
     """How the input of a recomputed layer is kept until the backward pass.
 
     Attributes:
-        partition: (group, rank, size) of processes that hold the same input: each keeps one part of its elements. The
-            backward pass gathers the parts, so all processes must run their backward passes in the same order.
+        partition: (group, rank, size) of processes that hold the same input, each of which keeps one part of its
+            elements. The backward pass gathers the parts: all processes must run their backward passes in one order.
         to_cpu: whether to keep the input in host memory (pinned, if it comes from a GPU).
-        random: whether the layers may draw random numbers: the recomputation then draws the same numbers again.
+        random: whether the layers may draw random numbers; the recomputation then draws the same numbers again.
     """
 
     partition: tuple[dist.ProcessGroup, int, int] | None = None
@@ -53,12 +53,13 @@ class _Kept(NamedTuple):
 def recomputed(call: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, keep: Keep = Keep()) -> torch.Tensor:
     """Return ``call(x, *args)``, and keep only ``x`` for the backward pass, which computes the call again.
 
-    The recomputation draws the same random numbers, so dropout is the same. Without gradients this is a plain call.
+    If ``keep.random``, the recomputation draws the same random numbers. Without gradients this is a plain call.
 
     Args:
         call: a layer, or several in a row.
-        x: the input, kept as ``keep`` says; every rank of ``keep.partition`` must pass the same values.
-        *args: further arguments, kept unchanged.
+        x: the input; every rank of ``keep.partition`` must pass the same values.
+        *args: further arguments, kept as they are.
+        keep: how the input is kept.
     """
     if not torch.is_grad_enabled():
         return call(x, *args)
@@ -89,10 +90,10 @@ def _pack(x: torch.Tensor, keep: Keep) -> _Kept:
     data = x
     if keep.partition is not None:
         _, rank, size = keep.partition
-        length = -(-x.numel() // size)  # the same on all ranks; the last shares are filled up
-        share = x.reshape(-1)[rank * length : (rank + 1) * length]
+        length = -(-x.numel() // size)  # the same on all ranks; the last parts are padded
+        part = x.reshape(-1)[rank * length : (rank + 1) * length]
         data = x.new_zeros(length)
-        data[: share.numel()] = share
+        data[: part.numel()] = part
     if keep.to_cpu and x.device.type != "cpu":
         data = torch.empty_like(data, device="cpu", pin_memory=x.is_cuda).copy_(data, non_blocking=True)
     return _Kept(data, x.shape, x.device)
@@ -116,8 +117,9 @@ def recompute_groups(config: RecomputeConfig, block_names: Sequence[str]) -> lis
         block_names: the virtual stage's blocks in forward order.
 
     Returns:
-        With ``uniform`` all blocks in groups of ``recompute_num_layers`` (default 1; the last may be shorter), else the
-        first ``recompute_num_layers`` blocks (default: all), each by itself. Empty unless whole blocks are recomputed.
+        With ``uniform``, all blocks in groups of ``recompute_num_layers`` (default 1; the last may be shorter). With
+        ``block``, the first ``recompute_num_layers`` blocks (default: all), each a group. Empty unless whole blocks are
+        recomputed.
     """
     if config.recompute_granularity != "full":
         return []

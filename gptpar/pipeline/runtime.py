@@ -26,9 +26,9 @@ MicroBatch = tuple[torch.Tensor, Fields]
 
 
 class Observer(Protocol):
-    """Is told before each forward pass, and before and after each backward pass of this process.
+    """Is called before each forward pass, and before and after each backward pass of this process.
 
-    ``virtual_stage`` counts this process's own; ``output`` is the tensor from which the backward pass begins.
+    ``virtual_stage`` is the index among this process's; ``output`` is the tensor from which the backward pass begins.
     """
 
     def before_forward(self, micro_batch: int, virtual_stage: int) -> None: ...
@@ -54,11 +54,13 @@ class Runtime:
 
     Args:
         virtual_stages: this process's virtual stages, numbers ``stage``, ``stage + num_stages``, ... of the model.
+        stage, num_stages: this process's position on the pipeline axis, and that axis's size.
         transport: ``None`` without a pipeline.
         boundary: shape and dtype of the tensors between stages.
         loss_fn: (last layer's output, fields) -> scalar.
         micro_batches: (input, fields) of each; every process has all of them.
-        grad: incoming gradient of each micro-batch's loss.
+        grad: scalar, incoming gradient of each micro-batch's loss; ``None``: 1.
+        observer: is called around the passes.
 
     Attributes:
         losses: of the micro-batches, in the order of computation, if this process has the last layer.
@@ -79,7 +81,7 @@ class Runtime:
     _leaving: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
     def run(self, instructions: Iterable[Any]) -> None:
-        """Execute the instructions in their order; only a computation waits, for the data that it needs."""
+        """Execute the instructions in their order. Transfers do not wait; a computation waits for its input."""
         do: dict[type, Callable[[int, int], None]] = {
             Forward: self._forward,
             Backward: self._backward,
@@ -129,7 +131,7 @@ class Runtime:
         links = self.transport.links
         link = links.activations_in if what == "activation" else links.gradients_in
         x, fields = self.micro_batches[micro_batch]
-        sender = self._number(virtual_stage) - (what == "activation")  # a gradient has the shape of what was passed on
+        sender = self._number(virtual_stage) - (what == "activation")  # a gradient has the shape of this stage's output
         shape, dtype = self.boundary(sender, x, fields)
         self._arriving[what, micro_batch, virtual_stage] = Arrival(link, shape, dtype, x.device)
 

@@ -65,7 +65,7 @@ class Span(NamedTuple):
 
 
 def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
-    """One forward, one backward in turn: at most ``num_stages - stage`` micro-batches are in flight.
+    """1F1B, one forward and one backward in turn: at most ``num_stages - stage`` micro-batches are in flight.
 
     Source: PipeDream-Flush, https://arxiv.org/abs/2006.09503.
     """
@@ -80,12 +80,12 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> Iterator
 
 
 def interleaved(stage: int, num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> Iterator[Action]:
-    """Several virtual stages per stage: their number divides the idle time. With one virtual stage it is 1F1B.
+    """Interleaved 1F1B: v virtual stages per stage divide the idle time by v. With one virtual stage it is 1F1B.
 
-    Source: https://arxiv.org/abs/2104.04473, section 2.2, for whole groups of ``num_stages`` micro-batches. Here their
-    number is free: the last group is filled up with micro-batches that do not exist, and these are then left out.
-    Leaving a micro-batch out on all stages removes waits and adds none, so what could not deadlock still cannot. (A
-    short last group whose turns follow each other at once can: 4 stages, 3 virtual stages, 5 micro-batches.)
+    Source: https://arxiv.org/abs/2104.04473, section 2.2, for whole groups of ``num_stages`` micro-batches. Here any
+    number of micro-batches is possible: the last group is filled up with micro-batches that do not exist, and these are
+    then left out. Leaving out a micro-batch on all stages removes waits and adds none, so it cannot cause a deadlock.
+    (A short last group without these gaps can deadlock: 4 stages, 3 virtual stages, 5 micro-batches.)
     """
     _check(stage, num_stages, num_micro_batches, num_virtual_stages)
     if num_virtual_stages == 1:
@@ -118,7 +118,7 @@ def with_transfers(
     action. With a single stage nothing is sent: its virtual stages pass tensors on in memory.
     """
     instructions: list[Instruction] = []
-    waiting: list[Instruction] = []  # the action before and its send
+    waiting: list[Instruction] = []  # the previous action and its send
     for action in actions:
         receives, sends = _transfers(action, stage, num_stages, num_virtual_stages)
         instructions += receives + waiting
@@ -203,15 +203,15 @@ def bubble(num_stages: int, num_micro_batches: int, num_virtual_stages: int = 1)
     return (num_stages - 1) / (num_virtual_stages * num_micro_batches + num_stages - 1)
 
 
-def idle_share(timelines: Sequence[Sequence[Span]]) -> float:
-    """The bubble fraction: the idle time of all stages, until the last one ends, over their whole time."""
+def simulated_bubble(timelines: Sequence[Sequence[Span]]) -> float:
+    """The bubble fraction of timelines: the stages' idle time over their whole time, until the last one ends."""
     length = max(span.end for spans in timelines for span in spans)
     busy = sum(span.end - span.start for spans in timelines for span in spans)
     return 1 - busy / (length * len(timelines))
 
 
 def chart(timelines: Sequence[Sequence[Span]], width: int = 100) -> str:
-    """A text chart with a row per stage; a column is as long as the shortest action and shows the action at its middle.
+    """A text chart with a row for each stage; a column is one shortest action long and shows what runs at its middle.
 
     Micro-batch 0 is ``A`` in its forwards and ``a`` in its backwards, micro-batch 1 is ``B`` and ``b``, and so on
     (again ``A`` after ``Z``); a dot is idle time. A row that is longer than ``width`` ends with ``>``.
@@ -288,7 +288,7 @@ class _Stage:
         self.tickets: dict[Instruction, int] = {}
 
     def advance(self, times: dict[type, float], transfer_time: float) -> int:
-        """Follow the program until a message is missing; returns the number of instructions done."""
+        """Follow the program until a message is missing; returns the number of instructions that were executed."""
         before = self.position
         for instruction in self.program[before:]:
             match instruction:
@@ -323,7 +323,7 @@ class _Stage:
         link.sent.append((self.spans[-1].end + transfer_time, action.micro_batch, to))
 
     def _arrival(self, action: Action) -> float | None:
-        """The time at which the action's input arrives; ``None``: it is not sent yet."""
+        """The time at which the action's input arrives; ``None`` if it has not been sent yet."""
         receives, _ = _transfers(action, self.index, self.num_stages, self.num_virtual_stages)
         missing = self._needs(action) - self.done
         if missing or (receives and action not in self.tickets):
@@ -336,13 +336,13 @@ class _Stage:
         arrival, *what = link.sent[ticket]
         if what != [action.micro_batch, action.virtual_stage * self.num_stages + self.index]:
             raise GptparError(
-                f"stage {self.index} receives for {action} what was sent as micro-batch {what[0]} for virtual stage "
+                f"stage {self.index} receives, for {action}, the message of micro-batch {what[0]} to virtual stage "
                 f"{what[1]}: receives and sends of this link differ in order."
             )
         return arrival
 
     def _needs(self, action: Action) -> set[Instruction]:
-        """Actions of this same stage that must come first."""
+        """Actions of the same stage that must come before this one."""
         i, virtual_stage = action.micro_batch, action.virtual_stage
         needs: set[Instruction] = {Forward(i, virtual_stage)} if isinstance(action, Backward) else set()
         if self.num_stages == 1 and isinstance(action, Forward) and virtual_stage > 0:

@@ -1,4 +1,4 @@
-"""A (virtual) stage: consecutive layers that one process runs one after the other."""
+"""A (virtual) stage: consecutive layers that one process runs in order."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ParameterInfo:
     """A parameter's shape, placement and initialisation.
 
     Attributes:
-        shape: of this process's tensor-parallel split.
+        shape: of this tensor rank's part.
         split: how the parameter is split over the tensor axis; ``None``: every rank has the whole parameter.
         init: how it is initialised.
         grad_sums: axes over which its gradient is summed, beside the data axis.
-        strides: of this process's split, whose memory is dense; ``None``: row-major.
+        strides: of this tensor rank's part, whose memory is dense; ``None``: row-major.
 
     Raises:
-        ValueError: memory with these strides has gaps, or two elements at one position.
+        ValueError: with these strides, the memory has gaps, or two elements at one position.
     """
 
     shape: torch.Size
@@ -74,7 +74,7 @@ class ParameterInfo:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Position of this process's split in the whole parameter."""
+        """Position of this tensor rank's part in the whole parameter, one number for each dim."""
         return tuple(
             self.split.start if self.split is not None and dim == self.split.dim else 0
             for dim in range(len(self.shape))
@@ -109,17 +109,17 @@ class _Call:
 
 
 class Stage(nn.Module):
-    """A run of consecutive layers.
+    """A (virtual) stage of a pipeline: consecutive layers.
 
     Args:
         specs: the layers of this stage, in order.
-        build: makes a layer from its specification; by default without storage (on the meta device): whoever owns
-            the parameters gives them memory and values.
-        recompute: groups of consecutive layers' names; within each, activations are forgotten and computed again in
-            the backward pass.
+        build: makes a layer from its specification; by default without storage (on the meta device), so that the owner
+            of the parameters can give them memory and values.
+        recompute: groups of consecutive layers' names; a group's activations are freed, and computed again in the
+            backward pass.
         keep: how the inputs of such groups are kept.
-        tied: modules shared with other stages of this process, by key; new ones are added.
-        auxiliary: takes the auxiliary losses of layers that have some.
+        tied: key -> module that other virtual stages of this process share; new ones are added.
+        auxiliary: takes the layers' auxiliary losses.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class Stage(nn.Module):
         """Run the layers.
 
         Args:
-            x: the stage's input: tokens on the first stage, hidden states on others.
-            fields: the micro-batch's other values by name; one that is absent is passed as ``None``.
+            x: the stage's input: tokens [B, S] on the first stage of a GPT, hidden states [N, D] on others.
+            fields: the micro-batch's other values by name; a missing one is passed to layers as ``None``.
         """
         for calls, recompute in self._segments:
             if recompute and torch.is_grad_enabled():
@@ -176,11 +176,11 @@ class Stage(nn.Module):
         self.caller = caller
 
     def call_order(self) -> list[str]:
-        """Layers' names as forward calls them; a tied one may come twice."""
+        """Layers' names in the order of their calls in the forward pass; a tied one may occur twice."""
         return [call.name for calls, _ in self._segments for call in calls]
 
     def layers_by_name(self) -> dict[str, nn.Module]:
-        """Name -> layer, in forward order; a tied one once."""
+        """Name -> layer, in forward order; a tied one occurs once."""
         return dict(zip(self._names, self.layers, strict=True))
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
@@ -226,8 +226,8 @@ class Stage(nn.Module):
                 if any(buffer.is_meta for buffer in buffers.values()) and not hasattr(module, "reset_buffers"):
                     raise TypeError(
                         f"layer {name!r}: {type(module).__name__} has buffers {sorted(buffers)} and cannot fill them: "
-                        "layers are built without memory and get it afterwards, so write a method reset_buffers(), "
-                        "which gives its own buffers their first values, and call it in the constructor."
+                        "layers are built without memory and get it afterwards, so write a method reset_buffers() that "
+                        "gives the module's own buffers their initial values, and call it in the constructor."
                     )
                 for local, buffer in buffers.items():
                     inner = f"{prefix}.{local}".removeprefix(f"{name}.")
@@ -260,7 +260,7 @@ class Stage(nn.Module):
 
 
 def _layer_of(spec: LayerSpec, build: Callable[[LayerSpec], nn.Module], tied: dict[str, nn.Module]) -> nn.Module:
-    """A new layer, or the tied one that is there already."""
+    """A new layer, or the tied one if it has been built already."""
     if not isinstance(spec, TiedLayerSpec):
         return build(spec)
     if spec.key not in tied:
@@ -269,7 +269,7 @@ def _layer_of(spec: LayerSpec, build: Callable[[LayerSpec], nn.Module], tied: di
 
 
 def _call_of(spec: LayerSpec, layer: nn.Module, auxiliary: AuxiliaryLosses) -> _Call:
-    """How a layer is called at its place."""
+    """How a layer is called at its place in the stage."""
     run: Callable[..., Any] = layer
     if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
         run = partial(spec.forward_fn, layer)
@@ -279,7 +279,7 @@ def _call_of(spec: LayerSpec, layer: nn.Module, auxiliary: AuxiliaryLosses) -> _
 
 
 def place_parameter(parameter: nn.Parameter, memory: torch.Tensor) -> None:
-    """Point a parameter to this memory; it remains the same object.
+    """Point a parameter to this memory; the parameter remains the same object.
 
     Autograd does not see later writes to the memory as in-place changes of the parameter.
     """

@@ -19,14 +19,14 @@ class Arrival:
         self._work = dist.irecv(self._tensor, link.peer, group=link.group)
 
     def take(self) -> torch.Tensor:
-        """The tensor; later work on the device waits for it."""
+        """The tensor. On a GPU later work of the current stream waits for its arrival, not the host."""
         assert self._work is not None
         self._work.wait()
         return self._tensor
 
 
 class Transport:
-    """Sends without waiting, and keeps each tensor alive until it is sent."""
+    """Sends tensors without waiting, and keeps each alive until it is sent."""
 
     def __init__(self, links: Links):
         self.links = links

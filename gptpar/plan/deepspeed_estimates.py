@@ -1,7 +1,7 @@
-"""DeepSpeed's estimates of the memory for a model's states, under their names, with its formulas and its print.
+"""DeepSpeed's estimates of the memory of a model's states: the same names, formulas and printed text.
 
 The formulas are those of DeepSpeed 0.19.8 (estimate_zero2_model_states_mem_needs and estimate_zero3_...), with their
-buffer factor of 1.5 for the host. They count no activations. :func:`gptpar.estimate_memory` says what gptpar takes.
+buffer factor of 1.5 for the host. They count no activations. :func:`gptpar.estimate_memory` predicts gptpar's memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HOST_FACTOR = 1.5
 
 
 class Estimate(NamedTuple):
-    """Bytes of a machine's memory and of one GPU's, and with which options."""
+    """Bytes of a machine's memory and of one GPU's memory, with certain options."""
 
     host: int
     gpu: int
@@ -41,7 +41,10 @@ def zero3(parameters: int, largest: int, nodes: int, gpus: int, host_factor: flo
     """DeepSpeed's rows for ZeRO-3.
 
     Args:
-        largest: parameters of the largest module, which are brought together at a time.
+        parameters: of the model.
+        largest: parameters of the largest module, which are gathered at a time.
+        nodes: machines.
+        gpus: GPUs of a machine.
     """
     world = nodes * gpus
     for param, optimizer, states in (("cpu", "cpu", 0), ("none", "cpu", 2), ("none", "none", 18)):
@@ -95,14 +98,14 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int]:
-    """(all parameters, shared ones once; those that one module owns by itself, at most)"""
+    """(number of parameters, shared ones once; the largest number that a single module owns directly)"""
     largest = max((sum(p.numel() for p in one.parameters(recurse=False)) for one in model.modules()), default=0)
     storages = {_memory(p): p.numel() for p in model.parameters()}
     return sum(storages.values()), largest
 
 
 def _memory(parameter: torch.Tensor) -> tuple[int, int]:
-    """What tells one parameter's memory from another's; on the meta device each is its own."""
+    """A key that parameters have in common if they share memory; on the meta device none do."""
     return (0, id(parameter)) if parameter.is_meta else (1, parameter.data_ptr())
 
 

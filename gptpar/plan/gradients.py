@@ -1,4 +1,4 @@
-"""``--offload-gradients auto``: whether a GPU has room for all gradients that the CPU will use. Pure."""
+"""Decides ``--offload-gradients auto``: has a GPU room for all gradients that the CPU will use? Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class GradientChoice:
     """What ``auto`` becomes.
 
     Attributes:
-        leave_at_once: whether gradients go to host memory when they are final.
-        needed: bytes of the GPU that the run is expected to need if they stay.
-        free: bytes of the GPU that the run can have, with the process's context.
+        leave_at_once: whether gradients are copied to host memory as soon as they are final.
+        needed: bytes of GPU memory that the run is expected to need if they stay.
+        free: bytes of GPU memory that the run can have, including the process's context.
     """
 
     leave_at_once: bool
@@ -28,7 +28,7 @@ class GradientChoice:
 
     @property
     def reason(self) -> str:
-        """A part of a sentence with both numbers."""
+        """Both numbers, as a part of a sentence."""
         needed, free = format_bytes(round(self.needed)), format_bytes(round(self.free))
         return f"{needed} are expected to be needed with all gradients on the GPU, and {free} are available"
 
@@ -38,18 +38,19 @@ class GradientChoice:
 
 
 def choose_gradients(job: Job, free: float, sustained: Sustained = SUSTAINED) -> GradientChoice | None:
-    """Decide for a job with ``--offload-gradients auto``; ``None``: there is nothing to decide, they stay.
+    """Decide for a job with ``--offload-gradients auto``; ``None`` if there is nothing to decide, and gradients stay.
 
-    Where the CPU's ratio is to be found out, too, it counts as 1: only if that does not fit are gradients moved.
+    If the CPU's ratio is ``auto``, too, it counts as 1: gradients leave at once only if the job does not fit with that.
 
     Args:
-        free: bytes of the GPU that the job can have, with its process's context.
+        free: bytes of GPU memory that the job can have, including its process's context.
+        sustained: costs that the data sheet does not list.
     """
     config = job.config
     offload = config.offload
     if offload.offload_gradients != "auto" or not offload.cpu_optimizer or offload.ratio == 0:
         return None
-    recorded = config.precision.cuda_graph == "on"  # the user has asked for that, and it keeps their memory
+    recorded = config.precision.cuda_graph == "on"  # a graph, which the user asked for, keeps the gradients' memory
     if job.device_type != "cuda" or recorded or any(offload_gradients_obstacles(config.batch, job.layout.world_size)):
         return None
     if offload.ratio == "auto":

@@ -1,4 +1,4 @@
-"""Whether a run launches a step as one CUDA graph; the run and its plan decide it alike. Pure."""
+"""Decides whether a step is launched as one CUDA graph; the run and its plan both ask here. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from gptpar.config.checks.precision import graph_obstacles
 
 
 def wants_graph(config: Config, data_parallel_size: int) -> bool:
-    """Whether a run on a GPU uses a graph; with ``auto``, where nothing speaks against it.
+    """Whether a run on a GPU uses a graph. With ``auto`` it does if there is no obstacle and a graph is not slower.
 
-    Under ZeRO-1 alone it is slower: a recorded step has to wait for all parameters to be gathered, while one that is
-    launched bit by bit waits for each layer's.
+    Under ZeRO-1 alone a graph is slower: a recorded step has to wait until all parameters are gathered, while one whose
+    kernels are launched one by one waits for each layer's parameters.
     """
     if config.precision.cuda_graph != "auto":
         return config.precision.cuda_graph == "on"

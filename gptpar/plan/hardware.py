@@ -1,7 +1,7 @@
-"""What GPUs and their connections do in practice: one table of presets, one of constants. Pure.
+"""Speeds of GPUs and their connections: data sheets, and the fractions of them that are reached in practice. Pure.
 
-The constants are fitted to lines of ``benchmarks/*.jsonl`` (one H100, four H200, bf16, compiled blocks) once for all
-layouts, and are taken to be the same shares of other GPUs' data sheets.
+The fractions and other constants are fitted to lines of ``benchmarks/*.jsonl`` (one H100, four H200, bf16, compiled
+blocks), once for all layouts. Other GPUs are assumed to reach the same fractions.
 """
 
 from __future__ import annotations
@@ -48,39 +48,38 @@ GPUS: dict[str, Gpu] = {
 
 @dataclass(frozen=True)
 class Sustained:
-    """What is reached of the data sheet's figures, and what things cost that it does not list.
+    """The fractions of a data sheet's figures that are reached, and costs that no data sheet lists.
 
-    ``fragmentation`` is what the
-    lines with reserved and allocated memory show; ``outside`` and ``host_process`` are assumptions. ``host_*`` and
-    ``bus`` were measured by themselves, in steps of 0.35B to 15B parameters beside an H100 and an H200 (one process on
-    16 cores of a Xeon), ``host_rate_together`` with two and four processes of 16 cores each; in other machines they are
-    other figures, not other shares.
+    ``fragmentation`` is what the lines with reserved and allocated memory show; ``outside`` and ``host_process`` are
+    assumptions. ``host_*`` and ``bus`` were measured by themselves, in steps of 0.35B to 15B parameters beside an H100
+    and an H200 (one process on 16 cores of a Xeon), ``host_rate_together`` with two and four processes of 16 cores
+    each. These are absolute figures, which differ between machines.
 
     Attributes:
-        products: share of the dense peak in large matrix products; smaller ones lose to their memory traffic and
-            ``kernel`` on top.
-        attention_forward: share of the peak in the attention kernel, on its causal half.
+        products: fraction of the dense peak in large matrix products; smaller products also lose time to memory
+            traffic and ``kernel``.
+        attention_forward: fraction of the peak in the attention kernel, on its causal half.
         attention_backward: the same in its backward.
-        memory: share of the memory bandwidth in pointwise kernels, norms and the optimizer.
+        memory: fraction of the memory bandwidth in pointwise kernels, norms and the optimizer.
         on_chip: bytes/s, for each FLOP/s of the peak, at which a product's operands and results cost time on top of
             its arithmetic. They pass the caches, whose speed goes with the processors': an H100, with 70 % of an
             H200's memory bandwidth, multiplies as fast.
-        link: share of a connection's bandwidth in collectives and sends.
-        overlapped: share of its own length that a transfer still costs where it runs beside computation, whose
-            processors and memory bandwidth it takes.
+        link: fraction of a connection's bandwidth in collectives and sends.
+        overlapped: fraction of a transfer's time that it still costs while it overlaps with computation, because it
+            takes processors and memory bandwidth from it.
         kernel: seconds lost at the start and the end of each kernel on the device.
-        transfer: seconds until a collective or a send gets going beside kernels that fill the device.
-        stage_transfer: the same for a send to a neighbouring stage, for which both sides must be ready. Set below what
-            fits best (2 ms): the pipelines were measured before the kernels, which takes some of the misfit.
+        transfer: seconds until a collective or a send starts beside kernels that fill the device.
+        stage_transfer: the same for a send to a neighbouring stage, for which both sides must be ready. It is below the
+            best fit (2 ms): the pipelines were measured before the kernels, which explains a part of the misfit.
         host_block: seconds in which the host launches a block's forward and backward one by one (without CUDA graph).
         host_collective: seconds in which it launches one collective.
-        scheduling: share by which a pipeline is slower when its stages are launched one by one.
-        fragmentation: share of the allocated memory that the allocator holds beyond it.
-        outside: bytes on the device beside the allocator: context, kernels, NCCL's buffers.
-        host_rate: bytes/s of host memory that each process's CPU optimizer reaches amid a step, in place.
-        host_rate_aside: the same where it writes the new state beside the old one, during the backward pass.
-        host_rate_together: bytes/s that all CPU optimizers of a machine reach in place; where that is less than
-            ``host_rate`` for each, they are slower by the same share beside the old state.
+        scheduling: fraction by which a pipeline is slower when its stages are launched one by one.
+        fragmentation: memory that the allocator holds beyond the allocated memory, as a fraction of the latter.
+        outside: bytes on the device outside of the allocator: context, kernels, NCCL's buffers.
+        host_rate: bytes/s of host memory that each process's CPU optimizer reaches during a step, in place.
+        host_rate_aside: the same while it writes the new state to double buffers, during the backward pass.
+        host_rate_together: bytes/s that all CPU optimizers of a machine reach in place. If that is less than
+            ``host_rate`` for each, ``host_rate_aside`` falls by the same factor.
         host_pause: seconds between two buckets of the CPU optimizer.
         bus: bytes/s in one direction between a GPU and its host (PCIe 5 x16).
         host_process: bytes of host memory of a process before it keeps anything.
@@ -114,18 +113,18 @@ SUSTAINED = Sustained()
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines a run is planned for.
+    """The machines for which a run is planned.
 
     Attributes:
-        name: of the GPU, for people.
+        name: of the GPU, as it is shown.
         peak: dense FLOP/s of a GPU in the run's number format.
-        memory: bytes a process can use of a GPU.
+        memory: bytes of a GPU that a process can use.
         memory_bandwidth: bytes/s.
         link_bandwidth: bytes/s in one direction between the GPUs of a machine.
-        network_bandwidth: bytes/s in one direction of each GPU's share of the network between machines.
+        network_bandwidth: bytes/s in one direction between machines, for each GPU.
         gpus_per_node: GPUs in a machine.
-        host_memory: bytes of a machine's memory, ``None`` where it does not matter.
-        sustained: what is reached of these.
+        host_memory: bytes of a machine's memory; ``None``: unlimited.
+        sustained: the fractions of these figures that are reached.
     """
 
     name: str
@@ -141,7 +140,7 @@ class Cluster:
     def bandwidth(self, size: int, stride: int) -> float:
         """Sustained bytes/s of each member of a group of ``size`` ranks, each ``stride`` ranks after the one before.
 
-        Between machines a group uses the network shares of all its members in a machine.
+        Between machines, a group uses the network bandwidth of all its members in a machine together.
         """
         if size * stride <= self.gpus_per_node:
             return self.sustained.link * self.link_bandwidth
@@ -149,7 +148,7 @@ class Cluster:
         return self.sustained.link * min(self.link_bandwidth, neighbours * self.network_bandwidth)
 
     def stage_bandwidth(self, world_size: int) -> float:
-        """Sustained bytes/s between neighbouring stages; with several machines some pair of stages crosses them."""
+        """Sustained bytes/s between neighbouring stages; if there are several machines, between two of these."""
         inside = world_size <= self.gpus_per_node
         return self.sustained.link * (self.link_bandwidth if inside else self.network_bandwidth)
 
@@ -169,9 +168,9 @@ def make_cluster(
     Args:
         gpu: a name in ``GPUS``.
         dtype: ``bf16``, ``fp16`` or ``fp32``.
-        gpu_memory: GiB of a GPU, in place of the preset's.
+        gpu_memory: GiB of a GPU, instead of the preset's.
         host_memory: GiB of a machine.
-        link_bandwidth: GB/s between the GPUs of a machine, in place of the preset's.
+        link_bandwidth: GB/s between the GPUs of a machine, instead of the preset's.
         network_bandwidth: GB/s between machines for each GPU.
         gpus_per_node: GPUs in a machine.
 

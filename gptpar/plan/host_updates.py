@@ -1,10 +1,11 @@
-"""How long a step waits for the CPU optimizer: a walk along one step, from the beginning of the backward pass. Pure.
+"""Predicts how long a step waits for the CPU optimizer, by simulating one step as the optimizer runs it. Pure.
 
-As :mod:`gptpar.offload.host_optimizer` has it. At that moment the CPU has nothing to do, since the forward pass
-before has waited for all of its updates. Gradients come last layer first and travel one after the other. Where it may
-speculate, the CPU takes, of those that are here, what the next forward pass needs first; when the norm is known it
-updates the rest in the order of the forward pass, of which each layer waits for its own. A tied embedding's gradient
-comes first, too; the rows that were looked up are updated when the backward pass is over.
+The simulation follows :mod:`gptpar.offload.host_optimizer`. It begins with the backward pass, when the CPU is idle: the
+forward pass before has waited for all of its updates. Gradients become final from the last layer to the first, and are
+copied one after the other. If the CPU may speculate, it updates, among the layers whose gradients are copied, the one
+that the next forward pass needs first. When the norm is known, it updates the rest in the order of the forward pass, in
+which each layer waits for its own update. A tied embedding's partial gradient comes before all others; the rows that
+were looked up are updated after the backward pass.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job, StagePart
 
 UPDATE_BYTES = 26
-"""Of host memory that an update moves for each element, beside its gradient: three fp32 numbers in and out, a 16-bit
-weight."""
+"""Bytes of host memory that an update moves for each element beside its gradient: three fp32 numbers are read and
+written, a 16-bit weight is written."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Layer:
 
     Attributes:
         forward, backward: seconds for a micro-batch.
-        elements: those that the CPU updates.
-        late: how many of them wait for their gradient to be complete, while that of the others comes at the beginning
-            of the backward pass; ``None``: it comes once.
+        elements: number of elements that the CPU updates.
+        late: number of these whose gradient is complete only after the backward pass, while that of the others is final
+            at its beginning; ``None``: the gradients of all elements are final together.
     """
 
     forward: float
@@ -44,19 +45,20 @@ class Layer:
 
     @property
     def buckets(self) -> int:
-        """Pieces in which they are updated."""
+        """Number of buckets in which the elements are updated."""
         return math.ceil(self.elements / BUCKET_ELEMENTS)
 
 
 @dataclass(frozen=True)
 class HostSpeed:
-    """What the CPU and its connection reach.
+    """Speed of the CPU optimizer and of its connection to the device.
 
     Attributes:
         update: seconds for an element, in place.
-        speculate: the same beside the old state.
+        speculate: the same into double buffers.
         pause: seconds between two buckets.
-        fetch, send: seconds for an element of the gradient from the device, and of the parameters to it.
+        fetch: seconds for copying an element of the gradient to the host.
+        send: seconds for copying a parameter to the device.
     """
 
     update: float
@@ -66,25 +68,25 @@ class HostSpeed:
     send: float
 
     def bucket(self, layer: Layer, seconds_an_element: float) -> float:
-        """Seconds of one of a layer's buckets."""
+        """Seconds for one of a layer's buckets."""
         return layer.elements / layer.buckets * seconds_an_element + self.pause
 
     def ahead(self, layer: Layer) -> float:
-        """Seconds of one of its buckets that is speculated."""
+        """Seconds for speculating on one of a layer's buckets."""
         return (layer.elements - (layer.late or 0.0)) / layer.buckets * self.speculate + self.pause
 
     def rest(self, layer: Layer) -> float:
-        """Seconds of what is left of a bucket that was speculated."""
+        """Seconds for the rest of a bucket whose other elements were speculated."""
         return 0.0 if layer.late is None else layer.late / layer.buckets * self.speculate + self.pause
 
 
 def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float, embedding: float) -> list[Layer]:
-    """A stage's layers; the device keeps the first elements.
+    """A stage's layers in forward order. The device updates the first elements, the CPU the others.
 
     Args:
         block: seconds of one block's forward and backward.
-        head: of the output layer's forward, which forms its gradients too.
-        embedding: of completing the gradients of the embedding.
+        head: seconds of the LM head's forward, which forms its gradients, too.
+        embedding: seconds for completing the embedding's gradient.
     """
     table = job.table(part)
     offloaded = {unit.name: float(unit.shard_length - table.on_device[unit.name]) for unit in table.units}
@@ -93,19 +95,20 @@ def layers_of(job: Job, part: StagePart, block: tuple[float, float], head: float
     times = [(0.0, embedding * part.first), *[block] * len(blocks), (head, embedding * part.last)]
     elements = [before, *blocks, sum(offloaded.values())]
     layers = [Layer(forward, backward, count) for (forward, backward), count in zip(times, elements, strict=True)]
-    if job.early_elements:  # at most each token is another row
+    if job.early_elements:  # at most, each token looks up another row
         rows = min(job.tokens, job.shape.padded_vocab_size) / job.shape.padded_vocab_size
         layers[0] = replace(layers[0], late=rows * job.early_elements)
     return layers
 
 
 def speculated_elements(job: Job, cluster: Cluster, elements: float, num_units: int = 1) -> float:
-    """For how many of the host's elements of a process there is room, as the run itself finds it when it starts.
+    """Number of offloaded elements for which a process makes double buffers; a run decides it the same way.
 
-    Where the machine's memory is not given it counts as large enough.
+    A machine's memory that is not given counts as large enough.
 
     Args:
-        num_units: over which the elements are spread.
+        elements: number of elements that the process's CPU optimizer updates.
+        num_units: number of units that these elements are in.
     """
     offload = job.config.offload
     if offload.offload_speculation == "off" or offload.optimizer_nvme_path:
@@ -120,7 +123,7 @@ def speculated_elements(job: Job, cluster: Cluster, elements: float, num_units: 
 
 
 def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
-    """As the cluster's figures say; a machine's processes share the bandwidth of its memory."""
+    """The speed on a cluster, where a machine's processes share the bandwidth of its memory."""
     s = cluster.sustained
     slower = max(1.0, _processes(job, cluster) * s.host_rate / s.host_rate_together)
     moved = UPDATE_BYTES + job.offloaded_gradient_size
@@ -129,12 +132,12 @@ def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
 
 
 def _processes(job: Job, cluster: Cluster) -> int:
-    """Those of one machine."""
+    """Number of the job's processes on one machine."""
     return min(cluster.gpus_per_node, job.layout.world_size)
 
 
 def max_lead(job: Job, part: StagePart) -> float:
-    """Elements by which the backward pass may be ahead of their gradients' copies."""
+    """Number of elements whose gradients may wait for their copies before the backward pass has to wait, too."""
     if not job.gradients_leave_at_once:
         return math.inf
     return max_bytes_waiting(job.gradient_lengths(part), 1)
@@ -143,13 +146,13 @@ def max_lead(job: Job, part: StagePart) -> float:
 def waiting(
     layers: Sequence[Layer], speculated: float, update: float, speed: HostSpeed, lead: float = math.inf
 ) -> float:
-    """Seconds by which a step is longer for the CPU's updates.
+    """Seconds by which the CPU's updates prolong a step.
 
     Args:
         layers: of a stage, in forward order.
-        speculated: how many elements have room for speculation: the last ones.
+        speculated: number of elements that have double buffers; these are the last ones.
         update: seconds from the end of the backward pass to the next forward pass, in which the device updates its own
-            elements; the CPU knows the gradient's norm before.
+            elements. The CPU knows the gradient's norm when they begin.
         lead: see :func:`max_lead`.
     """
     early, came, end = _arrivals(layers, speed, lead)
@@ -170,7 +173,9 @@ def waiting(
 
 
 def _arrivals(layers: Sequence[Layer], speed: HostSpeed, lead: float) -> tuple[list[float], list[float], float]:
-    """When each layer's first bucket is in host memory, early and complete, and when the backward pass ends."""
+    """(when the first bucket of each layer's partial gradient is on the host, the same of the complete gradient, when
+    the backward pass ends); a layer without a partial gradient has the same time twice.
+    """
     now = link = 0.0
     came = [0.0] * len(layers)
     early: dict[int, float] = {}
@@ -195,7 +200,7 @@ def _arrivals(layers: Sequence[Layer], speed: HostSpeed, lead: float) -> tuple[l
 def _speculate(
     layers: Sequence[Layer], came: Sequence[float], left: list[int], room: float, until: float, speed: HostSpeed
 ) -> float:
-    """Take from ``left`` the buckets that are updated before the norm is known; returns when the last one is done."""
+    """Take the buckets that are updated before the norm is known from ``left``; returns when the last one is done."""
     allowed = [0] * len(layers)
     for i in reversed(range(len(layers))):
         if layers[i].elements:

@@ -1,6 +1,6 @@
-"""A configuration on a layout, with what follows from it: which layers each stage runs and how large their units are.
+"""A configuration on a layout, and what follows from both: the layers of each stage, and the sizes of their units.
 
-Nothing is allocated: layers are built on the meta device, each kind once, however deep the model is.
+Nothing is allocated: layers are built on the meta device, and one layer of each kind is enough for any depth.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from gptpar.topology.layout import Layout
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a process of one stage runs.
+    """The layers that a process of one stage runs.
 
     Attributes:
-        blocks: number of transformer blocks in each of its chunks.
-        units: (role, how many) of its layers with parameters of their own, in the order of the forward pass.
-        first: whether the embedding is looked up here.
-        last: whether the loss is here.
+        blocks: number of transformer blocks in each of its virtual stages.
+        units: (role, number) of its layers with parameters of their own, in the order of the forward pass.
+        first: whether it has the embedding.
+        last: whether it has the LM head and the loss.
     """
 
     blocks: tuple[int, ...]
@@ -48,7 +48,7 @@ class StagePart:
     last: bool
 
     def has(self, role: Role) -> bool:
-        """Whether a layer with this role has parameters of its own here."""
+        """Whether the stage has a layer of this role with parameters of its own."""
         return any(held is role for held, _ in self.units)
 
 
@@ -88,41 +88,41 @@ class Job:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Pieces of the stack on each process."""
+        """Virtual stages of each process."""
         return self.config.parallel.num_virtual_stages
 
     @property
     def zero_stage(self) -> int:
-        """What is sharded; nothing where a process is alone on the data axis."""
+        """The ZeRO stage; 0 where a process is alone on the data axis."""
         return self.config.parallel.zero_stage if self.layout.data > 1 else 0
 
     @property
     def shards(self) -> int:
-        """Pieces into which the optimizer's state is cut."""
+        """Number of shards of the optimizer's state."""
         return self.layout.data if self.zero_stage else 1
 
     @property
     def ratio(self) -> float:
-        """The host's share of the optimizer's elements; where it is to be found out, the least."""
+        """Fraction of the optimizer's elements that the CPU updates; with ``auto``, the smallest possible one."""
         return self.config.offload.least_ratio
 
     @property
     def gradients_leave_at_once(self) -> bool:
-        """Whether the CPU's gradients go to host memory when they are final (``auto`` counts as no)."""
+        """Whether offloaded gradients are copied to the host once they are final (``auto`` counts as no)."""
         return self.ratio > 0 and self.config.offload.gradients_leave_at_once
 
     def gradient_lengths(self, part: StagePart) -> list[int]:
-        """Elements of each unit of a stage whose gradient goes to the CPU, wholly or in part; the largest possible."""
+        """For each role among a stage's units: the most elements of a unit whose gradients can go to the CPU."""
         return [self.units[role].shard_length for role, _ in part.units]
 
     def num_offloaded_units(self, part: StagePart) -> int:
-        """Units of a stage of which the CPU updates anything."""
+        """Number of a stage's units with elements that the CPU updates."""
         table = self.table(part)
         return sum(table.on_device[unit.name] < unit.shard_length for unit in table.units)
 
     @property
     def early_elements(self) -> float:
-        """Elements whose gradient the host gets early; see :mod:`gptpar.offload.tied_embedding`."""
+        """Number of elements whose partial gradient the CPU gets early; see :mod:`gptpar.offload.tied_embedding`."""
         offload = self.config.offload
         used = offload.offload_speculation != "off" and not offload.optimizer_nvme_path
         used = used and not self.gradients_leave_at_once
@@ -137,8 +137,8 @@ class Job:
         return self.zero_stage == 3 or self.config.offload.cpu_parameters
 
     @property
-    def token_shares(self) -> int:
-        """Ranks among which the tokens between layers are shared out."""
+    def token_splits(self) -> int:
+        """Number of tensor ranks that divide the tokens between layers; 1 without sequence parallelism."""
         return self.layout.tensor if self.config.parallel.sequence_parallel else 1
 
     @property
@@ -148,7 +148,7 @@ class Job:
 
     @property
     def optimizer(self) -> ElementwiseOptimizer:
-        """Which update, and so how much state each element has."""
+        """The optimizer, which says how much state each element has."""
         return OPTIMIZERS[self.config.optimizer.optimizer]
 
     @property
@@ -163,7 +163,7 @@ class Job:
 
     @property
     def offloaded_gradient_size(self) -> int:
-        """Bytes of an element of a gradient on its way to the CPU: sums travel as wide as they are."""
+        """Bytes of an element of a gradient that is copied to the CPU; sums are copied in their wide format."""
         return self.element_size if self.num_micro_batches * self.layout.data == 1 else self.wide_size
 
     @property
@@ -179,27 +179,27 @@ class Job:
 
     @property
     def boundary_bytes(self) -> int:
-        """What travels between two stages for a micro-batch."""
-        return self.tokens // self.token_shares * self.shape.hidden_size * self.element_size
+        """Bytes that are sent from one stage to the next for a micro-batch."""
+        return self.tokens // self.token_splits * self.shape.hidden_size * self.element_size
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         return model_of(self.config.model, ALONE).num_parameters
 
     @cached_property
     def units(self) -> Mapping[Role, Unit]:
-        """A unit for each role; those of all blocks are alike, and a tied LM head's is the embedding's."""
+        """Role -> its unit. All blocks have equal units; the unit of a tied LM head is the embedding's."""
         return units_of(self.config.model, self._tensor, self.shards)
 
     def block_names(self, part: StagePart) -> tuple[str, ...]:
-        """A stage's blocks as :meth:`table` calls them, which numbers them from 0."""
+        """Names of a stage's blocks in its :meth:`table`, which numbers them from 0."""
         return model_of(self.config.model, self._tensor).names(Role.BLOCK)[: sum(part.blocks)]
 
     @property
     def _tensor(self) -> TensorAxis:
         """The first rank's place on the tensor axis, without its group."""
-        return TensorAxis(self.layout.tensor, sequence_parallel=self.token_shares > 1)
+        return TensorAxis(self.layout.tensor, sequence_parallel=self.token_splits > 1)
 
     def table(self, part: StagePart) -> ParameterTable:
         """The parameters of a stage's first process, as the run itself lays them out; blocks are numbered from 0."""
@@ -213,26 +213,26 @@ class Job:
 
     @property
     def split(self) -> LayerSplit:
-        """Which layers go to which stage, as the run itself cuts them."""
+        """The assignment of layers to stages, as in the run itself."""
         method = self.config.parallel.pipeline_partition_method
         return split_of_model(self.config.model, self.layout.pipeline, self.num_virtual_stages, method)
 
     @cached_property
     def stages(self) -> tuple[StagePart, ...]:
-        """What each stage runs."""
+        """The layers that each stage runs."""
         method = self.config.parallel.pipeline_partition_method
         return stages_of_model(self.config.model, self.layout.pipeline, self.num_virtual_stages, method)
 
 
 @lru_cache(maxsize=64)
 def model_of(model: ModelConfig, tensor: TensorAxis) -> ModelSpec:
-    """The model's description; what it has counted is kept."""
+    """The model's description; it is cached, and so are its counts."""
     return gpt_model(model, tensor)
 
 
 @lru_cache(maxsize=64)
 def _infos(model: ModelConfig, tensor: TensorAxis) -> dict[Role, dict[str, ParameterInfo]]:
-    """What is known of the parameters of the first layer with each role."""
+    """Role -> global name -> description of the parameter, for the first layer with each role."""
     described = model_of(model, tensor)
     return {role: Stage([described.first(role)]).infos() for role in layer_roles(1)}
 
@@ -274,10 +274,10 @@ def split_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int,
 
 @lru_cache(maxsize=512)
 def stages_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int, method: str) -> tuple[StagePart, ...]:
-    """What each stage of a cut model runs.
+    """The layers that each stage of a model runs.
 
     Raises:
-        ConfigError: the model cannot be cut like that.
+        ConfigError: the model cannot be divided like that.
     """
     layers = model_of(model, ALONE).layers
     chunks = [layers[a:b] for a, b in pairwise(split_of_model(model, num_stages, num_virtual_stages, method).bounds)]
@@ -285,9 +285,9 @@ def stages_of_model(model: ModelConfig, num_stages: int, num_virtual_stages: int
 
 
 def _stage(chunks: Sequence[Sequence[ModelLayer]]) -> StagePart:
-    """A stage from the layers of its chunks."""
+    """A stage from the layers of its virtual stages."""
     roles = [[layer.role for layer in chunk] for chunk in chunks]
-    first_use: dict[str, Role] = {}  # of parameters: a tied LM head has none of its own beside the embedding
+    first_use: dict[str, Role] = {}  # of parameters: a tied LM head on the embedding's stage has none of its own
     for layer in (layer for chunk in chunks for layer in chunk):
         first_use.setdefault(layer.spec.name, layer.role)
     return StagePart(
@@ -300,9 +300,10 @@ def _stage(chunks: Sequence[Sequence[ModelLayer]]) -> StagePart:
 
 @lru_cache(maxsize=4096)
 def alive(stage: int, num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> frozenset[tuple[int, ...]]:
-    """How many micro-batches each chunk of a stage holds, in all the combinations after which one is given up.
+    """Numbers of micro-batches whose activations each virtual stage of a stage holds, at every peak of the schedule.
 
-    Counted along the schedule. Beyond a few rounds of the stages it only repeats itself, so more are not counted.
+    A peak is where a backward pass follows a forward pass. After a few rounds of the stages the schedule only repeats
+    itself, so that later rounds are not counted.
     """
     rounds = min(num_micro_batches, 3 * num_stages + num_micro_batches % num_stages)
     counts = [0] * num_virtual_stages

@@ -224,7 +224,7 @@ class _Blocks:
 
     @staticmethod
     def of(job: Job) -> _Blocks:
-        recompute, shares = job.config.recompute, job.token_shares
+        recompute, shares = job.config.recompute, job.token_splits
         boundary = float(job.boundary_bytes)
         if recompute.distribute_saved_activations and shares == 1:
             boundary /= job.layout.tensor
@@ -264,7 +264,7 @@ def block_bytes_per_token(job: Job) -> float:
     widths = 2 if shape.qk_layernorm_scope == "width" else normed_width(shape) / shape.kv_channels
     head_norms = STATISTICS_BYTES * widths if shape.qk_layernorm else 0.0
     log_sums = 4 * shape.num_attention_heads
-    statistics = num_norms(shape) * STATISTICS_BYTES / job.token_shares + (head_norms + log_sums) / job.layout.tensor
+    statistics = num_norms(shape) * STATISTICS_BYTES / job.token_splits + (head_norms + log_sums) / job.layout.tensor
     forgotten = 0.0
     if job.config.recompute.recompute_granularity == "selective":
         modules = job.config.recompute.recompute_modules
@@ -273,7 +273,7 @@ def block_bytes_per_token(job: Job) -> float:
         if "mlp" in modules:
             forgotten += shape.ffn_hidden_size * (3 if shape.swiglu else 2) * size / job.layout.tensor
         if "layernorm" in modules:
-            forgotten += num_norms(shape) * shape.hidden_size * size / job.token_shares
+            forgotten += num_norms(shape) * shape.hidden_size * size / job.token_splits
     kept = layer_activation_bytes_per_token(
         shape,
         size,
@@ -300,7 +300,7 @@ def _loss_buffers(job: Job, part: StagePart) -> float:
     work = max((1 if in_place else 2) * logits, logits + gradient * size)
     if pieces > 1:
         work += gradient * wide
-    inputs = (2 if job.token_shares == 1 else 2 / job.token_shares + 1) * hidden
+    inputs = (2 if job.token_splits == 1 else 2 / job.token_splits + 1) * hidden
     return inputs + hidden + work + _gathered(job, part, loss=True)
 
 
@@ -310,9 +310,9 @@ def _backward_buffers(job: Job, part: StagePart, blocks: _Blocks) -> float:
     block = job.units[Role.BLOCK]
     hidden = job.tokens * shape.hidden_size * size
     inner = job.tokens * max(shape.ffn_hidden_size, 3 * shape.hidden_size) * size / job.layout.tensor
-    gathered = hidden if job.token_shares > 1 else 0
+    gathered = hidden if job.token_splits > 1 else 0
     most = max((group for count in part.blocks for group in blocks.groups(count)), default=0)
-    buffers = 2 * hidden / job.token_shares + gathered + inner + block.length * size + most * blocks.whole
+    buffers = 2 * hidden / job.token_splits + gathered + inner + block.length * size + most * blocks.whole
     if job.zero_stage >= 2:
         buffers += (1 + MAX_IN_FLIGHT) * (block.length + block.shard_length) * job.wide_size
     if part.last and job.config.model.tied:  # complete as LM head's before the blocks' are
@@ -357,5 +357,5 @@ def _boundary_buffers(job: Job, stage: int) -> float:
 def _symmetric_memory(job: Job) -> float:
     """The workspace of fused transfers, once the activations are large enough for them; not of torch's allocator."""
     gathered = job.tokens * job.shape.hidden_size * job.element_size
-    fused = job.token_shares > 1 and job.config.parallel.tp_comm_overlap and gathered >= FUSED_BYTES
+    fused = job.token_splits > 1 and job.config.parallel.tp_comm_overlap and gathered >= FUSED_BYTES
     return 2.0 * gathered if fused else 0.0

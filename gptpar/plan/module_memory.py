@@ -1,4 +1,4 @@
-"""What :func:`gptpar.initialize` will take of memory for a module, told without taking it."""
+"""Predicts the memory that :func:`gptpar.initialize` takes for a module; nothing is allocated."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class ModuleMemory:
     Attributes:
         num_parameters: of the whole model.
         world: data-parallel processes.
-        parameters: that stay on the device; where they come and go, this process's shards.
+        parameters: on the device: whole, or this process's shards if they are gathered before use.
         buffers: of the module.
         gradients: kept until the step.
-        optimizer: master weights and moments of what the device updates.
-        passing: what exists for a moment only, at most: units that are gathered, and gradients on their way.
+        optimizer: master weights and moments of the elements that the device updates.
+        passing: the most that exists for a short time only: units that are gathered, and gradients on their way.
         host_parameters: shards in host memory.
-        host_optimizer: master weights and moments of what the CPU updates.
-        host_transfers: pinned memory for what travels between the two.
-        double_buffers: for updates before the gradient's norm is known; with ``"speculation": "auto"`` they are made
-            as far as host memory is free, and do not count in :attr:`host`.
-        double_buffers_count: whether they do.
+        host_optimizer: master weights and moments of the elements that the CPU updates.
+        host_transfers: pinned memory for copies between device and host.
+        double_buffers: for updates before the gradient's norm is known. With ``"speculation": "auto"`` a run makes as
+            many as free host memory allows, and they do not count in :attr:`host`.
+        double_buffers_count: whether they count in :attr:`host`.
         on_disk: optimizer state in files.
     """
 
@@ -63,12 +63,12 @@ class ModuleMemory:
 
     @property
     def device(self) -> int:
-        """Of a GPU's memory."""
+        """Bytes of a GPU's memory."""
         return self.parameters + self.buffers + self.gradients + self.optimizer + self.passing
 
     @property
     def host(self) -> int:
-        """Of a machine's memory for each of its processes."""
+        """Bytes of a machine's memory for each of its processes."""
         double = self.double_buffers if self.double_buffers_count else 0
         return self.host_parameters + self.host_optimizer + self.host_transfers + double
 
@@ -80,7 +80,7 @@ class ModuleMemory:
             ("gradients", self.gradients, 0),
             ("master weights and moments", self.optimizer, self.host_optimizer),
             (optional, 0, self.double_buffers),
-            ("for a moment; pinned, for transfers", self.passing, self.host_transfers),
+            ("temporary; pinned, for transfers", self.passing, self.host_transfers),
             ("together", self.device, self.host),
         ]
         shown = [row for row in rows if row[1] or row[2]]
@@ -98,14 +98,15 @@ def estimate_memory(
     *,
     device_type: str = "cuda",
 ) -> ModuleMemory:
-    """What the engine of :func:`gptpar.initialize` takes on each of ``world`` processes, without activations.
+    """Predict the memory that the engine of :func:`gptpar.initialize` takes on each process, without activations.
 
     Nothing is allocated; the model may be on the meta device (:func:`gptpar.deferred_init`).
 
     Args:
+        model: any module.
         config: DeepSpeed's JSON, as ``initialize`` takes it.
-        world: data-parallel processes.
-        device_type: ``cuda`` or ``cpu``: on a CPU nothing has to travel.
+        world: number of data-parallel processes.
+        device_type: ``cuda`` or ``cpu``; on a CPU there are no copies between device and host.
 
     Returns:
         Bytes by purpose; ``print`` shows them as a table.
@@ -125,7 +126,7 @@ def estimate_memory(
     units, there = [*table.units, *frozen], table.length(Home.HOST)
     on_host = options.offload.parameters
     stays = axis.zero_stage < 3 and not on_host
-    # Where the optimizer works on the parameters themselves, they count as its master weights.
+    # If the optimizer works on the parameters themselves, they count as its master weights.
     shared = _masters_are_parameters(table, frozen, options, axis, settings.wide)
     element_bytes = options.update.state_bytes(wide)
     states = element_bytes * there
@@ -156,18 +157,18 @@ def _masters_are_parameters(
 
 
 def _held(units: Sequence[Unit], stays: bool) -> int:
-    """Parameters in the memory they live in: whole, or this process's shards."""
+    """Bytes of the units' parameters: whole if they stay, else this process's shards."""
     return sum(map(_bytes if stays else _shard_bytes, units))
 
 
 def _gathered(units: Sequence[Unit], stays: bool) -> int:
-    """Where parameters come and go: the whole model's own, a block and the one after it."""
+    """Bytes of gathered parameters: the three largest units, for the model's own unit, a block and the next block."""
     sizes = sorted(map(_bytes, units))
     return 0 if stays else sum(sizes[-3:])
 
 
 def _leaving(table: ParameterTable, axis: DataAxis, size: int, passes: int) -> int:
-    """Gradients that the CPU's updates wait for, or that are being reduced."""
+    """Bytes of gradients that the CPU has not used yet, or that are being reduced."""
     offloaded = size * table.length(Home.HOST) if passes == 1 else 0
     if axis.zero_stage < 2:
         return offloaded

@@ -1,4 +1,4 @@
-"""Plans: a configuration on a cluster, judged."""
+"""Plans: the memory and the time of a configuration on a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gptpar.plan.timing import StepTime, step_time, utilisation
 from gptpar.reporting.banner import format_bytes
 
 RATIO_STEP = 5
-"""Per cent between the host shares that are tried for ``auto``."""
+"""Difference, in per cent, of the ratios that are tried for ``auto``."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Plan:
 
     @cached_property
     def memory(self) -> list[RankMemory]:
-        """Of each stage's processes."""
+        """Memory of each stage's processes."""
         return memory_of_stages(self.job, self.cluster.sustained)
 
     @cached_property
     def time(self) -> StepTime:
-        """Of a step."""
+        """Time of a step."""
         return step_time(self.job, self.cluster)
 
     @cached_property
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs together."""
         return self.job.config.batch.global_batch_size * self.job.shape.seq_length / self.time.total
 
     @property
@@ -87,7 +87,7 @@ class Plan:
         return utilisation(self.job, self.cluster, self.time.total)
 
     def flags(self) -> str:
-        """The changes as flags, without those that say what is so anyway, and what ``auto`` has changed."""
+        """The changes as flags, with what ``auto`` has changed; default values are left out."""
         words = flags_of({name: value for name, value in self.changes.items() if value != _usual(name)})
         if self.gradients is not None and self.gradients.leave_at_once:
             words += ["--offload-gradients", "on"]
@@ -105,7 +105,7 @@ class Plan:
 
 
 def _usual(name: str) -> Any:
-    """A field's value where nothing sets it; one virtual stage is none."""
+    """A field's default; that of the number of virtual stages is 1."""
     section, key = name.split(".")
     return 1 if name == VIRTUAL_STAGES else getattr(getattr(Flags(), section), key)
 
@@ -114,19 +114,20 @@ class Planner:
     """Makes plans from one command line.
 
     Args:
-        typed: the command line, with what a plan needs filled in.
+        typed: the command line, with values that a plan needs filled in.
         given: the fields that were typed, as ``section.field``.
         world_size: number of GPUs.
+        cluster: the machines.
     """
 
     def __init__(self, typed: Flags, given: set[str], world_size: int, cluster: Cluster):
         self.typed, self.given, self.world_size, self.cluster = typed, given, world_size, cluster
 
     def plan(self, changes: Changes | None = None) -> Plan:
-        """The command line with some changes.
+        """The plan of the command line with some changes.
 
         Raises:
-            ConfigError: it cannot run, whatever the memory.
+            ConfigError: it cannot run, however large the memory.
         """
         config = configured(with_changes(self.typed, changes or {}), self.world_size)
         job = Job(config, config.parallel.layout(self.world_size))
@@ -134,17 +135,17 @@ class Planner:
         return self._with_least_ratio(plan) if config.offload.ratio == "auto" else plan
 
     def _with_gradients(self, plan: Plan) -> Plan:
-        """With ``--offload-gradients auto`` decided as the run decides it."""
+        """The plan with ``--offload-gradients auto`` decided as the run decides it."""
         choice = choose_gradients(plan.job, self.cluster.memory, self.cluster.sustained)
         if choice is None:
             return plan
         return replace(plan, job=replace(plan.job, config=choice.applied_to(plan.job.config)), gradients=choice)
 
     def _with_least_ratio(self, plan: Plan) -> Plan:
-        """The smallest host share with which it fits the GPU, as ``--cpu-optimizer-ratio auto`` finds it; or 1.
+        """The plan with the smallest ratio that fits the GPU, as ``--cpu-optimizer-ratio auto`` finds it; or with 1.
 
-        From the first step on, the need falls with the share. Nothing on the host is a case of its own: masters that
-        are the parameters themselves need less than those beside them.
+        The larger the ratio, the less the GPU needs, from the first step on. A ratio of 0 is a case of its own: then
+        the parameters themselves may be the master weights, which takes less than separate ones.
         """
 
         def at(percent: int) -> Plan:

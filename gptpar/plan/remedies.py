@@ -1,4 +1,4 @@
-"""What to change where a plan does not fit: single steps in the space of layouts, and the last resorts."""
+"""Remedies for a plan that does not fit: single changes of the configuration, and the last resorts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gptpar.plan.space.candidate import Changes
 
 
 def remedies(planner: Planner, plan: Plan) -> list[Plan]:
-    """Changes that lower the need for memory: those with which it fits, fastest first, then the others.
+    """Plans with changes that need less memory: those that fit, fastest first, then the others by their need.
 
-    Each is a single one, but for the last resorts where none suffices.
+    Each has a single change. If none of these fits, the last resorts with several changes are added.
     """
     single = list(_single_changes(plan))
     found = list(_with_less(planner, plan, single))
@@ -23,7 +23,7 @@ def remedies(planner: Planner, plan: Plan) -> list[Plan]:
 
 
 def _with_less(planner: Planner, plan: Plan, several: Iterable[Changes]) -> Iterator[Plan]:
-    """Those of several changes that can be had and need less memory than a plan."""
+    """The plans of those changes that are possible and need less memory than ``plan``."""
     for changes in several:
         try:
             changed = planner.plan(changes)
@@ -52,7 +52,7 @@ def _single_changes(plan: Plan) -> Iterator[Changes]:
 
 
 def _offloads(plan: Plan) -> Iterator[Changes]:
-    """What leaves the GPU for the host's memory: the optimizer, its gradients at once, the parameters."""
+    """Moves to host memory: of the optimizer, of its gradients once they are final, of the parameters."""
     offload = plan.job.config.offload
     if plan.fits_gpu:
         return
@@ -65,7 +65,7 @@ def _offloads(plan: Plan) -> Iterator[Changes]:
 
 
 def _last_resorts(plan: Plan) -> Iterator[Changes]:
-    """Everything that can go to host memory does; the same with all activations of the blocks recomputed."""
+    """Everything that can be in host memory is there; and the same with full recomputation."""
     if plan.fits_gpu:
         return
     moved = {**plan.changes, **(d.ON_CPU if plan.job.ratio < 1 else {}), **d.PARAMETERS_ON_CPU}

@@ -17,18 +17,18 @@ from gptpar.reporting.figures.plan import ScheduleBars, draw_plan
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "outside")
 MAX_ROWS = 16
-"""Stages shown one by one; of longer pipelines the first, the last and the fullest are."""
+"""Longer pipelines show the first, the last and the fullest stages only."""
 MAX_DRAWN_STAGES, MAX_DRAWN_ACTIONS = 16, 4000
 RUNNERS_UP = 5
 PREDICTION_ERROR = 0.06
-"""Share of the memory: the most by which a measurement was above it."""
+"""The most by which a measurement has exceeded the predicted memory, as a fraction of the prediction."""
 
 
 def plan_text(plan: Plan, remedies: Sequence[Plan]) -> str:
     """Everything about one plan.
 
     Args:
-        remedies: of one that does not fit.
+        remedies: of a plan that does not fit (:func:`gptpar.plan.remedies.remedies`).
     """
     return "\n".join(
         [
@@ -60,7 +60,8 @@ def _facts(plan: Plan) -> list[Row]:
             "cluster",
             f"{job.layout.world_size:,} x {cluster.name.upper()}",
             f"{cluster.memory / 2**30:.1f} GiB, {cluster.peak / 1e12:.0f} TFLOP/s, {cluster.link_bandwidth / 1e9:.0f} "
-            f"GB/s among {cluster.gpus_per_node} GPUs, {cluster.network_bandwidth / 1e9:.0f} GB/s a GPU beyond",
+            f"GB/s among {cluster.gpus_per_node} GPUs, {cluster.network_bandwidth / 1e9:.0f} GB/s a GPU "
+            "between machines",
         ),
         Row("layout", f"{job.layout.describe()}, ZeRO-{job.zero_stage}", f"recomputation: {again}"),
         Row(
@@ -105,7 +106,7 @@ def _times(plan: Plan) -> list[Row]:
 
 
 def memory_table(plan: Plan) -> str:
-    """A row for each stage; of many the first, the last and the fullest."""
+    """A table with a row for each stage, GiB; of a long pipeline, the first, the last and the fullest."""
     stages = list(range(len(plan.memory)))
     if len(stages) > MAX_ROWS:
         stages = sorted({0, 1, plan.worst_stage, len(stages) - 2, len(stages) - 1})
@@ -124,7 +125,7 @@ def memory_table(plan: Plan) -> str:
 
 
 def timelines(plan: Plan) -> tuple[list[list[Span]], int]:
-    """(spans of every stage in seconds, micro-batches drawn): a long step is drawn with fewer micro-batches."""
+    """(spans of every stage in seconds, number of micro-batches that are drawn); a long step is drawn with fewer."""
     job, time = plan.job, plan.time
     stages, chunks = job.layout.pipeline, job.num_virtual_stages
     most = max(stages, MAX_DRAWN_ACTIONS // (2 * stages * chunks))
@@ -146,7 +147,7 @@ def _schedule(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan, remedies: Sequence[Plan]) -> str:
-    """One paragraph: whether it fits, and what to change where it does not."""
+    """One paragraph: whether the plan fits, and if not, what to change."""
     if plan.fits:
         spare = plan.cluster.memory - plan.need
         tight = " That is less than the prediction's error." if spare < PREDICTION_ERROR * plan.need else ""
@@ -174,7 +175,7 @@ def _remedy(plan: Plan) -> str:
 
 
 def search_text(found: Search) -> str:
-    """The best layout, runners-up and reasons of refusal."""
+    """The best layout, the runners-up and the reasons of refusal, as text."""
     where = f" with {' and '.join(found.on_host)} in host memory" if found.on_host else ""
     lines = [_title(f"search{where}: {found.tried:,} layouts, {len(found.accepted):,} fit")]
     if found.accepted:
@@ -197,7 +198,7 @@ def _search_row(plan: Plan) -> str:
 
 
 def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
-    """The same figures for programs: GiB, milliseconds."""
+    """A plan's figures for programs: GiB, milliseconds."""
     job, time = plan.job, plan.time
     return {
         "flags": plan.flags(),
@@ -227,7 +228,7 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
 
 
 def search_json(found: Search) -> dict[str, Any]:
-    """The best layout, runners-up and reasons of refusal."""
+    """The best layout, the runners-up and the reasons of refusal, for programs."""
     return {
         "on_host": list(found.on_host),
         "tried": found.tried,
@@ -239,7 +240,7 @@ def search_json(found: Search) -> dict[str, Any]:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """A PNG: memory of each stage beside what a GPU has, and the schedule."""
+    """Draw a PNG: the memory of each stage beside that of a GPU, and the schedule."""
     title = (
         f"{plan.job.layout.describe()}, ZeRO-{plan.job.zero_stage}: {1e3 * plan.time.total:.1f} ms a step, "
         f"{in_gib(plan.need, 1):.1f} GiB"

@@ -1,4 +1,4 @@
-"""The best of all layouts: every candidate of the space judged by memory and time."""
+"""The search for the best layout: every candidate of the space is judged by memory and time."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Search:
     """What a search has found.
 
     Attributes:
-        on_host: what every layout has in host memory, in words.
+        on_host: what all layouts have in host memory, in words.
         accepted: plans that fit, fastest first.
-        refused: reason -> (how many, an example).
-        tried: how many layouts were looked at.
+        refused: reason -> (number of layouts, an example).
+        tried: number of layouts that were judged.
     """
 
     on_host: tuple[str, ...]
@@ -31,9 +31,10 @@ class Search:
 
 
 def search(planner: Planner) -> Search:
-    """Judge all candidates; where none fits, again with more and more in host memory, which costs time.
+    """Judge all candidates. If none fits, judge all again with more and more in host memory, which is slower.
 
-    What is found is that of the last time.
+    Returns:
+        The result of the last round.
     """
     for offload in offloads(planner.given):
         found = _judged(planner, offload)
@@ -44,13 +45,13 @@ def search(planner: Planner) -> Search:
 
 
 def candidates(planner: Planner, offload: Option = UNCHANGED) -> Iterator[Candidate]:
-    """All layouts that a search looks at, with something in host memory."""
+    """All layouts that a search judges, with the changes of ``offload``."""
     nodes = planner.cluster.gpus_per_node
     return to_predict(planner.typed, planner.given, planner.world_size, nodes, offload)
 
 
 def _judged(planner: Planner, offload: Option) -> Search:
-    """All candidates with something in host memory."""
+    """The judgement of all candidates with the changes of ``offload``."""
     result = Search(_on_host(planner.typed, offload))
     nearest = float("inf")
     for candidate in candidates(planner, offload):
@@ -84,6 +85,6 @@ def _refuse(result: Search, reason: str, example: str, *, better: bool = False) 
 
 
 def _reason(problem: str) -> str:
-    """Problems that differ in their numbers alone are one reason: the flag that is at fault."""
+    """The reason behind a problem: the first flag that it names, or the problem without its numbers."""
     flags = re.findall(r"--[a-z][\w-]*", problem)
     return f"{flags[0]} does not allow it" if flags else re.sub(r"\d[\d,.]*", "N", problem)

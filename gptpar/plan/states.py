@@ -1,4 +1,4 @@
-"""Bytes of gradients and optimizer state that a parameter table asks for. Pure."""
+"""Bytes of gradients that follow from a parameter table. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from gptpar.engine.table import ParameterTable
 
 
 def gradient_bytes(table: ParameterTable, size: int, zero_stage: int, micro_batches: int) -> int:
-    """Gradients that a process keeps on its device from one unit's backward pass to the step.
+    """Bytes of gradients that a process keeps on its device from a unit's backward pass to the step.
 
-    Under ZeRO-1 a reduced shard lies beside the sum it comes from. Sums over micro-batches of what the CPU updates, in
-    whole units or in a part of one, are there until the last backward pass.
+    Under ZeRO-1 it keeps a reduced shard beside the sum from which the shard comes. Of units with elements that the CPU
+    updates, it keeps the sums over micro-batches until the last backward pass.
 
     Args:
-        size: bytes of an element, as the device's optimizer reads it; sums have the same.
+        table: the process's parameters.
+        size: bytes of an element of a gradient that the device's optimizer reads; sums have the same size.
+        zero_stage: 0 to 3.
+        micro_batches: of a step.
     """
     whole = [unit for unit in table.units if table.on_device[unit.name] == unit.shard_length]
     elements = table.length(Home.DEVICE)

@@ -1,7 +1,7 @@
-"""Time of a training step: what each stage computes and sends, put together along the pipeline's schedule.
+"""Predicts the time of a training step from what each stage computes and sends, along the pipeline's schedule.
 
-A stage's time for a micro-batch is the sum over its layers of matrix products, attention, memory traffic and of what
-transfers cost beside them. The shares of the hardware's figures that these reach are in :mod:`gptpar.plan.hardware`.
+A stage's time for a micro-batch is the sum over its layers of matrix products, attention, memory traffic and the cost
+of transfers beside them. The speeds that these reach are in :mod:`gptpar.plan.hardware`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ LOGIT_PASSES = 5
 KERNELS_FORWARD, KERNELS_BACKWARD = 9, 22
 """Kernels of a block, fused by the compiler; the backward's with the addition to the gradient sums."""
 MAX_SIMULATED = 20_000
-"""Actions of a schedule that is walked through to find its idle time; beyond, the formula serves."""
+"""A schedule with at most this many actions is simulated to find its idle time; a longer one gets a formula."""
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage for a micro-batch: computing, with what transfers inside the stage cost."""
+    """Seconds of one stage for a micro-batch, with transfers inside the stage."""
 
     forward: float
     backward: float
@@ -51,15 +51,14 @@ class StepTime:
     """Seconds of a training step.
 
     Attributes:
-        stages: of a micro-batch, by stage.
-        compute: of the slowest stage, over all micro-batches.
-        fill: until the pipeline is full and empty again, and what stages lose that are not launched as one graph.
-        transfers: waited for between stages.
-        data: what reductions and gathers over the data axis cost beside the computation.
-        optimizer: norm and update.
-        cpu_optimizer: of waiting for the CPU's updates, where no step is clipped, and for weights that come from the
-            host.
-        host: of launching the step, where that takes longer than the device: the excess.
+        stages: each stage's time for a micro-batch.
+        compute: computation of the slowest stage, over all micro-batches.
+        fill: filling and draining the pipeline, and the cost of stages that are not launched as one graph.
+        transfers: waiting for transfers between stages.
+        data: reductions and gathers over the data axis, as far as computation does not hide them.
+        optimizer: norm and update on the device.
+        cpu_optimizer: waiting for the CPU's updates, if no step is clipped, and for weights from the host.
+        host: by how much launching the step takes the host longer than running it takes the device.
     """
 
     stages: Sequence[StageTime]
@@ -79,7 +78,7 @@ class StepTime:
 
     @property
     def idle(self) -> float:
-        """Share of forward and backward in which a stage, on average, computes nothing."""
+        """Fraction of forward and backward in which a stage, on average, computes nothing."""
         busy = self.compute * sum(s.both for s in self.stages) / (len(self.stages) * max(s.both for s in self.stages))
         return max(0.0, 1 - busy / (self.compute + self.fill + self.transfers))
 
@@ -108,13 +107,13 @@ def step_time(job: Job, cluster: Cluster) -> StepTime:
 
 
 def rounds_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
-    """How long a stage waits in a step, in times of its forward and backward of a micro-batch.
+    """How long a stage waits in a step, as a multiple of its forward and backward of one micro-batch.
 
-    By the schedule itself where the formula of :func:`~gptpar.pipeline.schedules.bubble` is not exact.
+    Where the formula of :func:`~gptpar.pipeline.schedules.bubble` is not exact, the schedule is simulated.
     """
     if num_virtual_stages == 1 or num_micro_batches % num_stages == 0:
-        share = schedules.bubble(num_stages, num_micro_batches, num_virtual_stages)
-        return num_micro_batches * share / (1 - share)
+        fraction = schedules.bubble(num_stages, num_micro_batches, num_virtual_stages)
+        return num_micro_batches * fraction / (1 - fraction)
     few = min(num_micro_batches, num_stages + num_micro_batches % num_stages)
     if num_stages * few * num_virtual_stages > MAX_SIMULATED:
         whole = -(-num_micro_batches // num_stages) * num_stages
@@ -124,16 +123,16 @@ def rounds_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int
 
 @lru_cache(maxsize=4096)
 def _simulated_idle(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
-    share = schedules.idle_share(schedules.simulate(num_stages, num_micro_batches, num_virtual_stages))
-    return num_micro_batches * share / (1 - share)
+    fraction = schedules.simulated_bubble(schedules.simulate(num_stages, num_micro_batches, num_virtual_stages))
+    return num_micro_batches * fraction / (1 - fraction)
 
 
 def rounds_transferring(num_stages: int, num_micro_batches: int, num_virtual_stages: int) -> float:
-    """How many transfers one after the other a step waits for.
+    """Number of transfers, one after the other, for which a step waits.
 
-    In 1F1B a micro-batch's way through all stages and back, with ``2 (p - 1)`` transfers, makes room for the next p;
-    with several chunks more are on their way, and only the first and the last wait. As the schedule's simulation has
-    it, for whole groups of p micro-batches.
+    In 1F1B a micro-batch's way through p stages and back takes ``2 (p - 1)`` transfers, and makes room for the next p
+    micro-batches. With several virtual stages more micro-batches are in flight, and only the first and the last wait.
+    Simulated schedules give the same numbers for whole groups of p micro-batches.
     """
     if num_stages == 1:
         return 0.0
@@ -144,7 +143,7 @@ def rounds_transferring(num_stages: int, num_micro_batches: int, num_virtual_sta
 
 
 class _Costs:
-    """Seconds of the pieces of a job on one rank of a cluster."""
+    """Seconds of the parts of a job's step on one rank of a cluster."""
 
     def __init__(self, job: Job, cluster: Cluster):
         self._job, self._cluster, self._sustained = job, cluster, cluster.sustained
@@ -155,7 +154,7 @@ class _Costs:
         self._data_rate = cluster.bandwidth(layout.data, layout.tensor)
 
     def stage(self, part: StagePart) -> StageTime:
-        """Of one micro-batch."""
+        """A stage's time for one micro-batch."""
         forward, backward = self._block()
         recomputed = self._recomputed(forward)
         num_blocks = sum(part.blocks)
@@ -167,14 +166,14 @@ class _Costs:
         )
 
     def _product(self, rows: int, inner: int, columns: int) -> float:
-        """A matrix product of (rows x inner) with (inner x columns)."""
+        """Seconds of a matrix product of (rows x inner) with (inner x columns)."""
         size = self._job.element_size
         traffic = size * (rows * inner + inner * columns + rows * columns)
         compute = 2 * rows * inner * columns / (self._cluster.peak * self._sustained.products)
         return compute + traffic / self._product_rate
 
     def _products(self) -> list[float]:
-        """Of a block's forward: QKV, attention's output, and the MLP's two."""
+        """Seconds of the matrix products in a block's forward: QKV, attention's output, and the MLP's two."""
         shape, tensor, tokens = self._job.shape, self._job.layout.tensor, self._job.tokens
         h, ffn = shape.hidden_size, shape.ffn_hidden_size
         return [
@@ -184,19 +183,19 @@ class _Costs:
             self._product(tokens, ffn // tensor, h),
         ]
 
-    def _attention(self, share: float, flops_of_forward: float) -> float:
+    def _attention(self, fraction: float, flops_of_forward: float) -> float:
         job = self._job
         flops = 2.0 * job.tokens * job.shape.seq_length * query_width(job.shape) / job.layout.tensor
-        return flops_of_forward * flops / (self._cluster.peak * share)
+        return flops_of_forward * flops / (self._cluster.peak * fraction)
 
     def _pointwise(self, norm_passes: float, activation_passes: float) -> float:
         job, shape = self._job, self._job.shape
-        norms = norm_passes * num_norms(shape) / 2 * shape.hidden_size / job.token_shares
+        norms = norm_passes * num_norms(shape) / 2 * shape.hidden_size / job.token_splits
         inner = activation_passes * (fc1_width(shape) + gated_width(shape)) / job.layout.tensor
         return job.tokens * job.element_size * (norms + inner) / self.memory_rate
 
     def _block(self) -> tuple[float, float]:
-        """(forward, backward) of one block and micro-batch, without recomputation."""
+        """Seconds of (forward, backward) of one block and micro-batch, without recomputation."""
         s, products = self._sustained, self._products()
         forward_transfers, backward_transfers = self._tensor_transfers()
         forward = (
@@ -217,7 +216,7 @@ class _Costs:
         return forward, backward
 
     def _tensor_transfers(self) -> tuple[float, float]:
-        """What transfers of the tensor axis cost a block's forward and backward."""
+        """Seconds that transfers over the tensor axis add to a block's (forward, backward)."""
         job = self._job
         size = job.layout.tensor
         if size == 1:
@@ -225,8 +224,8 @@ class _Costs:
         whole = job.tokens * job.shape.hidden_size * job.element_size
         moved = whole * (size - 1) / size / self._tensor_rate + self._sustained.transfer
         over_width = job.shape.qk_layernorm and job.shape.qk_layernorm_scope == "width"
-        squares = self._sustained.transfer if over_width else 0.0  # two numbers a token, summed over the ranks
-        if job.token_shares == 1:  # two sums in the forward, two in the backward beside the weights' gradients
+        squares = self._sustained.transfer if over_width else 0.0  # the sum over ranks of two numbers for each token
+        if job.token_splits == 1:  # two sums in the forward, two in the backward beside the weights' gradients
             summed = 2 * moved
             return 2 * summed + squares, 2 * summed * self._sustained.overlapped + squares
         fused = job.config.parallel.tp_comm_overlap and whole >= FUSED_BYTES
@@ -236,9 +235,9 @@ class _Costs:
         return 4 * moved * alone + squares, backward + squares
 
     def _add_gradients(self, elements: int) -> float:
-        """Adding 16-bit gradients to their wide sums: read both, write one.
+        """Seconds for adding gradients to their wide sums, which reads both and writes one.
 
-        What is no sum is copied; of what the host updates, the norm is read here, too.
+        A gradient that is no sum is copied. For elements that the CPU updates, reading them for the norm counts here.
         """
         job = self._job
         added = job.element_size + 2 * job.wide_size
@@ -248,7 +247,7 @@ class _Costs:
         return elements * ((1 - job.ratio) * size + job.ratio * size_on_host) / self.memory_rate
 
     def _recomputed(self, forward: float) -> float:
-        """What is computed again in a block's backward."""
+        """Seconds of recomputation in a block's backward."""
         recompute, products = self._job.config.recompute, self._products()
         if recompute.recompute_granularity == "full":
             return forward
@@ -272,7 +271,7 @@ class _Costs:
         return sum(part.blocks)
 
     def _head(self) -> float:
-        """Output layer and loss, whose gradients are formed in the forward."""
+        """Seconds of the LM head and the loss; their gradients are formed in the forward."""
         job, tensor = self._job, self._job.layout.tensor
         rows = -(-job.shape.padded_vocab_size // tensor)
         pieces = num_chunks(job.tokens, rows, job.element_size, job.device_type)
@@ -283,21 +282,21 @@ class _Costs:
         return pieces * piece + sum(self._tensor_transfers()[:1]) / 2
 
     def _embedding(self) -> float:
-        """Dense gradients of the matrix, added up, of the input or of the output."""
+        """Seconds for adding one dense gradient of the embedding matrix, of the lookup or of the LM head."""
         return self._add_gradients(self._job.units[Role.EMBEDDING].length)
 
     def between_stages(self) -> float:
-        """One transfer between neighbouring stages."""
+        """Seconds of one transfer between neighbouring stages."""
         job = self._job
         rate = self._cluster.stage_bandwidth(job.layout.world_size)
         return job.boundary_bytes / rate + self._sustained.stage_transfer
 
     def data_parallel(self, elements: int, stage: StageTime) -> float:
-        """What collectives of the data axis cost: what does not fit beside the computation, and a share of the rest.
+        """Seconds that collectives over the data axis add: what computation cannot hide, and a fraction of the rest.
 
         Args:
-            elements: of a rank's parameters.
-            stage: its time for a micro-batch.
+            elements: number of a rank's parameters.
+            stage: the stage's time for a micro-batch.
         """
         job, layout = self._job, self._job.layout
         if layout.data == 1:
@@ -315,9 +314,10 @@ class _Costs:
         return self._beside(reduced, stage.backward) + self._beside(gathered, stage.forward)
 
     def host_updates(self, part: StagePart, stage: StageTime) -> float:
-        """What a stage waits for the CPU's updates.
+        """Seconds for which a stage waits for the CPU's updates.
 
         Args:
+            part: the stage's layers.
             stage: its time for a micro-batch.
         """
         job, blocks = self._job, max(1, sum(part.blocks))
@@ -333,9 +333,9 @@ class _Costs:
         return host_updates.waiting(layers, room, self.update(part), speed, lead)
 
     def update(self, part: StagePart) -> float:
-        """The device's own part of the optimizer's step.
+        """Seconds of the optimizer's step on the device.
 
-        It reads the gradient for the norm, and once more beside the optimizer's state, which it writes, as it does the
+        It reads the gradient for the norm and for the update, reads and writes the optimizer's state, and writes the
         model's parameters.
         """
         job = self._job
@@ -344,11 +344,11 @@ class _Costs:
         return size * job.table(part).length(Home.DEVICE) / self.memory_rate
 
     def host_parameters(self, elements: int, stage: StageTime) -> float:
-        """What of weights on their way from the host nothing hides: in each micro-batch's forward and backward.
+        """Seconds for which each micro-batch's forward and backward wait for weights from the host.
 
         Args:
-            elements: of a rank's parameters.
-            stage: its time for a micro-batch.
+            elements: number of a rank's parameters.
+            stage: the stage's time for a micro-batch.
         """
         job = self._job
         if not job.config.offload.cpu_parameters:
@@ -357,15 +357,15 @@ class _Costs:
         return job.num_micro_batches * (max(0.0, coming - stage.forward) + max(0.0, coming - stage.backward))
 
     def _beside(self, transfer: float, compute: float) -> float:
-        """Cost of a transfer beside a computation."""
+        """Seconds that a transfer adds to a computation with which it overlaps."""
         return max(self._sustained.overlapped * transfer, transfer - (1 - self._sustained.overlapped) * compute)
 
     def host(self, num_blocks: int) -> float:
-        """Launching a step's kernels one by one, on the stage with the most blocks."""
+        """Seconds for launching a step's kernels one by one, on the stage with the most blocks."""
         job, s = self._job, self._sustained
         if job.graph:
             return 0.0
-        collectives = 0 if job.layout.tensor == 1 else (10 if job.token_shares > 1 else 4)
+        collectives = 0 if job.layout.tensor == 1 else (10 if job.token_splits > 1 else 4)
         collectives += 3 if job.zero_stage == 3 else 0
         again = 4 / 3 if job.config.recompute.recompute_granularity == "full" else 1
         return job.num_micro_batches * num_blocks * again * (s.host_block + collectives * s.host_collective)

@@ -1,1 +1,1 @@
-"""What a run tells the world: start banner, console lines, metrics.jsonl, TensorBoard, plots."""
+"""A run's output: start banner, console lines, metrics.jsonl, TensorBoard, Weights & Biases, plots."""

@@ -1,4 +1,4 @@
-"""Plain text layout of the start banner: titled sections of aligned ``name value  (reason)`` rows."""
+"""The text layout of the start banner: titled sections of aligned ``name value  (reason)`` rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INDENT = 2
 
 @dataclass(frozen=True)
 class Row:
-    """One fact; ``reason`` says where a derived value comes from."""
+    """One line of the banner; ``reason`` says where a derived value comes from."""
 
     name: str
     value: str
@@ -26,9 +26,9 @@ class Section:
 
 
 def banner(sections: Sequence[Section]) -> str:
-    """All sections as text, no line longer than 100 characters; values start in one column throughout.
+    """All sections as text, in lines of at most 100 characters; all values start in the same column.
 
-    Sections without rows are left out. Text that does not fit goes on under its value.
+    Sections without rows are left out. Text that does not fit in a line continues under its value.
     """
     shown = [section for section in sections if section.rows]
     column = _INDENT + 2 + max((len(row.name) for section in shown for row in section.rows), default=0)
@@ -60,7 +60,7 @@ def format_bytes(count: float) -> str:
 
 
 def in_gib(count: float, digits: int | None = None) -> float:
-    """Bytes as GiB, rounded where ``digits`` are given."""
+    """Bytes as GiB, rounded to ``digits`` if given."""
     return count / 2**30 if digits is None else round(count / 2**30, digits)
 
 
@@ -73,7 +73,7 @@ def format_count(count: float) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """``0-2, 7-9`` for consecutive numbers."""
+    """Numbers as text, with ranges for consecutive ones: ``0-2, 7-9``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

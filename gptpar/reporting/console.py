@@ -1,6 +1,6 @@
-"""The lines a run prints, in Megatron-LM's order and formats so that existing log parsers work unchanged.
+"""The lines that a run prints, in Megatron-LM's order and formats, so that existing log parsers work unchanged.
 
-What Megatron-LM does not print (tokens/s, MFU, progress, ETA) follows after its last field.
+Fields that Megatron-LM does not print (tokens/s, MFU, progress, ETA) follow its last field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationReco
 
 
 def iteration_line(record: IterationRecord, *, log_throughput: bool = False, now: datetime | None = None) -> str:
-    """One training line, timestamp included (``now`` defaults to the current time)."""
+    """The line of a training iteration, with a timestamp.
+
+    Args:
+        log_throughput: whether to print TFLOP/s per GPU.
+        now: default: the current time.
+    """
     fields = [*_megatron_fields(record, log_throughput), *_own_fields(record)]
     return f" [{now or datetime.now():%Y-%m-%d %H:%M:%S.%f}]" + "".join(f" {field} |" for field in fields)
 
@@ -54,7 +59,7 @@ def _own_fields(r: IterationRecord) -> Iterator[str]:
 
 
 def timing_line(record: IterationRecord) -> str:
-    """Where an iteration's time went, as far as the host sees it."""
+    """Times of an iteration, as measured on the host."""
     fields = [f"iteration: {record.elapsed_ms:.1f}"]
     if record.cpu_optimizer is not None:
         fields += [

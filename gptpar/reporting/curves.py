@@ -1,4 +1,4 @@
-"""The series of a run, as curves: read from its ``metrics.jsonl``, and smoothed."""
+"""The curves of a run: read from its ``metrics.jsonl``, and smoothed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gptpar.reporting.series import series
 
 Values = NDArray[np.float64]
 
-_HALF_WINDOW = 0.02  # of the run, to either side of a point of the strong line
+_HALF_WINDOW = 0.02  # fraction of the run on either side of a point of the smoothed curve
 
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The series of one run; nulls are NaN."""
+    """The curves of one run; nulls are NaN."""
 
     name: str
     iteration: Values
@@ -58,9 +58,10 @@ def _column(file: Path, objects: list[dict[str, Any]], key: str) -> Values:
 
 
 def smooth(x: Values, values: Values) -> tuple[Values, Values]:
-    """Running median over a twenty-fifth of the series at up to 1,000 points; robust to spikes, blind to NaN.
+    """(x, running median) at up to 1,000 points; robust against spikes, and NaN is ignored.
 
-    The window is centred, and shrinks towards the first point, where curves are steep: the line does not lag.
+    The window covers a twenty-fifth of the series and is centred. It shrinks towards the first point, where curves are
+    steep, so that the smoothed curve does not lag.
     """
     half = round(len(values) * _HALF_WINDOW)
     centres = np.unique(np.linspace(0, len(values) - 1, min(len(values), 1000)).round().astype(int))

@@ -1,8 +1,8 @@
-"""TensorBoard's event files, cut where a run goes back.
+"""Truncates TensorBoard's event files when a run goes back to an earlier iteration.
 
 TensorBoard shows every event of every file in a folder. Its own remedy (``purge_step``) drops all events from a step
-on, whatever their axis, and so would cut the curves over samples at a number of iterations. A file is therefore cut
-itself: events are in the order they were written, so what belongs to the run is the file's beginning.
+on, whatever their axis; curves over samples would end at a number of iterations. So the files themselves are truncated:
+events are in the order in which they were written, and those that remain valid are a file's beginning.
 
 A file is a sequence of records: length (8 bytes), CRC of the length (4), an ``Event`` message, CRC of the message (4).
 An ``Event`` begins with its time (tag 0x09, 8 bytes) and its step (tag 0x10, a varint; absent if 0).
@@ -25,7 +25,7 @@ _OVER_SAMPLES = SAMPLES_SUFFIX.encode()
 
 
 def event_files(folder: Path) -> list[Path]:
-    """The event files that TensorBoard shows as the run of this folder."""
+    """The event files that TensorBoard shows as this folder's run."""
     return sorted(path for path in folder.glob("*tfevents*") if path.is_file())
 
 
@@ -33,7 +33,7 @@ def cut_after(folder: Path, iteration: int, samples: int) -> None:
     """Drop the events after ``iteration``, each file atomically; a file that holds no others is deleted.
 
     Args:
-        samples: consumed by then; the end on the axis of the curves over samples.
+        samples: consumed by then, where the curves over samples end.
     """
     for path in event_files(folder):
         end = _end(path, iteration, samples)
@@ -44,7 +44,7 @@ def cut_after(folder: Path, iteration: int, samples: int) -> None:
 
 
 def _end(path: Path, iteration: int, samples: int) -> int | None:
-    """Offset of the first event that comes later: 0 if no other precedes it, None if there is none."""
+    """Offset of the first later event: 0 if no event of a step precedes it, None if there is no later event."""
     if path.stat().st_size == 0:
         return None
     num_kept = 0
@@ -58,7 +58,7 @@ def _end(path: Path, iteration: int, samples: int) -> int | None:
 
 
 def _records(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
-    """(offset, message) of every whole record; a crash may have cut the last one short."""
+    """(offset, message) of every complete record; a crash may have truncated the last one."""
     start = 0
     while start + _HEADER <= len(data):
         (length,) = _LENGTH.unpack_from(data, start)
@@ -70,7 +70,7 @@ def _records(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
 
 
 def _step(event: bytes) -> int:
-    """The step of an event; 0 where none is given."""
+    """The step of an event; 0 if it has none."""
     if event[:1] != b"\x09" or event[9:10] != b"\x10":
         return 0
     step = 0

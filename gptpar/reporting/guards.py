@@ -1,4 +1,4 @@
-"""What a run says may get lost (a full disk, a closed terminal, a dead service); the run may not."""
+"""Guards a run against failures of its output: a full disk, a closed terminal, a dead service."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def reason(error: BaseException) -> str:
 
 
 class GuardedSink:
-    """A sink whose failures do not reach the run: told once, tried again at each checkpoint, told again at the end.
+    """A sink whose failures do not reach the run: it warns once, tries again at each checkpoint, and warns at the end.
 
-    The first try is at once, so that a folder that cannot be written is told before the first step.
+    It tries to write at once, so that a folder that cannot be written is reported before the first step.
 
     Args:
-        sink: may raise whatever it likes.
+        sink: may raise any exception.
         warn: takes a sentence.
     """
 
@@ -52,7 +52,7 @@ class GuardedSink:
         self._record(partial(self._sink.task, record), record.iteration)
 
     def flush(self) -> None:
-        """Try again what failed: at a checkpoint somebody may have made room."""
+        """Try again to write; since a failure, the user may have made room."""
         failed_before = self._problem is not None
         if self._attempt(self._sink.flush) is None and failed_before:
             missing = f"{self._missing} records are" if self._missing else "nothing is"
@@ -71,14 +71,14 @@ class GuardedSink:
         error = self._attempt(write)
         is_lost = error is not None and (not self.keeps_records or isinstance(error, RecordDropped))
         if is_lost and self.keeps_records and not self._missing:
-            self._at = iteration  # those before it wait
+            self._at = iteration  # earlier records are kept and can still be written
         self._missing += is_lost
 
     def _attempt(self, action: Callable[[], None]) -> Exception | None:
-        """Returns what it raised."""
+        """Call ``action``; returns the exception that it raised, if any."""
         try:
             action()
-        except Exception as error:  # a service's client raises what it likes
+        except Exception as error:  # a service's client may raise any exception
             first, self._problem = self._problem is None, reason(error)
             if first:
                 place = f"iteration {self._at}" if self._at else "the start"
@@ -91,7 +91,7 @@ class GuardedSink:
 
 
 class GuardedStream:
-    """A text stream whose reader may leave, or whose disk may fill: what it cannot take is dropped.
+    """A text stream that drops what cannot be written, because its reader is gone or its disk is full.
 
     Args:
         stream: stdout or stderr.
@@ -114,7 +114,7 @@ class GuardedStream:
         self._attempt(self._stream.flush)
 
     def release(self) -> None:
-        """At the end: Python would fail once more over what the stream still holds, and change the exit code."""
+        """End the stream. Otherwise Python would fail at exit over its buffered text, and change the exit code."""
         if self._failed:
             self._warn(f"{self._name} lacks lines of this run: it could not always be written")
         try:
@@ -134,7 +134,7 @@ class GuardedStream:
 
 @contextlib.contextmanager
 def guarded_console() -> Iterator[None]:
-    """Within the block nothing that prints, wherever it is, can fail because of stdout or stderr."""
+    """Within the block no code that prints can fail because of stdout or stderr."""
     before = sys.stdout, sys.stderr
 
     def say_on_stdout(sentence: str) -> None:

@@ -1,11 +1,11 @@
-"""``metrics.jsonl``: the run's history as one strict JSON object a line.
+"""``metrics.jsonl``: the run's history, one strict JSON object in each line.
 
-A training line holds the keys that ``iteration_object`` lists, an evaluation line ``iteration``,
-``consumed_samples``, ``consumed_tokens`` and either ``validation_loss`` or ``test_loss``, a task's line the
-task's name as ``task``, its scores, ``num_items``, ``num_tokens`` and ``seconds``. NaN and infinities are null. Lines
-are in order of iteration and no training iteration appears twice, however often the run was resumed. Each line ends
-with the CRC-32 of what stands before it (``crc32``, in hexadecimal), so that a flipped bit never becomes a loss that
-somebody believes; a line without one, as other programs write, is taken as it is.
+A training line holds the keys that ``iteration_object`` lists. An evaluation line holds ``iteration``,
+``consumed_samples``, ``consumed_tokens`` and either ``validation_loss`` or ``test_loss``. A task's line holds ``task``
+(its name), its scores, ``num_items``, ``num_tokens`` and ``seconds``. NaN and infinities are null. Lines are in order
+of iteration, and no training iteration occurs twice, however often the run was resumed. Each line ends with the
+CRC-32 of the text before it (``crc32``, in hexadecimal), so that a flipped bit is never taken for a measurement. A line
+without a CRC-32, as other programs write, is accepted as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gptpar.system.files import atomic_output, read_regular
 
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 16
-"""More than a line has."""
+"""More than the length of a line."""
 _SUMMED = re.compile(r'(.*), "crc32": "([^"]*)"\}\s*', re.DOTALL)
 
 
@@ -59,7 +59,7 @@ def iteration_object(record: IterationRecord) -> dict[str, Any]:
 
 
 def _outlier(record: IterationRecord) -> dict[str, Any]:
-    """How many outliers, where they are skipped; of one, its batch: ``samples`` from ``first_sample`` on."""
+    """The number of outliers, if they are skipped; if there is one, its batch: ``samples`` from ``first_sample`` on."""
     if not record.num_outliers:
         return {} if record.num_outliers is None else {"outlier_iterations": 0}
     batch = {"first_sample": record.first_sample, "samples": record.global_batch_size}
@@ -91,7 +91,7 @@ def task_object(record: TaskRecord) -> dict[str, Any]:
 
 
 def json_line(values: dict[str, Any]) -> str:
-    """``values``, at least one, and their CRC-32 as a line of strict JSON, which knows no NaN and no infinity."""
+    """``values``, at least one, with their CRC-32 as a line of strict JSON; NaN and infinities become null."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
     text = json.dumps(finite, allow_nan=False).removesuffix("}")
     return f'{text}, "crc32": "{_sum(text)}"}}\n'
@@ -102,10 +102,10 @@ def _sum(text: str) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All objects of the file, in order; a last line that a crash left without its end is passed over.
+    """All objects of the file, in order; a last line that a crash left without its end is skipped.
 
     Raises:
-        GptparError: no such file, or a line that is not a JSON object with an ``iteration``; says which.
+        GptparError: there is no such file, or a line is no JSON object with an ``iteration``; it names the line.
     """
     try:
         lines = read_regular(path).decode(errors="replace").split("\n")
@@ -124,7 +124,11 @@ def _parse_or_tell(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """The object of a line; the ValueError of one that holds none ends the sentence "line 7 ..."."""
+    """The object of a line.
+
+    Raises:
+        ValueError: the line holds none; the message is the end of the sentence "line 7 ...".
+    """
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -140,13 +144,13 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def prepare(path: Path, resume_iteration: int, report: Callable[[str], None] = print) -> None:
-    """Make the file ready to go on after ``resume_iteration``, atomically; no damage to it stops a run.
+    """Prepare the file for a run that goes on after ``resume_iteration``, atomically; damage to it stops no run.
 
-    Lines of later iterations are dropped, as the resumed run writes them again. A run that starts from
-    iteration 0 moves an older run's file aside to the first free ``metrics.N.jsonl``.
+    Lines of later iterations are dropped, because the resumed run writes them again. A run that starts from iteration 0
+    renames an older run's file to the first free ``metrics.N.jsonl``.
 
     Args:
-        report: is told of lines that cannot be read, or of a pipe, folder or device in the file's place.
+        report: takes a sentence about lines that cannot be read, or about a pipe, folder or device of this name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -161,10 +165,10 @@ def prepare(path: Path, resume_iteration: int, report: Callable[[str], None] = p
 
 
 def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print) -> None:
-    """Drop the lines of later iterations and those that cannot be read, atomically, a line in memory at a time.
+    """Drop the lines of later iterations and unreadable ones, atomically, with one line in memory at a time.
 
-    A file with unreadable lines is kept as it was, as ``metrics.damaged-N.jsonl``, and ``report`` is told. A last
-    line that a crash left without its end is no such damage.
+    A copy of a file with unreadable lines is kept as ``metrics.damaged-N.jsonl``, and reported. A last line that a
+    crash left without its end does not count as damage.
     """
     with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
         damage = _copy_until(old, new, iteration)
@@ -175,7 +179,7 @@ def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print)
 
 
 def last_iteration(path: Path) -> int | None:
-    """The iteration of the last whole line, from the file's end alone; None if that cannot be told."""
+    """The iteration of the last complete line, from the file's end alone; None if it cannot be read."""
     try:
         if not path.is_file():
             return None
@@ -207,7 +211,7 @@ def _copy_until(old: IO[bytes], new: IO[bytes], iteration: int) -> list[str]:
 
 
 def _copy(path: Path, copy: Path) -> None:
-    """All of the file, or nothing."""
+    """Copy the whole file, or leave no copy."""
     try:
         shutil.copy2(path, copy)
     except OSError:
@@ -216,6 +220,6 @@ def _copy(path: Path, copy: Path) -> None:
 
 
 def _first_free(path: Path, word: str) -> Path:
-    """``metrics.1.jsonl``, or with the first number that is free."""
+    """``metrics.1.jsonl``, or the same with the first free number."""
     names = (path.with_name(f"{path.stem}.{word}{number}{path.suffix}") for number in count(1))
     return next(name for name in names if not name.exists())

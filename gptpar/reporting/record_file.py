@@ -1,4 +1,4 @@
-"""A file of records that a full disk can neither cut in the middle of one nor leave with a hole."""
+"""A file of records in which a full disk leaves neither half a record nor a gap."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MAX_WAITING_BYTES = 64 << 20
 
 
 class RecordDropped(OSError):
-    """A record that was not kept: too much waits already."""
+    """A record was dropped, because too many others wait to be written."""
 
 
 class RecordFile:
-    """Grows by whole records. What the disk refuses waits in memory until a later :meth:`flush` succeeds.
+    """A file that grows by whole records. Records that cannot be written wait in memory until a :meth:`flush` succeeds.
 
     Args:
-        path: appended to; made at the first flush where missing, with its folder.
-        prepare: puts in order what is at ``path``, before the file is first opened; tried again as writing is.
-        header: begins a file that is new.
-        queue_size: records kept in memory before they are written.
-        flush_seconds: how long they are kept at most, as far as further records come.
+        path: of the file; it is made at the first flush if missing, with its folder.
+        prepare: prepares an existing file before it is first opened; if this fails, the next flush calls it again.
+        header: the beginning of a new file.
+        queue_size: number of records that are kept in memory before they are written.
+        flush_seconds: the longest time that they are kept, if further records arrive.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class RecordFile:
         self._flushed = time.monotonic()
 
     def append(self, *records: bytes) -> None:
-        """Add records; after a failure they only wait, for :meth:`flush` is to be tried again at a time of choice.
+        """Add records. After a failure they only wait: the caller decides when to try :meth:`flush` again.
 
         Raises:
-            RecordDropped: more would wait than memory is spent on; none of the records was added.
-            OSError: what waits could not be written.
+            RecordDropped: the waiting records would take too much memory; none of the new ones was added.
+            OSError: the waiting records could not be written.
         """
         num_bytes = sum(map(len, records))
         if self._num_waiting_bytes + num_bytes > MAX_WAITING_BYTES:
@@ -63,16 +63,16 @@ class RecordFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits.
+        """Write the waiting records.
 
         Raises:
-            OSError: not all could be written; the file ends with a whole record, and all waits on.
+            OSError: not all could be written; the file ends with a whole record, and all records still wait.
         """
         self._flushed = time.monotonic()
         try:
             if self._is_gone():
                 self._release()
-                if not self._fails:  # to be told before a new file takes its place
+                if not self._fails:  # report it before a new file is made
                     raise OSError(errno.ENOENT, "it was removed, with what it held")
             if self._fd is None:
                 self._open()
@@ -85,10 +85,10 @@ class RecordFile:
         self._fails = False
 
     def close(self) -> None:
-        """Write what waits and let go of the file.
+        """Write the waiting records and close the file.
 
         Raises:
-            OSError: as :meth:`flush`; of a file that was removed, even if what waited is in a new one now.
+            OSError: as :meth:`flush`; also if the file was removed, even if a new one now holds what waited.
         """
         try:
             self.flush()

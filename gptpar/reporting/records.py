@@ -20,13 +20,13 @@ class MemoryStats:
 
 @dataclass(frozen=True)
 class CpuOptimizerTimes:
-    """Milliseconds of a step, on the main process, and what they do not show.
+    """Times of the CPU optimizer in a step on the main process.
 
     Attributes:
-        waited: the training loop stood still for parameters that were not updated yet.
-        busy: the CPU optimizer worked, beside the device or not.
-        redone: steps that it took once more, because what it had begun early turned out wrong.
-        ahead: share of its elements that it had updated before the gradient's norm was known.
+        waited: milliseconds for which the training loop waited for parameters that were not updated yet.
+        busy: milliseconds for which the CPU optimizer worked, whether beside the device or not.
+        redone: number of steps that it computed again, because its speculation was wrong.
+        ahead: fraction of its elements that it had updated before the gradient's norm was known.
     """
 
     waited: float
@@ -40,7 +40,7 @@ class IterationRecord:
     """One iteration, or several with times and losses averaged.
 
     Attributes:
-        iteration: number of the iteration just finished, from 1.
+        iteration: number of the iteration that has ended, from 1.
         elapsed_ms: wall time of one iteration.
         lm_loss: None when every iteration was skipped.
         grad_norm: before clipping; None when it is not computed.
@@ -50,10 +50,11 @@ class IterationRecord:
         progress: finished fraction of the run, from 0 to 1.
         eta_s: seconds to the end of the run.
         host_bytes: memory of this process on the host.
-        restarts: how often the workers had been started again before it was taken.
-        auxiliary_losses: of layers that return some beside their output, summed over the layers, by name.
-        num_outliers: iterations since the last record that were skipped for their loss or norm; None: none is.
-        first_sample: of the last iteration's batch, as a place in the run's samples.
+        restarts: how often the workers had been restarted before this iteration.
+        auxiliary_losses: name -> sum over the layers that return this loss beside their output.
+        num_outliers: iterations since the last record that were skipped for their loss or norm; None: the run skips
+            none.
+        first_sample: index of the last iteration's first sample among the run's samples.
         layer_norms: ``KIND/LAYER`` -> norm, in iterations that measure them.
     """
 

@@ -1,4 +1,4 @@
-"""The scalars that TensorBoard and Weights & Biases receive, named as Megatron-LM names them."""
+"""The scalars that TensorBoard and Weights & Biases receive, with Megatron-LM's names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from gptpar.reporting.records import IterationRecord, MemoryStats, TaskRecord, ValidationRecord
 
-# Megatron-LM draws these a second time over consumed samples.
 SAMPLES_SUFFIX = " vs samples"
-"""Ends the name of a curve over samples."""
+"""The end of the name of a curve over samples."""
 
+# As Megatron-LM does, these are written a second time over consumed samples.
 VERSUS_SAMPLES = frozenset(
     {
         "learning-rate",
@@ -30,7 +30,7 @@ VERSUS_SAMPLES = frozenset(
 
 @dataclass(frozen=True)
 class ScalarOptions:
-    """Which scalars are written, and how often: one field a Megatron ``--*-to-tensorboard`` flag.
+    """Which scalars are written, and how often; one field for each of Megatron's ``--*-to-tensorboard`` flags.
 
     Attributes:
         interval: iterations from one written record to the next.
@@ -48,7 +48,7 @@ class ScalarOptions:
 
 
 def iteration_scalars(record: IterationRecord, options: ScalarOptions, world_size: int) -> dict[str, float]:
-    """The scalars of one iteration by name, those without a value left out; ``iteration-time`` in seconds."""
+    """The scalars of one iteration by name, without those that have no value; ``iteration-time`` is in seconds."""
     values: dict[str, float | None] = {
         "learning-rate": record.learning_rate if options.log_learning_rate else None,
         "skipped-train-samples": record.skipped_samples or None,

@@ -1,4 +1,4 @@
-"""One number from each line of a ``metrics.jsonl``."""
+"""The values of one key in the lines of a ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from gptpar.errors import GptparError
 
 MAX_FLOAT = 3.4e38
-"""A run's numbers come from 32 bits; nothing can be drawn or averaged beside larger ones."""
+"""A run's numbers are fp32; larger ones are damage, and no curve could be drawn or averaged with them."""
 
 
 def series(file: Path, objects: Iterable[dict[str, Any]], key: str) -> list[float | None]:
-    """The values of a key; ``None`` where a line has none, or one that 32 bits cannot hold.
+    """The values of a key; ``None`` for a line without it, or with a value that 32 bits cannot hold.
 
     Raises:
-        GptparError: a value that is no number; says in which iteration.
+        GptparError: a value is no number; it names the iteration.
     """
     return [_number(file, line, key) for line in objects]
 

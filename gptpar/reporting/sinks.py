@@ -1,4 +1,4 @@
-"""Where a run's records go besides the console: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""The destinations of a run's records beside the console: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gptpar.reporting.scalars import (
     validation_scalars,
 )
 
-# The flag that needs a package, and what to install.
+# (flag that needs a package, what to install)
 _TENSORBOARD = ("--tensorboard-dir", "tensorboard")
 _WANDB = ("--wandb-project", "gptpar[wandb]")
 
@@ -35,12 +35,12 @@ TENSORBOARD_FLUSH_SECONDS = 120.0
 
 
 class Sink(Protocol):
-    """Receives every iteration and every evaluation of a run, on data and on tasks, in order.
+    """Receives a run's iterations, and its evaluations on data and on tasks, in order.
 
     Attributes:
         name: for messages.
-        keeps_records: what could not be written is kept, and written once ``flush`` succeeds; what raises
-            :class:`RecordDropped` is not.
+        keeps_records: whether records that could not be written are kept, and written when ``flush`` succeeds; one
+            that raised :class:`RecordDropped` is not kept.
     """
 
     name: str
@@ -53,19 +53,19 @@ class Sink(Protocol):
     def task(self, record: TaskRecord) -> None: ...
 
     def flush(self) -> None:
-        """Write what waits; raises as long as what came last could not be written."""
+        """Write the waiting records; raises while the latest record cannot be written."""
 
     def close(self) -> None: ...
 
 
 class JsonlSink:
-    """Appends to ``metrics.jsonl`` in the run's folder, each line complete on disk as soon as it is written.
+    """Appends whole lines to ``metrics.jsonl`` in the run's folder.
 
     Args:
-        folder: the run's folder, created where missing.
-        resume_iteration: iteration of the checkpoint the run goes on from, 0 for a fresh start; see
-            ``metrics_file.prepare`` for what becomes of a file that is already there, before the first line.
-        report: is told of damage in that file.
+        folder: the run's folder, created if missing.
+        resume_iteration: iteration of the checkpoint from which the run goes on, 0 for a fresh start. Before the first
+            line, ``metrics_file.prepare`` prepares an existing file.
+        report: takes a sentence about damage in that file.
     """
 
     name, keeps_records = metrics_file.FILE_NAME, True
@@ -91,12 +91,15 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes TensorBoard event files with Megatron-LM's scalar names, each over iterations and over samples.
+    """Writes TensorBoard event files with Megatron-LM's scalar names, over iterations and some over samples, too.
 
-    TensorBoard's own writer does so in a thread, which a full disk ends for good; its format alone is used here.
+    TensorBoard's own writer is not used: it writes in a thread, which a full disk ends for good.
 
     Args:
-        queue_size: events kept in memory before they are flushed to disk.
+        folder: of the event files.
+        options: which scalars are written, and how often.
+        world_size: number of processes.
+        queue_size: number of events that are kept in memory before they are written to disk.
     """
 
     name, keeps_records = "TensorBoard", True
@@ -138,7 +141,7 @@ class TensorBoardSink:
                 value=[self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
             )
             events.append(self._bytes(self._events.Event(wall_time=time.time(), step=step, summary=summary)))
-        self._file.append(*events)  # together: where the first cannot be written, the second waits with it
+        self._file.append(*events)  # together, so that both wait if one cannot be written
 
     def _bytes(self, event: Any) -> bytes:
         record = io.BytesIO()
@@ -147,9 +150,13 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs to Weights & Biases under the same names; works without a network when WANDB_MODE=offline is set.
+    """Logs to Weights & Biases under the same names; with WANDB_MODE=offline it needs no network.
 
     Args:
+        folder: of its local files.
+        options: which scalars are logged, and how often.
+        world_size: number of processes.
+        project, name: of the run in Weights & Biases.
         settings: the run's configuration, shown beside its curves.
 
     Raises:
@@ -171,7 +178,7 @@ class WandbSink:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(settings))
-        except Exception as error:  # its exceptions have no common base but this
+        except Exception as error:  # its exceptions have no other common base
             raise GptparError(
                 f"Weights & Biases cannot be started ({error}): set WANDB_MODE=offline, or drop --wandb-project."
             ) from error
@@ -191,7 +198,7 @@ class WandbSink:
         self._log(task_scalars(record), record.iteration)
 
     def flush(self) -> None:
-        """Nothing waits here; only a record tells whether the service takes records again."""
+        """Raise the last record's failure; only the next record shows whether the service works again."""
         if self._problem is not None:
             raise self._problem
 
@@ -216,7 +223,7 @@ def _import(module: str, flag: str, package: str) -> ModuleType:
 
 
 def require_packages(*, tensorboard: bool, wandb: bool) -> None:
-    """Find out whether ``make_sinks`` will find what it needs, before anything is changed for its sake.
+    """Check, before any file is changed, that ``make_sinks`` will find the packages that it needs.
 
     Raises:
         ConfigError: a sink's package is not installed.
@@ -240,7 +247,7 @@ def make_sinks(
     settings: Mapping[str, Any] | None = None,
     report: Callable[[str], None] = print,
 ) -> list[Sink]:
-    """The sinks that were asked for: each one whose folder or project is given.
+    """The sinks whose folder or project is given.
 
     Raises:
         ConfigError: a sink's package is not installed.

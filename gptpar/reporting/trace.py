@@ -1,6 +1,6 @@
-"""Traces of training steps: the kind of each kernel, and what each part of the machine does when, as lanes.
+"""Reads traces of training steps: the kind of each kernel, and a lane of events for each part of the machine.
 
-Written by ``gptpar benchmark --trace``, in the format of chrome://tracing. Times are milliseconds.
+``gptpar benchmark --trace`` writes them in the format of chrome://tracing. Times here are milliseconds.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def covered(spans: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that took time, in ms after the first kernel.
+    """An event of a trace; times are ms after the first kernel.
 
     Attributes:
-        name: the unit of CPU Adam's, else as in the trace.
+        name: of an update by CPU Adam, the unit; of others, as in the trace.
     """
 
     name: str
@@ -67,18 +67,18 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a trace holds.
+    """The contents of a trace.
 
     Attributes:
-        lanes: events of each lane by their start; ``NCCL`` only where there is communication.
-        steps: each step on the device.
+        lanes: lane -> its events, ordered by their start; there is an ``NCCL`` lane only if there is communication.
+        steps: (begin, end) of each step on the device.
     """
 
     lanes: dict[str, list[TraceEvent]]
     steps: list[Interval]
 
     def cut(self, start: float, stop: float) -> Timeline:
-        """What lies in a window (ms); what only begins or ends in it is shortened."""
+        """The events in a window (ms); an event that is partly outside is shortened."""
         lanes = {
             lane: [replace(e, start=max(e.start, start), stop=min(e.stop, stop)) for e in events]
             for lane, events in self.lanes.items()
@@ -86,16 +86,16 @@ class Timeline:
         return Timeline({lane: [e for e in events if e.start < e.stop] for lane, events in lanes.items()}, self.steps)
 
     def busy(self, *lanes: str) -> float:
-        """Milliseconds in which something happens in at least one of the lanes."""
+        """Milliseconds in which there is an event in at least one of the lanes."""
         return covered((e.start, e.stop) for lane in lanes for e in self.lanes[lane])
 
     def both(self, one: str, other: str) -> float:
-        """Milliseconds in which something happens in both."""
+        """Milliseconds in which there is an event in both lanes."""
         return self.busy(one) + self.busy(other) - self.busy(one, other)
 
 
 def lane_of(event: dict[str, Any]) -> str | None:
-    """Where an event of the trace is drawn, if at all."""
+    """The lane of an event; ``None`` if it is in none."""
     name, category = event["name"], event.get("cat")
     if category in DEVICE_EVENTS:
         kind = kind_of(name)
@@ -111,7 +111,7 @@ def load_trace(path: Path) -> Timeline:
     """Read a trace.
 
     Raises:
-        GptparError: the file is no such trace, or of a run without a GPU.
+        GptparError: the file is no such trace, or it is of a run without a GPU.
     """
     try:
         content = json.loads(path.read_text())
@@ -143,10 +143,10 @@ def _timeline(found: list[dict[str, Any]], origin: float) -> Timeline:
 
 
 def window(timeline: Timeline, start: float | None, stop: float | None) -> Interval:
-    """The part to draw (ms): what is asked for, else the last step.
+    """The window to draw (ms): as given, by default the last step.
 
     Raises:
-        GptparError: there is nothing in it.
+        GptparError: the window has no events.
     """
     end = max(e.stop for events in timeline.lanes.values() for e in events)
     last = timeline.steps[-1] if timeline.steps else (0.0, end)

@@ -1,1 +1,1 @@
-"""What is asked of the machine and the operating system: memory, signals, native code, life signs."""
+"""The machine and the operating system: memory, cores, signals, processes, files, native code."""

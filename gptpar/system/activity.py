@@ -1,4 +1,4 @@
-"""What each worker is doing, kept where it outlives the worker, so that a sudden death can be told with its place."""
+"""A record of what each worker is doing that outlives the worker, so that a message about its death can say where."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from pathlib import Path
 from gptpar.errors import GptparError
 
 FOLDER_VARIABLE = "GPTPAR_ACTIVITY_FOLDER"
-"""The launcher names the folder of the records in it; without it nothing is recorded."""
+"""The environment variable in which the launcher names the folder of records; without it nothing is recorded."""
 
 CULPRIT_FIRST_SECONDS = 4.0
-"""How long a worker that lost another waits before it ends: whoever failed is to be seen, and heard, first.
+"""How long a worker that lost another waits before it ends, so that the failed one ends and prints its message first.
 
-More than ``command.OTHERS_FIRST_SECONDS``, for which a failing worker may hold its message back.
+More than ``command_line.OTHERS_FIRST_SECONDS``, for which a failing worker may hold its message back.
 """
 
 SLOT_BYTES = 255
 START = "start-up"
 _PREFIX = "rank"
-# What gloo, NCCL and the store say when the process at the other end of a connection is gone or does not answer.
+# Messages of gloo, NCCL and the store when the process at the other end of a connection is gone or does not answer.
 _LOST = re.compile(r"gloo/transport|ncclRemoteError|remote process exited|Connection (was likely )?(closed|reset)")
 
 
 class LostRankError(GptparError):
-    """Another process of the run is gone; what happened to it is told by that process or by its launcher."""
+    """Another process of the run is gone; that process, or its launcher, reports what happened."""
 
     is_accident = True
 
 
 class Activity:
-    """A worker's note of what it is doing: an assignment and, under a launcher that asks for it, a write to memory.
+    """A worker's note of what it is doing, which a launcher can read from a record.
 
-    The record is a file mapped to memory, so a note costs no system call and survives SIGKILL. It holds the number of
-    notes (one byte, so that the same note again is a sign of life) and two slots. The number's lowest bit says which
-    is valid; the other one is written: death never leaves half a note.
+    The record is a file mapped to memory, so that a note costs no system call and survives SIGKILL. It holds the number
+    of notes (one byte, so that even an equal note is a sign of life) and two slots. The number's lowest bit says which
+    slot is valid. Each note is written to the other slot, so that a death never leaves half a note.
 
     Args:
         rank: of this process, for the record's name and for messages.
-        folder: where the record goes; ``None`` keeps the note in this process only.
+        folder: of the record; ``None``: the note stays in this process.
 
     Attributes:
         doing: the last note.
@@ -53,8 +53,8 @@ class Activity:
         self.rank, self.doing = rank, START
         self._record: mmap.mmap | None = None
         if folder is not None:
-            # Without room for a record the note stays here. Zeros are written: a hole that the disk cannot fill later
-            # would end this process with SIGBUS.
+            # If there is no room for a record, the note stays in this process. The record is written full of zeros: a
+            # hole in a mapped file, which a full disk cannot fill later, would end this process with SIGBUS.
             with contextlib.suppress(OSError), _path(folder, rank).open("w+b") as file:
                 file.write(bytes(1 + 2 * SLOT_BYTES))
                 file.flush()
@@ -63,12 +63,12 @@ class Activity:
 
     @classmethod
     def of_worker(cls) -> Activity:
-        """This worker's record, as the environment set by torchrun and the launcher describes it."""
+        """This worker's record; torchrun and the launcher have set rank and folder in the environment."""
         folder = os.environ.get(FOLDER_VARIABLE)
         return cls(int(os.environ.get("RANK", "0")), Path(folder) if folder else None)
 
     def note(self, doing: str) -> None:
-        """Say what comes now, as a place: ``iteration 12, micro-batch 3, backward``; cut after 255 bytes."""
+        """Note what begins now, such as ``iteration 12, micro-batch 3, backward``; at most 255 bytes are kept."""
         self.doing = doing
         if self._record is not None:
             number = (self._record[0] + 1) % 256
@@ -78,10 +78,11 @@ class Activity:
 
     @contextlib.contextmanager
     def lost_ranks_explained(self) -> Iterator[None]:
-        """Turn a collective's failure because of another process into one sentence.
+        """Turn the failure of a collective, if another process caused it, into one sentence.
 
         Raises:
-            LostRankError: in its place, after a pause in which the launcher, seeing who failed, may end this process.
+            LostRankError: instead of the failure. A pause before it lets the launcher see which process failed first,
+                and end this one.
         """
         try:
             yield
@@ -96,7 +97,7 @@ class Activity:
 
 
 def last_activity(folder: Path, rank: int) -> str:
-    """The last note of a worker that may be dead."""
+    """The last note of a worker, dead or alive; ``START`` if it has made none."""
     try:
         record = _path(folder, rank).read_bytes()
     except FileNotFoundError:  # it died before it could write anything
@@ -112,12 +113,12 @@ def all_activities(folder: Path) -> dict[int, str]:
 
 
 def records(folder: Path) -> dict[int, bytes]:
-    """Each worker's record, which every note changes."""
+    """Each worker's record; its bytes change with every note."""
     return {rank: _path(folder, rank).read_bytes() for rank in _ranks(folder)}
 
 
 def forget_records(folder: Path) -> None:
-    """Remove all records: other workers come."""
+    """Remove all records before other workers start."""
     for rank in _ranks(folder):
         _path(folder, rank).unlink()
 

@@ -1,6 +1,6 @@
-"""How fast bytes move on this machine: in host memory, between host and GPU, between GPUs, and to a disk.
+"""Measures this machine's bandwidths: in host memory, between host and GPU, between GPUs, and to a disk.
 
-All rates are bytes a second, the best of a few tries: what the machine can do, not what it does under load.
+All rates are in bytes per second, the best of a few tries: what the machine can do, not what it does under load.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ TRIES = 3
 
 
 def memory_copy(num_bytes: int) -> float:
-    """Bytes read and written a second by copies within host memory, with torch's threads."""
+    """The rate of copies within host memory, with torch's threads; bytes read and bytes written both count."""
     source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
     return 2 * num_bytes / _shortest(lambda: target.copy_(source))
 
 
 def host_to_device(num_bytes: int, device: torch.device) -> tuple[float, float]:
-    """Rates of copies from page-locked memory to the GPU, and back.
+    """(rate of copies from page-locked memory to the GPU, rate of copies back).
 
     Raises:
-        GptparError: the system does not allow so much locked memory.
+        GptparError: the system does not allow that much locked memory.
     """
     pinned = PinnedMemory(num_bytes)
     try:
@@ -55,7 +55,7 @@ def device_to_device(num_bytes: int, source: torch.device, target: torch.device)
 
 
 def disk_write(num_bytes: int, folder: Path) -> float:
-    """The rate of one file written and synced in a folder; the file is removed.
+    """The rate of writing and syncing one file in a folder; the file is removed.
 
     Raises:
         OSError: the folder cannot be written, or is full.
@@ -81,7 +81,7 @@ def _finished(device: torch.device, copy: Callable[[], object]) -> None:
 
 
 def _shortest(work: Callable[[], object]) -> float:
-    """Seconds of the quickest of a few calls; the first, which is not counted, touches all memory."""
+    """Seconds of the quickest of a few calls; one call before them, which does not count, touches all memory."""
     work()
     found = []
     for _ in range(TRIES):

@@ -1,4 +1,4 @@
-"""A tensor's row-major bytes in blocks of limited size, and copies of them."""
+"""A tensor's row-major bytes, in blocks of limited size, and copies of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def row_major_blocks(tensor: torch.Tensor, max_bytes: int) -> Iterator[torch.Ten
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """(first address, address past the last) of the memory in which a tensor's elements lie; (0, 0) without any."""
+    """(first address, address past the last) of the memory of a tensor's elements; (0, 0) if it has none."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -37,13 +37,13 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy row-major bytes to ``target`` [bytes], uint8, on the host; complete when this returns.
+    """Copy a tensor's row-major bytes to ``target`` [bytes], uint8, on the host; complete when this returns.
 
-    A contiguous tensor on the host is copied by this thread alone: torch would wake all of its own.
+    A contiguous tensor on the host is copied by this thread alone: torch's copy would wake all of its threads.
     """
     source = source.contiguous()
     if source.device.type == "cpu":
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # gives Python's lock away
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)  # ctypes releases Python's lock
         return
     flat = source.as_strided((source.numel(),), (1,)).view(torch.uint8)
     target.copy_(flat, non_blocking=target.is_pinned())

@@ -1,4 +1,4 @@
-"""What every command-line tool shares: a parser that knows typos, and errors without tracebacks."""
+"""What every command has: a parser that suggests a flag for a typo, exit codes, and errors without tracebacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from gptpar.system.restart import note_final
 from gptpar.system.stop import STOP_SIGNALS, Stopped, handling, stop_at_once
 
 OTHERS_FIRST_SECONDS = 2.0
-"""How long a worker other than the first waits before it tells of its failure; torchrun looks every 0.1 s."""
+"""How long a worker other than the first waits before it prints its failure.
+
+If the first fails, too, torchrun ends the others within this time; it looks every 0.1 s.
+"""
 
 
 class Unread(Exception):
@@ -28,7 +31,7 @@ class Unread(Exception):
 
 
 class Described(Exception):
-    """A parser, in place of what it would have read: somebody asked which flags it has."""
+    """Raised instead of reading a command line, if the caller asks which flags its parser has."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self.parser = parser
@@ -36,11 +39,11 @@ class Described(Exception):
 
 
 DESCRIBE = "--describe-flags"
-"""A word of a command line that asks for :class:`Described`; programs give it, people read ``--help``."""
+"""The word of a command line that asks for :class:`Described`. It is for programs; people read ``--help``."""
 
 
 def describe_if_asked(parser: argparse.ArgumentParser, words: Iterable[str] | None) -> None:
-    """Hand the parser out if ``DESCRIBE`` is among the words.
+    """Hand out the parser if ``DESCRIBE`` is among the words.
 
     Raises:
         Described: it is.
@@ -50,11 +53,11 @@ def describe_if_asked(parser: argparse.ArgumentParser, words: Iterable[str] | No
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows defaults, takes no abbreviation of a flag, and names the flag nearest to a typo.
+    """A parser that shows defaults, takes no abbreviations of flags, and names the flag nearest to a typo.
 
     Args:
-        problems: receives argparse's own complaints, such as a missing value, in place of the end of the program;
-            :class:`Unread` is raised then.
+        problems: a list that receives argparse's complaints, such as a missing value; :class:`Unread` is raised then.
+            Without it, a complaint ends the program.
     """
 
     def __init__(self, *, problems: list[str] | None = None, **options: Any):
@@ -62,14 +65,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
         self._collects = problems is not None
         self.problems = [] if problems is None else problems
-        # A variable that is not set is an empty word; a flag that may be empty says ``type=str``.
+        # An empty word is mostly a shell variable that is not set. A flag that may be empty has ``type=str``.
         self.register("type", None, not_empty)
         self.register("type", Path, path)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
         describe_if_asked(self, words)
-        # Looked for first: argparse would report the lack of the flag that a mistyped one was meant to be.
+        # Typos come first: argparse would report that the flag which was meant is missing.
         self._refuse([w for w in words if w.startswith("--") and w.split("=", 1)[0] not in self._option_string_actions])
         parsed, unknown = self.parse_known_args(args, namespace)
         self._refuse(unknown)
@@ -86,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         raise Unread
 
     def nearest(self, flag: str, others: Iterable[str] = (), cutoff: float = 0.6) -> str | None:
-        """The flag, of this parser's or some others, that a mistyped one was most likely meant to be."""
+        """The flag, among this parser's and ``others``, that is most similar to a mistyped one."""
         known = [*self._option_string_actions, *others]
         return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=cutoff)), None)
 
@@ -117,8 +120,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Call a verb's `main` and return its exit status.
 
-    What the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr and
-    status 1; a signal that asks to stop is 128 and its number.
+    An error that the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr
+    and status 1. After a signal that asks to stop, the status is 128 plus its number.
     """
     asked: list[int] = []
 
@@ -126,7 +129,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
         asked.append(number)
         stop_at_once(number, frame)
 
-    # A shell's background job ignores Ctrl-C, and goes on doing so.
+    # A background job of a shell ignores Ctrl-C from its start; that stays so.
     numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
     try:
         with handling(stop, numbers):
@@ -136,7 +139,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     except (Stopped, KeyboardInterrupt) as error:
         return _stopped(error.signal if isinstance(error, Stopped) else signal.SIGINT)
     except Exception as error:
-        if asked:  # an extension module, while it was imported, made another error of the exception
+        if asked:  # an extension module that was being imported has made another one of the exception
             return _stopped(asked[0])
         return _failed(error)
 
@@ -146,7 +149,7 @@ def _stopped(number: int) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """Say what the user can mend, and return the status; anything else is raised again."""
+    """Print an error that the user can mend, and return the status; raise any other error again."""
     if isinstance(error, GptparError):
         if not error.is_accident:
             note_final()
@@ -154,7 +157,7 @@ def _failed(error: Exception) -> int:
     if isinstance(error, MemoryError):
         return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
     if isinstance(error, BrokenPipeError):
-        # the reader of our output (`| head`) has left; what stdout still holds must not raise again at exit
+        # The reader of our output (`| head`) is gone; what stdout still buffers must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     if isinstance(error, OSError):
@@ -163,12 +166,12 @@ def _failed(error: Exception) -> int:
 
 
 def _stop(message: str, status: int) -> int:
-    """Said by one for all: every worker was told to stop, and a launcher says it itself."""
+    """Print the message in one worker only, since all were told to stop; under a launcher, the launcher prints it."""
     return status if _local_rank() != 0 or FOLDER_VARIABLE in os.environ else _fail(message, status)
 
 
 def _fail(message: str, status: int) -> int:
-    """Say it once: workers mostly fail alike, and the first to end makes torchrun end the others while they wait."""
+    """Print a failure, once if all workers fail alike: the first ends at once, and torchrun ends the others."""
     rank = _local_rank()
     if rank != 0:
         time.sleep(OTHERS_FIRST_SECONDS)
@@ -186,14 +189,14 @@ def _local_rank() -> int:
 
 
 def not_empty(text: str) -> str:
-    """An argparse type: any text but an empty one."""
+    """An argparse type: any text that is not empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty, perhaps by an unset shell variable: set it, or leave the flag out")
     return text
 
 
 def path(text: str) -> Path:
-    """An argparse type: a path; to Python an empty one would be the current folder."""
+    """An argparse type: a path that is not empty; Python would take an empty one for the current folder."""
     return Path(not_empty(text))
 
 

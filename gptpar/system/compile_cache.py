@@ -1,4 +1,4 @@
-"""torch keeps compiled code in a folder of a known name under /tmp, and runs what it finds there."""
+"""Guards torch's cache of compiled code: a folder of a known name under /tmp, whose contents torch runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def refuse_others_compile_cache() -> None:
-    """Call this before anything is compiled. A folder that the user chose is trusted.
+    """Refuse torch's cache if another user could have put code there; call it before anything is compiled.
+
+    A folder that the user has chosen is trusted.
 
     Raises:
-        GptparError: torch's own folder belongs to another user, or others can write it.
+        GptparError: torch's own folder belongs to another user, or others can write to it.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

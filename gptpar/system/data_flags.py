@@ -1,4 +1,4 @@
-"""Flags that several commands read alike: which corpora, and which tokenizer. Pure."""
+"""Flags for corpora and tokenizers, which several commands read alike. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENIZERS = {
     "NullTokenizer": "NullTokenizer",
     "ByteLevelTokenizer": "ByteLevelTokenizer",
 }
-"""``--tokenizer-type`` -> the class that it names; Megatron-LM's names, of which some are a second name for a class."""
+"""``--tokenizer-type`` -> the class that it names. The names are Megatron-LM's; some classes have two."""
 
 TOKENIZER_TYPES = tuple(TOKENIZERS)
 
@@ -31,7 +31,7 @@ TOKENIZER_FILES = {
 
 
 def split_weights(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """(prefixes, weights) of a ``--data-path`` list; ``None``: it has no weights.
+    """(prefixes, weights) of a ``--data-path`` list; weights are ``None`` if the list has none.
 
     An even number of entries whose first, third, ... are numbers is a list of WEIGHT PREFIX pairs; anything else is a
     list of prefixes.

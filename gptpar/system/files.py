@@ -1,4 +1,4 @@
-"""Writing a file so that a reader, or a crash, never meets half of it."""
+"""Writing files so that neither a reader nor a crash ever leaves or sees half of one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import IO
 
 from gptpar.system.processes import is_running
 
-# What FUSE and CIFS mounts answer; such a mount writes directories through, or cannot be helped from here.
+# Errors of FUSE and CIFS mounts, which cannot sync a directory.
 _CANNOT_SYNC_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file; what stands in its place and might never end, a pipe or a device, is refused.
+    """The bytes of a regular file. A pipe or a device, which might never end, is refused.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -30,13 +30,13 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def temporary_name(path: str | os.PathLike[str]) -> Path:
-    """The name under which this process writes what will be `path`; it says whose it is, by host and process id."""
+    """The name under which this process writes what will be `path`; it contains the host and the process id."""
     path = Path(path)
     return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
 
 
 def remove_abandoned(path: str | os.PathLike[str]) -> list[str]:
-    """Remove temporary files of `path` whose processes, on this host, are gone; returns their names."""
+    """Remove temporary files of `path` whose processes ran on this host and have ended; returns their names."""
     path = Path(path)
     named = re.compile(re.escape(f"{path.name}.{os.uname().nodename}.") + r"(\d+)\.tmp")
     removed = []
@@ -55,7 +55,7 @@ def atomic_output(path: str | os.PathLike[str], temporary: Path | None = None) -
     """A binary file that takes the name `path` when the block ends, and vanishes if the block raises.
 
     Args:
-        temporary: its name until then, in the same folder (default: one that says whose it is).
+        temporary: its name until then, in the same folder (default: :func:`temporary_name`).
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def sync_file(file: IO[bytes]) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Return when the directory's entries are on the disk, on file systems that can be asked for that."""
+    """Return when the directory's entries are on the disk; does nothing on file systems that cannot sync them."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

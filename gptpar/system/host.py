@@ -1,4 +1,4 @@
-"""The machine's memory and cores, as far as this process may use them."""
+"""The machine's memory and cores that this process may use, and its place among the processes of a run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes of host memory that can be used without swapping; 0 where the system does not say.
 
-    The limits of all control groups around this process count (a container's, Slurm's, systemd's), each less what it
-    uses and could not give back.
+    The limits of all control groups around this process count (a container's, Slurm's, systemd's), each less the memory
+    that the group uses and cannot reclaim.
 
     Args:
         root: of the file system that is asked.
@@ -29,14 +29,14 @@ def available_memory(root: Path = Path("/")) -> int:
 
 @dataclass(frozen=True)
 class _GroupFiles:
-    """How a version of control groups calls its files."""
+    """The names of files in one version of control groups."""
 
     limits: tuple[str, ...]
     used: str
     reclaimable: str
 
     def free(self, folder: Path) -> Iterator[int]:
-        """Bytes left below each limit of a group; nothing where there is no limit."""
+        """Bytes left below each limit of a group; yields nothing without a limit."""
         stat: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError):
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -60,21 +60,21 @@ def _free_in_groups(root: Path) -> Iterator[int]:
 def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     """Folders that may describe this process's control group and all groups around it, in both versions.
 
-    The versions may exist side by side.
+    A machine may have both versions. A folder need not exist.
 
     Args:
         root: of the file system that is asked.
         controller: ``"memory"`` or ``"cpu"``.
 
-    Returns:
-        Each folder, which need not exist, and whether its files are those of version 2.
+    Yields:
+        (folder, whether its files are those of version 2)
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
     mounts = root / "sys/fs/cgroup"
-    # A container may see its own group at the top and still be told the path that the host knows.
+    # A container may see its own group as the root, and yet be told the host's path of it.
     paths = {"": {PurePosixPath("/")}, controller: {PurePosixPath("/")}}
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -99,7 +99,7 @@ def process_memory() -> int | None:
 
 
 def peak_process_memory() -> int | None:
-    """Most bytes that this process has had in memory; ``None`` where the system does not say."""
+    """The most bytes that this process has had in memory; ``None`` where the system does not say."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -113,7 +113,7 @@ def cores() -> list[int]:
 
 
 def processor() -> str:
-    """The processors' name, as the system tells it."""
+    """The processor's name, as the system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -122,17 +122,22 @@ def processor() -> str:
     return names[0] if names else platform.machine() or "unknown processor"
 
 
-def share_of_cores(place: int, of: int) -> list[int]:
-    """The cores of one of several processes on this machine: neighbours, so that they share a memory controller."""
+def cores_of_process(place: int, of: int) -> list[int]:
+    """The cores of one of several processes on this machine: neighbours, which have a memory controller in common.
+
+    Args:
+        place: number of the process on this machine.
+        of: number of processes on this machine; if they outnumber the cores, some get all cores.
+    """
     mine = cores()
-    share = mine[place * len(mine) // of : (place + 1) * len(mine) // of]
-    return share or mine
+    part = mine[place * len(mine) // of : (place + 1) * len(mine) // of]
+    return part or mine
 
 
 def place_on_machine() -> tuple[int, int]:
-    """(this process's number among the run's processes on this machine, their number), as its launcher says.
+    """(this process's number on this machine, number of the run's processes on this machine), from the environment.
 
-    (0, 1) where nobody says it.
+    (0, 1) if no launcher has set them.
     """
     place, number = local_rank(os.environ), _whole(os.environ.get("LOCAL_WORLD_SIZE"))
     if number is None and "LOCAL_RANK" not in os.environ and "RANK" in os.environ:
@@ -144,7 +149,8 @@ def place_on_machine() -> tuple[int, int]:
 def local_rank(environment: Mapping[str, str]) -> int | None:
     """This process's number on its machine: torchrun's, else that of mpirun or srun if they started the ranks.
 
-    A batch script's own SLURM_LOCALID is 0 in every process that it starts itself, so its rank has to be RANK.
+    A batch script has SLURM_LOCALID=0, which all processes that it starts inherit. So a variable of mpirun or srun
+    counts only if its rank in the job equals RANK.
     """
     if (given := _whole(environment.get("LOCAL_RANK"))) is not None:
         return given
@@ -160,7 +166,7 @@ LOCAL_RANKS = (
     ("MPI_LOCALRANKID", "PMI_RANK"),
     ("SLURM_LOCALID", "SLURM_PROCID"),
 )
-"""A process's number on its machine and in the job, as Open MPI, MPICH and its relatives, and Slurm call them."""
+"""(variable of the number on the machine, variable of the rank in the job) of Open MPI, MPICH and Slurm."""
 
 
 def _whole(text: str | None) -> int | None:

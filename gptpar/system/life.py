@@ -1,4 +1,4 @@
-"""Whether workers still live: they note what they do, or read and write."""
+"""Signs of life of workers: their notes of activity, and the bytes that they read and write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from gptpar.system.activity import records
 
 COUNTED_BYTES = 2**20
-"""Bytes that count as a sign: a thread that looks at a small file now and then is no progress."""
+"""Fewer bytes are no sign of life: a thread that polls a small file reads them, too."""
 
 
 class SignsOfLife:
@@ -23,7 +23,7 @@ class SignsOfLife:
         self._last = time.monotonic()
 
     def silence(self, processes: Iterable[int]) -> float:
-        """Seconds since any of them showed a sign, as far as this method was called often enough to see it."""
+        """Seconds since any of the processes showed a sign of life, as seen by the calls of this method."""
         notes, moved = records(self._folder), {process: bytes_moved(process) for process in processes}
         grown = any(count - self._bytes.get(process, 0) >= COUNTED_BYTES for process, count in moved.items())
         if notes != self._notes or grown:
@@ -32,7 +32,7 @@ class SignsOfLife:
 
 
 def bytes_moved(process: int) -> int:
-    """What Linux counts of a process's reading and writing; 0 where it does not tell."""
+    """Bytes that a process has read and written, by Linux's count; 0 where the system does not say."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{process}/io").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))

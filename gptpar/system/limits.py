@@ -1,4 +1,4 @@
-"""What the system allows this process: cores, memory of its control groups, locked memory, shared memory."""
+"""The limits that the system sets this process: cores, memory of its control groups, locked memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gptpar.system.host import group_folders
 
 
 def core_quota(root: Path = Path("/")) -> float | None:
-    """Cores whose time the control groups around this process grant it; ``None`` without such a limit.
+    """Cores' worth of time that the control groups around this process grant it; ``None`` without such a limit.
 
     Args:
         root: of the file system that is asked.
@@ -22,13 +22,13 @@ def core_quota(root: Path = Path("/")) -> float | None:
                 quota, period = (folder / "cpu.max").read_text().split()
             else:
                 quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-            if int(quota) > 0:  # "max" is no number; version 1 says -1
+            if int(quota) > 0:  # no limit is "max", which is no number, or -1 in version 1
                 found.append(int(quota) / int(period))
     return min(found, default=None)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that the control groups around this process grant it; ``None`` where they are no limit.
+    """Bytes of memory that the control groups around this process grant it; ``None`` if that is the whole machine.
 
     Args:
         root: of the file system that is asked.
@@ -43,7 +43,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def total_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory of the whole machine; 0 where the system does not say.
+    """Bytes of the whole machine's memory; 0 where the system does not say.
 
     Args:
         root: of the file system that is asked.
@@ -54,6 +54,6 @@ def total_memory(root: Path = Path("/")) -> int:
 
 
 def lockable_memory() -> int | None:
-    """Bytes that this process may lock (``ulimit -l``); ``None``: without a limit."""
+    """Bytes that this process may lock (``ulimit -l``); ``None`` without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft

@@ -1,14 +1,14 @@
-"""Load the C++ helpers of ``csrc/`` through ctypes, compiling them once where nobody has yet.
+"""Loads the C++ helpers of ``csrc/`` through ctypes, and compiles each once if there is no library yet.
 
 A helper is one ``csrc/<name>.cpp`` with a plain C ABI: it includes no Python or torch header, so any C++17
 compiler builds it in about a second and the result serves every Python version. Kernels choose their
 instruction set at run time: nothing here asks for ``-march=native``, and a cache on a shared home is safe.
 
-A wheel carries its helpers ready-made in ``gptpar/_lib``. Editable installs, plain checkouts and wheels that
-meet an older C library build on first use into ``$XDG_CACHE_HOME/gptpar/native`` (default ``~/.cache``).
+A wheel contains its compiled helpers in ``gptpar/_lib``. Editable installs, plain checkouts and wheels on a system with
+an older C library build on first use into ``$XDG_CACHE_HOME/gptpar/native`` (default ``~/.cache``).
 
-A library's name ends with the SHA-256 of its bytes, which is checked before the library is loaded: one that a full disk
-or a power cut left incomplete would end the process with a signal, and is built anew instead.
+A library's name ends with the SHA-256 of its bytes, which is checked before it is loaded. A library that a full disk or
+a power cut left incomplete would end the process with a signal; it is built again instead.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ def load(name: str, folder: Path | None = None) -> ctypes.CDLL:
 
 
 def load_or_warn(name: str, without: str) -> ctypes.CDLL | None:
-    """The helper, or ``None`` after a warning where it cannot be had.
+    """The helper as a library, or ``None`` after a warning if it cannot be built or loaded.
 
     Args:
-        without: what happens then, as the beginning of the warning.
+        name: see :func:`load`.
+        without: what happens without it: the beginning of the warning.
     """
     try:
         return load(name)
@@ -85,9 +86,9 @@ def load_or_warn(name: str, without: str) -> ctypes.CDLL | None:
 
 
 def source_dir() -> Path:
-    """Our own sources: an installed wheel's, else the checkout's.
+    """The folder of our own sources: an installed wheel's, else the checkout's.
 
-    What lies beside an installed package belongs to others: ``site-packages/csrc`` is some other package's.
+    A folder beside an installed package is not ours: ``site-packages/csrc`` belongs to some other package.
     """
     is_checkout = (PACKAGE_DIR.parent / "pyproject.toml").is_file()
     return PACKAGE_DIR.parent / "csrc" if is_checkout and not INSTALLED_DIR.is_dir() else INSTALLED_DIR
@@ -96,8 +97,8 @@ def source_dir() -> Path:
 def library_key(source: Path, *builder: str) -> str:
     """``<name>-<key>``; the key covers the source, headers beside it and ours, flags, machine and ``builder``.
 
-    A library of an older header must not be found: the loader shares objects of inline functions between libraries, so
-    that the one would work with what the other has laid out.
+    A library that was built with an older header must not be found. The loader shares the objects of inline functions
+    between libraries, so that one library would read objects with the other's layout.
     """
     headers = {file.name: file for folder in (source_dir(), source.parent) for file in folder.glob("*.h")}
     digest = hashlib.sha256()
@@ -109,7 +110,7 @@ def library_key(source: Path, *builder: str) -> str:
 
 
 def find_library(folder: Path, key: str, *, owner: int | None = None) -> Path | None:
-    """The library ``<key>.<SHA-256 of the file>.so`` of a folder, if it is whole.
+    """The library ``<key>.<SHA-256 of the file>.so`` in a folder, if it is complete; else ``None``.
 
     Args:
         owner: the user that the file must belong to.
@@ -176,18 +177,17 @@ def compile_library(compiler: list[str], source: Path, folder: Path, key: str) -
 
 
 def cache_dir() -> Path:
-    """A directory that this user alone can write, and nobody else can put another one in its place: what lies in it is
-    loaded as code.
+    """A directory that only this user can write or replace, because its contents are loaded as code.
 
-    Falls back to a temporary directory, removed when the process ends, where there can be no such directory below
-    ``$XDG_CACHE_HOME``: the home cannot be written, or other users can write it.
+    If there can be no such directory below ``$XDG_CACHE_HOME``, because it cannot be written or other users can write
+    it, this is a temporary directory that is removed when the process ends.
     """
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(root) / "gptpar" / "native"
     try:
         path.parent.mkdir(0o755, parents=True, exist_ok=True)
         path.mkdir(0o700, exist_ok=True)
-        path = path.resolve()  # links on the way are followed once, and not again after the check
+        path = path.resolve()  # links are followed once, before the check, and not again after it
         path.chmod(0o700)  # fails where the directory is another user's
         mine = path.stat().st_uid == os.getuid() and os.access(path, os.W_OK | os.X_OK)
         if mine and not any(map(others_can_exchange, path.parents)):
@@ -198,7 +198,7 @@ def cache_dir() -> Path:
 
 
 def others_can_exchange(folder: Path) -> bool:
-    """Whether another user than root can rename what lies in ``folder``.
+    """Whether a user other than this one and root can rename entries of ``folder``.
 
     The owner of ``/`` counts as root: in a container's user namespace it may have another number.
     """
@@ -212,7 +212,7 @@ def others_can_exchange(folder: Path) -> bool:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether it is a group of this user alone, as many systems give every user one of the user's name."""
+    """Whether it is this user's private group: many systems give every user a group of the user's name."""
     try:
         user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
     except KeyError:
@@ -250,7 +250,7 @@ def _identity(compiler: list[str]) -> str:
 
 
 def _build_once(compiler: list[str], source: Path, folder: Path, key: str) -> Path:
-    """The library in ``folder``: of many ranks that start together one compiles it and the others wait."""
+    """The library in ``folder``; if many ranks start together, one compiles it and the others wait."""
     found = find_library(folder, key, owner=os.getuid())
     if found is not None:
         return found
@@ -262,8 +262,8 @@ def _build_once(compiler: list[str], source: Path, folder: Path, key: str) -> Pa
 def _lock(folder: Path) -> Iterator[None]:
     """Hold ``folder``'s lock, or go on without it after LOCK_TIMEOUT_S.
 
-    The lock only saves work: two builds at once are harmless because each publishes with an atomic rename. So
-    a file system without locks, or a holder that hangs, must not stop anyone.
+    The lock only saves work: two builds at once are harmless because each publishes with an atomic rename. So a file
+    system without locks, or a holder that hangs, must not stop a process.
     """
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     handle = os.open(folder, os.O_RDONLY)

@@ -1,6 +1,6 @@
-"""Host memory in huge pages, where the system has them: streams through it cost fewer address translations.
+"""Host memory in huge pages, where the system has them: they need fewer address translations.
 
-The CPU optimizer reads four and writes four streams at once.
+That matters to the CPU optimizer, which reads four streams and writes four at once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ LINE_BYTES = 64  # of the caches
 
 
 def zeros(num_bytes: int) -> torch.Tensor:
-    """[num_bytes] of uint8 on a page of its own, of huge pages as far as it fills them; each page is touched.
+    """[num_bytes] zeros of uint8, page-aligned, in huge pages as far as it fills them.
 
-    Written by all of torch's threads, so that the memory lies near the processors that will use it.
+    All of torch's threads write them, so that the memory lies near the processors that will use it.
     """
     return untouched(num_bytes).zero_()
 
 
 def untouched(num_bytes: int) -> torch.Tensor:
-    """The same without a touch: the system gives each page when it is first written, and takes it back at the end."""
+    """The same without writing: the system provides each page when it is first written. The tensor owns the memory."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -37,4 +37,4 @@ def untouched(num_bytes: int) -> torch.Tensor:
 
 def touch(memory: torch.Tensor) -> None:
     """Write each page once, by this thread alone."""
-    ctypes.memset(memory.data_ptr(), 0, memory.nbytes)  # gives Python's lock away
+    ctypes.memset(memory.data_ptr(), 0, memory.nbytes)  # ctypes releases Python's lock

@@ -1,4 +1,4 @@
-"""Page-locked host memory, which a GPU reads and writes by itself while everything else goes on."""
+"""Page-locked host memory, which a GPU can read and write while the CPU does other work."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gptpar.system import pages
 
 
 class PinnedMemory:
-    """A stretch of page-locked memory of the size asked for; torch's own allocator rounds to powers of two.
+    """Page-locked memory of exactly the requested size; torch's own allocator rounds up to powers of two.
 
-    Its pages hold nothing else: none can be locked twice.
+    Its pages hold nothing else, because no page can be locked twice.
 
     Attributes:
         data: [num_bytes], uint8, zeros; locked as long as this object lives.
 
     Raises:
-        GptparError: the system does not allow so much of it.
+        GptparError: the system does not allow that much locked memory.
     """
 
     def __init__(self, num_bytes: int):
@@ -34,12 +34,12 @@ class PinnedMemory:
                 "limit of locked memory (ulimit -l), or offload less."
             )
 
-        # Memory that is given back while it is locked would fail whoever gets the same addresses next.
+        # Memory must be unlocked before it is freed: the next owner of the same addresses could not lock them.
         self._unlock = weakref.finalize(self, _unlock, self.data.data_ptr())
         self._unlock.atexit = False
 
     def close(self) -> None:
-        """Unlock it; nothing may be on its way. It happens by itself when nobody refers to this object any more."""
+        """Unlock the memory; no transfer may be under way. It is unlocked as well when this object is deleted."""
         if self._unlock is not None:
             self._unlock()
 
@@ -55,6 +55,9 @@ class _AsDeviceMemory:
 
 
 def as_device_memory(pinned: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in page-locked memory as one that kernels can write to; the memory must outlive it."""
+    """A view on the GPU of a contiguous tensor in page-locked memory, for kernels to write to.
+
+    The memory must outlive it.
+    """
     seen: torch.Tensor = torch.as_tensor(_AsDeviceMemory(pinned), device="cuda")
     return seen.view(pinned.dtype).view(pinned.shape)

@@ -1,4 +1,4 @@
-"""Processes: whether one still runs, told by its number or by a description of it; and who started whom."""
+"""Processes: whether one still runs, given its number or a description of it, and which processes it has started."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Process:
-    """A process and where its number counts.
+    """A description that identifies a process beyond its number, which other machines and containers use, too.
 
     Attributes:
         host: name of the machine.
         pid: its number there.
-        started: when, in the kernel's ticks since the machine's start; empty where the system does not say.
-        boot: differs after each start of each machine; empty where the system does not say.
-        namespace: in which ``pid`` counts: a container has its own.
+        started: time of its start, in the kernel's ticks since the machine's; empty where the system does not say.
+        boot: identifies a start of a machine; empty where the system does not say.
+        namespace: the PID namespace of ``pid``: a container has its own.
     """
 
     host: str
@@ -31,7 +31,7 @@ class Process:
 
     @classmethod
     def this(cls) -> Process:
-        """The process that asks."""
+        """The calling process."""
         _, started = _state_and_start(os.getpid())
         return cls(socket.gethostname(), os.getpid(), started, _boot(), _namespace())
 
@@ -46,15 +46,15 @@ class Process:
         return cls(pid=int(values["pid"]), **texts)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Values for JSON."""
         return asdict(self)
 
     def is_local(self) -> bool:
-        """Whether its number means the same here."""
+        """Whether its number denotes the same process here."""
         return (self.host, self.boot, self.namespace) == (socket.gethostname(), _boot(), _namespace())
 
     def is_alive(self) -> bool:
-        """Whether a local process still runs; another one with the same number is not taken for it."""
+        """Whether a local process still runs; a later process with the same number is told apart."""
         _, started = _state_and_start(self.pid)
         reused = bool(started and self.started) and started != self.started
         return is_running(self.pid) and not reused
@@ -69,21 +69,21 @@ def is_running(pid: int) -> bool:
     except PermissionError:  # another user's
         pass
     state, _ = _state_and_start(pid)
-    return state not in ("Z", "X")  # a zombie has ended, only nobody has asked for its status
+    return state not in ("Z", "X")  # a zombie has ended, though its parent has not asked for its status
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped a process (SIGSTOP, Ctrl-Z, a debugger)."""
+    """Whether a process is stopped (by SIGSTOP, Ctrl-Z or a debugger)."""
     return _state_and_start(pid)[0] in ("T", "t")
 
 
 def children(pid: int) -> set[int]:
-    """The processes that a process has started and that have not ended; none where the system does not tell."""
+    """The running processes that a process has started; none where the system does not say."""
     return {child for child, parent, state in _family() if parent == pid and state != "Z"}
 
 
 def descendants(pid: int) -> list[int]:
-    """Children and theirs, ended ones too; none where the system does not tell."""
+    """Children, their children and so on, ended ones too; none where the system does not say."""
     started: dict[int, list[int]] = {}
     for child, parent, _ in _family():
         started.setdefault(parent, []).append(child)
@@ -104,7 +104,7 @@ def _family() -> Iterator[tuple[int, int, str]]:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """One letter and the time of start in ticks, as the kernel tells them; empty where it does not."""
+    """(the kernel's letter for a process's state, time of its start in ticks); empty where the system does not say."""
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
 

@@ -11,14 +11,14 @@ BYTES = {
     **{"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40},
 }
 MAX_COUNT = 2**63 - 1
-"""What torch and numpy keep a whole number in."""
+"""The largest whole number that torch and numpy can hold."""
 
 
 def read_count(text: str, most: int = MAX_COUNT) -> int:
     """A whole number from 0 to ``most``, which may be written as 2.4B or 5e8.
 
     Raises:
-        ValueError: why it is none, as a part of a sentence.
+        ValueError: it is no such number; the message, a part of a sentence, says why.
     """
     scale = THOUSANDS.get(text[-1:].upper(), 1)
     number = _number(text if scale == 1 else text[:-1])
@@ -35,18 +35,18 @@ def read_bytes(text: str, unit: str = "B") -> int:
     """Bytes: ``80GiB``, ``1.5 TB``, or a number alone in ``unit``; fractions of a byte are dropped.
 
     Raises:
-        ValueError: why it is no size, as a part of a sentence.
+        ValueError: it is no size; the message, a part of a sentence, says why.
     """
     digits = text.strip().rstrip("BIKMGTbikmgt").rstrip()
     name = text.strip()[len(digits) :].strip() or unit
     number, scale = _number(digits), BYTES.get(name.upper())
     if number is None or scale is None or abs(number) > MAX_COUNT:
-        raise ValueError(f"{text[:40]!r} is no size, such as 80GiB, 80GB or 1.5TiB")
+        raise ValueError(f"{text[:40]!r} is not a size such as 80GiB, 80GB or 1.5TiB")
     return int(number * scale)
 
 
 def positive_gib(text: str) -> float:
-    """An argparse type: a size above 0, in GiB; a number alone is one in GiB."""
+    """An argparse type: a size above 0, returned in GiB; a number without a unit is in GiB."""
     try:
         size = read_bytes(text, "GiB")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a launcher tells the workers that it starts again after a death, and what they leave for the next ones."""
+"""Messages around a restart: what the launcher tells new workers, and what workers leave for the next ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gptpar.system.activity import FOLDER_VARIABLE
 
 VARIABLE = "GPTPAR_RESTART"
 MEMORY_VARIABLE = "GPTPAR_MEMORY_FOLDER"
-"""The launcher names a folder in memory in it, of its own and this machine's, that outlives the workers."""
+"""The environment variable in which the launcher names its folder in this machine's memory; it outlives the workers."""
 
 _BEGUN = "begun"
 _FINAL = "final"
@@ -25,10 +25,10 @@ class Restart:
 
     Attributes:
         number: 0 for the first start.
-        limit: how many restarts there may be.
-        noticed_s: at most so long after the death the launcher knew of it.
-        ended_s: so long it took to end the others.
-        started: on the machine's monotonic clock, when the launcher began to start this worker.
+        limit: number of restarts that are allowed.
+        noticed_s: seconds, at most, from the death until the launcher noticed it.
+        ended_s: seconds that it took to end the other workers.
+        started: when the launcher began to start this worker, on the machine's monotonic clock, in seconds.
     """
 
     number: int = 0
@@ -39,41 +39,41 @@ class Restart:
 
     @classmethod
     def of_worker(cls) -> Restart:
-        """What this process was told; the first start of a run that is not restarted, where nobody tells."""
+        """What the launcher told this process; without a launcher, the first start of a run that is not restarted."""
         text = os.environ.get(VARIABLE)
         return cls(**json.loads(text)) if text else cls()
 
     def to_environment(self) -> dict[str, str]:
-        """For a worker that is started now."""
+        """The environment variable for a worker that is started now."""
         return {VARIABLE: json.dumps(dataclasses.asdict(dataclasses.replace(self, started=time.monotonic())))}
 
 
 def memory_folder() -> Path | None:
-    """Where state outlives this process in this machine's memory; ``None`` without a launcher that restarts."""
+    """The folder in this machine's memory that outlives this process; ``None`` without a launcher that restarts."""
     folder = os.environ.get(MEMORY_VARIABLE)
     return Path(folder) if folder else None
 
 
 def note_begun() -> None:
-    """The first start has left the state that it was told to load: what is in the run's folder now is its own."""
+    """Note that this run has left the state that it was told to load: checkpoints in its folder are now its own."""
     if (folder := _folder()) is not None:
         (folder / _BEGUN).touch()
 
 
 def has_begun() -> bool:
-    """Whether an earlier start came so far."""
+    """Whether an earlier start of this run has called :func:`note_begun`."""
     folder = _folder()
     return folder is not None and (folder / _BEGUN).exists()
 
 
 def note_final() -> None:
-    """This worker's failure is no accident: started again, it would fail again."""
+    """Note that this worker's failure is no accident: after a restart it would fail again."""
     if (folder := _folder()) is not None:
         (folder / f"{_FINAL}{os.environ.get('RANK', '0')}").touch()
 
 
 def is_final(folder: Path, rank: int) -> bool:
-    """Whether this worker said so.
+    """Whether a worker has called :func:`note_final`.
 
     Args:
         folder: of the workers' records of activity.
@@ -82,7 +82,10 @@ def is_final(folder: Path, rank: int) -> bool:
 
 
 def forget_final(folder: Path) -> None:
-    """Other workers come, who have not said so: somebody may have, while another one's death was the cause."""
+    """Remove the workers' notes of :func:`note_final` before a restart.
+
+    A worker may have made one although another one's death was the cause.
+    """
     for path in folder.glob(f"{_FINAL}*"):
         path.unlink()
 

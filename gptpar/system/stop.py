@@ -1,4 +1,4 @@
-"""Signals as a request to stop: at first by an exception, during training by a note that the loop reads."""
+"""Signals that ask a run to stop: before training they raise an exception, during training the loop reads a note."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Schedulers, Ctrl-C, a closed terminal or lost ssh connection, and Slurm's usual warnings before a time limit."""
+"""From schedulers, Ctrl-C, a closed terminal or lost connection, and Slurm's usual warnings before a time limit."""
 
 SAME_REQUEST_SECONDS = 1.0
-"""A Ctrl-C may reach a worker twice, once directly and once through its launcher."""
+"""Within this time a second Ctrl-C is the same one: it may reach a worker directly and through its launcher."""
 
 AT_ONCE_SECONDS = 5.0
-"""How long a second Ctrl-C leaves for removing what is unfinished, before the process ends without it."""
+"""After a second Ctrl-C the process has this long to remove unfinished files; then it ends."""
 
 
 class Stopped(BaseException):
-    """A signal ended what has nothing to save. No Exception: nobody may take it for a failure and go on.
+    """A signal ended a process that has nothing to save.
+
+    It is no ``Exception``, so that no handler of failures catches it and goes on.
 
     Attributes:
         signal: the signal that came.
@@ -34,7 +36,7 @@ class Stopped(BaseException):
 
 
 def stop_at_once(number: int, frame: FrameType | None) -> None:
-    """A signal handler: leave by an exception, which removes temporary files on its way."""
+    """A signal handler that raises an exception, on whose way temporary files are removed."""
     raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
 
@@ -42,16 +44,16 @@ def stop_at_once(number: int, frame: FrameType | None) -> None:
 def handling(
     handler: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals] = STOP_SIGNALS
 ) -> Iterator[None]:
-    """Let ``handler`` answer the signals inside the block (in the main thread; elsewhere they are left alone).
+    """Let ``handler`` answer the signals inside the block; does nothing outside of the main thread.
 
-    A SIGHUP that was ignored from the start stays so: nohup means it.
+    A SIGHUP that the process ignores stays ignored: nohup does that.
     """
     previous = {}
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.getsignal(number) for number in numbers}
     if previous.get(signal.SIGHUP) == signal.SIG_IGN:
         del previous[signal.SIGHUP]
-    # None: a handler that is not Python's and could not be put back, such as faulthandler's.
+    # None: a handler that is not Python's, such as faulthandler's, and could not be restored.
     previous = {number: before for number, before in previous.items() if before is not None}
     try:
         for number in previous:
@@ -63,7 +65,7 @@ def handling(
 
 
 class StopRequest:
-    """Remembers that somebody asked the run to stop. Another Ctrl-C, later, stops at once and without saving.
+    """Notes that a signal asked the run to stop. A later Ctrl-C stops it at once, without saving.
 
     Attributes:
         signal: the first signal that came while there was something to save.
@@ -78,20 +80,20 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Handle the signals inside the block; until :meth:`hold` they end it by an exception."""
+        """Handle the signals inside the block; until :meth:`hold` they raise an exception."""
         try:
             with handling(self._note):
                 yield self
         except Exception:
-            self._end_if_asked()  # an extension module, while it was imported, made another error of the exception
+            self._end_if_asked()  # an extension module that was being imported has made another one of the exception
             raise
         finally:
             if self._end is not None:
                 self._end.cancel()
 
     def hold(self) -> None:
-        """From now on there is something to save: signals are noted."""
-        self._end_if_asked()  # somebody has caught the exception
+        """From now on there is something to save: signals are noted, and raise no exception."""
+        self._end_if_asked()  # other code has caught the exception
         self._holds = True
 
     def _end_if_asked(self) -> None:
@@ -113,7 +115,7 @@ class StopRequest:
 
 
 def _end_process() -> None:
-    """A thread that hangs in a system call cannot be interrupted, and would be waited for."""
+    """End the process at once: Python would wait for a thread that hangs in a system call."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):
             print(f"error: interrupted; a write did not end within {AT_ONCE_SECONDS:g} s", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Layers that tensor parallelism can split."""
+"""Tensor parallelism: linear and embedding layers that are split over the tensor axis, and their transfers."""
 
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 from gptpar.tensor_parallel.collectives import symmetric_memory_works

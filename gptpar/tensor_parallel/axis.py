@@ -1,4 +1,4 @@
-"""Where a process stands on the tensor axis, and what follows for the placement of parameters."""
+"""A process's place on the tensor axis, and the placement of parameters that follows from it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class TensorAxis:
     """This process's place on the tensor axis; by default it is alone there.
 
     Attributes:
-        size: number of ranks that share each layer.
+        size: number of ranks that split each layer.
         rank: this process's position among them.
-        group: these ranks; ``None`` when alone.
-        sequence_parallel: whether each rank holds only its own tokens between layers.
+        group: of these ranks; ``None`` when alone.
+        sequence_parallel: whether each rank holds only its own tokens between layers (Korthikanti et al. 2022).
         fused: whether transfers may be fused with matrix products through symmetric memory.
     """
 
@@ -37,25 +37,25 @@ class TensorAxis:
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether a rank holds only a share of the tokens between layers."""
+        """Whether a rank holds only some of the tokens between layers."""
         return self.sequence_parallel and self.size > 1
 
-    def share(self, length: int) -> tuple[int, int]:
-        """This rank's balanced share [start, stop) of ``length`` rows; shares differ by at most one."""
+    def range_of(self, length: int) -> tuple[int, int]:
+        """This rank's range [start, stop) of ``length`` rows; the ranks' lengths differ by at most one."""
         return self.rank * length // self.size, (self.rank + 1) * length // self.size
 
     def split(self, dim: int, full: int) -> Split:
-        """This rank's share of a parameter's dimension."""
-        return Split(dim, full, self.share(full)[0], -(-full // self.size))
+        """How a dimension of a parameter, of length ``full``, is split; with this rank's range."""
+        return Split(dim, full, self.range_of(full)[0], -(-full // self.size))
 
     @property
     def gradient_between_layers(self) -> Gradient:
-        """Of a replicated parameter that acts on hidden states between layers: a rank may have its own tokens only."""
+        """Of a replicated parameter that acts on hidden states between layers, where ranks may have other tokens."""
         return ADDEND if self.splits_tokens else SAME
 
     @property
     def gradient_inside_layers(self) -> Gradient:
-        """Of a replicated parameter that acts on what a column layer returns: a rank has its own heads or features."""
+        """Of a replicated parameter that acts on a column layer's output, of which ranks have different features."""
         return ADDEND if self.size > 1 else SAME
 
 

@@ -1,4 +1,4 @@
-"""Collectives over the tensor axis, on the dimension of tokens (dim 0), and the layers' views of them for autograd.
+"""Collectives over the tensor axis along the tokens (dim 0), and functions of autograd that are made of them.
 
 Legend: N all tokens of the micro-batch (under sequence parallelism a rank holds N / t of them), D width.
 """
@@ -17,38 +17,38 @@ from gptpar.topology.groups import all_gather_single, reduce_scatter_single
 
 
 def start_gather(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Begin to collect every rank's rows; the result holds them once ``wait()`` has returned."""
+    """Begin to gather every rank's rows; the result holds them once ``wait()`` has returned."""
     full = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     return full, all_gather_single(full, x.contiguous(), group=group, async_op=True)
 
 
 def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Begin to sum over the ranks; this rank gets its rows of the sum. ``x`` must live until ``wait()``.
+    """Begin to sum over the ranks; the result holds this rank's rows of the sum once ``wait()`` has returned.
 
     Args:
-        x: rows of all ranks; their number must be a multiple of the group's size.
+        x: rows of all ranks; their number must be a multiple of the group's size. It must live until ``wait()``.
     """
     assert x.shape[0] % group.size() == 0, f"{x.shape[0]} tokens do not divide over {group.size()} tensor ranks"
-    share = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    return share, reduce_scatter_single(share, x.contiguous(), group=group, async_op=True)
+    own = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    return own, reduce_scatter_single(own, x.contiguous(), group=group, async_op=True)
 
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's rows."""
+    """The rows of all ranks, in the order of ranks."""
     full, work = start_gather(x, group)
     work.wait()
     return full
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's rows of the sum."""
-    share, work = start_reduce_scatter(x, group)
+    """This rank's rows of the sum over ranks."""
+    own, work = start_reduce_scatter(x, group)
     work.wait()
-    return share
+    return own
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum, as a new tensor."""
+    """The sum over ranks, as a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -70,12 +70,12 @@ class _Collective(torch.autograd.Function):
 
 
 def gather_tokens(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-    """All tokens from each rank's; backward sums the ranks' gradients and keeps this rank's tokens."""
+    """The tokens of all ranks; backward sums the ranks' gradients and keeps this rank's tokens."""
     return x if axis.size == 1 else _Collective.apply(x, axis.group, gather, reduce_scatter)
 
 
 def scatter_sum_tokens(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-    """This rank's tokens of the sum over ranks; backward gathers."""
+    """This rank's tokens of the sum over ranks; backward gathers the gradients of all tokens."""
     return x if axis.size == 1 else _Collective.apply(x, axis.group, reduce_scatter, gather)
 
 
@@ -85,14 +85,14 @@ def sum_over(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
 
 
 def copy_to(x: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-    """The same tensor on each rank, used differently on each: backward sums the gradients."""
+    """The tensor itself, which is equal on all ranks; they use it differently, so backward sums the gradients."""
     return x if axis.size == 1 else _Collective.apply(x, axis.group, None, all_reduce)
 
 
 def symmetric_memory_works(group: dist.ProcessGroup) -> bool:
-    """Whether the group's GPUs can read each other's memory, tried on a small buffer. All ranks must ask together.
+    """Whether the group's GPUs can read each other's memory, tried on a small buffer. All ranks call it together.
 
-    That needs CUDA, one host, a GPU for each rank that all processes see, and peer access between all of them.
+    It needs CUDA, one host, one GPU for each rank that all processes see, and peer access between all GPUs.
     """
     if not torch.cuda.is_available():
         return False

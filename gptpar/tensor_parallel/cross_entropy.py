@@ -1,8 +1,9 @@
-"""The output layer and its loss in one, so that the logits of a batch never exist all at once.
+"""The LM head fused with its loss, so that the logits of a micro-batch never exist all at once.
 
-With N tokens and a vocabulary of V, logits in fp32 are 4NV bytes: 3.3 GB for 16 x 1,024 tokens and 50,304 pieces.
-Here a chunk of tokens at a time gets its logits, its loss and, in training, its gradients. On a split vocabulary each
-rank has the logits of its own pieces, and three numbers for each token travel: maximum, sum and the label's logit.
+Logits of N tokens and a vocabulary of V take 4NV bytes in fp32: 3.3 GB for 16 x 1,024 tokens and V = 50,304. Here the
+logits, the loss and, in training, the gradients are formed for a chunk of tokens at a time. If the vocabulary is split,
+each rank forms the logits of its own range, and the ranks exchange three numbers for each token: the maximum, the sum
+of exponentials and the label's logit.
 """
 
 from __future__ import annotations
@@ -18,20 +19,27 @@ from gptpar.kernels.plain_loss import CROSS_ENTROPY, LossTerms, token_losses
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 
 CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
+"""At most this many bytes of logits exist at once, by type of device."""
 
 ROW_PIECES, MIN_ROWS, ROW_TILE = 4, 1 << 13, 128
-"""The weight's gradient is formed in so many pieces of rows, unless they would be too small to keep a GPU busy: who
-takes it early can begin with the first. Always, so that the bits do not depend on whether somebody does."""
+"""The weight's gradient is formed in ``ROW_PIECES`` pieces of at least about ``MIN_ROWS`` rows, multiples of
+``ROW_TILE``. So the CPU optimizer can begin with the first piece while the next one is computed; smaller pieces would
+not keep a GPU busy. Runs without offload form the same pieces, so that the bits do not depend on offload."""
 
 
 def num_chunks(num_tokens: int, vocab_size: int, element_size: int, device_type: str) -> int:
-    """In how many pieces tokens are handled, so that one piece's logits stay within ``CHUNK_BYTES``."""
+    """Number of chunks of tokens, so that one chunk's logits take at most ``CHUNK_BYTES``.
+
+    Args:
+        vocab_size: logits of each token on this rank.
+        element_size: bytes of a logit.
+    """
     tokens_a_chunk = max(1, CHUNK_BYTES[device_type] // (vocab_size * element_size))
     return -(-num_tokens // tokens_a_chunk)
 
 
 def row_pieces(num_rows: int) -> list[slice]:
-    """The rows, cut for the weight's gradient."""
+    """The ranges of rows in which the weight's gradient is formed, in ascending order."""
     count = min(ROW_PIECES, max(1, num_rows // MIN_ROWS))
     size = -(-num_rows // (count * ROW_TILE)) * ROW_TILE
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
@@ -43,7 +51,12 @@ def _weight_grad(
     others_VD: torch.Tensor | None,
     on_rows: Callable[[torch.Tensor, slice], None] | None,
 ) -> torch.Tensor:
-    """The last chunk's gradient in the weight, with the sum of the other chunks', which is used up."""
+    """The weight's gradient: that of the last chunk plus the sum of all others.
+
+    Args:
+        others_VD: this sum; it is overwritten.
+        on_rows: is called with the gradient and some of its rows, as soon as these are formed.
+    """
     grad_VD = hidden_ND.new_empty(grad_NV.shape[1], hidden_ND.shape[1])
     for rows in row_pieces(len(grad_VD)):
         torch.mm(grad_NV[:, rows].t(), hidden_ND, out=grad_VD[rows])
@@ -62,16 +75,16 @@ def _chunk_loss(
     axis: TensorAxis,
     terms: LossTerms,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A chunk's loss over the whole vocabulary and, if there is a scale, the gradient in this rank's logits.
+    """(a chunk's loss over the whole vocabulary, the gradient in this rank's logits or ``None`` without a scale).
 
-    The gradient may take the memory of the logits.
+    The gradient may overwrite the logits.
     """
     kernels = gpu.loss if gpu.takes(logits_NV) else plain_loss
     if axis.size == 1 and scale is not None:
         return kernels.loss_and_grad(logits_NV, labels_N, weights_N, scale, terms)
     lse_N, label_N = _statistics(logits_NV, labels_N, axis, terms)
     loss = (token_losses(lse_N, label_N, terms) * weights_N).sum()
-    return loss, None if scale is None else kernels.share_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms)
+    return loss, None if scale is None else kernels.local_grad(logits_NV, labels_N, lse_N, weights_N, scale, terms)
 
 
 def _statistics(
@@ -79,7 +92,7 @@ def _statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-sum-exp_N, the label's logit_N) over the whole vocabulary."""
     kernels = gpu.loss if gpu.takes(logits_NV) else plain_loss
-    maximum_N, sum_N, label_N = kernels.share_statistics(logits_NV, labels_N, terms.softcap)
+    maximum_N, sum_N, label_N = kernels.local_statistics(logits_NV, labels_N, terms.softcap)
     if axis.size > 1:
         own_maximum_N, maximum_N = maximum_N, maximum_N.clone()
         dist.all_reduce(maximum_N, op=dist.ReduceOp.MAX, group=axis.group)
@@ -90,7 +103,7 @@ def _statistics(
 
 
 def _chunk_tokens(hidden_ND: torch.Tensor, longest_split: int) -> int:
-    """Tokens of a chunk; by the longest split of the vocabulary: every rank must cut the tokens alike."""
+    """Number of tokens in a chunk. It follows from the vocabulary's longest split: all ranks must form equal chunks."""
     num_tokens, element_size = hidden_ND.shape[0], hidden_ND.element_size()
     return -(-num_tokens // num_chunks(num_tokens, longest_split, element_size, hidden_ND.device.type))
 
@@ -104,7 +117,7 @@ def losses_of_tokens(
     vocab_size: int,
     terms: LossTerms = CROSS_ENTROPY,
 ) -> torch.Tensor:
-    """losses_N: each token's loss by itself, which :class:`LinearCrossEntropy` sums; without gradients.
+    """losses_N: the loss of each token, unweighted; without gradients.
 
     Args:
         axis, vocab_size, terms: see :meth:`LinearCrossEntropy.forward`.
@@ -121,11 +134,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     """``sum_n weights[n] * cross_entropy(hidden[n] @ weight.T, labels[n])``, and what ``LossTerms`` add to that.
 
     The gradients are formed in the forward pass, already multiplied by ``scale`` (the loss scale over the number of
-    micro-batches): in fp16 they would vanish if they were scaled later. ``backward`` expects that same scale as the
-    incoming gradient, and corrects for any other.
+    micro-batches): in fp16 they would vanish if they were scaled later. ``backward`` expects the same scale as the
+    incoming gradient, and corrects the gradients for any other.
 
-    On a tensor axis ``weight`` is this rank's share of the vocabulary and ``hidden`` holds all tokens. Every rank gets
-    the whole loss; the hidden's gradient is only what this rank's pieces add to it, still to be summed over the axis.
+    On a tensor axis ``weight`` holds this rank's range of the vocabulary and ``hidden`` holds all tokens. Every rank
+    gets the whole loss. Its gradient of ``hidden`` covers this rank's range alone and has to be summed over the axis.
     """
 
     @staticmethod
@@ -144,11 +157,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         """Returns the scalar loss (fp32 or wider).
 
         Args:
-            axis: the ranks that share the vocabulary.
-            vocab_size: the whole vocabulary, needed where it is shared.
+            labels_N: global numbers of tokens.
+            weights_N: factor of each token's loss, such as 1 / N.
+            scale: scalar, the incoming gradient that ``backward`` will be given.
+            axis: the ranks that split the vocabulary.
+            vocab_size: length of the whole vocabulary, needed if it is split.
             on_weight_grad: is called with the weight's gradient and some of its rows, as soon as these are formed; in
-                ascending order, until it is complete.
-            terms: of the loss beside the cross entropy (:mod:`gptpar.kernels.plain_loss`).
+                ascending order, until all are.
+            terms: what the loss adds to the cross entropy (:mod:`gptpar.kernels.plain_loss`).
         """
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad)

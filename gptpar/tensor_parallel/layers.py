@@ -1,8 +1,7 @@
 """Linear and embedding layers, split over the tensor axis.
 
-Legend of shape suffixes: N tokens, D input width, O output width, V vocabulary. Under sequence parallelism a rank
-holds its own tokens between layers: a column layer takes these and returns all, a row layer takes all and returns
-these.
+Legend: N tokens, D input width, O output width, B batch, S sequence. Under sequence parallelism a rank holds only its
+own tokens between layers: a column layer takes these and returns all tokens, a row layer takes all and returns these.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gptpar.topology.initial_values import Constant, Normal
 from gptpar.topology.placement import REPLICATED, SAME, ParameterSpec
 
 
-def _fair_share(features: int, axis: TensorAxis) -> int:
+def _features_per_rank(features: int, axis: TensorAxis) -> int:
     assert features % axis.size == 0, f"{features} features do not divide over {axis.size} tensor ranks"
     return features // axis.size
 
@@ -33,10 +32,10 @@ class ColumnParallelLinear(nn.Module):
         out_features: width of the whole output.
         bias: whether there is a bias.
         std: standard deviation of the initial weights.
-        parts: the output is this many equal parts (2 for a gated MLP). The weight then has a leading dimension, so
-            that a contiguous slice of its split dimension is a fair share of every part.
+        parts: the output consists of this many equal parts (2 for a gated MLP). If there are several, the weight has
+            one more dimension in front, so that a slice of its split dimension has equally much of every part.
         axis: this process's place on the tensor axis.
-        bias_gradient: whether the bias gets its gradient here; if not, then where the output is read
+        bias_gradient: whether this layer forms the bias's gradient; if not, the function that reads the output does
             (:mod:`gptpar.kernels.bias_gradient`).
     """
 
@@ -53,8 +52,8 @@ class ColumnParallelLinear(nn.Module):
     ):
         super().__init__()
         length = out_features // parts
-        share = _fair_share(length, axis)
-        shape = (share,) if parts == 1 else (parts, share)
+        own = _features_per_rank(length, axis)
+        shape = (own,) if parts == 1 else (parts, own)
         split = axis.split(len(shape) - 1, length)
         self.declared = {
             "weight": ParameterSpec(Normal(std), split, SAME),
@@ -68,11 +67,11 @@ class ColumnParallelLinear(nn.Module):
 
     @property
     def unsummed_bias(self) -> nn.Parameter | None:
-        """The bias, if it gets its gradient where the output is read."""
+        """The bias, if the function that reads the output forms its gradient; else ``None``."""
         return None if self.bias_gradient else self.bias
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's features y_NO of all tokens."""
+        """Returns y_NO: this rank's features of all tokens."""
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
         if bias is not None and not self.bias_gradient:
@@ -89,7 +88,7 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: width of the whole input.
         out_features: width of the output.
-        bias: whether there is a bias; it is whole on every rank and added after the sum over ranks.
+        bias: whether there is a bias; every rank holds it whole and adds it after the sum over ranks.
         std: standard deviation of the initial weights.
         axis: this process's place on the tensor axis.
         bias_gradient: as in :class:`ColumnParallelLinear`.
@@ -110,7 +109,7 @@ class RowParallelLinear(nn.Module):
             "weight": ParameterSpec(Normal(std), axis.split(1, in_features), SAME),
             "bias": ParameterSpec(Constant(0.0), REPLICATED, axis.gradient_between_layers),
         }
-        self.weight = nn.Parameter(torch.empty(out_features, _fair_share(in_features, axis)))
+        self.weight = nn.Parameter(torch.empty(out_features, _features_per_rank(in_features, axis)))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.alone, self.group_name = axis.size == 1, axis.group_name
         self.sequence_parallel, self.fused = axis.sequence_parallel, axis.fused
@@ -122,7 +121,7 @@ class RowParallelLinear(nn.Module):
         return None if self.bias_gradient else self.bias
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Returns the sum y_NO over ranks."""
+        """Returns y_NO: the sum over ranks."""
         bias = self.bias if self.bias is None or self.bias_gradient else self.bias.detach()
         if self.alone:
             return F.linear(x_ND, self.weight, bias)
@@ -131,17 +130,17 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding; each tensor rank holds some of the vocabulary, as evenly as it goes.
+    """Token embedding; each tensor rank holds a range of the vocabulary; their lengths differ by at most one.
 
     Args:
-        num_embeddings: the padded vocabulary.
+        num_embeddings: length of the padded vocabulary.
         width: width of the model.
         std: standard deviation of the initial values.
         axis: this process's place on the tensor axis.
 
     Attributes:
-        on_output_grad: is called with the weight's gradient as an output layer, some rows at a time, before the
-            backward pass begins, which adds the lookup's to it; see
+        on_output_grad: is called with the part of the weight's gradient that the LM head contributes, some rows at a
+            time. That is before the backward pass, which adds the contribution of the lookup; see
             :class:`~gptpar.tensor_parallel.cross_entropy.LinearCrossEntropy`.
     """
 
@@ -157,13 +156,13 @@ class VocabParallelEmbedding(nn.Module):
     ):
         super().__init__()
         assert num_embeddings >= axis.size, f"{num_embeddings} pieces for {axis.size} tensor ranks"
-        self.start, stop = axis.share(num_embeddings)
+        self.start, stop = axis.range_of(num_embeddings)
         self.axis, self.num_embeddings = axis, num_embeddings
         self.declared = {"weight": ParameterSpec(Normal(std), axis.split(0, num_embeddings), SAME)}
         self.weight = nn.Parameter(torch.empty(stop - self.start, width))
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Returns x_ND: all tokens, or under sequence parallelism this rank's."""
+        """Returns x_ND: of all tokens, or under sequence parallelism of this rank's."""
         tokens_N = tokens_BS.flatten()
         if self.axis.size == 1:
             return F.embedding(tokens_N, self.weight)

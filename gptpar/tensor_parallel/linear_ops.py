@@ -1,12 +1,12 @@
-"""Matrix products of split linear layers together with their transfers, as operators that a compiler does not open.
+"""Matrix products of split linear layers together with their transfers, as operators that a compiler leaves whole.
 
-A column layer holds some output features: its input is gathered before, the gradient of its input is summed after.
-A row layer holds some input features: its output is summed after, the gradient of its output is gathered before
-(Shoeybi et al. 2019; with tokens split between layers, Korthikanti et al. 2022). The backward of a column layer runs
-its two transfers beside its two products.
+A column layer holds some output features: it gathers its input before the product, and sums the gradient of its input
+after. A row layer holds some input features: it sums its output after the product, and gathers the gradient of its
+output before (Shoeybi et al. 2019; with tokens split between layers, Korthikanti et al. 2022). A column layer's
+backward overlaps its two transfers with its two products.
 
-Legend: N all tokens, n this rank's (N / t under sequence parallelism, else N), I input features and O output
-features that this rank holds or needs.
+Legend: N all tokens, n this rank's (N / t under sequence parallelism over t ranks, else N), I input features and O
+output features that this rank holds or needs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _fuses(fused: bool, x: torch.Tensor, num_rows: int) -> bool:
 def _gather_times(x: torch.Tensor, matrix: torch.Tensor, group: str, fused: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(all ranks' rows of x, these rows @ matrix)."""
     if _fuses(fused, x, x.shape[0] * _group(group).size()):
-        # The gathered rows are asked for even where they are dropped: without them torch may choose multicast.
+        # return_A even where the caller drops the rows: without it torch may choose multicast.
         rows, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix], 0, group, return_A=True)
         return rows, product
     rows = gather(x, _group(group))
@@ -98,7 +98,7 @@ def row_backward(
 
 @torch.library.custom_op("gptpar::sum_over_ranks", mutates_args=())
 def sum_over_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum over ranks of what each has. Every rank goes on with it in its own way, so backward sums, too."""
+    """The sum of all ranks' tensors. Each rank uses it differently, so backward sums the gradients, too."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_group(group))
     return total

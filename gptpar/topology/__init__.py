@@ -1,1 +1,1 @@
-"""Where everything is: processes on named axes, parameters and their values on these axes, boxes of tensors."""
+"""Placement: processes on named axes, parameters and their initial values on these axes, boxes of tensors."""

@@ -24,6 +24,7 @@ class Link:
 
     Attributes:
         peer: the rank at the other end.
+        group: of this process and the peer.
     """
 
     peer: int
@@ -34,8 +35,8 @@ class Link:
 class Links:
     """A stage's connections: activations come from the previous stage and go to the next, gradients the other way.
 
-    Every link has its own communicator, so that nothing that waits can hold up anything else. The last stage's next
-    one is the first (which interleaved schedules use).
+    Every link has its own communicator, so that a transfer that waits holds up no other one. After the last stage comes
+    the first: interleaved schedules use this link.
     """
 
     activations_in: Link
@@ -46,11 +47,14 @@ class Links:
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's place, made once at start and passed to whoever needs it.
+    """This process's place on all axes, made once at start and passed to the code that needs it.
 
     Attributes:
+        layout: the grid of ranks.
+        rank: this process's.
+        device: where it computes.
         data_group: ranks that hold the same weights and different samples; ``None`` when alone on that axis.
-        tensor_group: ranks that share each layer; ``None`` when alone on that axis.
+        tensor_group: ranks that split each layer; ``None`` when alone on that axis.
         links: connections to the neighbouring stages; ``None`` without a pipeline.
     """
 
@@ -83,10 +87,12 @@ class Topology:
         return self.rank == 0
 
     def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """A group of the processes at some stages of each chain; every process calls it, in the same order.
+        """The group of this process's chain of stages that holds the processes at the given stages.
+
+        Every process calls this for the same stages in the same order.
 
         Returns:
-            The group this process belongs to, or ``None``.
+            ``None`` if this process is not among them, or alone.
         """
         key = tuple(stages)
         if key not in self._stage_groups:
@@ -101,7 +107,7 @@ class Topology:
         return tensor
 
     def any_rank(self, yes: bool) -> bool:
-        """Whether any process says yes (all must ask)."""
+        """Whether any process says yes; all processes call this together."""
         if self.layout.world_size == 1:
             return yes
         votes = torch.tensor([int(yes)])
@@ -110,7 +116,7 @@ class Topology:
 
 
 def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
-    """Create the groups of a layout; every process calls it, after ``init_process_group`` if there are several."""
+    """Create the groups of a layout; all processes call it together, after ``init_process_group``."""
     return Topology(
         layout,
         rank,
@@ -122,7 +128,7 @@ def make_topology(layout: Layout, rank: int, device: torch.device) -> Topology:
 
 
 def _my_group(rank_lists: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Create a group for each list, in which all processes take part; ``None`` for a process that is alone in its."""
+    """Create a group for each list, which all processes do together; returns this rank's, ``None`` if it is alone."""
     mine = None
     for ranks in rank_lists:
         if len(ranks) == 1:
@@ -134,19 +140,19 @@ def _my_group(rank_lists: Iterable[Sequence[int]], rank: int) -> dist.ProcessGro
 
 
 def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group whose collectives give up as early as the world's: torch's default is 30 minutes, whatever was asked."""
+    """A group with the world's timeout, since torch's default of 30 minutes ignores what the user has set."""
     world = dist.group.WORLD
     assert world is not None
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
-    timeout = None if options is None else options._timeout  # a group that plans alone has none
+    timeout = None if options is None else options._timeout  # not every backend has options
     return dist.new_group(list(ranks), timeout=timeout)
 
 
 def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
-    """The links of this process, each tried once: NCCL connects at the first transfer, and waits there for the peer.
+    """The links of this process, each used once: NCCL connects at the first transfer, and waits for the peer.
 
-    In the middle of a schedule, where two stages may first need different links, that wait would never end; here all
-    processes go through the links in one order.
+    Inside a schedule that wait might never end, because two stages may first need different links. Here all processes
+    use the links in the same order.
     """
     hello = torch.zeros(1, device=device)
     stages = layout.pipeline
@@ -170,6 +176,10 @@ def _make_links(layout: Layout, rank: int, device: torch.device) -> Links:
 
 @contextlib.contextmanager
 def open_topology(layout: Layout, *, backend: str | None, timeout_minutes: float) -> Iterator[Topology]:
-    """Join the other processes and create the layout's groups; leave in order at the end."""
+    """Join the other processes and create the layout's groups; leave the processes in order at the end.
+
+    Args:
+        backend, timeout_minutes: see :func:`gptpar.topology.world.open_world`.
+    """
     with open_world(backend, timeout_minutes) as (rank, device):
         yield make_topology(layout, rank, device)

@@ -1,4 +1,4 @@
-"""Initial values as a function of (seed, global parameter name) only.
+"""Initial values as a function of (seed, global parameter name) alone.
 
 Each parameter's full tensor is drawn on the CPU in fp32 from a generator of its own, so that neither the layout, nor
 the device, nor the order of construction changes a single value.
@@ -34,7 +34,7 @@ Init = Normal | Constant
 
 
 def seed_of(seed: int, *words: object) -> int:
-    """A 63-bit seed that depends on the seed and the words, and on nothing else."""
+    """A 63-bit seed that depends on the seed and the words alone."""
     text = "\0".join([str(seed), *map(str, words)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -54,6 +54,7 @@ def initialise(targets: Mapping[str, torch.Tensor | TensorParts], inits: Mapping
         targets: global parameter name -> the tensor, or the parts of it that this process holds (any device and
             dtype), written in place.
         inits: global parameter name -> how it is initialised.
+        seed: the run's.
     """
 
     def fill(name: str, target: TensorParts) -> None:

@@ -1,4 +1,4 @@
-"""Which process sits where: the grid of ranks, as pure arithmetic on named axes."""
+"""The grid of ranks, as pure arithmetic on named axes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from dataclasses import dataclass
 
 TENSOR = "tensor"
-"""The axis of ranks that share each layer."""
+"""The axis of ranks that split each layer."""
 DATA = "data"
 """The axis of ranks that hold the same weights and different samples."""
 PIPELINE = "pipeline"
 """The axis of ranks that hold different layers and pass activations to each other."""
 
 FASTEST_FIRST = (TENSOR, DATA, PIPELINE)
-"""How ranks are numbered: neighbours in a tensor group, which talk most, are neighbours in the machine."""
+"""How ranks are numbered: a tensor group, whose ranks exchange most, has neighbouring ranks and thus one machine."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes; their product is the number of processes."""
+    """A grid of ranks, by the sizes of its axes; their product is the number of processes."""
 
     data: int = 1
     tensor: int = 1
@@ -42,7 +42,7 @@ class Layout:
         return sum(self._stride(axis) * position for axis, position in positions.items())
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Ranks that differ by their positions on these axes alone, in the order of their positions."""
+        """All groups of ranks that differ by their positions on these axes alone, each in ascending order of ranks."""
         others = [axis for axis in FASTEST_FIRST if axis not in axes]
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -54,5 +54,5 @@ class Layout:
         return f"dp{self.data} x tp{self.tensor} x pp{self.pipeline}"
 
     def _stride(self, axis: str) -> int:
-        """How far apart the numbers of neighbours on an axis are."""
+        """The difference of the ranks of neighbours on an axis."""
         return math.prod(map(self.size, FASTEST_FIRST[: FASTEST_FIRST.index(axis)]))

@@ -1,14 +1,14 @@
-"""Where a parameter's value and gradient lie on the axes of processes, declared once beside the layer that owns it.
+"""The placement of a parameter's value and gradient on the axes of processes, declared beside the layer that owns it.
 
-A layer says it of each of its own parameters in an attribute ``declared``:
+A layer declares each of its own parameters in an attribute ``declared``:
 
     self.declared = {"weight": ParameterSpec(Normal(0.02), axis.split(0, width), SAME)}
 
 Everything else (initial values, sums of gradients, norms, checkpoints, memory planning) follows from this, through the
 parameter table (:mod:`gptpar.engine.table`).
 
-A module with buffers has a method ``reset_buffers()``, which gives its own buffers their first values: layers are built
-without memory, and get it afterwards.
+A module with buffers has a method ``reset_buffers()``, which gives its own buffers their initial values: layers are
+built without memory, and get it afterwards.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from gptpar.topology.initial_values import Init
 from gptpar.topology.layout import TENSOR
 
 AXES = frozenset({TENSOR})
-"""Axes that a layer declares; over the data axis every gradient is summed, which no layer has to say."""
+"""Axes that a layer declares. Every gradient is summed over the data axis; layers do not declare that."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Each tensor-parallel rank has its share of one dimension.
+    """Each tensor-parallel rank has a range of one dimension.
 
     Attributes:
         dim: the dimension that is split.
         full: its length in the whole tensor.
-        start: where this rank's share begins on it.
-        longest: the longest share of any rank; shares may be uneven (the vocabulary).
+        start: where this rank's range begins.
+        longest: length of the longest range of any rank; those of the vocabulary may differ.
     """
 
     dim: int
@@ -49,14 +49,14 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Same:
-    """Autograd leaves on each rank the complete gradient of the values that the rank has."""
+    """Autograd leaves on each rank the complete gradient of the values that this rank has."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Autograd leaves an addend on each rank; the gradient is their sum over the ranks of these axes.
+    """Autograd leaves an addend on each rank; the gradient is the sum of the addends over these axes.
 
-    So it is wherever ranks apply the same values to different things: their own tokens, their own heads.
+    This holds wherever ranks apply the same values to different data: their own tokens, or their own heads.
 
     Raises:
         ValueError: there is no such axis.
@@ -82,8 +82,8 @@ class ParameterSpec:
 
     Attributes:
         init: its initial value.
-        value: who has which part of it.
-        gradient: what autograd leaves on each rank.
+        value: which part of it each rank has.
+        gradient: what autograd leaves of its gradient on each rank.
     """
 
     init: Init | None = None
@@ -92,7 +92,7 @@ class ParameterSpec:
 
     @property
     def split(self) -> Split | None:
-        """The split; ``None`` where every rank has the whole parameter."""
+        """How it is split; ``None`` if every rank has the whole parameter."""
         return self.value if isinstance(self.value, Split) else None
 
     @property
@@ -101,7 +101,7 @@ class ParameterSpec:
         return self.gradient.axes if isinstance(self.gradient, Sum) else frozenset()
 
     def problems(self) -> Iterator[str]:
-        """What is missing or contradicts itself."""
+        """Each missing or contradictory declaration, with what to write instead."""
         if self.init is None:
             yield "its initial value is missing: write init=Normal(std) or init=Constant(value)"
         if self.value is None:
@@ -116,13 +116,13 @@ class ParameterSpec:
 
 
 def declared_by(layer: nn.Module, name: str) -> dict[str, ParameterSpec]:
-    """What a layer and the modules inside it declare, by the parameter's name inside the layer.
+    """Name of the parameter inside the layer -> what the layer, or a module inside it, declares of it.
 
     Args:
         name: the layer's, for errors.
 
     Raises:
-        TypeError: a parameter is not declared, or not completely; it names all of them and says what to write.
+        TypeError: parameters are not declared, or not completely; it names all of them and says what to write.
     """
     found: dict[str, ParameterSpec] = {}
     problems = []

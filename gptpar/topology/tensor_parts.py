@@ -1,6 +1,6 @@
-"""Tensors of which a process holds some boxes: what tensor parallelism and sharded optimizer state leave of a tensor.
+"""The boxes of a global tensor that a process holds, with tensor parallelism and sharded optimizer state.
 
-A box is a rectangular part of a global tensor. A range of a row-major array, however it is cut, is a few boxes.
+A box is a rectangular part of a global tensor. Any range of a row-major array consists of a few boxes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes), one number pe
 
 @dataclass(frozen=True)
 class TensorParts:
-    """A global tensor of which this process holds some boxes.
+    """The boxes of a global tensor that this process holds.
 
     Attributes:
         shape: of the global tensor.
-        parts: (offsets in the global tensor, live view with the box's shape) of each box; none if nothing is held.
-        dtype: of the global tensor, known even where nothing of it is held.
+        parts: (offsets in the global tensor, live view with the box's shape) of each box; empty if it holds none.
+        dtype: of the global tensor, known even if this process holds no box.
 
     Raises:
-        ValueError: a box that lies outside the global tensor, or has another dtype.
+        ValueError: a box lies outside the global tensor, or has another dtype.
     """
 
     shape: torch.Size
@@ -43,7 +43,7 @@ class TensorParts:
 
     @property
     def num_held(self) -> int:
-        """How many elements this process holds."""
+        """Number of elements that this process holds."""
         return sum(part.numel() for _, part in self.parts)
 
     def fill(self, full: torch.Tensor) -> None:
@@ -55,12 +55,12 @@ class TensorParts:
 
 
 def whole(tensor: torch.Tensor) -> TensorParts:
-    """A tensor that this process holds all of."""
+    """A tensor that this process holds whole, as one box."""
     return TensorParts(tensor.shape, (((0,) * tensor.dim(), tensor),), tensor.dtype)
 
 
 def as_parts(tensor: torch.Tensor | TensorParts) -> TensorParts:
-    """A plain tensor as one that is held whole; parts as they are."""
+    """The same as :class:`TensorParts`: a plain tensor is held whole."""
     return whole(tensor) if isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -73,11 +73,11 @@ def parts_of_flat(
     flat: torch.Tensor,
     order: Sequence[int] | None = None,
 ) -> TensorParts:
-    """The part of a tensor that a range of a flat buffer holds.
+    """The boxes of a global tensor whose elements a range of a flat buffer holds.
 
     Args:
         shape: of the global tensor.
-        local_shape, offsets: the box of it (a tensor-parallel share, say) whose elements are flattened.
+        local_shape, offsets: the box (a tensor-parallel rank's part, say) whose elements are flattened.
         start, stop: which of the box's elements `flat` holds; start == stop: none.
         flat: [stop - start], a view of the buffer.
         order: the box's dims in the order in which they are flattened, the last one fastest; default: row-major.
@@ -98,7 +98,7 @@ def parts_of_flat(
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that hold exactly the elements start..stop of a row-major array, in order; at most 2 * dims."""
+    """Boxes that hold exactly the elements [start, stop) of a row-major array, in order; at most 2 * dims of them."""
     if start >= stop:
         return
     if not shape:
@@ -120,5 +120,5 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def box_view(tensor: torch.Tensor, box: Box, origin: tuple[int, ...]) -> torch.Tensor:
-    """The part of `tensor` that `box` covers, when the tensor's first element lies at `origin`."""
+    """The part of `tensor` that `box` covers, if the tensor's first element lies at `origin` of the global tensor."""
     return tensor[tuple(slice(o - at, o - at + n) for o, n, at in zip(*box, origin, strict=True))]

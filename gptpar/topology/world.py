@@ -18,7 +18,7 @@ def world_from_environment() -> tuple[int, int, int]:
     """(rank, local rank, world size) as torchrun, mpirun or srun set them; (0, 0, 1) for a process on its own.
 
     Raises:
-        GptparError: with everything that is wrong with these variables.
+        GptparError: these variables are incomplete or contradictory; it names every problem.
     """
     environment = os.environ
     if problems := environment_problems(environment, torch.cuda.device_count()):
@@ -33,10 +33,10 @@ def world_from_environment() -> tuple[int, int, int]:
 
 
 def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[str]:
-    """What is wrong with the variables that say which process of which run this is.
+    """What is wrong with the variables that tell a process its rank.
 
     Args:
-        num_gpus: that this process sees.
+        num_gpus: number of GPUs that this process sees.
     """
     names = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in environment]
     problems = [f"{n}={environment[n]} is not a whole number" for n in names if not environment[n].isdecimal()]
@@ -52,23 +52,28 @@ def environment_problems(environment: Mapping[str, str], num_gpus: int) -> list[
 
 
 def _problems_of_several(environment: Mapping[str, str], num_gpus: int) -> Iterator[str]:
-    """What one of several processes lacks to meet the others."""
+    """What is wrong with the variables that a process needs to meet the others."""
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
-        yield f"{' and '.join(missing)} not set, where the processes meet"
+        yield f"{' and '.join(missing)} not set: the address at which the processes meet"
     elif not environment["MASTER_PORT"].isdecimal():
         yield f"MASTER_PORT={environment['MASTER_PORT']} is not a whole number"
     if num_gpus > 1 and local_rank(environment) is None:
-        yield f"LOCAL_RANK is not set, which says which of {num_gpus} GPUs is this process's own"
+        yield f"LOCAL_RANK is not set: which of {num_gpus} GPUs is this process's"
 
 
 @contextlib.contextmanager
 def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[int, torch.device]]:
     """Join the other processes, and leave them in order at the end; yields this process's rank and device.
 
-    A group that handles CPU tensors beside GPU tensors is ``cpu:gloo,cuda:nccl``. One process alone needs no group.
+    On GPUs the group's backend is ``cpu:gloo,cuda:nccl``, which handles CPU tensors, too. One process alone needs no
+    group.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"``, or ``None`` for NCCL on GPUs and gloo elsewhere.
+        timeout_minutes: how long collectives wait for other processes.
 
     Raises:
-        GptparError: the environment or the backend cannot be, or the processes did not meet.
+        GptparError: the environment is wrong, the backend needs GPUs, or the processes did not meet.
     """
     rank, place, world_size = world_from_environment()
     if backend == "nccl" and not torch.cuda.is_available():
@@ -89,10 +94,13 @@ def open_world(backend: str | None, timeout_minutes: float) -> Iterator[tuple[in
 
 
 def join_world(timeout_minutes: float) -> tuple[int, torch.device]:
-    """Join the other processes, unless the caller has; this process's rank and device.
+    """Join the other processes, unless the caller has already; returns this process's rank and device.
+
+    Args:
+        timeout_minutes: how long collectives wait for other processes.
 
     Raises:
-        GptparError: the environment cannot be, or the processes did not meet.
+        GptparError: the environment is wrong, or the processes did not meet.
     """
     if not dist.is_initialized():
         rank, place, world_size = world_from_environment()
@@ -106,7 +114,11 @@ def join_world(timeout_minutes: float) -> tuple[int, torch.device]:
 
 
 def _device_of(place: int | None) -> torch.device:
-    """This process's GPU, made the current one; ``place``: among the machine's processes."""
+    """This process's GPU, made the current one.
+
+    Args:
+        place: this process's number on its machine; ``None``: keep the current GPU.
+    """
     current = torch.cuda.current_device() if place is None else place % torch.cuda.device_count()
     torch.cuda.set_device(current)
     return torch.device("cuda", current)

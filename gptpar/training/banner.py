@@ -17,7 +17,7 @@ from gptpar.model.gpt import gpt_model
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.optim.schedule import make_schedule
 from gptpar.pipeline.module import LayerSplit
-from gptpar.pipeline.schedules import idle_share, simulate
+from gptpar.pipeline.schedules import simulate, simulated_bubble
 from gptpar.plan.job import Job
 from gptpar.plan.memory import memory_of_stages, stage_memory
 from gptpar.reporting.banner import Row, Section, banner, format_bytes, format_count, ranges
@@ -180,7 +180,7 @@ def _pipeline(config: Config, layout: Layout, plan: BatchPlan, split: LayerSplit
         return []
     num_micro = plan.full // (config.batch.micro_batch_size * layout.data)
     chunks = config.parallel.num_virtual_stages
-    idle = idle_share(simulate(layout.pipeline, num_micro, chunks))
+    idle = simulated_bubble(simulate(layout.pipeline, num_micro, chunks))
     layers = [split.layers_of(stage) for stage in range(layout.pipeline)]
     rows = [
         Row(

@@ -54,7 +54,7 @@ class GptEngine:
 def make_engine(config: Config, topology: Topology, *, tries_memory: bool = False) -> GptEngine:
     """Apply the parallelisms: tensor (inside the layers), recompute, pipeline, then ZeRO over the data axis.
 
-    The partial gradient comes last: it hangs itself on the embedding, and submits where the engine cuts a step.
+    The partial gradient comes last: it registers with the embedding, and submits at the engine's graph breaks.
 
     Args:
         config: resolved, with the padded vocabulary filled.
@@ -141,7 +141,7 @@ def make_pipeline(
         build=build_on_meta,
         recompute=partial(recomputed_blocks, config, frozenset(model.names(Role.BLOCK))),
         keep=Keep(partition, recompute.checkpoint_in_cpu, random=False),  # masks are functions of their seeds
-        token_shares=tensor.size if tensor.splits_tokens else 1,
+        token_splits=tensor.size if tensor.splits_tokens else 1,
         boundary=boundary,
     )
 

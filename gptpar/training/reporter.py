@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gptpar.config import Config
-from gptpar.engine.readings import Moment
+from gptpar.engine.readings import TimingEvent
 from gptpar.model.flops import flops_per_token, mfu, peak_flops, tflops_per_gpu
 from gptpar.reporting.console import iteration_line, task_line, timing_line, validation_lines
 from gptpar.reporting.records import CpuOptimizerTimes, IterationRecord, MemoryStats, TaskRecord, ValidationRecord
@@ -75,7 +75,7 @@ class Reporter:
         self._peak = device_peak(self.config.precision.dtype, self.device)
         self._restarts = Restart.of_worker().number
         self.follow(self.plan)
-        self._since = Moment(self.device)
+        self._since = TimingEvent(self.device)
 
     def follow(self, plan: BatchPlan) -> None:
         """The run's length is another from now on."""
@@ -83,11 +83,11 @@ class Reporter:
 
     def restart_clock(self) -> None:
         """What happened since the last step (an evaluation, a save) is nobody's step time."""
-        self._since = Moment(self.device)
+        self._since = TimingEvent(self.device)
 
     def step(self, numbers: StepNumbers, progress: Progress) -> None:
         """Report a finished step; ``progress`` includes it."""
-        now = numbers.step.readings.moment
+        now = numbers.step.readings.event
         elapsed, self._since = now.seconds_since(self._since), now
         record = self._record(numbers, progress, elapsed)
         self._window.append(record)

@@ -108,7 +108,9 @@ class Trainer:
         self._graph: StepGraph | None = None
         if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
             engine = self.engine
-            self._graph = StepGraph(self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.cuts)
+            self._graph = StepGraph(
+                self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.graph_breaks
+            )
         dtype = self.engine.optimizer.master.dtype  # fp16 may be too narrow for the loss scale
         self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss
         self._iteration = 0
@@ -205,7 +207,7 @@ class Trainer:
         self.activity.note(f"iteration {iteration}, optimizer step")
         hyperparameters, scale = self._hyperparameters(progress), self.loss_scale.value
         square, asked = self.engine.square_of_grad(), Votes.number(stop, saves)
-        sums = [square, self._share_of_mean(loss), torch.full_like(square, asked), *self._auxiliary_shares()]
+        sums = [square, self._addend_of_mean(loss), torch.full_like(square, asked), *self._auxiliary_addends()]
         square, mean_loss, votes, *auxiliary = self.topology.sum_over_all(torch.stack(sums))
         norm = square.sqrt() / torch.full_like(square, scale)  # a number would be inverted and multiplied on GPUs
         timeout_s = 60 * self.config.parallel.distributed_timeout_minutes
@@ -244,12 +246,12 @@ class Trainer:
             UPDATE: self.layer_norms.of_update(old),
         }
 
-    def _share_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
+    def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """What this process adds to the mean loss: zero but on the last stage, whose tensor ranks all have the loss."""
-        share = loss.double() / (self.topology.layout.data * self.topology.layout.tensor)
-        return share if self.pipeline.has_loss else torch.zeros_like(share)
+        addend = loss.double() / (self.topology.layout.data * self.topology.layout.tensor)
+        return addend if self.pipeline.has_loss else torch.zeros_like(addend)
 
-    def _auxiliary_shares(self) -> list[torch.Tensor]:
+    def _auxiliary_addends(self) -> list[torch.Tensor]:
         """What this process adds to the mean auxiliary losses: a layer's tensor ranks have a mean each."""
         count = self.topology.layout.data * self.topology.layout.tensor
         return [mean / count for mean in self.pipeline.auxiliary.means(self.topology.device)]
@@ -259,7 +261,7 @@ class Trainer:
         """The mean loss of one global batch without dropout, over all processes."""
         losses = self._losses(batches)
         mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self.topology.device)
-        return self.topology.sum_over_all(self._share_of_mean(mean))
+        return self.topology.sum_over_all(self._addend_of_mean(mean))
 
     @torch.no_grad()
     def evaluate_sum(self, batches: Sequence[MicroBatch]) -> torch.Tensor:

@@ -26,7 +26,7 @@ def test_only_whole_steps() -> None:
     for verb in (lambda: engine(torch.ones(3, WIDTH)), lambda: engine.backward(torch.ones(())), engine.step):
         with pytest.raises(GptparError, match=r"^a pipeline takes whole steps: call engine.train_batch\(data_iter\)"):
             verb()
-    with pytest.raises(GptparError, match="full_gradient.. is there between"):
+    with pytest.raises(GptparError, match="full_gradient.. works only between"):
         engine.full_gradient("layers.0.weight")
     with pytest.raises(GptparError, match="called under torch.no_grad"), torch.no_grad():
         engine.train_batch(vectors(torch.float32))
@@ -60,7 +60,7 @@ def test_parameters_that_layers_share_in_silence() -> None:
         "both have it sum its gradients."
     )
     assert captured == (
-        "layers.3 is a function that uses the parameters of a Linear, which it is not given by the engine: write "
+        "layers.3 is a function that uses the parameters of a Linear, which the engine does not gather for it: write "
         "TiedLayerSpec(key, ..., forward_fn=function) here and where the layer is, or make it a layer of its own."
     )
     assert partial.startswith("layers.4 is a function that uses the parameters of a Linear")
@@ -74,7 +74,7 @@ def test_configurations_that_do_not_fit_the_layers() -> None:
 
     pipeline = PipelineModule(chain(), 1, loss_fn=square)
     assert problems(chain(), small_config(3)) == [
-        "config: pipeline.stages is 3, of which 1 process(es) are no multiple: start a multiple."
+        "config: pipeline.stages is 3, and 1 process(es) are no multiple of it: start a multiple."
     ]
     assert problems(chain(), small_config(0)) == ["config: pipeline.stages is 0: at least 1 is needed."]
     assert problems(chain(), small_config(1, gptpar={"virtual_stages": 2, "units": ["A"], "step_graph": True})) == [

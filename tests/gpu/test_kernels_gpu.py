@@ -37,11 +37,11 @@ def test_loss_kernels_equal_torch(dtype: torch.dtype, shape: tuple[int, int], te
     torch.testing.assert_close(grad.double(), wanted_grad, **TOLERANCE[dtype])
 
     labels -= shape[1] // 2  # half of them belong to another rank
-    got, wanted = (k.share_statistics(logits, labels, terms.softcap) for k in (gpu.loss, plain_loss))
+    got, wanted = (k.local_statistics(logits, labels, terms.softcap) for k in (gpu.loss, plain_loss))
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     lse = wanted[1].log() + wanted[0]
-    got_grad = gpu.loss.share_grad(logits.clone(), labels, lse, weights, scale, terms)
-    wanted_grad = plain_loss.share_grad(logits, labels, lse, weights, scale, terms)
+    got_grad = gpu.loss.local_grad(logits.clone(), labels, lse, weights, scale, terms)
+    wanted_grad = plain_loss.local_grad(logits, labels, lse, weights, scale, terms)
     torch.testing.assert_close(got_grad, wanted_grad, **TOLERANCE[dtype])
 
 

@@ -86,8 +86,8 @@ def test_an_early_gradient_of_the_embedding_changes_no_bit(
         plain = run(f"{words} --offload-speculation off --cuda-graph off", micro_batches=micro_batches)
     offer = HostOptimizer.submit_gradient
 
-    def held_up(share: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
-        offer(share, unit, grad, formed=formed)
+    def held_up(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+        offer(host, unit, grad, formed=formed)
         if formed is not None:
             torch.cuda._sleep(25_000_000)  # some 15 ms
 

@@ -124,7 +124,7 @@ GRADIENTS = [
     Mutation(
         "wait-for-the-CPU-optimizer-skipped",
         GATHERER,
-        "            self._cuts.at(partial(self._subscriber.wait, unit))\n",
+        "            self._graph_breaks.at(partial(self._subscriber.wait, unit))\n",
         "            pass\n",
         (RATIOS,),
     ),
@@ -162,8 +162,9 @@ GRADIENTS = [
     Mutation(
         "norm-of-a-recorded-step-taken-when-it-is-recorded",
         ROUTER,
-        "        self._cuts.at(partial(self._hand_over, unit.name, norms, shard[low:]))\n",
-        "        self._norm.take(norms)\n        self._cuts.at(partial(self._hand_over, unit.name, {}, shard[low:]))\n",
+        "        self._graph_breaks.at(partial(self._hand_over, unit.name, norms, shard[low:]))\n",
+        "        self._norm.take(norms)\n"
+        "        self._graph_breaks.at(partial(self._hand_over, unit.name, {}, shard[low:]))\n",
         (RECORDED,),
     ),
     Mutation(

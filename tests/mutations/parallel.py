@@ -46,7 +46,7 @@ PARALLEL = [
         AXIS,
         "return self.rank * length // self.size, (self.rank + 1) * length // self.size",
         "return self.rank * (length // self.size), (self.rank + 1) * (length // self.size)",
-        ("tests/ranks/test_tensor_parallel.py::test_shares_are_balanced_and_cover",),
+        ("tests/ranks/test_tensor_parallel.py::test_ranges_are_balanced_and_cover",),
     ),
     Mutation(
         "gradient-of-own-tokens-declared-complete",
@@ -72,7 +72,7 @@ PARALLEL = [
     Mutation(
         "auxiliary-loss-whole-on-each-share-of-the-tokens",
         "gptpar/pipeline/auxiliary_losses.py",
-        "return grad / self._token_shares if self._token_shares > 1 else grad",
+        "return grad / self._token_splits if self._token_splits > 1 else grad",
         "return grad",
         ("tests/ranks/test_auxiliary_losses.py::test_all_layouts_compute_the_same",),
     ),

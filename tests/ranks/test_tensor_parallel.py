@@ -281,10 +281,10 @@ def test_what_does_not_divide_is_refused_and_symmetric_memory_needs_gpus() -> No
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("length", "size"), [(64, 3), (7, 4), (5, 5), (50_257, 8)])
-def test_shares_are_balanced_and_cover(length: int, size: int) -> None:
+def test_ranges_are_balanced_and_cover(length: int, size: int) -> None:
     axes = [TensorAxis(size, rank) for rank in range(size)]
-    shares = [axis.share(length) for axis in axes]
-    assert [start for start, _ in shares] == [0, *(stop for _, stop in shares[:-1])] and shares[-1][1] == length
-    sizes = [stop - start for start, stop in shares]
+    spans = [axis.range_of(length) for axis in axes]
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])] and spans[-1][1] == length
+    sizes = [stop - start for start, stop in spans]
     assert max(sizes) - min(sizes) <= 1
     assert {axis.split(0, length).longest for axis in axes} == {max(sizes)}

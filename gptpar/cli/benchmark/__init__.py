@@ -26,5 +26,5 @@ def main(argv: list[str]) -> int:
 
 
 def _belongs_to_sweep(name: str, value: object) -> bool:
-    """Whether a flag was given that has no meaning alone."""
+    """Whether a flag was given that has no meaning without ``--sweep``."""
     return value is not None and (name.startswith("sweep_") or name in ("png", "json_lines"))

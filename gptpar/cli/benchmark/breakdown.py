@@ -1,4 +1,4 @@
-"""Where a step's time goes on the device: kernels by kind, and the time in which none computes."""
+"""Shows where a step's time goes on the device: kernels by kind, and the time in which none computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gptpar.reporting.trace import COMMUNICATION, HOST_UPDATE, KINDS, OTHER, TRA
 
 TRACED_STEPS = 2
 UNTRACED_BEFORE = 1
-"""The first step under a profiler pays for its start."""
+"""Steps that the profiler skips, because the first one includes the profiler's own start."""
 
 HOST_LANE = 1 << 22  # no thread of the system has this number
 
@@ -29,9 +29,9 @@ class Breakdown:
 
     Attributes:
         kinds: summed kernel time by kind; kernels that run at the same time count twice.
-        exposed: communication, or transfers to and from the host, while nothing computes.
-        idle: nothing at all.
-        step: the whole.
+        exposed: time of communication, or of transfers to and from the host, while no kernel computes.
+        idle: time in which nothing runs.
+        step: the whole step.
     """
 
     kinds: dict[str, float]
@@ -45,7 +45,7 @@ class Breakdown:
         return self.step - self.exposed - self.idle
 
     def summary(self) -> dict[str, float]:
-        """All kinds together, by the names under which the table shows them."""
+        """All times, by their names in the table."""
         return {
             "computing (union)": self.computing,
             "exposed communication and transfers": self.exposed,
@@ -73,10 +73,10 @@ def break_down(kernels: Sequence[tuple[str, float, float]], steps: int) -> Break
 
 
 class Tracer:
-    """Records the last steps of a run; without a GPU the host's operators.
+    """Profiles the last steps of a run; without a GPU, the host's operators.
 
     Args:
-        first: steps that go by before it begins.
+        first: number of steps before it begins.
     """
 
     def __init__(self, first: int):
@@ -94,26 +94,26 @@ class Tracer:
         self._profile.start()
 
     def step(self) -> None:
-        """A step was launched."""
+        """Note that a step was launched."""
         self._profile.step()
 
     def end(self) -> None:
-        """The device has finished."""
+        """End the profile, after the device has finished."""
         self._profile.stop()
 
     def save(self, path: Path, host_updates: Sequence[tuple[str, float, float]] = ()) -> None:
         """Write a trace for Perfetto or chrome://tracing.
 
         Args:
-            host_updates: of the CPU optimizer, whose threads the profiler does not see: unit, begin and end
-                (:func:`time.monotonic`).
+            host_updates: (unit, begin, end) of the CPU optimizer's updates, whose threads the profiler does not see;
+                times of :func:`time.monotonic`.
         """
         self._profile.export_chrome_trace(str(path))
         if host_updates:
             path.write_text(json.dumps(with_host_updates(json.loads(path.read_text()), host_updates)))
 
     def breakdown(self) -> Breakdown:
-        """Sum up the device's work."""
+        """The sum of the device's work."""
         events: list[Any] = list(self._profile.events() or [])
         kernels = [
             (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
@@ -124,7 +124,7 @@ class Tracer:
 
 
 def with_host_updates(trace: dict[str, Any], updates: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
-    """A trace with a lane of its own for the CPU optimizer's updates of that time."""
+    """The trace with an additional lane for the CPU optimizer's updates in its time."""
     shift = time.time() - time.monotonic() - trace["baseTimeNanoseconds"] / 1e9
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     first, last = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)

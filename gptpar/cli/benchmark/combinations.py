@@ -1,4 +1,4 @@
-"""A sweep's combinations: the candidates of what its flags list, and why some of them are not started."""
+"""A sweep's combinations: all combinations of the values that its flags list, some of which are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gptpar.config.fields import as_word
 from gptpar.config.flags import ParsedFlags, flag_name
 from gptpar.errors import ConfigError
 from gptpar.plan.space.candidate import Candidate, configured
-from gptpar.plan.space.spaces import CHOSEN, Wishes, to_measure
+from gptpar.plan.space.spaces import CHOSEN, SweepValues, to_measure
 from gptpar.topology.layout import Layout
 
 LABELS = {
@@ -23,15 +23,15 @@ LABELS = {
     "virtual": "{} virtual",
     "CPU ratio": "CPU ratio {}",
 }
-"""How each column of the table is written in a sentence."""
+"""Column of the table -> how its cell is written in a sentence."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A candidate as a sweep shows it.
+    """A candidate of a sweep.
 
     Attributes:
-        typed: with the candidate's changes and what follows from them.
+        typed: the flags with the candidate's changes, and with values that follow from them.
         refusal: why it is not started; empty if it is.
     """
 
@@ -68,7 +68,7 @@ class Combination:
 
 
 def contradictions(parsed: ParsedFlags) -> Iterator[str]:
-    """Flags that a sweep cannot have beside its own."""
+    """Problems of flags that contradict those of a sweep."""
     for wish, fields in CHOSEN.items():
         for name in fields:
             if getattr(parsed.rest, f"sweep_{wish}") is not None and name in parsed.given:
@@ -83,8 +83,8 @@ def contradictions(parsed: ParsedFlags) -> Iterator[str]:
 
 def combinations(parsed: ParsedFlags, count: int) -> list[Combination]:
     """All combinations on a number of processes, in the order in which they are to run; refused ones too."""
-    wishes = Wishes(**{wish: getattr(parsed.rest, f"sweep_{wish}") for wish in CHOSEN})
-    found = to_measure(parsed.flags, parsed.given, count, wishes)
+    values = SweepValues(**{name: getattr(parsed.rest, f"sweep_{name}") for name in CHOSEN})
+    found = to_measure(parsed.flags, parsed.given, count, values)
     return [_combination(parsed, count, candidate) for candidate in found]
 
 
@@ -101,7 +101,7 @@ def _combination(parsed: ParsedFlags, count: int, candidate: Candidate) -> Combi
 
 
 def _needless(parsed: ParsedFlags, count: int, layout: Layout, flags: Flags) -> str:
-    """What could run and would measure something else, or the same again."""
+    """Refusals of combinations that could run, but would measure something else, or the same again."""
     if layout.world_size != count and count % (layout.tensor * layout.pipeline) == 0:
         return f"{layout.describe()} is {layout.world_size} processes, and here are {count}."
     stages = parsed.rest.sweep_zero

@@ -1,4 +1,4 @@
-"""What a result line says of the machine: where it comes from, and the memory that was taken."""
+"""Facts of the machine for a result line: its name, the date, the commit, and the memory that was used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def about_machine(count: int) -> dict[str, str]:
     """The machine, the date and, in a checkout, the commit.
 
     Args:
-        count: processes that measure.
+        count: number of processes that measure.
     """
     cores = f"{len(host.cores())} cores"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -34,7 +34,7 @@ def about_machine(count: int) -> dict[str, str]:
 
 
 def peak_memory(on_gpu: bool) -> dict[str, float | None]:
-    """The most that this process has had, in GiB: of the GPU by tensors and by the allocator, and of the host."""
+    """The peak memory of this process in GiB: on the GPU by tensors and by the allocator, and on the host."""
     found = {
         "peak_mem_gib": torch.cuda.max_memory_allocated() if on_gpu else None,
         "peak_reserved_gib": torch.cuda.max_memory_reserved() if on_gpu else None,

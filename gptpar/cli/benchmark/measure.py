@@ -78,13 +78,14 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None] | None = None) -> ParsedFlags:
-    """Read a benchmark's command line and fill what it need not say; what the user said stays.
+    """Parse a benchmark's command line, and add values that it may leave out; values that the user gave stay.
 
     Args:
-        more_flags: adds flags of a verb that goes beyond one benchmark.
+        argv: the words of the command line.
+        more_flags: adds the flags of a verb that does more than one benchmark.
 
     Raises:
-        ConfigError: a flag without its value.
+        ConfigError: a flag lacks its value.
     """
 
     def flags(parser: argparse.ArgumentParser) -> None:
@@ -112,15 +113,15 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
 
 
 def _of_one_size(flags: Flags) -> tuple[Flags, list[Derived]]:
-    """Steps of several sizes have no median: the size that the run ends with is timed."""
+    """Flags with one batch size, because steps of several sizes have no median: the last size is timed."""
     batch, derived = flags.batch, []
     if batch.rampup_batch_size is not None:
         flags = flags.update("batch", rampup_batch_size=None)
         derived = [Derived("rampup batch size", "none", "the batch that the ramp ends with is timed")]
     if batch.step_batch_size_schedule is not None:
-        with contextlib.suppress(ValueError):  # told when the flagsuration is resolved
+        with contextlib.suppress(ValueError):  # reported when the configuration is resolved
             last = BatchSizes(read_schedule(batch.step_batch_size_schedule, 1)).last
-            same = batch.global_batch_size or last  # told, too, where it is another one
+            same = batch.global_batch_size or last  # another size is reported then, too
             if same == last:
                 flags = flags.update("batch", step_batch_size_schedule=None, global_batch_size=last)
                 derived.append(Derived("global batch size", last, "timed: the last of --step-batch-size-schedule"))
@@ -191,7 +192,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def measure(parsed: ParsedFlags, argv: list[str]) -> int:
-    """Time the steps; the main process prints the line last, or says that there is none where a signal ended the run.
+    """Time the steps. The main process prints the line last; if a signal ended the run, it says that there is none.
 
     Args:
         argv: the command line that was parsed, for the workers.

@@ -1,4 +1,4 @@
-"""What ``gptpar plan`` expects of a sweep's combinations."""
+"""The predictions of ``gptpar plan`` for a sweep's combinations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gptpar.plan.planner import Plan, Planner
 
 
 def known_gpu() -> str | None:
-    """The name under which plan knows this machine's GPU: of several variants the one with the nearest memory."""
+    """The name that plan has for this machine's GPU; of several variants, the one with the most similar memory."""
     if not torch.cuda.is_available():
         return None
     device, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / GIB
@@ -25,7 +25,7 @@ def known_gpu() -> str | None:
 
 
 def unknown_to_plan(flags: Flags) -> Iterator[str]:
-    """Flags in use that change speed or memory and that plan does not look at."""
+    """Flags in use that change speed or memory, but that plan does not know."""
     for flag, used in (
         ("--log-params-norm", flags.logging.log_params_norm),
         ("--log-num-zeros-in-grad", flags.logging.log_num_zeros_in_grad),
@@ -38,7 +38,7 @@ def predict(parsed: ParsedFlags, chosen: Sequence[Combination], count: int) -> l
     """The plan of each combination.
 
     Raises:
-        ConfigError: plan does not know the GPU, or not its speed in this number format.
+        ConfigError: plan does not know the GPU, or its speed in this number format.
     """
     gpu = parsed.rest.sweep_gpu or known_gpu()
     if gpu is None:
@@ -55,7 +55,7 @@ def predict(parsed: ParsedFlags, chosen: Sequence[Combination], count: int) -> l
 def most_promising(
     chosen: Sequence[Combination], plans: Sequence[Plan], most: int
 ) -> tuple[list[tuple[Combination, Plan]], list[Combination]]:
-    """(those expected to fit, fastest first, at most so many; the others with the reason)."""
+    """(the fastest combinations that are expected to fit, fastest first; the others, with the reason)."""
     ranked = sorted(zip(chosen, plans, strict=True), key=lambda pair: (not pair[1].fits, pair[1].time.total))
     kept = [pair for pair in ranked if pair[1].fits][:most]
     left = [dataclasses.replace(one, refusal=_why(plan)) for one, plan in ranked[len(kept) :]]

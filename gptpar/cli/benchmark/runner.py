@@ -1,4 +1,4 @@
-"""Runs a command in processes of its own, for a time that is bounded, and tells its result or why it has none."""
+"""Runs a command in processes of its own, for a limited time, and returns its result or why it has none."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from typing import Any
 from gptpar.system.processes import descendants
 
 GRACE_S = 15.0
-"""Between the end of the workers and that of the process that started them, which cleans up after them."""
+"""Time between the end of the workers and that of the process that started them, which cleans up after them."""
 MAX_CHARACTERS = 100
-"""Of a reason in the table."""
+"""The longest reason in the table, in characters."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """What came of a command.
+    """The outcome of a command.
 
     Attributes:
-        result: the last JSON object it printed; ``None`` if it failed.
+        result: the last JSON object that it printed; ``None`` if it failed.
         failure: a few words; empty if it did not.
         seconds: how long it took.
     """
@@ -39,11 +39,11 @@ class Completed:
 
 
 def run_command(command: Sequence[str], timeout: float, *, wants_result: bool = True) -> Completed:
-    """Run a command; on Ctrl-C, and when its time is over, all its processes end.
+    """Run a command; after Ctrl-C, or at the end of its time, all its processes are ended.
 
     Args:
         timeout: seconds.
-        wants_result: whether it fails if it prints no JSON object.
+        wants_result: whether a command that prints no JSON object has failed.
     """
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
@@ -83,13 +83,13 @@ def reason(output: str, status: int) -> str:
     """Why a command failed, in a few words.
 
     Args:
-        status: as subprocess tells it; negative for a signal.
+        status: as subprocess returns it; negative for a signal.
     """
     if re.search(r"OutOfMemoryError|(cuda|hip)[^\n]*out of memory", output, re.IGNORECASE):
         return "out of GPU memory"
     if status == -signal.SIGKILL or "was killed by SIGKILL" in output:
         return "killed by SIGKILL, as when the machine's memory is full"
-    # Of a worker's error and the launcher's word about it, the first tells more.
+    # Of a worker's error and the launcher's message about it, the first says more.
     own = [line for line in output.splitlines() if line.startswith("error: ") and "ended with exit code" not in line]
     raised = re.findall(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", output, re.MULTILINE)
     text = [line.removeprefix("error: ") for line in own] + raised
@@ -98,7 +98,7 @@ def reason(output: str, status: int) -> str:
 
 @contextlib.contextmanager
 def terminated_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM, too, ends the processes that are running, which have sessions of their own."""
+    """A context in which SIGTERM acts as Ctrl-C: running processes, which have sessions of their own, are ended."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -114,7 +114,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End a process and all that it started, whose sessions are their own and who may not listen to anything."""
+    """End a process and all that it has started; these have sessions of their own, and may ignore signals."""
     workers = descendants(process.pid)
     for worker in workers:
         _kill(worker)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gptpar.cli.benchmark.combinations import Combination, combinations, contradictions
@@ -25,13 +25,13 @@ from gptpar.system.command_line import positive_float, positive_int
 Runner = Callable[[Sequence[str], float], Completed]
 """Runs a command for at most a number of seconds."""
 SAID_PER_COMBINATION = "--sequence-parallel"
-"""A switch that only some layouts can have: it is left out of the words that all share."""
+"""A switch that only some layouts can have; it is left out of the words that all runs share."""
 INTERRUPTED = 130
 TIMEOUT_S = 600.0
 
 
 def sweep_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what a sweep is told beyond a benchmark."""
+    """Add the flags of a sweep."""
     group = parser.add_argument_group(
         "sweep",
         "Time combinations of layouts and other choices, best first. Each combination runs in processes of its own. "
@@ -57,9 +57,11 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=cpu_ratio,
         metavar="X",
-        help="shares of the optimizer on the CPU; 0 is without --cpu-optimizer, unless it is given",
+        help="ratios of the CPU optimizer; 0 is without --cpu-optimizer, unless that is given",
     )
-    group.add_argument("--sweep-top", type=positive_int, metavar="N", help="run only the N that plan expects most of")
+    group.add_argument(
+        "--sweep-top", type=positive_int, metavar="N", help="run only the N that plan expects to be the fastest"
+    )
     group.add_argument(
         "--sweep-gpu", choices=tuple(GPUS), help="the data sheet for --sweep-top (default: this machine's GPU)"
     )
@@ -67,26 +69,31 @@ def sweep_flags(parser: argparse.ArgumentParser) -> None:
         "--sweep-timeout", type=positive_float, metavar="S", help=f"seconds for a combination (default: {TIMEOUT_S:g})"
     )
     group.add_argument("--png", type=Path, metavar="FILE", help="draw the sweep's results")
-    group.add_argument("--json-lines", type=Path, metavar="FILE", help="append a JSON line for each that was measured")
+    group.add_argument(
+        "--json-lines", type=Path, metavar="FILE", help="append a JSON line for each combination that was measured"
+    )
 
 
 def shared_words(argv: Sequence[str]) -> list[str]:
-    """The command line of each run, before what a combination adds."""
+    """The words that the command lines of all runs share, before those that a combination adds."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     sweep_flags(parser)
     return [word for word in parser.parse_known_args(argv)[1] if word != SAID_PER_COMBINATION]
 
 
 def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
-    """Run what validation accepts, and print the table.
+    """Run the combinations that validation accepts, and print the table.
 
     Args:
-        words: the command line that all runs share.
+        words: the words that the command lines of all runs share.
+        run: runs a command.
+
+    Returns:
+        The exit status: 0 if anything was measured, 1 if nothing was, 130 after Ctrl-C.
 
     Raises:
         ConfigError: mistakes that concern all combinations.
     """
-    options = parsed.rest
     count = workers_wanted(parsed.flags.parallel.nproc_per_node)
     _refuse_what_concerns_all(parsed)
     everything = combinations(parsed, count)
@@ -96,23 +103,36 @@ def sweep(parsed: ParsedFlags, words: Sequence[str], run: Runner) -> int:
     about = about_machine(count)
     batch = everything[0].typed.batch.global_batch_size
     print(f"{len(queue)} of {len(everything)} combinations on {about['machine']}, {batch} samples a step", flush=True)
+    measuring = _measure(queue, words, run, parsed.rest.sweep_timeout or TIMEOUT_S, varying(everything))
     rows: list[Measurement] = []
-    interrupted = False
-    try:
-        with terminated_like_ctrl_c():
-            for row in _measure(queue, words, run, options.sweep_timeout or TIMEOUT_S, varying(everything)):
-                rows.append(row)
-                if options.json_lines is not None and row.outcome.result is not None:
-                    append_line(options.json_lines, json_line(row, words, about))
-    except KeyboardInterrupt:
-        interrupted = True
+    interrupted = _collect(measuring, rows, lambda row: _append(parsed.rest.json_lines, row, words, about))
+    if interrupted:
         print(f"\ninterrupted after {len(rows)} of {len(queue)}", flush=True)
     print(table(rows, left_out), flush=True)
     measured = any(row.outcome.result for row in rows)
-    if options.png is not None and measured:
-        draw(rows, options.png, about)
-        print(f"wrote {options.png}")
+    png = parsed.rest.png
+    if png is not None and measured:
+        draw(rows, png, about)
+        print(f"wrote {png}")
     return INTERRUPTED if interrupted else int(not measured)
+
+
+def _collect(measuring: Iterator[Measurement], rows: list[Measurement], note: Callable[[Measurement], None]) -> bool:
+    """Add each measurement to ``rows`` and note it; returns whether Ctrl-C ended that early."""
+    try:
+        with terminated_like_ctrl_c():
+            for row in measuring:
+                rows.append(row)
+                note(row)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _append(path: Path | None, row: Measurement, words: Sequence[str], about: Mapping[str, str]) -> None:
+    """Append a measurement to a file of JSON lines, if there is a file and a result."""
+    if path is not None and row.outcome.result is not None:
+        append_line(path, json_line(row, words, about))
 
 
 def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
@@ -126,7 +146,7 @@ def _refuse_what_concerns_all(parsed: ParsedFlags) -> None:
 def _queue(
     parsed: ParsedFlags, everything: Sequence[Combination], count: int
 ) -> tuple[Sequence[tuple[Combination, Plan | None]], list[Combination]]:
-    """(what is run, with the plan where plans chose it; what is refused or less promising)"""
+    """(combinations to run, with their plans if plans have chosen them; combinations that are refused or left out)"""
     refused = [one for one in everything if one.refusal]
     accepted = [one for one in everything if not one.refusal]
     if parsed.rest.sweep_top is None:
@@ -143,7 +163,7 @@ def _measure(
     timeout: float,
     names: list[str],
 ) -> Iterator[Measurement]:
-    """Run one after the other, and say how far it is."""
+    """Run the combinations one after the other, and print the progress."""
     seconds: list[float] = []
     for number, (combination, plan) in enumerate(queue):
         each = statistics.mean(seconds) if seconds else timeout
@@ -167,4 +187,4 @@ def _duration(seconds: float) -> str:
 def _say_what_plan_leaves_out(accepted: Sequence[Combination]) -> None:
     unknown = sorted({flag for one in accepted for flag in unknown_to_plan(one.typed)})
     if unknown:
-        print(f"plan does not judge {', '.join(unknown)}: what it expects is without")
+        print(f"plan does not know {', '.join(unknown)}: its predictions are without")

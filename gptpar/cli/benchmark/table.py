@@ -23,7 +23,9 @@ class Measurement:
     """A combination that was run.
 
     Attributes:
-        plan: what was expected of it, where somebody asked.
+        combination: which was run.
+        outcome: of its command.
+        plan: its prediction; ``None`` if the sweep made none.
     """
 
     combination: Combination
@@ -32,23 +34,23 @@ class Measurement:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all processes; 0 where it failed."""
+        """Tokens per second of all processes; 0 if it failed."""
         return self.outcome.result["tokens_per_s"] if self.outcome.result else 0.0
 
 
 def varying(combinations: Sequence[Combination]) -> list[str]:
-    """The columns that tell the combinations apart, and those that are shown anyway."""
+    """The columns in which the combinations differ, and those that are always shown."""
     cells = [combination.cells for combination in combinations]
     return [name for name in cells[0] if name in ALWAYS_SHOWN or len({cell[name] for cell in cells}) > 1]
 
 
 def ranked(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Best first, failed ones last."""
+    """The rows with the best first and failed ones last."""
     return sorted(rows, key=lambda row: -row.tokens_per_s)
 
 
 def table(rows: Sequence[Measurement], refused: Sequence[Combination]) -> str:
-    """All rows, best first; then what failed, and what was not started and why."""
+    """All rows, best first; then the failed combinations, then those that were not started, with the reasons."""
     everything = [*(row.combination for row in rows), *refused]
     if not everything:
         return "nothing was run."
@@ -61,7 +63,7 @@ def table(rows: Sequence[Measurement], refused: Sequence[Combination]) -> str:
 
 
 def _not_started(refused: Sequence[Combination], names: list[str]) -> list[str]:
-    """Each reason, and below it what it keeps from running."""
+    """Each reason, and below it the combinations that were not started for it."""
     reasons: dict[str, list[str]] = {}
     for combination in refused:
         reasons.setdefault(combination.refusal, []).append(combination.describe(names))
@@ -70,7 +72,7 @@ def _not_started(refused: Sequence[Combination], names: list[str]) -> list[str]:
 
 
 def _measured(rows: Sequence[Measurement], names: list[str]) -> list[str]:
-    """A line of column names and one for each row; a failed row has its reason in place of figures."""
+    """A line of column names and one for each row; a failed row has its reason instead of figures."""
     planned = any(row.plan for row in rows)
     head = [*FIGURES, *(EXPECTED if planned else ())]
     places = _columns([names, *([row.combination.cells[name] for name in names] for row in rows)])
@@ -101,16 +103,17 @@ def _figures(row: Measurement, planned: bool) -> list[str]:
 
 
 def _expected_gib(plan: Plan) -> float:
-    """What the first rank's allocator is expected to reach, which is what a benchmark measures."""
+    """The predicted peak of the first rank's allocator, which a benchmark measures, in GiB."""
     return in_gib(plan.memory[0].allocated)
 
 
 def json_line(row: Measurement, words: Sequence[str], about: Mapping[str, str]) -> dict[str, Any]:
-    """One line in the shape of ``benchmarks/*.jsonl``.
+    """One line in the format of ``benchmarks/*.jsonl``.
 
     Args:
         row: one that was measured.
-        words: what its command line shares with the others'.
+        words: the words that all command lines share.
+        about: facts of the machine.
     """
     assert row.outcome.result is not None
     flags = " ".join([*words, *row.combination.flags])
@@ -122,7 +125,7 @@ def json_line(row: Measurement, words: Sequence[str], about: Mapping[str, str]) 
 
 
 def draw(rows: Sequence[Measurement], path: Path, about: Mapping[str, str]) -> None:
-    """A PNG: a bar for each measured combination, best first, and plan's expectation as a mark."""
+    """Write a PNG: a bar for each measured combination, best first, with a mark for plan's prediction."""
     names = varying([row.combination for row in rows])
     shown = [row for row in ranked(rows) if row.outcome.result]
     draw_sweep([_bar(row, names) for row in shown], path, about["machine"])

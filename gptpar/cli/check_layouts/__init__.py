@@ -30,7 +30,7 @@ from gptpar.topology.world import open_world, world_from_environment
 DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
 processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
 with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama, olmo2
-and mup have the options that GPT-2 has not. Exits with 1 when a difference is above the tolerance. With
+and mup have options that GPT-2 does not have. Exits with 1 when a difference is above the tolerance. With
 --hidden-dropout and --attention-dropout the masks must be equal, too. --module FILE.py:FUNCTION checks your own module,
 with flags of its own: gptpar check-layouts --module --help."""
 
@@ -50,8 +50,8 @@ MODELS = {
     "mup": "--use-parallel-residual --norm-placement peri --squared-relu --attention-output-gate --qk-layernorm "
     "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 4",
 }
-"""A model's flags beside SMALL. The second has weights that are whole on each tensor rank inside a split layer: the
-norms of queries and keys. The others have what these two have not."""
+"""A model's flags beside SMALL. The second has weights inside a split layer that every tensor rank holds whole: the
+norms of queries and keys. The others have options that the first two do not have."""
 
 
 def main(argv: list[str]) -> int:
@@ -75,14 +75,14 @@ def main(argv: list[str]) -> int:
 
 
 def _parsed(words: Sequence[str]) -> ParsedFlags:
-    """Without ``--config``, for the small model's words would win over the file's."""
+    """The words without ``--config``, over whose file the small model's words would have precedence."""
     return parse_flags(
         words, prog="gptpar check-layouts", description=DESCRIPTION, extra=_extra_flags, takes_config=False
     )
 
 
 def _without_nproc(argv: Sequence[str]) -> list[str]:
-    """torchrun's parser looks through all words and takes --nproc for a shortened flag of its own."""
+    """The words in a form for torchrun, whose parser would take --nproc for an abbreviation of its own flag."""
     return [w for i, w in enumerate(argv) if not w.startswith("--nproc") and (i == 0 or argv[i - 1] != "--nproc")]
 
 
@@ -115,7 +115,7 @@ def case_config(words: Sequence[str], case: Candidate, world_size: int) -> Confi
     """The case's configuration.
 
     Raises:
-        ConfigError: the model cannot be cut like that.
+        ConfigError: the model cannot be divided like that.
     """
     typed = _parsed(words).flags
     try:
@@ -128,7 +128,7 @@ def case_config(words: Sequence[str], case: Candidate, world_size: int) -> Confi
 
 
 def _check_all(words: Sequence[str], world_size: int, steps: int, only: str | None) -> int:
-    """Every worker: run all cases in the same order; the main one compares and prints."""
+    """Run all cases, which every worker does in the same order; the main one compares and prints."""
     base = case_config(words, Candidate(name="one process"), 1)
     with open_world(base.parallel.distributed_backend, base.parallel.distributed_timeout_minutes) as (rank, device):
         folder = _shared_folder(rank, world_size)

@@ -9,7 +9,7 @@ import torch
 from gptpar.cli.check_layouts.outcome import Outcome, Tensors
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
-"""Largest relative difference: in fp64 of any element, in the others of all elements together (L2)."""
+"""Tolerance of relative differences: in fp64 of any element, in the other formats of all elements together (L2)."""
 
 
 class Comparison:
@@ -17,10 +17,10 @@ class Comparison:
 
     Args:
         number_format: decides what is compared, and the tolerance.
-        steps: compared.
-        reference: what all are compared with, for the verdict.
-        speaks: whether this process prints; the others compare nothing.
-        resumes: whether there may be one more step, taken after a resume.
+        steps: number of steps that are compared.
+        reference: name of the reference, for the verdict.
+        speaks: whether this process compares and prints.
+        resumes: whether there may be one more step, after a resume.
     """
 
     def __init__(self, number_format: str, steps: int, reference: str, *, speaks: bool, resumes: bool = True):
@@ -83,7 +83,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _relative(error: float, size: float) -> float:
-    """What is exact is so beside zero, too."""
+    """A relative difference; it is 0 for equal numbers, even if both are 0."""
     if error == 0:
         return 0.0
     return error / size if size else float("inf")
@@ -92,7 +92,7 @@ def _relative(error: float, size: float) -> float:
 def difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
     """Largest difference of any element, relative to its tensor's largest, or to a thousandth of the largest of all.
 
-    The floor is for gradients that are nothing but round-off, such as that of a key's bias.
+    The floor is for gradients that consist of round-off alone, such as that of a key's bias.
     """
     worst = 0.0
     for found, wanted in pairs:
@@ -106,10 +106,10 @@ def difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
 
 
 def overall_difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> float:
-    """L2 norm of the difference of all elements together, relative to the norm of what is wanted.
+    """L2 norm of the difference of all elements together, relative to the norm of the reference.
 
-    For all formats but fp64: in them single elements are noise, since AdamW turns a gradient of pure round-off into a
-    whole step.
+    It is for all formats but fp64. In these, single elements are noise, because AdamW makes a whole step of a gradient
+    that is round-off alone.
     """
     worst = 0.0
     for found, wanted in pairs:

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Check, or start the workers that do: first one process, then two, and so on."""
+    """Check, or start workers that check: first one process, then two, and so on."""
     options = parser().parse_args(argv)
     make = load_user_function(options.module)
     if is_worker():
@@ -70,7 +70,7 @@ def _chosen(processes: int, only: str | None) -> list[Option]:
 
 
 def _check_all(check: ModuleCheck, only: str | None) -> int:
-    """Every worker: train in all ways in the same order; the main one compares and prints."""
+    """Train in all ways, which every worker does in the same order; the main one compares and prints."""
     with open_world(None, TIMEOUT_MINUTES) as (rank, device):
         torch.set_num_threads(1)
         check.require_repeatable(device)

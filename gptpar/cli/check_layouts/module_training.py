@@ -1,4 +1,4 @@
-"""Trains a user's module: in plain PyTorch, and with ``gptpar.initialize`` in one of the ways that have to agree."""
+"""Trains a user's module in plain PyTorch, and with ``gptpar.initialize`` in each of the ways that are compared."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from gptpar.plan.space.candidate import Option
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 PASSES = 2
-"""Micro-batches of each process in a step: gradients are added up."""
+"""Micro-batches of each process in a step; with several, gradients are added up."""
 
 LR, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 0.5
 EPS = 1e-6
-"""Divided by a smaller one, gradients that are nothing but round-off would move weights."""
+"""AdamW's epsilon; with a smaller one, gradients that are round-off alone would change weights."""
 
 
 @dataclass(frozen=True)
 class ModuleCheck:
-    """What is trained.
+    """A training of a user's module.
 
     Attributes:
         make: the user's function.
         number_format: fp64, fp32 or bf16.
-        processes: that take part; a step has the same samples with any way to share the work among so many.
-        steps: to take.
+        processes: number of processes; a step has the same samples however these divide the work.
+        steps: number of steps.
     """
 
     make: Callable[[], UserModule]
@@ -45,25 +45,25 @@ class ModuleCheck:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and batches."""
+        """The dtype of parameters and batches."""
         return DTYPES[self.number_format]
 
     @property
     def micro_batches(self) -> int:
-        """Of all processes in a step."""
+        """Micro-batches of all processes in a step."""
         return PASSES * self.processes
 
     def made(self) -> UserModule:
-        """The model anew, with the same values, in fp64 or fp32."""
+        """A new model with the same values, in fp64 or fp32."""
         user = self.make()
         user.module.to(torch.promote_types(self.dtype, torch.float32))
         return user
 
     def require_repeatable(self, device: torch.device) -> None:
-        """Refuse a module that draws random numbers, and whatever else fails in a first forward pass.
+        """Check the module by a first forward pass.
 
         Raises:
-            GptparError: with the reason.
+            GptparError: the pass fails, or draws random numbers.
         """
         user = self.made()
         module = user.module.to(device)
@@ -80,7 +80,7 @@ class ModuleCheck:
             )
 
     def kept_wide(self) -> contextlib.AbstractContextManager[Any]:
-        """In fp64, leave out the casts to fp32 that models write into their losses and norms."""
+        """A context that, in fp64, suppresses the casts to fp32 that models have in their losses and norms."""
         return _WithoutCasts() if self.dtype == torch.float64 else contextlib.nullcontext()
 
 
@@ -96,7 +96,9 @@ def train_plainly(check: ModuleCheck, device: torch.device) -> Outcome:
     outcome = Outcome(initial=_copies(trained))
     for step in range(check.steps):
         total = 0.0
-        sums = {name: torch.zeros_like(master) for name, master in master_weights.items()}  # of what no batch uses, too
+        sums = {
+            name: torch.zeros_like(master) for name, master in master_weights.items()
+        }  # also of parameters that no batch uses
         for micro in range(check.micro_batches):
             with check.kept_wide():
                 loss = user.loss(module, user.batch(step * check.micro_batches + micro, device, check.dtype))
@@ -153,7 +155,7 @@ def train_case(check: ModuleCheck, case: Option) -> Outcome:
 
 def _config(check: ModuleCheck, case: Option) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 1,  # the user's batches have whichever size
+        "train_micro_batch_size_per_gpu": 1,  # the user's batches have any size
         "gradient_accumulation_steps": PASSES,
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}},

@@ -1,4 +1,4 @@
-"""What a training gave, to be compared."""
+"""The outcome of a training, to be compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Outcome:
-    """What a training was, whole, on the main process.
+    """The outcome of a training as whole tensors, on the main process.
 
     Attributes:
         steps: (loss, gradient norm, auxiliary losses) of each step.

@@ -1,4 +1,4 @@
-"""Trains a case and puts what its processes hold together again."""
+"""Trains a case, and gathers whole tensors from its processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CaseRun:
             )
             mean, norm, skipped, _, *auxiliary = launched.readings.read()
             layers = [norm for kind in launched.layer_norms.values() for _, norm in sorted(kind.items())]
-            # An outlier's norm is a number like any other; whether it was skipped shows in the weights.
+            # The norm of an outlier is compared, too; the weights show whether it was skipped.
             shown = float("nan") if skipped == NOT_FINITE else norm
             self.outcome.steps.append((mean, shown, *auxiliary, *layers))
             self.outcome.weights.append(self._whole(self._state("weights")))
@@ -63,7 +63,7 @@ class CaseRun:
         save_checkpoint(folder, iteration, tensors, meta)
 
     def resume(self, folder: Path) -> None:
-        """Take the state of whichever layout saved it."""
+        """Load a checkpoint, which any layout may have saved."""
         loaded = load_checkpoint(folder, checkpoint_tensors(self.trainer, with_moments=True))
         self.trainer.engine.optimizer.steps_taken = loaded.meta["optimizer_steps"]
         if self.trainer.skip_step is not None:
@@ -83,7 +83,7 @@ class CaseRun:
         return [MicroBatch(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine]
 
     def _whole(self, held: Mapping[str, TensorParts]) -> Tensors:
-        """All processes' parts put together, on the main process; empty on the others."""
+        """Whole tensors of all processes' boxes, on the main process; empty on the others."""
         mine = {
             name: (parts.shape, [(offsets, part.cpu().clone()) for offsets, part in parts.parts])
             for name, parts in held.items()

@@ -1,8 +1,8 @@
 """``gptpar fit``: choose a model's sequence length, batch, number format and number of steps for the machine at hand.
 
-Prints flags for ``gptpar pretrain`` on stdout, one a line and the vocabulary to make first, and every choice with its
-reason on stderr. With ``--run`` the choices are kept in the run's folder, and given again as long as preset, minutes
-and text are the same.
+It prints the vocabulary to make and then flags for ``gptpar pretrain`` on stdout, one in each line, and every choice
+with its reason on stderr. With ``--run``, the run's folder keeps the choices, and the same ones are printed again as
+long as preset, minutes and text are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GPU_MINUTES = 5.5
 
 def make_parser() -> argparse.ArgumentParser:
     """The verb's flags."""
-    epilog = "Words after -- are flags for gptpar pretrain; what they say is not chosen."
+    epilog = "Words after -- are flags for gptpar pretrain; values that they set are not chosen."
     parser = Parser(prog="gptpar fit", description=(__doc__ or "").replace("``", ""), epilog=epilog)
     parser.add_argument("--preset", default="350M", choices=tuple(PRESETS), help="the model")
     parser.add_argument(
@@ -35,7 +35,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocab-size", type=positive_int, metavar="N", help="vocabulary of the data, if it exists already"
     )
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="keep the choices here, or take those kept here")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="FOLDER",
+        help="folder that keeps the choices; if it has some, they are printed again",
+    )
     parser.add_argument("--data", metavar="PATH", help="the text (default: Python's standard library)")
     parser.add_argument(
         "--seconds-used", type=float, default=0.0, metavar="S", help="time that the command has taken until now"

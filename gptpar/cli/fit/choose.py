@@ -1,4 +1,4 @@
-"""Flags for a preset on a machine, each with its reason. Pure."""
+"""Chooses flags for a preset on a machine, each with its reason. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE_COMMAND_MINUTES = 12.0
 CLOSING_MINUTES = 2.0
 """A checkpoint of 4.2 GB, the evaluations, the sample and the picture."""
 BYTES_PREPARED_A_MINUTE = 150e6
-"""Text through the tokenizer's training and ``preprocess`` on two cores."""
+"""Rate at which text passes the tokenizer's training and ``preprocess`` on two cores."""
 MIN_TRAINING_MINUTES = 3.0
 LENGTH_FLAGS = {"train-iters", "train-samples", "train-tokens", "train-minutes"}
 
@@ -40,7 +40,7 @@ class Choice:
 
 
 def vocabulary_for(machine: Machine, *, own_text: bool) -> Choice:
-    """A small vocabulary where steps are few: every piece must be seen often to be learnt.
+    """The size of the vocabulary; it is small if steps are few, because a piece is learnt only if it is seen often.
 
     Args:
         own_text: the user's text may have more different characters than Python's library.
@@ -52,7 +52,7 @@ def vocabulary_for(machine: Machine, *, own_text: bool) -> Choice:
 
 
 def training_minutes(seconds_used: float, text_bytes: int) -> Choice:
-    """What the whole command's twelve minutes leave for training on a CPU, as a flag."""
+    """The rest of the whole command's twelve minutes for training on a CPU, as a flag."""
     used, prepare = seconds_used / 60, text_bytes / BYTES_PREPARED_A_MINUTE
     left = WHOLE_COMMAND_MINUTES - used - prepare - CLOSING_MINUTES
     reason = (
@@ -134,7 +134,7 @@ def _for_cpu(minutes: Choice) -> list[Choice]:
 
 
 def for_command(choices: Sequence[Choice], given: Sequence[str]) -> list[Choice]:
-    """The choices that a command line leaves open; one that says the run's length has a warm-up of its own share.
+    """The choices that a command line leaves open; if it sets the run's length, the warm-up is a fraction of that.
 
     Args:
         given: the command line's words.
@@ -157,7 +157,7 @@ def config_of(preset: str, seq_length: int, vocab_size: int, micro_batch_size: i
 
 
 def memory_needed(preset: str, seq_length: int, vocab_size: int, micro_batch_size: int, machine: Machine) -> int:
-    """Bytes one process is expected to need."""
+    """Bytes that one process is expected to need."""
     config = config_of(preset, seq_length, vocab_size, micro_batch_size)
     config = config.update("model", attention_dropout=0.0, hidden_dropout=0.0)
     if machine.precision != "fp32":

@@ -1,4 +1,4 @@
-"""What the choice of a run's flags depends on: the GPUs, or the CPU's number formats, and the free memory."""
+"""The machine, as far as the choice of a run's flags depends on it: GPUs or CPU number formats, and free memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gptpar.model.flops import peak_flops
 from gptpar.system.host import available_memory
 
 GPU_SHARE_OF_PEAK = 0.35
-"""Assumed share of a GPU's peak that training reaches; only the number of steps depends on it."""
+"""Assumed fraction of a GPU's peak that training reaches; only the number of steps depends on it."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the choice depends on.
+    """The facts on which the choice depends.
 
     Attributes:
         memory: bytes free for a process: on the GPU, or in the host.
@@ -43,7 +43,7 @@ def matmul_rate(dtype: torch.dtype) -> float:
 
 
 def this_machine() -> Machine:
-    """Look at the GPUs, or compare the CPU's number formats by matrix products."""
+    """Examine the GPUs, or compare the CPU's number formats by matrix products."""
     count = torch.cuda.device_count()
     if count:
         properties = torch.cuda.get_device_properties(0)

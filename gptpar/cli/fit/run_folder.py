@@ -1,4 +1,4 @@
-"""What a run folder was made with, so that a run never goes on with another text, model or length unnoticed."""
+"""The settings with which a run folder was made: a run must not go on unnoticed with another text, model or length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MadeWith:
 
     @staticmethod
     def read(run: Path) -> MadeWith | None:
-        """``None`` for a folder that is new or empty.
+        """The settings of a folder; ``None`` if it is new or empty.
 
         Raises:
             GptparError: the folder holds something else.
@@ -62,10 +62,10 @@ class MadeWith:
         return None
 
     def require_same(self, run: Path, preset: str, minutes: float | None, text: Text) -> None:
-        """A command may go on in the folder only with what it was made with.
+        """Check that a command has the settings with which the folder was made.
 
         Raises:
-            GptparError: with every difference.
+            GptparError: it does not; names every difference.
         """
         problems = self._differences(preset, minutes, text)
         if problems:

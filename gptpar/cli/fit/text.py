@@ -1,4 +1,4 @@
-"""Which text a run learns from: Python's library, files with a fingerprint, or flags of ``gptpar pretrain``."""
+"""The text that a run learns from: Python's library, files with a fingerprint, or flags of ``gptpar pretrain``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENIZER_FLAGS = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--m
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file as it was when the run folder was made."""
+    """The identity of a file when the run folder was made."""
 
     path: str
     size: int
@@ -29,7 +29,7 @@ class TextFile:
 
     @staticmethod
     def of(path: str, known: Mapping[str, TextFile]) -> TextFile:
-        """Read it, unless ``known`` has it with the same size and time of its last change."""
+        """Read the file, unless ``known`` has it with the same size and time of its last change."""
         path, status = os.path.realpath(path), os.stat(path)
         before = known.get(path)
         if before is not None and (before.size, before.mtime_ns) == (status.st_size, status.st_mtime_ns):
@@ -41,12 +41,12 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Text:
-    """Where a run's text comes from.
+    """The source of a run's text.
 
     Attributes:
-        source: ``LIBRARY``, ``COMMAND_LINE``, or the path that DATA names.
-        files: those of DATA.
-        flags: data and tokenizer as a command line names them.
+        source: ``LIBRARY``, ``COMMAND_LINE``, or the path in DATA.
+        files: the files of DATA.
+        flags: the flags for data and tokenizer on the command line.
     """
 
     source: str
@@ -55,16 +55,16 @@ class Text:
 
     @staticmethod
     def of(data: str | None, given: Sequence[str], known: Text | None) -> Text:
-        """What a command names, with the files' contents.
+        """The text that a command names, with the files' fingerprints.
 
         Args:
             data: the path in DATA.
             given: flags of ``gptpar pretrain``.
-            known: what the run folder was made with; unchanged files of it are not read again.
+            known: the text with which the run folder was made; its unchanged files are not read again.
 
         Raises:
-            DataError: a path that does not exist, or without a readable file.
-            GptparError: DATA and data flags together, or a tokenizer without data.
+            DataError: the path does not exist, or has no readable file.
+            GptparError: there are both DATA and data flags, or a tokenizer without data.
         """
         flags = _flags_with_values(given, (*DATA_FLAGS, *TOKENIZER_FLAGS))
         if any(word in DATA_FLAGS for word in flags):
@@ -84,11 +84,11 @@ class Text:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are to be tokenized."""
+        """Number of bytes that have to be tokenized."""
         return LIBRARY_BYTES if self.source == LIBRARY else sum(file.size for file in self.files)
 
     def difference(self, now: Text) -> str | None:
-        """How another command's text differs from this one's, or ``None``; when a file changed does not count."""
+        """How another command's text differs from this one, or ``None``; the files' times do not count."""
         if (self.source, self.flags) != (now.source, now.flags):
             return f"was made from {self.describe()}, and this command names {now.describe()}"
         then_, now_ = ({file.path: file.sha256 for file in text.files} for text in (self, now))
@@ -116,7 +116,7 @@ class Text:
 
 
 def _flags_with_values(words: Sequence[str], wanted: Sequence[str]) -> tuple[str, ...]:
-    """The flags of ``words`` that are ``wanted``, each followed by its values, ``=`` taken apart."""
+    """The flags of ``words`` that are ``wanted``, each followed by its values; ``--flag=value`` becomes two words."""
     found: list[str] = []
     taking = False
     for word in words:

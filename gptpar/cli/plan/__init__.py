@@ -24,8 +24,8 @@ from gptpar.system.quantities import positive_gib
 
 DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
 flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout
-that fits; what the command line says stays as it is. Data, tokenizer and run folders are not looked at. --module
-FILE.py:FUNCTION --config JSON tells the memory of your own module: gptpar plan --module --help."""
+that fits; values on the command line stay as they are. Data, tokenizer and run folders are ignored. --module
+FILE.py:FUNCTION --config JSON predicts the memory of your own module: gptpar plan --module --help."""
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         type=positive_gib,
         metavar="GIB",
-        help="of a machine, in GiB, or 2TiB (default: not looked at)",
+        help="of a machine, in GiB, or 2TiB (default: unlimited)",
     )
     group.add_argument(
         "--gpus-per-node", type=positive_int, default=8, metavar="N", help="GPUs of a machine (default: 8)"
@@ -66,7 +66,7 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
-    """Fill what a plan need not know; what decides memory or speed stays."""
+    """Set values that a plan does not need; those that decide memory or speed stay."""
     flags = parsed.flags
     if flags.tokenizer.vocab_size is None:
         flags = flags.update("tokenizer", vocab_size=50257)
@@ -87,10 +87,10 @@ def _length(parsed: ParsedFlags) -> dict[str, int]:
 
 
 def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
-    """A planner of a command line, and the verb's own flags.
+    """(the planner of a command line, the verb's own flags).
 
     Raises:
-        ConfigError: mistakes in the words of the command line.
+        ConfigError: the command line has mistakes.
     """
     parsed = _with_defaults(parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags))
     problems = [*parsed.problems, *range_problems(parsed.flags)]
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
     """Print the plan.
 
     Returns:
-        0 where it fits, 1 where it does not.
+        0 if the run fits, 1 if it does not.
     """
     if is_named_in(argv):
         return module.main(argv)

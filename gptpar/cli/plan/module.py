@@ -1,4 +1,4 @@
-"""``gptpar plan --module``: the memory that a user's own module will take."""
+"""``gptpar plan --module``: predicts the memory of a user's own module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FUNCTION takes no arguments and returns the model, or model, make_batch (see gpt
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags of the verb for a module."""
+    """The verb's flags for a module."""
     parser = Parser(prog="gptpar plan --module", description=DESCRIPTION)
     parser.add_argument("--module", required=True, metavar="FILE.py:FUNCTION", help="or package.module:FUNCTION")
     parser.add_argument("--config", required=True, type=Path, metavar="JSON", help="DeepSpeed's, as for initialize")

@@ -1,6 +1,4 @@
-"""Tokenizers by Megatron-LM's names. Importing this is light: each library is imported when its tokenizer is
-built.
-"""
+"""Tokenizers by Megatron-LM's names. A tokenizer's library is imported only when the tokenizer is built."""
 
 from __future__ import annotations
 
@@ -30,11 +28,16 @@ def build_tokenizer(
     tokenizer_model: str | None = None,
     vocab_size: int | None = None,
 ) -> Tokenizer:
-    """Build a tokenizer of one of TOKENIZER_TYPES. Arguments that its type does not need are not looked at.
+    """Build a tokenizer of one of TOKENIZER_TYPES. Arguments that its type does not need are ignored.
+
+    Args:
+        tokenizer_type: one of TOKENIZER_TYPES.
+        vocab_file, merge_file, tokenizer_model: paths; TOKENIZER_FILES says which type needs which.
+        vocab_size: number of ids of the NullTokenizer, without its eod.
 
     Raises:
-        ConfigError: every missing flag and file at once.
-        TokenizerError: a file that is there but is no such tokenizer.
+        ConfigError: flags or files are missing; it names all of them.
+        TokenizerError: a file is not a tokenizer of this type.
     """
     given = {
         "vocab_file": vocab_file,

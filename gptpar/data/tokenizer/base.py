@@ -1,4 +1,4 @@
-"""What a tokenizer is, and what all of them share."""
+"""The interface of tokenizers, and their common base class."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
         name: canonical name of the tokenizer type.
         vocab_size: number of ids, without padding for tensor parallelism; every id is below it.
         eod: id that ends a document; no text is ever encoded to it.
-        threads: `encode_batch` lets go of Python's lock, so that several threads encode faster than one.
+        threads: whether `encode_batch` releases Python's lock, so that several threads encode faster than one.
     """
 
     name: ClassVar[str]
@@ -34,15 +34,15 @@ class Tokenizer(Protocol):
 
     @property
     def cutter(self) -> Callable[[bytes], int] | None:
-        """Where a text may be divided so that its parts' ids, end to end, are its ids; None: nowhere.
+        """A function that finds where a text may be divided: the ids of both parts, end to end, are the text's ids.
 
-        The function takes UTF-8 and returns the last such place in it, 0 if it finds none. Neither part is empty,
-        and the first one's ids do not depend on what follows the place's next character.
+        It takes UTF-8 and returns the last such position, 0 if it finds none. Neither part is empty, and the first
+        part's ids depend at most on the first character of the second. None: texts cannot be divided.
         """
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with no special token added and none recognised in the text.
+        """Ids of `text`; special tokens are neither added nor recognised in the text.
 
         Raises:
             TokenizerError: the text cannot be represented.
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
         Args:
             texts: any number of texts, each encoded by itself.
-            after: id to put after each text that has ids; counted.
+            after: id to put after each text that has ids; it counts in the number.
 
         Raises:
             TokenizerError: a text cannot be represented.
@@ -62,16 +62,16 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of any ids whatever: bytes that are not UTF-8 and ids that do not exist become U+FFFD."""
+        """The text of any ids; bytes that are not UTF-8 and ids that do not exist become U+FFFD."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """JSON object that is equal for two tokenizers if and only if they give the same ids."""
+        """A JSON object that is equal for two tokenizers if and only if they have the same type, sizes and files."""
         ...
 
 
 class TokenizerBase:
-    """Reads model files, remembering what was read so that `identity` describes the bytes in use."""
+    """Reads model files, and keeps hashes of what it has read, so that `identity` describes the bytes in use."""
 
     name: ClassVar[str]
     options: ClassVar[tuple[str, ...]]  # the arguments of build_tokenizer that this type needs
@@ -121,7 +121,11 @@ class TokenizerBase:
 
 
 def utf8(text: str) -> bytes:
-    """The text's bytes; JSON and command lines can hold a lone surrogate, which has none."""
+    """The text's bytes.
+
+    Raises:
+        TokenizerError: the text has a lone surrogate, as JSON and command lines can; it has no bytes in UTF-8.
+    """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -129,6 +133,6 @@ def utf8(text: str) -> bytes:
 
 
 def decode_known(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
-    """Decode runs of existing ids with `decode`; each id that does not exist becomes one U+FFFD."""
+    """Decode consecutive existing ids with `decode`; each id that does not exist becomes one U+FFFD."""
     runs = groupby((int(i) for i in ids), lambda i: 0 <= i < vocab_size)
     return "".join(decode(list(run)) if known else REPLACEMENT * len(list(run)) for known, run in runs)

@@ -20,7 +20,7 @@ from gptpar.errors import TokenizerError
 
 END_OF_TEXT = "<|endoftext|>"
 
-# How GPT-2 cuts text before merging; possessive quantifiers find the same pieces without backtracking.
+# How GPT-2 divides text before merging; possessive quantifiers find the same pieces without backtracking.
 PIECES = "|".join(
     [
         r"'(?:[sdmt]|ll|ve|re)",  # English contractions
@@ -28,13 +28,13 @@ PIECES = "|".join(
         r" ?\p{N}++",
         r" ?[^\s\p{L}\p{N}]++",
         r"\s++$",
-        r"\s+(?!\S)",  # leaves the last blank to the word after it
+        r"\s+(?!\S)",  # without the last blank, which belongs to the next word
         r"\s",
     ]
 )
 
-# Where a piece ends whatever follows: before a blank after anything else, and between letters, digits and signs. An
-# apostrophe may be the beginning of a contraction, so nothing is cut after one.
+# Positions where a piece ends whatever follows: before a blank that follows something else, and between letters, digits
+# and signs. An apostrophe may begin a contraction, so that no piece ends after one.
 _SIGN = rb"[!-&(-/:-@\[-`{-~]"
 _BLANK_BEYOND_ASCII = (
     rb"\xc2\x85", rb"\xc2\xa0", rb"\xe1\x9a\x80", rb"\xe2\x80[\x80-\x8a\xa8\xa9\xaf]", rb"\xe2\x81\x9f",
@@ -55,7 +55,7 @@ CUT_WINDOW = 1 << 12
 
 
 def last_cut(data: bytes) -> int:
-    """Where to divide UTF-8; see Tokenizer.cutter. A single piece, such as a million letters, is not divided."""
+    """The last position at which UTF-8 may be divided; see Tokenizer.cutter. A single piece is never divided."""
     window = CUT_WINDOW
     while True:
         at = 0
@@ -94,7 +94,7 @@ class GPT2BPETokenizer(TokenizerBase):
         self._bytes = [bytes_of.get(i, REPLACEMENT.encode()) for i in range(self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:
-        utf8(text)  # tiktoken would put U+FFFD without a word
+        utf8(text)  # tiktoken would write U+FFFD without an error
         return self._encoding.encode_ordinary(text)
 
     @cached_property
@@ -121,9 +121,7 @@ class GPT2BPETokenizer(TokenizerBase):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte that each character of the files stands for: itself if printable in Latin-1, else 256, 257,
-    ...
-    """
+    """Character of the files -> byte: a byte that is printable in Latin-1 is itself, the others are 256, 257, ..."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -166,9 +164,7 @@ def _parse_merges(content: bytes, path: str) -> list[tuple[str, str]]:
 def _mergeable_ranks(
     vocab: dict[str, int], merges: list[tuple[str, str]], vocab_file: str, merge_file: str
 ) -> dict[bytes, int]:
-    """tiktoken's table {bytes: id}. It merges the lowest id first, so ids must grow in the order of the
-    merges.
-    """
+    """tiktoken's table {bytes: id}. tiktoken merges the lowest id first, so that ids must follow the merges' order."""
     alphabet = byte_alphabet()
     products = [left + right for left, right in merges]
     missing = [token for token in [*alphabet, *products] if token not in vocab]

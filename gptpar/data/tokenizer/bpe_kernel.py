@@ -1,5 +1,4 @@
-"""Byte-level BPE of many texts at once: ASCII in C++ (csrc/bpe.cpp), the parts around other characters by the
-caller's own encoder."""
+"""Byte-level BPE of many texts at once: C++ (csrc/bpe.cpp) encodes ASCII, the caller's encoder all other parts."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ class BPEKernel:
         """The kernel, or None on a machine where it cannot be built.
 
         Args:
-            ranks: the table; of two neighbours those are joined first whose token has the lowest id.
-            encode: the same BPE for any text, which the parts around characters beyond ASCII are given to.
+            ranks: the table; the two neighbours whose joint token has the lowest id are merged first.
+            encode: the same BPE for any text; it encodes the parts around characters beyond ASCII.
         """
         library = _library()
         return None if library is None else cls(library, ranks, encode)

@@ -9,16 +9,16 @@ from pathlib import Path
 from gptpar.data.tokenizer.base import TokenizerBase, decode_known, utf8
 from gptpar.errors import TokenizerError
 
-# Names of the end-of-document token in published models, tried where the folder does not say.
+# Names of the end-of-document token in published models, for folders that do not declare it.
 COMMON_EOD = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
 class HFTokenizer(TokenizerBase):
     """A tokenizer.json, or a local folder that holds one. Nothing is downloaded.
 
-    `eod` is the eos_token of the folder's tokenizer_config.json or special_tokens_map.json, or else the one
+    `eod` is the eos_token of the folder's tokenizer_config.json or special_tokens_map.json, or else the only
     well-known name (COMMON_EOD) in the vocabulary. Special tokens written in a text are encoded as ordinary
-    characters, and none is added around it.
+    characters, and none are added.
     """
 
     name = "HFTokenizer"
@@ -55,7 +55,7 @@ class HFTokenizer(TokenizerBase):
 
 
 def tokenizer_json(path: str) -> Path:
-    """The tokenizer.json that `path`, a file or a folder, means."""
+    """The tokenizer.json that `path`, a file or a folder, denotes."""
     return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
 
 
@@ -75,7 +75,7 @@ def _find_eod(path: Path, vocab: dict[str, int]) -> int:
 
 
 def _eos_token(path: Path) -> str:
-    """The eos_token that a model's JSON file declares, "" if it declares none."""
+    """The eos_token that a model's JSON file declares; "" if it declares none."""
     try:
         eos = json.loads(path.read_bytes()).get("eos_token")
     except FileNotFoundError:

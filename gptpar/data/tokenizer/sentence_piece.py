@@ -9,12 +9,10 @@ from gptpar.errors import TokenizerError
 
 
 class SentencePieceTokenizer(TokenizerBase):
-    """Ids exactly as the model gives them: Megatron-LM's GPTSentencePieceTokenizer; `eod` is the model's eos
-    id.
+    """The model's ids, as of Megatron-LM's GPTSentencePieceTokenizer; `eod` is the model's eos id.
 
-    Megatron's tokenizer called SentencePieceTokenizer also appends BERT's and T5's special ids; GPT needs
-    none of them. SentencePiece writes a space as U+2581, so a U+2581 in a text decodes to a space, with any
-    model.
+    Megatron's SentencePieceTokenizer also appends special ids for BERT and T5, which a GPT does not need. SentencePiece
+    writes a space as U+2581, so that a U+2581 in a text decodes to a space, with any model.
     """
 
     name = "SentencePieceTokenizer"
@@ -46,7 +44,7 @@ class SentencePieceTokenizer(TokenizerBase):
 
 
 class Llama2Tokenizer(SentencePieceTokenizer):
-    """Megatron-LM's: a SentencePiece model whose bos id begins each text.
+    """Megatron-LM's Llama2Tokenizer: a SentencePiece model whose bos id begins each text.
 
     Raises:
         TokenizerError: the model has no bos piece.

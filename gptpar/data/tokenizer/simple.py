@@ -1,4 +1,4 @@
-"""Tokenizers that need no files: one for text that already is token ids, one for raw bytes."""
+"""Tokenizers that need no files: one for text that consists of token ids, one for raw bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from gptpar.errors import TokenizerError
 class NullTokenizer(TokenizerBase):
     """Text is token ids separated by white space.
 
-    As in Megatron-LM, `--vocab-size N` counts the ids 0..N-1 of the data; `eod` is N and `vocab_size` is N +
-    1.
+    As in Megatron-LM, `--vocab-size N` counts the ids 0..N-1 of the data; `eod` is N and `vocab_size` is N + 1.
     """
 
     name = "NullTokenizer"
@@ -62,7 +61,7 @@ class ByteLevelTokenizer(TokenizerBase):
 
 
 def _last_character(data: bytes) -> int:
-    """Where the last character of UTF-8 begins."""
+    """Position at which the last character of UTF-8 begins."""
     at = len(data) - 1
     while at > 0 and data[at] & 0xC0 == 0x80:
         at -= 1

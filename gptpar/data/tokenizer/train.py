@@ -1,7 +1,7 @@
-"""Train a SentencePiece tokenizer that loses nothing.
+"""Trains a SentencePiece tokenizer that loses nothing.
 
-Identity normalisation, spaces kept as they are and bytes for what the vocabulary lacks make
-decode(encode(text)) == text for every text but one holding U+2581, SentencePiece's own sign for a space.
+Texts are not normalised, spaces are kept, and characters that the vocabulary lacks become bytes. So
+decode(encode(text)) == text for every text without U+2581, SentencePiece's sign for a space.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ def train(
     model_type: str = "bpe",
     character_coverage: float = 0.9995,
 ) -> bytes:
-    """A serialized SentencePiece model with ids 0 unk, 1 bos, 2 eos and 3..258 the bytes.
+    """Train a SentencePiece model; returns it serialized. The same input gives the same model.
 
-    The same input gives the same model.
+    Its ids are 0 unk, 1 bos, 2 eos, 3..258 the bytes, then the pieces.
+
+    Args:
+        texts: each at most 4,096 characters.
+        vocab_size: number of ids.
+        model_type: one of MODEL_TYPES.
+        character_coverage: fraction of the characters that get pieces of their own.
 
     Raises:
         TokenizerError: the text has too many or too few different characters or words for the vocabulary.
@@ -39,7 +45,7 @@ def train(
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
-            # a NUL makes the trainer drop its sentence; encoding falls back to its byte
+            # A NUL would make the trainer drop its sentence; it is encoded as a byte.
             sentence_iterator=(text.replace("\0", "") for text in texts),
             model_writer=model,
             model_type=model_type,
@@ -63,9 +69,9 @@ def train(
 
 
 def sample_chunks(documents: Iterable[str], max_bytes: int, seed: int) -> tuple[list[str], int]:
-    """(about `max_bytes` of the documents, cut at line ends and drawn uniformly; UTF-8 bytes of all of them).
+    """(chunks of the documents, about `max_bytes` in all, drawn uniformly; number of UTF-8 bytes of all documents).
 
-    Every chunk gets a random key, and those with the smallest keys are kept (reservoir sampling), so memory
+    Every chunk gets a random key, and the chunks with the smallest keys are kept (reservoir sampling), so that memory
     is bounded.
     """
     generator = random.Random(seed)
@@ -93,7 +99,7 @@ def _smallest(kept: list[tuple[float, int, str]], max_bytes: int) -> tuple[list[
 
 
 def _chunks(documents: Iterable[str]) -> Iterator[str]:
-    """Pieces of at most CHUNK_CHARS characters that end at a line's end where one is near enough."""
+    """Parts of at most CHUNK_CHARS characters, which end at a line's end if there is one within that length."""
     for document in documents:
         start = 0
         while start < len(document):
@@ -115,7 +121,12 @@ def train_file(
     sample_bytes: int = 10_000_000,
     seed: int = 1234,
 ) -> str:
-    """Train on documents of the inputs and write the model to `output`; returns a summary for the user.
+    """Train on the inputs' documents and write the model to `output`; returns a summary for the user.
+
+    Args:
+        key: of the texts in JSON lines.
+        sample_bytes: UTF-8 bytes of the documents' text that are used.
+        seed: of their choice.
 
     Raises:
         DataError: the inputs cannot be read or hold no text.

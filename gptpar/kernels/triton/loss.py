@@ -81,7 +81,7 @@ def _loss_and_grad(
 
 
 @triton.jit
-def _share_statistics(
+def _local_statistics(
     logits, labels, maxima, totals, of_labels, num_columns, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr
 ):
     n = tl.program_id(0)
@@ -93,7 +93,7 @@ def _share_statistics(
 
 
 @triton.jit
-def _share_grad(
+def _local_grad(
     logits, labels, log_sums, weights, scale, num_columns,
     COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, Z_WEIGHT: tl.constexpr,
 ):  # fmt: skip
@@ -119,18 +119,18 @@ def loss_and_grad(
     return losses_N.sum(), logits_NV
 
 
-def share_statistics(
+def local_statistics(
     logits_NV: torch.Tensor, labels_N: torch.Tensor, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :func:`gptpar.kernels.plain_loss.share_statistics`."""
+    """See :func:`gptpar.kernels.plain_loss.local_statistics`."""
     maximum_N, sum_N, label_N = (torch.empty_like(labels_N, dtype=torch.float32) for _ in range(3))
-    _share_statistics[logits_NV.shape[:1]](
+    _local_statistics[logits_NV.shape[:1]](
         logits_NV, labels_N, maximum_N, sum_N, label_N, logits_NV.shape[1], COLUMNS, softcap, num_warps=NUM_WARPS
     )  # fmt: skip
     return maximum_N, sum_N, label_N
 
 
-def share_grad(
+def local_grad(
     logits_NV: torch.Tensor,
     labels_N: torch.Tensor,
     lse_N: torch.Tensor,
@@ -138,8 +138,8 @@ def share_grad(
     scale: torch.Tensor,
     terms: LossTerms = CROSS_ENTROPY,
 ) -> torch.Tensor:
-    """See :func:`gptpar.kernels.plain_loss.share_grad`; the gradient overwrites the logits."""
-    _share_grad[logits_NV.shape[:1]](
+    """See :func:`gptpar.kernels.plain_loss.local_grad`; the gradient overwrites the logits."""
+    _local_grad[logits_NV.shape[:1]](
         logits_NV, labels_N, lse_N, weights_N, scale, logits_NV.shape[1], COLUMNS, *terms, num_warps=NUM_WARPS
     )  # fmt: skip
     return logits_NV

@@ -23,7 +23,7 @@ class Option:
 
     Attributes:
         changes: to the command line.
-        name: a few words; empty where there is nothing to tell.
+        name: a few words; empty if there is nothing to say.
     """
 
     changes: Changes = field(default_factory=dict)
@@ -41,13 +41,13 @@ class Candidate(Option):
     """One option in each dimension.
 
     Attributes:
-        layout: sizes of the axes. Its product may differ from the number of processes: then it cannot be.
+        layout: sizes of the axes. If their product is not the number of processes, the candidate is impossible.
     """
 
     layout: Layout = Layout()
 
     def applied_to(self, flags: Flags) -> Flags:
-        """What is typed, with the changes."""
+        """The flags with the changes."""
         return with_changes(flags, self.changes)
 
     @property
@@ -65,7 +65,7 @@ def product(layouts: Iterable[Layout], dimensions: Sequence[Dimension]) -> Itera
 
 
 def with_changes(flags: Flags, changes: Changes) -> Flags:
-    """What is typed, with some fields changed."""
+    """The flags with some fields changed."""
     for name, value in changes.items():
         section, key = name.split(".")
         flags = flags.update(section, **{key: value})
@@ -73,7 +73,7 @@ def with_changes(flags: Flags, changes: Changes) -> Flags:
 
 
 def flags_of(changes: Changes) -> list[str]:
-    """Changes as words of a command line. What is off, or not set, has no word."""
+    """Changes as words of a command line. A switch that is off, or a value that is not set, has no word."""
     words: list[str] = []
     for name, value in changes.items():
         if value is None or value is False:
@@ -85,9 +85,9 @@ def flags_of(changes: Changes) -> list[str]:
 
 
 def configured(flags: Flags, world_size: int) -> Config:
-    """The configuration that a run on a number of processes has: with what follows from the flags, and checked.
+    """The complete, checked configuration of a run on a number of processes.
 
     Raises:
-        ConfigError: it cannot be; with every reason.
+        ConfigError: it is impossible; names every reason.
     """
     return resolve(ParsedFlags(flags), world_size)[0]

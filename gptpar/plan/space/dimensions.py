@@ -1,4 +1,4 @@
-"""What layouts can differ in: sizes of the axes, ZeRO stage, virtual stages, recomputation, offload."""
+"""The dimensions of the space: sizes of the axes, ZeRO stage, virtual stages, recomputation, offload."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def layouts(
     """Every (data, tensor, pipeline) whose product is the number of processes, by tensor and then pipeline size.
 
     Args:
-        tensor_sizes: instead of all that divide the number of processes.
-        stages: pipeline sizes of the number of processes that a tensor size leaves, instead of all that divide it.
+        tensor_sizes: sizes of the tensor axis, instead of all divisors of the number of processes.
+        stages: number of processes that a tensor size leaves -> sizes of the pipeline axis, instead of all divisors.
     """
     for tensor in divisors(num_processes) if tensor_sizes is None else tensor_sizes:
         rest = num_processes // max(1, tensor)
@@ -43,35 +43,35 @@ def layouts(
 
 
 def sized(num_processes: int, tensor: int, pipeline: int) -> Layout:
-    """The layout of two sizes, whose data axis has the rest of the processes."""
+    """The layout with these sizes, whose data axis has the remaining processes."""
     return Layout(max(1, num_processes // max(1, tensor * pipeline)), tensor, pipeline)
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """All of a number, up to ``most``."""
+    """All divisors of a number, up to ``most``."""
     return [i for i in range(1, min(number, most or number) + 1) if number % i == 0]
 
 
 def powers_of_two(most: int) -> list[int]:
-    """All up to ``most``."""
+    """All powers of two up to ``most``."""
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most]
 
 
 def sizes(layout: Layout) -> list[Option]:
-    """The layout itself, as flags."""
+    """The one option that sets the layout's sizes."""
     return [Option({TENSOR: layout.tensor, PIPELINE: layout.pipeline}, layout.describe())]
 
 
 def zero_stages(layout: Layout) -> range:
-    """ZeRO shards among data-parallel processes: alone, one stage is as good as the others."""
+    """ZeRO stages that differ in a layout; without data parallelism all are the same, and only 0 is tried."""
     return range(4) if layout.data > 1 else range(1)
 
 
 def virtual_stages(layout: Layout, counts: Sequence[int], most: int | None = None) -> list[int]:
-    """Virtual stages that each pipeline rank can have: more than one interleaves the work of a pipeline.
+    """Those numbers of virtual stages that each pipeline rank can have; more than one needs a pipeline.
 
     Args:
-        most: of all ranks together.
+        most: limit of the virtual stages of all ranks together.
     """
     if layout.pipeline == 1:
         return [1]
@@ -89,8 +89,8 @@ class Choices:
 
     Attributes:
         field: as ``section.field``.
-        values: those that a layout can have; ``None`` leaves the field as it is.
-        label: of a value in a candidate's name; empty where it is not told.
+        values: layout -> the values that it can have; ``None`` leaves the field as it is.
+        label: how a value is written in a candidate's name, with ``{}`` for the value; empty: not at all.
     """
 
     field: str
@@ -105,11 +105,12 @@ class Choices:
         ]
 
 
-def wished(field: str, chosen: Sequence[Any] | None, unset: Any = None) -> Choices:
-    """A field's values as somebody lists them, in each layout.
+def listed(field: str, chosen: Sequence[Any] | None, unset: Any = None) -> Choices:
+    """A dimension with the values that a user lists for a field, the same in each layout.
 
     Args:
-        chosen: ``None`` where nobody chooses.
+        field: as ``section.field``.
+        chosen: the values; ``None``: the field stays as it is.
         unset: the value that leaves the field as it is.
     """
     values = [None if value == unset else value for value in dict.fromkeys(chosen or [None])]
@@ -117,14 +118,14 @@ def wished(field: str, chosen: Sequence[Any] | None, unset: Any = None) -> Choic
 
 
 def layout_sizes(text: str) -> dict[str, int]:
-    """An argparse type: ``dp2tp2``, ``tp2pp2``, ``dp4``; axes that are not named have one process, or the rest."""
+    """An argparse type: ``dp2tp2``, ``tp2pp2``, ``dp4``; returns the size of each axis that is named."""
     if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*x?)+", text):
         raise argparse.ArgumentTypeError(f"{text} is not a layout such as dp4, tp2pp2 or dp2xtp2")
     return {axis: int(size) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", text)}
 
 
 def cpu_ratio(text: str) -> float | str:
-    """An argparse type: a share from 0 to 1, or ``auto``."""
+    """An argparse type: a ratio from 0 to 1, or ``auto``."""
     if text != "auto" and not 0 <= float(text) <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
     return text if text == "auto" else float(text)

@@ -16,17 +16,20 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL_STAGES = (1, 2, 4)
 MAX_STAGES = 64
 MAX_VIRTUAL_STAGES = 48
-"""Of an interleaved pipeline in a search: balancing more takes a second each."""
+"""Limit of an interleaved pipeline's virtual stages in a search; balancing more would take a second for each layout."""
 
 
 def to_predict(
     flags: Flags, given: Collection[str], num_processes: int, gpus_per_node: int, offload: Option = UNCHANGED
 ) -> Iterator[Candidate]:
-    """All layouts that a search looks at; what was typed stays as it is.
+    """All layouts that a search judges; fields that were typed stay as they are.
 
     Args:
+        flags: the command line.
         given: the fields that were typed, as ``section.field``.
-        offload: what goes to host memory in all of them, one of :func:`offloads`.
+        num_processes: number of GPUs.
+        gpus_per_node: the largest size of the tensor axis.
+        offload: changes of all layouts, one of :func:`offloads`.
     """
     parallel = flags.parallel
     typed_tensor, typed_pipeline = d.TENSOR in given, d.PIPELINE in given
@@ -60,9 +63,9 @@ def _is_open(field: str, given: Collection[str]) -> bool:
 
 
 def offloads(given: Collection[str]) -> list[Option]:
-    """What a search moves to host memory, the fastest first; what was typed stays as it is.
+    """What a search moves to host memory, the fastest option first; fields that were typed stay as they are.
 
-    With the optimizer go its gradients: by ``--offload-gradients auto``, when they are used or when they are final.
+    The optimizer's gradients follow it; ``--offload-gradients auto`` decides when.
     """
     found, changes, words = [UNCHANGED], dict[str, Any](), list[str]()
     for more, word in ((d.ON_CPU, "--cpu-optimizer"), (d.PARAMETERS_ON_CPU, "--cpu-parameters")):
@@ -75,12 +78,16 @@ def offloads(given: Collection[str]) -> list[Option]:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What somebody lists to be measured; ``None``: what the command line says.
+class SweepValues:
+    """The values that a user lists for a sweep; ``None``: that of the command line.
 
     Attributes:
         layouts: sizes of axes by ``dp``, ``tp`` and ``pp``; ``None``: all that the command line allows.
-        cpu_ratios: shares of the optimizer on the CPU or ``auto``; 0 is without it, unless the command line has it.
+        micro_batches: sizes of a micro-batch, in samples.
+        recompute: ``none``, ``selective`` or ``full``.
+        zero: ZeRO stages.
+        virtual_stages: numbers for each pipeline rank.
+        cpu_ratios: ratios of the CPU optimizer, or ``auto``; 0 is without it, unless the command line has it.
     """
 
     layouts: Sequence[Mapping[str, int]] | None = None
@@ -99,16 +106,16 @@ CHOSEN = {
     "virtual_stages": (d.VIRTUAL_STAGES,),
     "cpu_ratios": (d.CPU_RATIO,),
 }
-"""The fields of a configuration that each wish chooses."""
+"""List of a sweep -> the fields of a configuration that it sets."""
 
 
-def to_measure(flags: Flags, given: Collection[str], num_processes: int, wishes: Wishes) -> Iterator[Candidate]:
-    """Every combination of what is wished, in the order in which they are to run; those that cannot be, too.
+def to_measure(flags: Flags, given: Collection[str], num_processes: int, values: SweepValues) -> Iterator[Candidate]:
+    """Every combination of the listed values, in the order in which they are to run; impossible ones are included.
 
-    Where the command line has no global batch, all get the smallest that each of them can cut into micro-batches.
+    If the command line has no global batch size, all get the smallest one that each can divide into micro-batches.
     """
-    found = _wished(flags, given, num_processes, wishes.layouts)
-    micro_batches = wishes.micro_batches or [flags.batch.micro_batch_size or 0]
+    found = _layouts_to_measure(flags, given, num_processes, values.layouts)
+    micro_batches = values.micro_batches or [flags.batch.micro_batch_size or 0]
     common: Changes = {}
     if flags.batch.global_batch_size is None and all(micro_batches):
         data = [layout.data for layout in found if layout.world_size == num_processes]
@@ -120,19 +127,19 @@ def to_measure(flags: Flags, given: Collection[str], num_processes: int, wishes:
             d.fixed(Option(common)),
             d.sizes,
             d.Choices(d.SEQUENCE_PARALLEL, lambda at: [at.tensor > 1 if tokens_split else None]),
-            d.wished(d.MICRO_BATCH, wishes.micro_batches),
-            d.wished(d.RECOMPUTE, wishes.recompute, unset="none"),
-            d.wished(d.ZERO_STAGE, wishes.zero),
-            d.wished(d.VIRTUAL_STAGES, wishes.virtual_stages, unset=1),
-            d.fixed(*(_cpu_share(ratio, flags.offload.cpu_optimizer) for ratio in wishes.cpu_ratios or (None,))),
+            d.listed(d.MICRO_BATCH, values.micro_batches),
+            d.listed(d.RECOMPUTE, values.recompute, unset="none"),
+            d.listed(d.ZERO_STAGE, values.zero),
+            d.listed(d.VIRTUAL_STAGES, values.virtual_stages, unset=1),
+            d.fixed(*(_cpu_ratio(ratio, flags.offload.cpu_optimizer) for ratio in values.cpu_ratios or (None,))),
         ],
     )
 
 
-def _wished(
-    flags: Flags, given: Collection[str], num_processes: int, wished: Sequence[Mapping[str, int]] | None
+def _layouts_to_measure(
+    flags: Flags, given: Collection[str], num_processes: int, listed: Sequence[Mapping[str, int]] | None
 ) -> list[Layout]:
-    if wished is None:
+    if listed is None:
         typed = flags.parallel
         return [
             layout
@@ -140,11 +147,11 @@ def _wished(
             if d.TENSOR not in given or layout.tensor == typed.tensor_model_parallel_size
             if d.PIPELINE not in given or layout.pipeline == typed.pipeline_model_parallel_size
         ]
-    rest = [d.sized(num_processes, sizes.get("tp", 1), sizes.get("pp", 1)) for sizes in wished]
-    return [Layout(sizes.get("dp", at.data), at.tensor, at.pipeline) for sizes, at in zip(wished, rest, strict=True)]
+    rest = [d.sized(num_processes, sizes.get("tp", 1), sizes.get("pp", 1)) for sizes in listed]
+    return [Layout(sizes.get("dp", at.data), at.tensor, at.pipeline) for sizes, at in zip(listed, rest, strict=True)]
 
 
-def _cpu_share(ratio: float | str | None, has_cpu_optimizer: bool) -> Option:
+def _cpu_ratio(ratio: float | str | None, has_cpu_optimizer: bool) -> Option:
     if ratio is None or (ratio == 0 and not has_cpu_optimizer):
         return UNCHANGED
     return Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: ratio})
@@ -160,7 +167,7 @@ VARIANTS = (
     Option({d.CPU_OPTIMIZER: True, d.CPU_RATIO: 0.6}, "CPU optimizer 0.6"),
     Option({d.CPU_OPTIMIZER: True, d.CPU_PARAMETERS: True}, "all on the CPU"),
 )
-"""Recomputation and offload, each proved in every layout."""
+"""Variants of recomputation and offload that are proved in every layout."""
 
 GRADIENTS_LEAVE = (
     Option({d.CPU_OPTIMIZER: True, d.OFFLOAD_GRADIENTS: "on"}, "gradients on the host"),
@@ -169,12 +176,12 @@ GRADIENTS_LEAVE = (
         "parameters and gradients on the host",
     ),
 )
-"""Gradients leave at once where they are no sums: in one process whose micro-batch is the whole batch."""
+"""Gradients can leave at once only where they are no sums: in one process whose micro-batch is the whole batch."""
 
 
 def to_prove(flags: Flags, num_processes: int) -> Iterator[Candidate]:
     """Every layout x ZeRO stage x token split x schedule x recomputation or offload."""
-    if num_processes == 1 and not flags.model.has_dropout:  # another micro-batch has other masks
+    if num_processes == 1 and not flags.model.has_dropout:  # micro-batches of another size have other masks
         whole_batch = {d.MICRO_BATCH: flags.batch.global_batch_size or flags.batch.micro_batch_size}
         for option in GRADIENTS_LEAVE:
             yield Candidate({**option.changes, **whole_batch}, option.name)

@@ -1,4 +1,4 @@
-"""The picture of a plan: memory of each stage beside what a GPU has, and the schedule."""
+"""The picture of a plan: the memory of each stage beside that of a GPU, and the schedule."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Intervals = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class ScheduleBars:
-    """What each stage of a pipeline does when.
+    """The times of each stage's forward and backward passes.
 
     Attributes:
         forward: for each stage, the forward passes of micro-batches.
         backward: for each stage, the backward passes.
-        num_micro_batches: shown.
+        num_micro_batches: number of micro-batches that are shown.
     """
 
     forward: Sequence[Intervals]

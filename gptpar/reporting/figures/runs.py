@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def draw_runs(runs: list[RunCurves], reference_loss: float | None = None, reference_label: str = "reference") -> Figure:
-    """Four panels, one colour a run; ``reference_loss`` adds a dashed line to the loss panel."""
+    """Four panels with one colour for each run; ``reference_loss`` adds a dashed line to the loss panel."""
     from matplotlib.ticker import LogLocator
 
     figure = style.new_figure(13, 8.6)
@@ -63,7 +63,7 @@ def _draw_series(axes: Axes, run: RunCurves, key: str, color: str) -> None:
 
 
 def _legend(loss: Axes, runs: list[RunCurves]) -> None:
-    """Name what the loss panel shows: the runs by colour, then the kinds of mark they share."""
+    """The loss panel's legend: the runs by colour, then the kinds of marks."""
     for run, color in zip(runs, _colors(len(runs)), strict=True):
         label = run.name if len(runs) > 1 else "training, smoothed"
         loss.plot([], [], color=color, lw=2, label=label)
@@ -90,7 +90,7 @@ def _set_iterations(panels: list[Axes], runs: list[RunCurves]) -> None:
 
 
 def _add_tokens(axes: Axes, run: RunCurves) -> None:
-    """Consumed tokens along the top, exact under a growing batch too; straight on beyond the run's ends."""
+    """An axis of consumed tokens along the top; it is exact for growing batches, too, and linear beyond the run."""
     if len(run.tokens) < 2 or not np.all(np.diff(run.tokens) > 0):
         return
     iteration, tokens = _extended(run.iteration), _extended(run.tokens)

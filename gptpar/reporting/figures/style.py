@@ -1,4 +1,4 @@
-"""What all pictures share: colours, paper, axes, time lines, and how they are saved."""
+"""The common style of all pictures: colours, figures, axes, time lines, and saving."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ if TYPE_CHECKING:
 BLUE, CYAN, GREEN, ORANGE = "#1f5fa8", "#4aa8c0", "#2a9d6f", "#e08e1b"
 RED, PURPLE, BROWN, SLATE = "#d1495b", "#7b4fa3", "#8c6d4f", "#5c677d"
 LINES, GRID, IDLE = "#555555", "#e6e6e6", "#9aa1ab"
-"""Reference lines, the grid, and bars of time in which nothing is done."""
+"""Colours of reference lines, of the grid, and of idle time."""
 DIFFERENT = (BLUE, RED, GREEN, ORANGE, PURPLE, CYAN, BROWN, SLATE)
-"""For things of one kind, in this order: neighbours can be told apart in a small legend."""
+"""Colours of several things of one kind, in an order in which neighbours differ in a small legend."""
 STACKED = (BLUE, CYAN, GREEN, ORANGE, RED, BROWN)
-"""For the parts of a bar."""
+"""Colours of the parts of a bar."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A white sheet; sizes in inches."""
+    """An empty white figure; sizes in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
 
 
 def open_frame(axes: Axes, *sides: str) -> None:
-    """Take lines of the frame away: above and on the right, and the sides that are named."""
+    """Remove the frame's lines at the top and on the right, and those on further ``sides``."""
     axes.spines[["top", "right", *sides]].set_visible(False)
 
 
 def with_separators(axis: Any) -> None:
-    """Ticks as ``1,000``."""
+    """Write ticks as ``1,000``."""
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def rows_downwards(axes: Axes, label: str) -> None:
-    """Rows 0, 1, 2 from the top."""
+    """Number rows 0, 1, 2 from the top."""
     from matplotlib.ticker import MaxNLocator
 
     axes.invert_yaxis()
@@ -49,17 +49,17 @@ def rows_downwards(axes: Axes, label: str) -> None:
 def time_bars(
     axes: Axes, row: int, intervals: Iterable[tuple[float, float]], colors: str | Sequence[Any], *, edge: float = 0.0
 ) -> None:
-    """Bars from begin to end in one row of a time line.
+    """Draw bars from begin to end in one row of a time line.
 
     Args:
-        colors: one, or one for each interval.
-        edge: width of a white line around each, in points.
+        colors: one colour, or one for each interval.
+        edge: width of a white line around each bar, in points.
     """
     bars = [(begin, end - begin) for begin, end in intervals]
     axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colors, edgecolors="white", linewidth=edge)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the PNG, and the folders above it."""
+    """Write the PNG; folders above it are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")

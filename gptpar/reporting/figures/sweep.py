@@ -11,13 +11,13 @@ from gptpar.reporting.figures import style
 
 @dataclass(frozen=True)
 class Bar:
-    """A configuration.
+    """The bar of a configuration.
 
     Attributes:
         name: on the left.
         tokens_per_s: of all processes.
         note: at the bar's end.
-        expected: tokens/s that were predicted, where somebody asked.
+        expected: tokens/s that the plan has predicted; ``None`` without a plan.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Bar:
 
 
 def draw_sweep(bars: Sequence[Bar], path: Path, title: str) -> None:
-    """A PNG: the bars from above, and what was expected as a mark."""
+    """Write the PNG: the bars from top to bottom, with a mark for each prediction."""
     figure = style.new_figure(11, 1.6 + 0.34 * len(bars))
     axes = figure.subplots()
     places = range(len(bars))

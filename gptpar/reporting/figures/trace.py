@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 COLORS = {GPU: style.GREEN, NCCL: style.ORANGE, TO_HOST: style.BLUE, TO_DEVICE: style.PURPLE, WAITS: style.IDLE}
 NO_LAYER_COLOR = style.RED
-LABEL_SHARE = 0.007  # of the picture's width that one letter takes
+LETTER_WIDTH = 0.007  # of one letter, as a fraction of the picture's width
 
 Phase = tuple[float, float, str]
-"""From, to and name of what is written above the lanes."""
+"""(begin, end, name) of a phase, which is written above the lanes; ms."""
 
 
 def depth_of(unit: str) -> int | None:
@@ -34,7 +34,7 @@ def draw_trace(
     """Write the PNG.
 
     Args:
-        part: what lies in the window ``span`` (ms).
+        part: the events in the window ``span`` (ms).
         phases: written above the lanes.
     """
     figure = style.new_figure(13, 3.6)
@@ -42,7 +42,7 @@ def draw_trace(
     width = span[1] - span[0]
     for row, (lane, events) in enumerate(part.lanes.items()):
         colors = _adam_colors(events) if lane == ADAM else COLORS[lane]
-        # Thousands of kernels side by side: an edge would hide them.
+        # An edge would hide kernels, of which thousands lie side by side.
         edge = 0.5 if lane == ADAM else 0.0
         style.time_bars(axes, row, [(e.start, e.stop) for e in events], colors, edge=edge)
         axes.annotate(
@@ -64,7 +64,7 @@ def draw_trace(
 
 
 def _adam_colors(events: Sequence[TraceEvent]) -> list[Any]:
-    """Shallow layers light, deep ones dark; what is no layer red."""
+    """Colours of CPU Adam's events: shallow layers light, deep ones dark, other units red."""
     from matplotlib import colormaps
 
     depths = [depth_of(e.name) for e in events]
@@ -73,14 +73,14 @@ def _adam_colors(events: Sequence[TraceEvent]) -> list[Any]:
 
 
 def _write_units(axes: Axes, events: Sequence[TraceEvent], row: int, width: float) -> None:
-    """The names of CPU Adam's units where there is room; the number is enough for a layer."""
+    """Write the names of CPU Adam's units if there is room; of a layer, its number alone."""
     deepest = max((depth_of(e.name) or 0 for e in events), default=0)
     for unit, pieces in groupby(events, key=lambda e: e.name):
         together = list(pieces)
         depth = depth_of(unit)
         text = unit if depth is None else str(depth)
         start, stop = together[0].start, together[-1].stop
-        if stop - start >= LABEL_SHARE * width * len(text):
+        if stop - start >= LETTER_WIDTH * width * len(text):
             color = "black" if depth is not None and depth < 0.6 * deepest else "white"
             over_gaps = {"facecolor": NO_LAYER_COLOR, "edgecolor": "none", "pad": 1.0} if depth is None else None
             axes.text((start + stop) / 2, row, text, ha="center", va="center", fontsize=8, color=color, bbox=over_gaps)

@@ -214,7 +214,7 @@ def test_what_has_no_meaning_is_refused() -> None:
     engine = make_engine(Regression(), 2)
     engine.backward(engine(**next(samples(1))))
     engine.step()
-    with pytest.raises(GptparError, match="amid a step, 1 of whose micro-batches are done"):
+    with pytest.raises(GptparError, match="within a step, 1 of whose micro-batches are done"):
         engine.train_batch(samples(2))
     engine.zero_grad()
     with engine.no_sync(), pytest.raises(GptparError, match="no_sync"):

@@ -141,7 +141,7 @@ def test_batch_sizes_that_cannot_be() -> None:
         with pytest.raises(GptparError, match=f"{size} .*multiple.* 3 x 1"):
             engine.set_train_batch_size(size)
     micro_batch(engine)
-    with pytest.raises(GptparError, match="amid a step"):
+    with pytest.raises(GptparError, match="within a step"):
         engine.set_train_batch_size(9)
     with pytest.raises(GptparError, match="gradient_accumulation_steps is 1"):
         make_engine(1, bf16={"enabled": True}).set_train_batch_size(6)

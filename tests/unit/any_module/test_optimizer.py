@@ -119,7 +119,7 @@ def test_an_optimizer_that_is_not_adamw_is_refused() -> None:
     assert problems(3, None) == [f"optimizer is of type int: {use}"]
     assert problems(lambda params: len(params), None) == [f"the function optimizer returns what is of type int: {use}"]
     assert problems(None, None, gradient_clipping=1) == [
-        'no optimizer is said: add {"optimizer": {"type": "AdamW"}} to the configuration, or pass optimizer=.'
+        'there is no optimizer: add {"optimizer": {"type": "AdamW"}} to the configuration, or pass optimizer=.'
     ]
 
 
@@ -138,8 +138,8 @@ def test_everything_wrong_with_an_optimizer_is_told_at_once() -> None:
     assert problems(client, None, module) == [
         "optimizer is an Adam whose group 0 has the weight decay 0.1: Adam adds it to the gradient, and gptpar takes "
         "it off the weights; pass AdamW, or weight_decay=0.",
-        "optimizer has amsgrad=True in group 0, which gptpar's AdamW has not: leave it out.",
-        "optimizer has maximize=True in group 1, which gptpar's AdamW has not: leave it out.",
+        "optimizer has amsgrad=True in group 0, which gptpar's AdamW does not have: leave it out.",
+        "optimizer has maximize=True in group 1, which gptpar's AdamW does not have: leave it out.",
         "optimizer has taken steps: it has moments of 1 parameters, which the engine would not take over; pass it "
         "before its first step, and resume by engine.load_checkpoint.",
         "0.weight is in the groups 0 and 1: name each parameter once.",

@@ -168,7 +168,7 @@ def test_two_of_three_sizes_say_the_third(
             "train_batch_size 34 is not a multiple of train_micro_batch_size_per_gpu 2 x 4 data-parallel process(es) "
             "= 8: the nearest that fits is 32.",
         ),
-        ((None, None, 4), "the batch is not said: give train_batch_size or train_micro_batch_size_per_gpu."),
+        ((None, None, 4), "the batch size is missing: give train_batch_size or train_micro_batch_size_per_gpu."),
         ((None, 2, 0), "gradient_accumulation_steps is 0; it must be at least 1."),
         ((None, 2.5, None), "train_micro_batch_size_per_gpu is 2.5: a whole number is needed."),
     ],

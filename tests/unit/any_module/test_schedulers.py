@@ -149,13 +149,13 @@ def test_a_function_from_the_returned_optimizer_may_move_betas_too() -> None:
     [
         (
             lambda o: WarmupLR(optimizer_of(1.0)),
-            "lr_scheduler moves the rates of another optimizer (EngineOptimizer) than the one passed to "
+            "lr_scheduler changes the rates of another optimizer (EngineOptimizer) than the one passed to "
             "gptpar.initialize: pass that one, or a function from an optimizer to a scheduler.",
         ),
         (
             ReduceLROnPlateau,
-            "lr_scheduler is a ReduceLROnPlateau, whose step needs a metric that the engine has not: build it over the "
-            "optimizer that gptpar.initialize returns, and step it yourself.",
+            "lr_scheduler is a ReduceLROnPlateau, whose step needs a metric that the engine does not have: build it "
+            "over the optimizer that gptpar.initialize returns, and step it yourself.",
         ),
         (
             lambda o: 3,

@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_not_started() -> None:
 def test_plans_limits_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--bf16 --sweep-micro-batches 1 --sweep-layouts dp2 --log-params-norm --sweep-top 1 --sweep-gpu h100"
     run(flags, [Completed(result(1.0))])
-    assert "plan does not judge --log-params-norm" in capsys.readouterr().out
+    assert "plan does not know --log-params-norm" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="name one with --sweep-gpu"):
         run("--sweep-micro-batches 1 --sweep-top 1", [])
 

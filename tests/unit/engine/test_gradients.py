@@ -18,7 +18,7 @@ from gptpar.engine.gradients import Gradients
 from gptpar.engine.ranges import Place
 from gptpar.engine.reducer import GradientReducer
 from gptpar.engine.router import GradientRouter
-from gptpar.engine.step_graph import Cuts
+from gptpar.engine.step_graph import GraphBreaks
 from gptpar.engine.table import ParameterTable
 from gptpar.engine.units import Unit
 from tests.unit.engine.small_units import infos
@@ -36,7 +36,7 @@ def make_gradients(
 ) -> Gradients:
     table = ParameterTable(units, Place(axis.shards, axis.shard), ratio=ratio)
     memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
-    router = GradientRouter(table, memory, None, {}, subscriber, Cuts(), counts_zeros=False)
+    router = GradientRouter(table, memory, None, {}, subscriber, GraphBreaks(), counts_zeros=False)
     sums = GradientReducer(memory, axis, reduce_dtype, router)
     return Gradients(
         memory, GradientCollector(units, [[unit.name for unit in units]], memory, sums, done), sums, router

@@ -86,7 +86,7 @@ def odd_layers(tensor: int, rank: int) -> Layers:
     def info(*shape: int, dim: int | None = None, summed: bool = False) -> ParameterInfo:
         sizes, split = list(shape), None
         if dim is not None:
-            start, stop = axis.share(shape[dim])
+            start, stop = axis.range_of(shape[dim])
             sizes[dim], split = stop - start, Split(dim, shape[dim], start, -(-shape[dim] // tensor))
         sums = frozenset({TENSOR} if summed else ())
         return ParameterInfo(torch.Size(sizes), split, Constant(0.0), sums)

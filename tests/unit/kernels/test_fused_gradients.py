@@ -71,9 +71,9 @@ def test_loss_and_gradient_whole_and_in_shares(terms: LossTerms) -> None:
     assert_same((loss, grad), ((losses * weights).sum().detach(), wanted))
 
     shares = [(logits.detach()[:, :4], labels), (logits.detach()[:, 4:], labels - 4)]
-    (m, s, own), (n, t, other) = (plain_loss.share_statistics(*share, softcap) for share in shares)
+    (m, s, own), (n, t, other) = (plain_loss.local_statistics(*share, softcap) for share in shares)
     maximum = torch.maximum(m, n)
     lse = (s * (m - maximum).exp() + t * (n - maximum).exp()).log() + maximum
     assert_same((plain_loss.token_losses(lse, own + other, terms),), (losses.detach(),))
-    parts = [plain_loss.share_grad(*share, lse, weights, scale, terms) for share in shares]
+    parts = [plain_loss.local_grad(*share, lse, weights, scale, terms) for share in shares]
     assert_same((torch.cat(parts, 1),), (wanted,))

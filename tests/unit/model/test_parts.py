@@ -123,7 +123,7 @@ def test_an_evaluation_forms_no_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
     fields = {"labels": tokens[:, 1:], "seq_length": 16}
     expected = stage(tokens[:, :-1], fields).item()
     monkeypatch.setattr(plain_loss, "loss_and_grad", None)
-    monkeypatch.setattr(plain_loss, "share_grad", None)
+    monkeypatch.setattr(plain_loss, "local_grad", None)
     with torch.no_grad():
         assert stage(tokens[:, :-1], fields).item() == pytest.approx(expected, rel=1e-14)
 

@@ -19,7 +19,7 @@ from gptpar.offload.next_action import Action, late_partials, next_action, specu
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from tests.offload_log import starts_of
-from tests.unit.offload.host_shares import RATES, TWO_PIECES, SlowNorm, make_share, wait_until
+from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, SlowNorm, make_host, wait_until
 
 S, W = BucketState, What
 ALLOWED = {
@@ -149,26 +149,26 @@ def test_what_the_thread_does_next() -> None:
 
 def test_the_loop_is_refused_what_a_bucket_does_not_allow() -> None:
     transfers = SlowNorm()
-    share = make_share(CpuAdam(1), transfers=transfers)
-    share.submit_gradient("second", torch.ones(128))
+    host = make_host(CpuAdam(1), transfers=transfers)
+    host.submit_gradient("second", torch.ones(128))
     with pytest.raises(
         ForbiddenEvent, match="'step requested' cannot follow where elements 0 to 128 of first have 'no"
     ):
-        share.step(torch.tensor(0.5), RATES, 1.0)
-    share.submit_gradient("first", torch.ones(128))
-    share.step(torch.tensor(0.5), RATES, 1.0)
+        host.step(torch.tensor(0.5), RATES, 1.0)
+    host.submit_gradient("first", torch.ones(128))
+    host.step(torch.tensor(0.5), RATES, 1.0)
     with pytest.raises(ForbiddenEvent, match="'gradient submitted' cannot follow .* of first have 'a step that is not"):
-        share.submit_gradient("first", torch.ones(128))
+        host.submit_gradient("first", torch.ones(128))
     transfers.computed.set()
-    share.finish()
-    share.close()
+    host.finish()
+    host.close()
 
 
 @pytest.mark.parametrize("speculated", [False, True])
 def test_a_final_gradient_that_is_replaced_closes_no_ranges(speculated: bool) -> None:
     """The open ranges were those of the partial gradient before the first final one."""
     log, transfers, live = EventLog(), SlowNorm(), torch.zeros(128)
-    share = make_share(
+    host = make_host(
         CpuAdam(1),
         speculated=128,
         pieces=TWO_PIECES[:1],
@@ -178,20 +178,20 @@ def test_a_final_gradient_that_is_replaced_closes_no_ranges(speculated: bool) ->
         partial_unit="first",
     )
     if speculated:
-        share.expect_step(RATES, 1.0)
-    share.expect_open_ranges("first", np.array([[0, 8]]))
-    share.submit_gradient("first", torch.ones(128), formed=128)
+        host.expect_step(RATES, 1.0)
+    host.expect_open_ranges("first", np.array([[0, 8]]))
+    host.submit_gradient("first", torch.ones(128), formed=128)
     if speculated:
         wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
         assert starts_of(log, What.SPECULATION_BEGUN)
-    share.submit_gradient("first", torch.ones(128))
-    share.submit_gradient("first", -torch.ones(128))
+    host.submit_gradient("first", torch.ones(128))
+    host.submit_gradient("first", -torch.ones(128))
     transfers.computed.set()
-    share.step(torch.tensor(0.5), RATES, 1.0)
-    share.finish()
+    host.step(torch.tensor(0.5), RATES, 1.0)
+    host.finish()
     torch.testing.assert_close(live, torch.full((128,), 0.1), rtol=1e-5, atol=0)
-    assert share.num_redone == speculated and share.steps_taken == 1
-    share.close()
+    assert host.num_redone == speculated and host.steps_taken == 1
+    host.close()
 
 
 def test_a_gradient_that_replaces_a_replacing_one_releases_its_memory() -> None:
@@ -217,34 +217,34 @@ def test_a_gradient_that_replaces_a_replacing_one_releases_its_memory() -> None:
 def test_waiting_again_costs_nothing_and_changes_nothing() -> None:
     """Also by several threads at once, as a forward pass and its prefetch do it."""
     log, live = EventLog(), {"first": torch.zeros(128), "second": torch.zeros(128)}
-    share = make_share(CpuAdam(1), log=log, parameters=live)
+    host = make_host(CpuAdam(1), log=log, parameters=live)
     for unit in live:
-        share.submit_gradient(unit, torch.ones(128))
-    share.step(torch.tensor(0.5), RATES, 1.0)
-    threads = [threading.Thread(target=share.wait, args=("first",)) for _ in range(4)]
+        host.submit_gradient(unit, torch.ones(128))
+    host.step(torch.tensor(0.5), RATES, 1.0)
+    threads = [threading.Thread(target=host.wait, args=("first",)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    share.finish()
+    host.finish()
     before = {unit: values.clone() for unit, values in live.items()}
     for _ in range(3):
-        share.wait("first", block=True)
+        host.wait("first", block=True)
     assert all(torch.equal(live[unit], values) for unit, values in before.items())
     assert len(log.of(What.UPDATED)) == 2 and len(log.of(What.WAITED, unit="first")) == 7
-    share.close()
+    host.close()
 
 
 def test_after_a_wrong_speculation_it_backs_off_for_ten_steps() -> None:
     log = EventLog()
-    share = make_share(CpuAdam(1), speculated=128, pieces=TWO_PIECES[:1], log=log)
+    host = make_host(CpuAdam(1), speculated=128, pieces=TWO_PIECES[:1], log=log)
     speculated = []
     for step in range(13):
-        share.expect_step(RATES, 1.0)
-        share.submit_gradient("first", torch.ones(128))
-        wait_until(lambda: share.backs_off or bool(starts_of(log, What.SPECULATION_BEGUN)))
-        share.step(torch.tensor(0.5 if step else 2.0), RATES, 1.0)
-        share.finish()
+        host.expect_step(RATES, 1.0)
+        host.submit_gradient("first", torch.ones(128))
+        wait_until(lambda: host.backs_off or bool(starts_of(log, What.SPECULATION_BEGUN)))
+        host.step(torch.tensor(0.5 if step else 2.0), RATES, 1.0)
+        host.finish()
         speculated.append(len(log.of(What.SPECULATION_BEGUN)))
-    assert speculated == [1] * 11 + [2, 3] and share.num_redone == 1
-    share.close()
+    assert speculated == [1] * 11 + [2, 3] and host.num_redone == 1
+    host.close()

@@ -82,13 +82,13 @@ class SlowCopies(CopyingSameMemory):
         there.pass_()
 
 
-def make_share(
+def make_host(
     transfers: CopyingSameMemory,
     speculated: int = 0,
     adam: CpuAdam | None = None,
     parameters: dict[str, torch.Tensor] | None = None,
 ) -> HostOptimizer:
-    share = HostOptimizer(
+    host = HostOptimizer(
         UNITS,
         parameters or {piece.unit: torch.zeros(128) for piece in UNITS},
         dtype=torch.float32,
@@ -97,7 +97,7 @@ def make_share(
         transfers=transfers,
         speculated_elements=speculated,
     )
-    return share
+    return host
 
 
 def storage_alive(tensor: torch.Tensor) -> Callable[[], bool]:
@@ -187,39 +187,39 @@ def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
             return super().order(*args, **kwargs)
 
     parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
-    share = make_share(transfers, 512, Noting(1), parameters)
-    share.expect_step(RATES, 1.0)
+    host = make_host(transfers, 512, Noting(1), parameters)
+    host.expect_step(RATES, 1.0)
     for unit in ("fourth", "third"):
-        share.submit_gradient(unit, torch.full((128,), 1e-3))
-    loop = threading.Thread(target=share.submit_gradient, args=("second", torch.full((128,), 1e-3)))
+        host.submit_gradient(unit, torch.full((128,), 1e-3))
+    loop = threading.Thread(target=host.submit_gradient, args=("second", torch.full((128,), 1e-3)))
     loop.start()
     assert transfers.copies[0][2].asked.wait(10)
     transfers.let_arrive(1)
-    share.expect_step(RATES, 1.0)  # takes the lock, and wakes the thread
+    host.expect_step(RATES, 1.0)  # takes the lock, and wakes the thread
     assert begun.wait(10) and loop.is_alive()
     transfers.let_arrive(0)
     loop.join(10)
     assert not loop.is_alive()
     transfers.let_arrive(2)
-    share.submit_gradient("first", torch.full((128,), 1e-3))
+    host.submit_gradient("first", torch.full((128,), 1e-3))
     transfers.let_arrive(3)
-    share.step(torch.tensor(0.5), RATES, 1.0)
-    share.finish()
-    assert share.num_ahead > 0 and share.num_redone == 0
+    host.step(torch.tensor(0.5), RATES, 1.0)
+    host.finish()
+    assert host.num_ahead > 0 and host.num_redone == 0
     for values in parameters.values():
         torch.testing.assert_close(values, torch.full((128,), -0.1), rtol=1e-4, atol=0)
-    share.close()
+    host.close()
 
 
 def test_a_clipped_step_finds_the_gradient_again_after_a_speculation_in_vain() -> None:
     transfers = SlowCopies(max_bytes=1 << 20)
-    share = make_share(transfers, speculated=512)
-    share.expect_step(RATES, 1.0)
+    host = make_host(transfers, speculated=512)
+    host.expect_step(RATES, 1.0)
     alive = []
     for number, piece in enumerate(reversed(UNITS)):
         grad = torch.full((128,), 3.0)
         alive.append(storage_alive(grad))
-        share.submit_gradient(piece.unit, grad)
+        host.submit_gradient(piece.unit, grad)
         del grad
         transfers.let_arrive(number)
     for _ in range(1000):
@@ -227,27 +227,27 @@ def test_a_clipped_step_finds_the_gradient_again_after_a_speculation_in_vain() -
             break
         threading.Event().wait(0.01)
     assert not any(left() for left in alive)
-    share.step(torch.tensor(30.0), RATES, 1.0)
-    share.finish()
-    assert share.num_redone == 1
-    for _, _, moment in share.parts("exp_avg"):
+    host.step(torch.tensor(30.0), RATES, 1.0)
+    host.finish()
+    assert host.num_redone == 1
+    for _, _, moment in host.parts("exp_avg"):
         torch.testing.assert_close(moment, torch.full((128,), 0.1 * 3.0 / 30.0), rtol=1e-4, atol=0)
-    share.close()
+    host.close()
 
 
 def test_each_bucket_s_gradient_lies_in_the_same_memory_in_every_step() -> None:
     transfers = SlowCopies(max_bytes=1 << 20)
-    share = make_share(transfers)
+    host = make_host(transfers)
     places = []
     for step in range(2):
         for number, piece in enumerate(reversed(UNITS)):
-            share.submit_gradient(piece.unit, torch.full((128,), float(step)))
+            host.submit_gradient(piece.unit, torch.full((128,), float(step)))
             transfers.let_arrive(4 * step + number)
-        share.step(torch.tensor(0.5), RATES, 1.0)
-        share.finish()
+        host.step(torch.tensor(0.5), RATES, 1.0)
+        host.finish()
         places.append([values.data_ptr() for _, values, _ in transfers.copies[4 * step :]])
     assert places[0] == places[1] and len(set(places[0])) == 4
-    share.close()
+    host.close()
 
 
 # --- with a whole run -----------------------------------------------------------------------------------------------
@@ -318,9 +318,9 @@ def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
             sums.append(storage_alive(total))
         return total
 
-    def submitting(share: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+    def submitting(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         assert formed is None
-        submit(share, unit, grad)
+        submit(host, unit, grad)
         counts.append(sum(alive() for alive in sums))
 
     monkeypatch.setattr(GradientMemory, "sum_of", making)

@@ -1,4 +1,4 @@
-"""A share that is offered a gradient early: long before the device, and without knowing its changes."""
+"""A partial gradient that the host optimizer gets early: long before the final one, whose changes it does not know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.offload_log import starts_of
 from tests.unit.offload.counting import Counting, Seen
-from tests.unit.offload.host_shares import RATES, SlowNorm, wait_until
+from tests.unit.offload.host_optimizers import RATES, SlowNorm, wait_until
 
 
 @dataclass
@@ -59,7 +59,7 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     seen, transfers = Seen(), FarBehind()
     monkeypatch.setattr(Counting, "seen", seen)
     live = {"embedding": torch.zeros(256), "layer": torch.zeros(128)}
-    share = HostOptimizer(
+    host = HostOptimizer(
         [
             OffloadedPartition("embedding", 256, (GroupRange(0, 256, 0),), ((0, 256),)),
             OffloadedPartition("layer", 128, (GroupRange(0, 128, 0),), ((0, 128),)),
@@ -72,15 +72,15 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
         speculated_elements=384,
         partial_unit="embedding",
     )
-    assert share.partial_unit == "embedding"
+    assert host.partial_unit == "embedding"
     final = torch.ones(256)
     final[32:64] = -1.0
-    share.expect_step(RATES, 1.0)
-    share.expect_open_ranges("embedding", np.array([[32, 64]]))
-    share.submit_gradient("embedding", torch.ones(256), formed=256)
-    share.submit_gradient("layer", torch.ones(128))
-    share.submit_gradient("embedding", final)
-    share.step(torch.tensor(0.5), RATES, 1.0)
+    host.expect_step(RATES, 1.0)
+    host.expect_open_ranges("embedding", np.array([[32, 64]]))
+    host.submit_gradient("embedding", torch.ones(256), formed=256)
+    host.submit_gradient("layer", torch.ones(128))
+    host.submit_gradient("embedding", final)
+    host.step(torch.tensor(0.5), RATES, 1.0)
     first, layer, second = transfers.made
     first.set()
     wait_until(lambda: len(seen.elements) == 1)
@@ -90,18 +90,18 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     assert seen.elements == [224, 128] and not seen.completed
     second.set()
     transfers.computed.set()
-    share.finish()
-    assert seen.elements == [224, 128] and seen.completed == [32] and share.num_redone == 0
+    host.finish()
+    assert seen.elements == [224, 128] and seen.completed == [32] and host.num_redone == 0
     torch.testing.assert_close(live["embedding"], -0.1 * final, rtol=1e-5, atol=0)
-    assert share.steps_taken == 1
-    share.close()
+    assert host.steps_taken == 1
+    host.close()
 
 
 def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor in the steps after one that was clipped."""
     seen, log = Seen(), EventLog()
     monkeypatch.setattr(Counting, "seen", seen)
-    share = HostOptimizer(
+    host = HostOptimizer(
         [OffloadedPartition("embedding", 128, (GroupRange(0, 128, 0),), ((0, 128),))],
         {"embedding": torch.zeros(128)},
         dtype=torch.float32,
@@ -113,16 +113,16 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
         log=log,
     )
     for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
-        share.expect_step((AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
+        host.expect_step((AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),), 1.0)
         if told:
-            share.expect_open_ranges("embedding", np.array([[0, 8]]))
-        share.submit_gradient("embedding", torch.ones(128), formed=128)
+            host.expect_open_ranges("embedding", np.array([[0, 8]]))
+        host.submit_gradient("embedding", torch.ones(128), formed=128)
         assert bool(starts_of(log, What.SUBMITTED_PARTIAL)) == (step == 1)
         if step == 1:
             wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
             assert starts_of(log, What.SPECULATION_BEGUN)
-        share.submit_gradient("embedding", torch.ones(128))
-        share.step(torch.tensor(norm), RATES, 1.0)
-        share.finish()
-        assert share.num_redone == (step >= 1) and not seen.completed
-    share.close()
+        host.submit_gradient("embedding", torch.ones(128))
+        host.step(torch.tensor(norm), RATES, 1.0)
+        host.finish()
+        assert host.num_redone == (step >= 1) and not seen.completed
+    host.close()

@@ -1,4 +1,4 @@
-"""The host's share alone: its thread, its buckets, and what travels."""
+"""The host optimizer alone: its thread, its buckets, and what is copied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gptpar.optim.adamw import ADAMW
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import OffloadedPartition
-from tests.unit.offload.host_shares import RATES, TWO_PIECES, WHOLE, SlowNorm, make_share, wait_until
+from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, WHOLE, SlowNorm, make_host, wait_until
 
 
 class Watched(CpuAdam):
@@ -50,33 +50,33 @@ class Watched(CpuAdam):
 def test_a_layer_waits_for_its_own_bucket_only() -> None:
     adam = Watched()
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
-    share = make_share(adam, parameters=live)
-    share.submit_gradient("second", torch.ones(128))
-    share.submit_gradient("first", torch.ones(128))
-    share.step(torch.tensor(0.5), RATES, 1.0)
-    share.wait("first")
+    host = make_host(adam, parameters=live)
+    host.submit_gradient("second", torch.ones(128))
+    host.submit_gradient("first", torch.ones(128))
+    host.step(torch.tensor(0.5), RATES, 1.0)
+    host.wait("first")
     assert adam.lows[0] == live["first"].data_ptr()
     torch.testing.assert_close(live["first"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
-    share.wait("second")
-    assert len(adam.lows) == 2 and share.steps_taken == 1
-    share.close()
+    host.wait("second")
+    assert len(adam.lows) == 2 and host.steps_taken == 1
+    host.close()
 
 
 def test_speculation_takes_the_shallowest_gradient_that_is_there() -> None:
     adam = Watched()
     adam.leave.clear()
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
-    share = make_share(adam, speculated=256, parameters=live)
-    share.expect_step(RATES, 1.0)
-    share.submit_gradient("second", torch.ones(128))
+    host = make_host(adam, speculated=256, parameters=live)
+    host.expect_step(RATES, 1.0)
+    host.submit_gradient("second", torch.ones(128))
     assert adam.begun.wait(10)  # nothing shallower is there
-    share.submit_gradient("first", torch.ones(128))
+    host.submit_gradient("first", torch.ones(128))
     adam.leave.set()
-    share.step(torch.tensor(0.5), RATES, 1.0)
-    share.finish()
+    host.step(torch.tensor(0.5), RATES, 1.0)
+    host.finish()
     assert adam.lows[0] == live["second"].data_ptr() and len(set(adam.lows)) == 2
-    assert share.num_redone == 0
-    share.close()
+    assert host.num_redone == 0
+    host.close()
 
 
 def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
@@ -84,21 +84,21 @@ def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
     adam, transfers = Watched(), SlowNorm()
     adam.leave.clear()
     live = {"first": torch.zeros(128), "second": torch.zeros(128)}
-    share = make_share(adam, speculated=256, transfers=transfers, parameters=live)
-    share.expect_step(RATES, 1.0)
-    share.submit_gradient("second", torch.ones(128))
-    share.submit_gradient("first", torch.ones(128))
-    share.step(torch.tensor(0.5), RATES, 1.0)
+    host = make_host(adam, speculated=256, transfers=transfers, parameters=live)
+    host.expect_step(RATES, 1.0)
+    host.submit_gradient("second", torch.ones(128))
+    host.submit_gradient("first", torch.ones(128))
+    host.step(torch.tensor(0.5), RATES, 1.0)
     of_the_step_after_it = AdamHyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
-    share.expect_step((of_the_step_after_it,), 1.0)
+    host.expect_step((of_the_step_after_it,), 1.0)
     adam.leave.set()
     wait_until(lambda: len(adam.lows) == 2)
     assert set(adam.lows) == {values.data_ptr() for values in live.values()}
     transfers.computed.set()
-    share.finish()
-    assert len(adam.lows) == 2 and share.num_redone == 0
+    host.finish()
+    assert len(adam.lows) == 2 and host.num_redone == 0
     torch.testing.assert_close(live["second"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
-    share.close()
+    host.close()
 
 
 def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
@@ -133,42 +133,40 @@ def test_the_kernels_threads_are_woken_while_a_gradient_is_on_its_way() -> None:
             super().wake()
 
     transfers, live = Way(), torch.zeros(128)
-    share = make_share(
-        Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers, parameters={"first": live}
-    )
-    share.expect_step(RATES, 1.0)
-    share.submit_gradient("first", torch.ones(128))
-    share.step(torch.tensor(0.5), RATES, 1.0)
+    host = make_host(Sleepy(2), speculated=128, pieces=TWO_PIECES[:1], transfers=transfers, parameters={"first": live})
+    host.expect_step(RATES, 1.0)
+    host.submit_gradient("first", torch.ones(128))
+    host.step(torch.tensor(0.5), RATES, 1.0)
     assert not woken.wait(0.05)
     made.set()
     assert woken.wait(10)
     here.set()
     transfers.computed.set()
-    share.finish()
+    host.finish()
     torch.testing.assert_close(live, torch.full((128,), -0.1), rtol=1e-5, atol=0)
-    share.close()
+    host.close()
 
 
 def test_room_for_some_is_given_to_the_deepest() -> None:
     log, transfers = EventLog(), SlowNorm()
-    share = make_share(
+    host = make_host(
         CpuAdam(1),
         speculated=200,
         transfers=transfers,
         log=log,
         parameters={"first": torch.zeros(128), "second": torch.zeros(128)},
     )
-    assert share.state_bytes == (2 * 128 * 12, 128 * 12)
-    share.expect_step(RATES, 1.0)
+    assert host.state_bytes == (2 * 128 * 12, 128 * 12)
+    host.expect_step(RATES, 1.0)
     for unit in ("second", "first"):
-        share.submit_gradient(unit, torch.ones(128))
-    share.step(torch.tensor(0.5), RATES, 1.0)
+        host.submit_gradient(unit, torch.ones(128))
+    host.step(torch.tensor(0.5), RATES, 1.0)
     wait_until(lambda: bool(log.of(What.SPECULATION_BEGUN)))
     transfers.computed.set()
-    share.finish()
+    host.finish()
     assert [event.unit for event in log.of(What.SPECULATION_BEGUN)] == ["second"]
     assert [event.unit for event in log.of(What.UPDATE_BEGUN)] == ["first"]
-    share.close()
+    host.close()
 
 
 def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
@@ -176,13 +174,13 @@ def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
         def order(self, *args: object, **kwargs: object) -> Callable[[], Done]:
             raise ZeroDivisionError("out of order")
 
-    share = make_share(Broken(1))
+    host = make_host(Broken(1))
     for unit in ("first", "second"):
-        share.submit_gradient(unit, torch.ones(128))
-    share.step(torch.tensor(0.5), RATES, 1.0)
+        host.submit_gradient(unit, torch.ones(128))
+    host.step(torch.tensor(0.5), RATES, 1.0)
     with pytest.raises(ZeroDivisionError, match="out of order"):
-        share.wait("second")
-    share.close()
+        host.wait("second")
+    host.close()
 
 
 def test_a_step_that_is_announced_while_the_last_one_ends_is_taken() -> None:
@@ -196,17 +194,17 @@ def test_a_step_that_is_announced_while_the_last_one_ends_is_taken() -> None:
                 assert announced.wait(10)
 
     log = HoldsUp()
-    share = make_share(CpuAdam(1), log=log)
+    host = make_host(CpuAdam(1), log=log)
     for step in range(2):
         for unit in ("second", "first"):
-            share.submit_gradient(unit, torch.ones(128))
-        share.step(torch.tensor(0.5), RATES, 1.0)
+            host.submit_gradient(unit, torch.ones(128))
+        host.step(torch.tensor(0.5), RATES, 1.0)
         if step:
             announced.set()
         wait_until(lambda step=step: len(log.of(*STEP_DONE)) == 2 * (step + 1))
         assert [len(log.of(What.UPDATED, unit=unit)) for unit in ("first", "second")] == [step + 1, step + 1]
-    assert [share.steps_of(unit) for unit in ("first", "second")] == [2, 2]
-    share.close()
+    assert [host.steps_of(unit) for unit in ("first", "second")] == [2, 2]
+    host.close()
 
 
 def test_the_ring_stays_within_its_bound() -> None:
@@ -217,7 +215,7 @@ def test_the_ring_stays_within_its_bound() -> None:
 
 
 class Gradient:
-    """One that the device has computed or not, with a share of the room in ``ring``."""
+    """One that the device has computed or not, with some of the room in ``ring``."""
 
     def __init__(self, ring: list[int], *, made: bool = True):
         self.ring, self.is_made, self.has_room = ring, made, False

@@ -19,7 +19,7 @@ from gptpar.training.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
 from tests.offload_log import logged, starts_of
 from tests.unit.offload.counting import Counting, Seen
-from tests.unit.offload.host_shares import wait_until
+from tests.unit.offload.host_optimizers import wait_until
 
 STEPS = 8
 ROWS, WIDTH = 64, 32
@@ -44,13 +44,13 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Seen]]:
     offer, threads = HostOptimizer.submit_gradient, torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny, and threads that look for work would hold up the updating one
 
-    def patient(share: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
-        offer(share, unit, grad, formed=formed)
-        if formed is not None and not share.backs_off:
-            assert share.log is not None
-            mine = {event.start for event in share.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
-            wait_until(lambda: mine <= starts_of(share.log, What.SPECULATION_BEGUN, unit))
-            assert mine <= starts_of(share.log, What.SPECULATION_BEGUN, unit)
+    def patient(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+        offer(host, unit, grad, formed=formed)
+        if formed is not None and not host.backs_off:
+            assert host.log is not None
+            mine = {event.start for event in host.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
+            wait_until(lambda: mine <= starts_of(host.log, What.SPECULATION_BEGUN, unit))
+            assert mine <= starts_of(host.log, What.SPECULATION_BEGUN, unit)
 
     def train(
         words: str,
@@ -218,12 +218,12 @@ def test_a_thread_that_is_too_slow(run: Callable[..., Seen], count: int, monkeyp
     words = f"--bf16 {NEVER} {OFFLOAD} 1 --offload-speculation"
     plain, offer = run(f"{words} off", False, count), HostOptimizer.submit_gradient
 
-    def held_up(share: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+    def held_up(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         if formed is not None:
             monkeypatch.setattr(Counting, "gate", threading.Semaphore(1))
-        offer(share, unit, grad, formed=formed)
+        offer(host, unit, grad, formed=formed)
         if formed is not None:
-            wait_until(lambda: bool(starts_of(share.log, What.SPECULATION_BEGUN, unit)))
+            wait_until(lambda: bool(starts_of(host.log, What.SPECULATION_BEGUN, unit)))
         elif unit == "embedding":
             assert Counting.gate is not None
             Counting.gate.release(1000)

@@ -1,4 +1,4 @@
-"""The optimizer's host share: which elements, the same numbers, in every order of events."""
+"""The offloaded partition of the optimizer: which elements, the same numbers, in every order of events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.resume import checkpoint_tensors
 from tests.helpers import make_trainer, tiny_config
 from tests.offload_log import starts_of
-from tests.unit.offload.host_shares import make_share, wait_until
+from tests.unit.offload.host_optimizers import make_host, wait_until
 from tests.unit.offload.tiny_runs import OFFLOAD, batches, config_words, train
 
 STEPS = 12
@@ -113,14 +113,14 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
     table = ParameterTable(made, ratio=ratio)
     pieces = table.offloaded()
     live = {unit.name: torch.zeros(unit.length, dtype=torch.bfloat16) for unit in made}
-    log, share = EventLog(), None
+    log, host = EventLog(), None
     if pieces:
         offloaded = {piece.unit: live[piece.unit][table.on_device[piece.unit] :] for piece in pieces}
         count = total if speculate else 0
-        share = make_share(CpuAdam(2), pieces=pieces, parameters=offloaded, speculated=count, log=log)
+        host = make_host(CpuAdam(2), pieces=pieces, parameters=offloaded, speculated=count, log=log)
     grad = torch.zeros(table.length(Home.DEVICE))
     infos = {name: param.info for name, param in table.params.items()}
-    optimizer = MasterOptimizer(ADAMW, table, grad, 1.0, share)
+    optimizer = MasterOptimizer(ADAMW, table, grad, 1.0, host)
     start = {name: torch.randn(info.shape, generator=generator) for name, info in infos.items()}
     for name, parts in optimizer.parts("weights").items():
         parts.fill(start[name])
@@ -149,8 +149,8 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             for name, p in reference.items():
                 p.grad = whole[name].float() / (scale * max(1.0, (norm.item() + 1e-6) / 1.0))
             plain.step()
-        if share is not None:
-            share.finish()
+        if host is not None:
+            host.finish()
             optimizer.expect_step(hyperparameters, scale)
         base = 0
         for unit in made:
@@ -160,22 +160,22 @@ def test_bf16_weights_stay_within_two_units_in_the_last_place_after_fifty_steps(
             here = table.on_device[unit.name]
             grad[base : base + here] = flat[:here].float()
             base += here
-            if share is not None and here < unit.length:
-                share.submit_gradient(unit.name, flat[here:])
-        if share is not None and speculate and not share.backs_off:
+            if host is not None and here < unit.length:
+                host.submit_gradient(unit.name, flat[here:])
+        if host is not None and speculate and not host.backs_off:
             wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
         optimizer.step(norm, hyperparameters, scale)
-    if share is not None:
-        share.finish()
+    if host is not None:
+        host.finish()
     for unit in made:
         here = table.on_device[unit.name]
         live[unit.name][:here] = optimizer.master_weights[unit.name].bfloat16()
         for name, view in unit.views(live[unit.name]).items():
             assert bf16_distance(view, reference[name].detach().bfloat16()) <= 2, name
     assert optimizer.steps_taken == 45
-    if share is not None:
-        assert (share.num_redone > 0) == speculate == (share.num_ahead > 0)
-        share.close()
+    if host is not None:
+        assert (host.num_redone > 0) == speculate == (host.num_ahead > 0)
+        host.close()
 
 
 def test_fp16_overflows_are_skipped_on_both_sides() -> None:

@@ -20,11 +20,11 @@ from gptpar.pipeline.schedules import (
     bubble,
     chart,
     forward_only,
-    idle_share,
     interleaved,
     one_f_one_b,
     replay,
     simulate,
+    simulated_bubble,
     with_transfers,
 )
 
@@ -60,7 +60,7 @@ def test_every_micro_batch_goes_forward_then_backward_once_per_chunk(p: int, v: 
 @pytest.mark.parametrize("v", CHUNKS)
 def test_steps_end_and_idle_as_the_formula_says(p: int, v: int) -> None:
     for m in MICRO_BATCHES:
-        idle, formula = idle_share(simulate(p, m, v)), bubble(p, m, v)
+        idle, formula = simulated_bubble(simulate(p, m, v)), bubble(p, m, v)
         if v == 1 or m % p == 0:
             assert idle == pytest.approx(formula, abs=1e-12)
         assert idle >= formula - 1e-12
@@ -181,7 +181,7 @@ def test_transfer_time_delays_every_hop() -> None:
 def test_wrong_programs_are_found() -> None:
     good = programs(2, 2, 1)
     swapped = [Forward(1, 0), SendActivation(1, 0), Forward(0, 0), SendActivation(0, 0)]
-    with pytest.raises(GptparError, match="micro-batch 1 for virtual stage 1: receives and sends .* differ in order"):
+    with pytest.raises(GptparError, match="micro-batch 1 to virtual stage 1: receives and sends .* differ in order"):
         replay([swapped, good[1]], 1)
     with pytest.raises(GptparError, match="deadlocks: stage 1 at Forward"):
         replay([[], good[1]], 1)

@@ -10,7 +10,15 @@ from gptpar.config.flags import parse_flags
 from gptpar.errors import ConfigError
 from gptpar.plan.space import dimensions as d
 from gptpar.plan.space.candidate import UNCHANGED, Candidate, Option, configured, flags_of, product, with_changes
-from gptpar.plan.space.spaces import CHOSEN, Wishes, offloads, to_measure, to_predict, to_prove, to_prove_of_a_module
+from gptpar.plan.space.spaces import (
+    CHOSEN,
+    SweepValues,
+    offloads,
+    to_measure,
+    to_predict,
+    to_prove,
+    to_prove_of_a_module,
+)
 from gptpar.topology.layout import Layout
 
 WORDS = [*SMALL.split(), "--fp64"]
@@ -74,12 +82,14 @@ def test_offloads_go_from_nothing_to_everything_that_is_not_typed() -> None:
     assert offloads({d.CPU_OPTIMIZER, d.CPU_RATIO, d.CPU_PARAMETERS}) == [UNCHANGED]
 
 
-def test_wishes_are_multiplied_and_what_cannot_be_is_kept() -> None:
-    wishes = Wishes(layouts=[d.layout_sizes(text) for text in ("dp4", "tp3", "dp2")], micro_batches=[2, 3], zero=[0, 2])
-    found = list(to_measure(typed(["--seq-length", "16"]), set(), 4, wishes))
+def test_sweep_values_are_multiplied_and_impossible_ones_are_kept() -> None:
+    values = SweepValues(
+        layouts=[d.layout_sizes(text) for text in ("dp4", "tp3", "dp2")], micro_batches=[2, 3], zero=[0, 2]
+    )
+    found = list(to_measure(typed(["--seq-length", "16"]), set(), 4, values))
     assert [one.layout for one in found[::4]] == [Layout(4, 1, 1), Layout(1, 3, 1), Layout(2, 1, 1)]
     assert {one.changes[d.GLOBAL_BATCH] for one in found} == {24}  # of dp4 alone: the others are no 4 processes
-    assert set(CHOSEN) == set(vars(wishes))
+    assert set(CHOSEN) == set(vars(values))
 
 
 def test_what_cannot_be_is_refused_with_the_reason() -> None:
@@ -93,7 +103,7 @@ def test_what_is_off_has_no_word_and_the_last_dimension_varies_fastest() -> None
     assert flags_of({d.SEQUENCE_PARALLEL: False, d.RECOMPUTE: None, "recompute.recompute_modules": ("mlp", "moe")}) == [
         *("--recompute-modules", "mlp", "moe")
     ]
-    dimensions = [d.sizes, d.fixed(Option(name="a"), Option(name="b")), d.wished(d.MICRO_BATCH, [1, 2])]
+    dimensions = [d.sizes, d.fixed(Option(name="a"), Option(name="b")), d.listed(d.MICRO_BATCH, [1, 2])]
     found = list(product([Layout()], dimensions))
     assert [one.name for one in found] == [f"dp1 x tp1 x pp1, {letter}" for letter in "aabb"]
     assert [one.changes[d.MICRO_BATCH] for one in found] == [1, 2, 1, 2]

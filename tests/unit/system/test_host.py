@@ -116,10 +116,10 @@ def test_the_number_of_processes_on_the_machine(monkeypatch: pytest.MonkeyPatch)
 
 def test_cores_are_shared_out_as_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "cores", lambda: [0, 1, 2, 3, 8, 9, 10])
-    shares = [host.share_of_cores(place, 3) for place in range(3)]
+    shares = [host.cores_of_process(place, 3) for place in range(3)]
     assert shares == [[0, 1], [2, 3], [8, 9, 10]]
-    assert host.share_of_cores(0, 1) == [0, 1, 2, 3, 8, 9, 10]
-    assert all(host.share_of_cores(place, 20) for place in range(20))  # more processes than cores
+    assert host.cores_of_process(0, 1) == [0, 1, 2, 3, 8, 9, 10]
+    assert all(host.cores_of_process(place, 20) for place in range(20))  # more processes than cores
 
 
 def test_the_smallest_ratio_that_fits() -> None:

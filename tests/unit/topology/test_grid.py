@@ -108,8 +108,8 @@ MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
             {"RANK": "-1", "WORLD_SIZE": "2"},
             [
                 "RANK=-1 is not a whole number",
-                "MASTER_ADDR and MASTER_PORT not set, where the processes meet",
-                "LOCAL_RANK is not set, which says which of 4 GPUs is this process's own",
+                "MASTER_ADDR and MASTER_PORT not set: the address at which the processes meet",
+                "LOCAL_RANK is not set: which of 4 GPUs is this process's",
             ],
         ),
         (

@@ -1,4 +1,4 @@
-"""A share of the host alone, and hosts and transfers that are slow."""
+"""A host optimizer alone, and kernels and transfers that are slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATES = (AdamHyperparameters(0.1, 0.9, 0.999, 1e-8, 0.0),)
 TWO_PIECES = (OffloadedPartition("first", 128, *WHOLE), OffloadedPartition("second", 128, *WHOLE))
 
 
-def make_share(
+def make_host(
     adam: CpuAdam,
     *,
     speculated: int = 0,

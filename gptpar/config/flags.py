@@ -22,6 +22,7 @@ from gptpar.config.compat import (
     CLOSE_ENOUGH,
     DENSE,
     EXPERTS,
+    LIMITED,
     MEANT,
     NO_EXPERTS,
     NOT_BESIDE,
@@ -130,12 +131,10 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
             _accepted(name, values, parsed)
         elif name in DENSE or name.startswith(EXPERTS):
             _experts(name, values, parsed)
+        elif name in LIMITED:
+            _limited(name, values, parsed)
         elif name in PLANNED:
-            what, neutral = PLANNED[name]
-            if values == [neutral]:
-                parsed.without_effect.append(f"{name}: {neutral} is no parallelism")
-            else:
-                parsed.problems.append(f"{name}: {what} is not part of this version yet; leave it out.")
+            _planned(name, values, parsed)
         elif name.startswith("-"):
             near = MEANT.get(name) or _mistyped(name, parser)
             hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
@@ -148,7 +147,7 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
 
 def _mistyped(name: str, parser: Parser) -> str | None:
     """The flag that a mistyped one was meant to be: it is much like it, and so is each of its words."""
-    near = parser.nearest(name, [*ACCEPTED, *DENSE], CLOSE_ENOUGH)
+    near = parser.nearest(name, [*ACCEPTED, *DENSE, *LIMITED], CLOSE_ENOUGH)
     if near is None or parser.nearest(name, [near], ALMOST_THE_SAME):
         return near
     words = near.strip("-").split("-")
@@ -162,6 +161,25 @@ def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
     parsed.without_effect.append(f"{name}: {why}")
     if len(values) != wanted:
         parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
+
+
+def _planned(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
+    """A flag for what is not there; the size of one asks for nothing."""
+    what, neutral = PLANNED[name]
+    if values == [neutral]:
+        parsed.without_effect.append(f"{name}: {neutral} is no parallelism")
+    else:
+        parsed.problems.append(f"{name}: {what} is not part of this version yet; leave it out.")
+
+
+def _limited(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
+    """A flag of which some values change nothing, and no other can be had."""
+    accepted, why = LIMITED[name]
+    if len(values) == 1 and values[0] in accepted:
+        parsed.without_effect.append(f"{name}: {why}")
+    else:
+        said = " ".join([name, *values])[:MAX_ECHOED]
+        parsed.problems.append(f"{said}: {why}; leave it out, or give {' or '.join(accepted)}.")
 
 
 def _experts(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:

@@ -61,7 +61,7 @@ _BY_RULE = {
         "optimizer.lr_wsd_decay_samples optimizer.weight_decay optimizer.start_weight_decay "
         "optimizer.end_weight_decay optimizer.weight_decay_incr_style optimizer.scheduler "
         "tokenizer.tokenizer_type tokenizer.tokenizer_model tokenizer.vocab_file tokenizer.merge_file "
-        "tokenizer.vocab_size"
+        "tokenizer.vocab_size tokenizer.tiktoken_pattern tokenizer.tiktoken_num_special_tokens"
     ),
     Rule.FREE: (
         # shapes what a field above says; of the initial weights

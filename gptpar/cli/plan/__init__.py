@@ -21,11 +21,13 @@ from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_t
 from gptpar.plan.search import search
 from gptpar.system.command_line import positive_float, positive_int
 from gptpar.system.quantities import positive_gib
+from gptpar.training.exchange.start_from_hf import take_shape_of_hf
 
 DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
 flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout
-that fits; what the command line says stays as it is. Data, tokenizer and run folders are not looked at. --module
-FILE.py:FUNCTION --config JSON tells the memory of your own module: gptpar plan --module --help."""
+that fits; what the command line says stays as it is. Data, tokenizer and run folders are not looked at; of --load-hf
+config.json alone is read. --module FILE.py:FUNCTION --config JSON tells the memory of your own module: gptpar plan
+--module --help."""
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +94,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     Raises:
         ConfigError: mistakes in the words of the command line.
     """
-    parsed = _with_defaults(parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags))
+    parsed = parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags)
+    take_shape_of_hf(parsed)
+    parsed = _with_defaults(parsed)
     problems = [*parsed.problems, *range_problems(parsed.flags)]
     batch = parsed.flags.batch
     if parsed.rest.search and batch.global_batch_size is None and batch.step_batch_size_schedule is None:

@@ -33,6 +33,15 @@ def problems(flags: str) -> list[str]:
         "--use-flash-attn-triton --no-bias-swiglu-fusion --no-rope-fusion",
         "--log-optimizer-states-to-tensorboard --no-data-sharding --codecarbon-dir X",
         "--calculate-per-token-loss --no-mmap-bin-files --no-create-attention-mask-in-dataloader",
+        "--no-check-for-nan-in-loss-and-grad --check-for-nan-in-loss-and-grad --rerun-mode disabled",
+        "--auto-detect-ckpt-format --no-ckpt-fully-parallel-save --async-strategy mcore --verify-integrity",
+        "--use-tp-pp-dp-mapping --disable-gloo-process-groups --ddp-average-in-collective --delay-wgrad-compute",
+        "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22 --overlap-p2p-communication-warmup-flush",
+        "--microbatch-group-size-per-virtual-pipeline-stage 4 --num-distributed-optimizer-instances 1",
+        "--enable-cuda-graph --cuda-graph-impl none --cuda-graph-scope full --te-rng-tracker",
+        "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 --sgd-momentum 0.9",
+        "--scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor 2 --use-pin-memory",
+        "--remote-device none --profile-backward --vocab-extra-ids 0 --disable-moe-token-dropping --moe-min-capacity 4",
     ],
 )
 def test_flags_that_change_nothing_are_told_and_change_nothing(flags: str) -> None:
@@ -56,6 +65,23 @@ def test_a_parallelism_that_is_not_there_is_refused() -> None:
         f"--context-parallel-size: {told}",
         f"--ds-sequence-parallel-size: {told}",
     ]
+
+
+def test_a_value_that_cannot_be_had_is_refused_with_those_that_can() -> None:
+    assert problems("--rerun-mode validate_results --exp-avg-dtype fp8 --remote-device nvme --vocab-extra-ids") == [
+        "--rerun-mode validate_results: no step is computed a second time; leave it out, or give disabled.",
+        "--exp-avg-dtype fp8: master weights, moments and gradient sums are always fp32; leave it out, or give fp32.",
+        "--remote-device nvme: what leaves the GPU is said by --cpu-optimizer and --cpu-parameters; leave it out, or "
+        "give none.",
+        "--vocab-extra-ids: ids that no tokenizer has are for T5 alone; leave it out, or give 0.",
+    ]
+
+
+def test_older_and_other_names_mean_the_same() -> None:
+    older = resolved("--model-parallel-size 1 --batch-size 4 --warmup 0.1 --optimizer adamw")
+    assert older == resolved("--micro-batch-size 4 --lr-warmup-fraction 0.1")
+    assert resolved("--optimizer-cpu-offload --optimizer-offload-fraction 0.3").offload.ratio == 0.3
+    assert resolved("--check-weight-hash-across-dp-replicas-interval 5").health.check_replicas_interval == 5
 
 
 def test_an_interval_without_a_folder_saves_nothing() -> None:
@@ -98,8 +124,9 @@ def test_a_loss_per_token_needs_micro_batches_of_as_many_tokens() -> None:
     ("flag", "hint"),
     [
         ("--num-layer", "--num-layers"),
-        ("--model-parallel-size", "--tensor-model-parallel-size"),
-        ("--batch-size", "--micro-batch-size"),
+        ("--load-tag", "--ckpt-step"),
+        ("--use-torch-fsdp2", "--zero-stage"),
+        ("--non-persistent-save-interval", "--save-local-interval"),
         ("--offload-optimizer", "--cpu-optimizer"),
         ("--profile", ""),
         ("--random-ltd", ""),

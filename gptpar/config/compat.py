@@ -13,6 +13,7 @@ BUCKETS = "sizes of messages are chosen here"
 NO_CONTEXT = "one process has the whole sequence"
 CUTS = "every layer counts where the stack is cut; see --partition-method"
 WHEN = "when gradients are computed and sent is decided here; it changes no number"
+SCHEDULES = "a pipeline has 1F1B or the interleaved schedule; it changes no number"
 ONE_FORMAT = "there is one checkpoint format"
 LESS_MEMORY = "it changes no number; see --recompute-granularity and --cpu-parameters"
 ALL_FP32 = "master weights, moments and gradient sums are always fp32"
@@ -121,6 +122,8 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-pin-memory": (0, "host memory that a GPU reads or writes is always pinned"),
     "--profile-backward": (0, "the whole step is always timed"),
     "--sgd-momentum": (1, "it is for SGD"),
+    "--enable-zbh1-pipeline": (0, SCHEDULES),
+    "--enable-zbh1-exact-semantics": (0, SCHEDULES),
     "--calculate-per-token-loss": (0, "every micro-batch has as many tokens, so both means are the same"),
 }
 
@@ -171,7 +174,6 @@ LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
 PLANNED: dict[str, tuple[str, str]] = {
     "--context-parallel-size": ("context parallelism", "1"),
     "--ds-sequence-parallel-size": ("context parallelism", "1"),
-    "--enable-zbh1-pipeline": ("a zero-bubble pipeline", ""),
 }
 """Flag -> what it asks for, and the value that asks for nothing."""
 

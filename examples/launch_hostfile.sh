@@ -22,6 +22,10 @@ fi
 [[ $# -ge 1 ]] || { echo "usage: launch_hostfile.sh [--dry-run] HOSTFILE [flags of gptpar pretrain]" >&2; exit 2; }
 hostfile="$(realpath -m -- "$1")"
 shift
+if [[ "${1:-}" == --dry-run ]]; then # behind the hostfile, too
+    words+=(--dry-run)
+    shift
+fi
 words+=(--hostfile "$hostfile" --master-port "${MASTER_PORT:-29500}")
 [[ -z "${MASTER_ADDR:-}" ]] || words+=(--master-addr "$MASTER_ADDR")
 [[ -z "${IFNAME:-}" ]] || export NCCL_SOCKET_IFNAME="$IFNAME" GLOO_SOCKET_IFNAME="$IFNAME"

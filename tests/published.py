@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -65,7 +64,7 @@ TAKEN_AWAY = {
     *("--num-workers", "--dataloader-type", "--log-interval", "--group-query-attention", "--sequence-parallel"),
 }
 """Data, folders and sizes of a script, with what measures the run in them."""
-LAUNCHERS = ("deepspeed", "torchrun", "python", "python3", "srun", "accelerate")
+LAUNCHERS = ("deepspeed", "torchrun", "python", "python3", "accelerate")
 COUNTED = {"nvidia-smi": 8, "ds_ssh": 10, "scontrol": 8, "hostname": 1, "whoami": 1}
 """Programs whose lines of output scripts count, or take a name from, and how many they print."""
 TOOLS = (
@@ -73,10 +72,11 @@ TOOLS = (
     "realpath readlink"
 )
 """What a script may call besides: nothing that fetches, installs or removes."""
-LOG = re.compile(r"&>>?\s*[^\s\"']+")
-"""Where a script's author keeps logs."""
+OWN = re.compile(r"&>>?\s*[^\s\"']+|^\s*(source|cd|pushd|clear|set -e)\b[^;\n]*;?", re.MULTILINE)
+"""What only its author has: folders of logs and programs, and a script that stops without them."""
 PLACEHOLDER = re.compile(r"(?<=[=\s])<[A-Za-z][^<>|&;\n]*>")
 """What a script's user is to fill in."""
+SRUN = '#!/bin/bash\nfor word in "$@"; do shift; [[ "$word" == -c ]] && exec bash -c "$1"; done\n'
 MKDIR = (
     '#!/bin/bash\nfor word in "$@"; do [[ "$word" == [-/.]* && "$word" != "$HOME"/* ]] || /bin/mkdir -p "$word"; done\n'
 )
@@ -123,9 +123,11 @@ def world_of(plain: Mapping[str, Any], otherwise: int) -> int:
     """The processes for which the batch sizes of a file fit; ``otherwise`` where it does not say all three."""
     batch, micro = plain.get("train_batch_size"), plain.get("train_micro_batch_size_per_gpu")
     steps = plain.get("gradient_accumulation_steps", 1)
-    known = all(isinstance(number, int) and number > 0 for number in (batch, micro, steps))
-    world = batch // (micro * steps) if known and batch % (micro * steps) == 0 else otherwise
-    return max(1, world)
+    if not all(isinstance(number, int) and number > 0 for number in (batch, steps)):
+        return otherwise
+    if not isinstance(micro, int) or micro < 1:
+        return otherwise if batch % (steps * otherwise) == 0 else 1
+    return batch // (micro * steps) if batch % (micro * steps) == 0 else otherwise
 
 
 def command_lines(script: Path) -> list[list[str]]:
@@ -142,7 +144,7 @@ def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
         folder = Path(name)
         stubs = folder / "stubs"
         stubs.mkdir()
-        texts = {**dict.fromkeys(LAUNCHERS, STUB), "mkdir": MKDIR}
+        texts = {**dict.fromkeys(LAUNCHERS, STUB), "mkdir": MKDIR, "srun": SRUN + STUB}
         texts |= {program: "#!/bin/bash\n" + "echo name\n" * number for program, number in COUNTED.items()}
         for program, text in texts.items():
             (stubs / program).write_text(text)
@@ -159,7 +161,7 @@ def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
         (work / "tmp").mkdir(exist_ok=True)
         (work / "pretrain_gpt.py").touch()
         text = PLACEHOLDER.sub("filled_in", script.read_text(errors="replace"))
-        (work / script.name).write_text(LOG.sub("", text))
+        (work / script.name).write_text(OWN.sub("", text))
         environment = {"PATH": str(stubs), "HOME": name, "WORDS": str(folder / "words")}
         arguments = [str(folder / f"argument{i}") for i in range(num_arguments)]
         with open(os.devnull, "w") as nothing:
@@ -173,19 +175,10 @@ def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
         if not (folder / "words").exists():
             return
         for launch in (folder / "words").read_text(errors="replace").split("\n\0"):
-            words = list(split_commands(launch.split("\0")))
+            words = launch.split("\0")
             entry = next((i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py")), None)
             if entry is not None:
                 yield [*with_config(words[entry + 1 :], work)]
-
-
-def split_commands(words: list[str]) -> Iterator[str]:
-    """The words, those of a command that is handed on as one word (``srun bash -c "..."``) one by one."""
-    for word in words:
-        if "pretrain_gpt.py " in word:
-            yield from shlex.split(word)
-        else:
-            yield word
 
 
 def with_config(words: list[str], work: Path) -> Iterator[str]:

@@ -28,6 +28,7 @@ from gptpar.config.compat import (
     NOT_BESIDE,
     PLANNED,
 )
+from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
 from gptpar.config.deepspeed import FromFile, read_deepspeed
 from gptpar.config.derive import Derived, expand_preset
 from gptpar.config.fields import flag_name
@@ -237,6 +238,7 @@ def parse_flags(
         section, name = key.split(".")
         parsed.flags = parsed.flags.update(section, **{name: value})
     parsed.given |= parsed.typed.keys()
+    _read_data_files(parsed)
     for name, (beside, sentence) in NOT_BESIDE.items():
         if name in unknown and beside in parsed.given:
             parsed.problems.append(sentence)
@@ -254,6 +256,28 @@ def _read_config(path: str | None, parsed: ParsedFlags) -> None:
     parsed.typed |= {key: value for key, value in file.values.items() if key not in told}
     parsed.refused |= file.refused - told
     parsed.problems += file.problems
+
+
+def _read_data_files(parsed: ParsedFlags) -> None:
+    """Fill the paths of the data from the files that hold them."""
+    data = parsed.flags.data
+    found: dict[str, tuple[str, ...]] = {}
+    for flag, path, names in (
+        ("--data-args-path", data.data_args_path, ("data_path",)),
+        ("--per-split-data-args-path", data.per_split_data_args_path, tuple(f"{split}_data_path" for split in SPLITS)),
+    ):
+        if path is None:
+            continue
+        if given := [flag_name(name) for name in names if f"data.{name}" in parsed.given]:
+            parsed.problems.append(f"{flag} {path} holds the words of {given[0]}, which is given, too: keep one.")
+            continue
+        try:
+            found |= {"data_path": read_data_args(path)} if flag == "--data-args-path" else read_split_data_args(path)
+        except ValueError as error:
+            parsed.problems.append(f"{flag} {path}: {error}.")
+    parsed.flags = parsed.flags.update("data", **found)
+    parsed.given |= {f"data.{name}" for name in found}
+    parsed.derived += [Derived(name.replace("_", " "), " ".join(words), "its file") for name, words in found.items()]
 
 
 def _read_deepspeed(parsed: ParsedFlags) -> None:

@@ -51,6 +51,13 @@ class DataFlags(DataOptions):
     """Data sets in Megatron's .bin/.idx format, or synthetic tokens."""
 
     split: str | None = flag(None, "shares of training, validation and test (default: 969, 30, 1)")
+    data_args_path: str | None = flag(None, "file with the words of --data-path", metavar="FILE")
+    per_split_data_args_path: str | None = flag(
+        None,
+        "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path: lists or texts under "
+        "train, valid and test",
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

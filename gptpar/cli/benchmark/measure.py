@@ -107,7 +107,8 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
         flags = flags.update("tokenizer", vocab_size=50257)
     if flags.optimizer.lr is None:
         flags = flags.update("optimizer", lr=3e-4)
-    flags = flags.update("data", mock_data=True, data_path=None)
+    nothing = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
+    flags = flags.update("data", mock_data=True, **nothing)
     flags, derived = _of_one_size(without_lengths(flags))
     flags = flags.update("batch", train_iters=steps, train_samples=None, train_tokens=None, train_minutes=None)
     flags = flags.update("logging", eval_iters=0, log_interval=max(1, steps))

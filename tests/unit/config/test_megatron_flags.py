@@ -129,9 +129,8 @@ def test_the_words_of_the_data_may_be_in_files(tmp_path: Path) -> None:
     by_split = data_of(f"--train-data-path 1 {a} 2 {b} --valid-data-path 3 {c}")
     assert data_of(f"--per-split-data-args-path {tmp_path}/split.json") == by_split
     (tmp_path / "other.json").write_text('{"train": 3}')
-    assert parse_flags(
-        f"--data-args-path {tmp_path}/none --per-split-data-args-path {tmp_path}/other.json".split()
-    ).problems == [
+    wrong = f"--data-args-path {tmp_path}/none --per-split-data-args-path {tmp_path}/other.json"
+    assert parse_flags(wrong.split()).problems == [
         f"--data-args-path {tmp_path}/none: it cannot be read (No such file or directory).",
         f"--per-split-data-args-path {tmp_path}/other.json: train must be a list of words, or a text of them.",
     ]
@@ -177,14 +176,14 @@ COMMON = "--mock-data --vocab-size 50257 --eval-iters 0"
             TWIN_FLOW,
             "--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 --tensor-model-parallel-size 1 "
             "--moe-expert-parallel-size 1 --num-experts 1 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 "
-            "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --init-method-std 0.014 "
-            "--lr-decay-tokens 260000000000 --lr-warmup-tokens 375000000 --micro-batch-size 2 "
-            "--exit-duration-in-mins 30000000 --rampup-batch-size 32 32 1953125 --global-batch-size 256 --num-layers 24 --hidden-size 1024 "
-            "--num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --train-tokens 300000000000 "
-            "--train-samples 439453125 --lr 3.0e-4 --min-lr 3.0e-5 --lr-decay-style cosine --log-interval 1 "
-            "--eval-interval 100 --save-interval 1000 --weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 "
-            "--num-workers 0 --fp16 --tensorboard-queue-size 1 --log-timers-to-tensorboard --timing-log-level 1 "
-            "--no-pipeline-parallel --cpu-optimizer --log-batch-size-to-tensorboard "
+            "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --init-method-std 0.014 --lr-decay-tokens "
+            "260000000000 --lr-warmup-tokens 375000000 --micro-batch-size 2 --exit-duration-in-mins 30000000 "
+            "--rampup-batch-size 32 32 1953125 --global-batch-size 256 --num-layers 24 --hidden-size 1024 "
+            "--num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --train-tokens "
+            "300000000000 --train-samples 439453125 --lr 3.0e-4 --min-lr 3.0e-5 --lr-decay-style cosine "
+            "--log-interval 1 --eval-interval 100 --save-interval 1000 --weight-decay 0.1 --clip-grad 1.0 "
+            "--hysteresis 2 --num-workers 0 --fp16 --tensorboard-queue-size 1 --log-timers-to-tensorboard "
+            "--timing-log-level 1 --no-pipeline-parallel --cpu-optimizer --log-batch-size-to-tensorboard "
             "--log-validation-ppl-to-tensorboard --checkpoint-activations --data-impl mmap "
             "--create-moe-param-group --disable-moe-token-dropping --pipeline-model-parallel-size 1 "
             f"--deepspeed-activation-checkpointing {COMMON}",

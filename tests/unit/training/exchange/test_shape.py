@@ -47,8 +47,9 @@ def test_plan_takes_the_shape(folder: Path) -> None:
     assert planner.plan().job.shape.seq_length == 128
 
 
-def test_benchmark_takes_the_shape_and_no_weights(folder: Path) -> None:
-    parsed = measure.parse(f"--load-hf {folder} --micro-batch-size 1 --make-vocab-size-divisible-by 128".split())
+def test_benchmark_takes_the_shape_and_neither_weights_nor_data(folder: Path) -> None:
+    words = "--micro-batch-size 1 --make-vocab-size-divisible-by 128 --train-data-path a --valid-data-path b"
+    parsed = measure.parse([*f"--load-hf {folder}".split(), *words.split()])
     config, _ = resolve(parsed, 1)
     assert gpt_model(config.model).num_parameters == PARAMETERS
     assert (config.checkpoint.load_hf, config.tokenizer.vocab_size) == (None, 307)

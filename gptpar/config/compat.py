@@ -128,17 +128,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     **dict.fromkeys(("--log-level", "--log-level-replica", "--logging-level"), (1, "see --log-interval")),
     "--enable-zbh1-pipeline": (0, SCHEDULES),
     "--enable-zbh1-exact-semantics": (0, SCHEDULES),
-    "--calculate-per-token-loss": (0, "every micro-batch has as many tokens, so both means are the same"),
 }
-
-NOT_BESIDE: dict[str, tuple[str, str]] = {
-    "--calculate-per-token-loss": (
-        "data.eod_mask_loss",
-        "--calculate-per-token-loss weighs micro-batches by their tokens, whose number differs with --eod-mask-loss; "
-        "gptpar takes the mean of their means: drop one of the two.",
-    ),
-}
-"""Accepted flag -> the field beside which it would change something, and what is said then."""
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"
 EXPERTS = ("--moe-", "--expert-")

@@ -25,7 +25,6 @@ from gptpar.config.compat import (
     LIMITED,
     MEANT,
     NO_EXPERTS,
-    NOT_BESIDE,
     PLANNED,
 )
 from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
@@ -157,7 +156,7 @@ def _mistyped(name: str, parser: Parser) -> str | None:
 
 
 def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
-    """A flag on which nothing depends, unless it stands beside one of ``NOT_BESIDE``."""
+    """A flag on which nothing depends."""
     wanted, why = ACCEPTED[name]
     parsed.without_effect.append(f"{name}: {why}")
     if len(values) != wanted:
@@ -239,9 +238,6 @@ def parse_flags(
         parsed.flags = parsed.flags.update(section, **{name: value})
     parsed.given |= parsed.typed.keys()
     _read_data_files(parsed)
-    for name, (beside, sentence) in NOT_BESIDE.items():
-        if name in unknown and beside in parsed.given:
-            parsed.problems.append(sentence)
     parsed.flags, parsed.derived = expand_preset(parsed.flags, parsed.given)
     _read_deepspeed(parsed)
     return parsed

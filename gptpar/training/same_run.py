@@ -44,7 +44,8 @@ _BY_RULE = {
         "data.reset_position_ids data.reset_attention_mask"
     ),
     Rule.DATA: (
-        "model.seq_length data.mock_data data.split data.split_rule data.dataloader_type data.eod_mask_loss data.seed"
+        "model.seq_length data.mock_data data.split data.split_rule data.dataloader_type data.eod_mask_loss data.seed "
+        "data.calculate_per_token_loss"
     ),
     Rule.TOLD: (
         "model.attention_dropout model.hidden_dropout model.z_loss_weight "

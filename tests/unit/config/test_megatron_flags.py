@@ -35,7 +35,7 @@ def problems(flags: str) -> list[str]:
         "--manual-gc --manual-gc-interval 100 --empty-unused-memory-level 1",
         "--use-flash-attn-triton --no-bias-swiglu-fusion --no-rope-fusion",
         "--log-optimizer-states-to-tensorboard --no-data-sharding --codecarbon-dir X",
-        "--calculate-per-token-loss --no-mmap-bin-files --no-create-attention-mask-in-dataloader",
+        "--no-mmap-bin-files --no-create-attention-mask-in-dataloader",
         "--no-check-for-nan-in-loss-and-grad --check-for-nan-in-loss-and-grad --rerun-mode disabled",
         "--auto-detect-ckpt-format --no-ckpt-fully-parallel-save --async-strategy mcore --verify-integrity",
         "--use-tp-pp-dp-mapping --disable-gloo-process-groups --ddp-average-in-collective --delay-wgrad-compute",
@@ -212,11 +212,6 @@ def test_the_shapes_of_well_known_examples_start(
 def test_a_constant_scale_of_a_bf16_loss_is_neutral() -> None:
     assert resolved("--bf16 --loss-scale 12") == resolved("--bf16")
     assert problems("--loss-scale 12") == ["--loss-scale 12 has a meaning with --fp16 only."]
-
-
-def test_a_loss_per_token_needs_micro_batches_of_as_many_tokens() -> None:
-    told = problems("--calculate-per-token-loss --eod-mask-loss")[0]
-    assert told.startswith("--calculate-per-token-loss weighs micro-batches by their tokens, whose number differs")
 
 
 @pytest.mark.parametrize(

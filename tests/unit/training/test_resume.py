@@ -144,6 +144,7 @@ OTHER: dict[str, Any] = {
     "data.split_rule": "legacy",
     "data.dataloader_type": "cyclic",
     "data.eod_mask_loss": True,
+    "data.calculate_per_token_loss": True,
     "data.seed": 99,
     "batch.global_batch_size": 4,
     "batch.rampup_batch_size": (2, 2, 4),

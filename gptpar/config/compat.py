@@ -29,6 +29,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--no-bias-dropout-fusion": (0, COMPILED),
     "--no-gradient-accumulation-fusion": (0, COMPILED),
     "--cross-entropy-loss-fusion": (0, ALWAYS),
+    "--cross-entropy-fusion-impl": (1, "there is one fused loss"),
     "--attention-softmax-in-fp32": (0, ALWAYS),
     "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always summed in fp32; see --grad-reduce-in-bf16"),
     "--overlap-grad-reduce": (0, ALWAYS),

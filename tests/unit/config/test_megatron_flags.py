@@ -41,10 +41,11 @@ def problems(flags: str) -> list[str]:
         "--use-tp-pp-dp-mapping --disable-gloo-process-groups --ddp-average-in-collective --delay-wgrad-compute",
         "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22 --overlap-p2p-communication-warmup-flush",
         "--microbatch-group-size-per-virtual-pipeline-stage 4 --num-distributed-optimizer-instances 1",
-        "--enable-cuda-graph --cuda-graph-impl none --cuda-graph-scope full --te-rng-tracker",
+        "--enable-cuda-graph --cuda-graph-impl none --cuda-graph-scope full --te-rng-tracker --log-level info",
         "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 --sgd-momentum 0.9",
         "--scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor 2 --use-pin-memory",
-        "--remote-device none --profile-backward --vocab-extra-ids 0 --disable-moe-token-dropping --moe-min-capacity 4",
+        "--remote-device none --profile-backward --cross-entropy-fusion-impl te",
+        "--enable-zbh1-pipeline --vocab-extra-ids 0 --disable-moe-token-dropping --moe-min-capacity 4",
     ],
 )
 def test_flags_that_change_nothing_are_told_and_change_nothing(flags: str) -> None:

@@ -3,10 +3,10 @@
     python -m tests.published FOLDER... [--verbose]
 
 FOLDER holds other projects' files, such as checkouts; nothing of them is kept. A ``.json`` counts as a configuration
-if it has keys of DeepSpeed's and is no template, which its script fills. A ``.sh`` is run with stubs in place of the
-launchers, and counts if one of them was to start ``pretrain_gpt.py``. What a script's author has and nobody else, data,
-vocabularies, folders and sizes, is replaced; everything else is judged as it stands. Nothing is trained: a file starts
-if its configuration resolves.
+if it has keys of DeepSpeed's and is no template, which its script fills. A ``.sh`` or ``.slurm`` is run with stubs in
+place of the launchers, and counts if one of them was to start ``pretrain_gpt.py``. What a script's author has and
+nobody else, data, vocabularies, folders and sizes, is replaced; everything else is judged as it stands. Nothing is
+trained: a file starts if its configuration resolves.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -44,7 +45,17 @@ DATA = ["--mock-data", "--vocab-size=1000"]
 TAKEN_AWAY = {
     *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-cache-path", "--mock-data"),
     *("--vocab-file", "--merge-file", "--tokenizer-model", "--tokenizer-type", "--vocab-size", "--split"),
-    *("--save", "--load", "--tensorboard-dir", "--num-layers", "--hidden-size", "--num-attention-heads"),
+    *(
+        "--save",
+        "--load",
+        "--finetune",
+        "--reset-iteration",
+        "--no-load-lr-state",
+        "--tensorboard-dir",
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+    ),
     *("--seq-length", "--max-position-embeddings", "--eval-iters", "--ffn-hidden-size", "--num-query-groups"),
     *("--kv-channels", "--num-key-value-heads", "--distributed-backend", "--make-vocab-size-divisible-by"),
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--global-batch-size", "--train-samples"),
@@ -53,12 +64,23 @@ TAKEN_AWAY = {
     *("--num-workers", "--dataloader-type", "--log-interval", "--group-query-attention", "--sequence-parallel"),
 }
 """Data, folders and sizes of a script, with what measures the run in them."""
-LAUNCHERS = ("deepspeed", "torchrun", "python", "python3", "srun", "accelerate", "nvidia-smi", "hostname")
+LAUNCHERS = ("deepspeed", "torchrun", "python", "python3", "accelerate")
+COUNTED = {"nvidia-smi": 8, "ds_ssh": 10, "scontrol": 8, "hostname": 1, "whoami": 1}
+"""Programs whose lines of output scripts count, or take a name from, and how many they print."""
 TOOLS = (
-    "sed cat date dirname basename expr bc cp seq grep awk cut tr env tee touch head tail wc sort test uname bash sh"
+    "sed cat date dirname basename expr bc cp seq grep awk cut tr env tee touch head tail wc sort test uname bash sh "
+    "realpath readlink"
 )
 """What a script may call besides: nothing that fetches, installs or removes."""
-MKDIR = '#!/bin/bash\nfor word in "$@"; do [[ "$word" == [-/.]* ]] || /bin/mkdir -p "$word"; done\n'
+OWN = re.compile(r"&>>?\s*[^\s\"']+|^\s*(source|cd|pushd|clear|set -e)\b[^;\n]*;?", re.MULTILINE)
+"""What only its author has: folders of logs and programs, and a script that stops without them."""
+PLACEHOLDER = re.compile(r"(?<=[=\s])<[A-Za-z][^<>|&;\n]*>")
+"""What a script's user is to fill in."""
+SRUN = '#!/bin/bash\nfor word in "$@"; do shift; [[ "$word" == -c ]] && exec bash -c "$1"; done\n'
+MKDIR = (
+    '#!/bin/bash\nfor word in "$@"; do [[ "$word" == [-/.]* && "$word" != "$HOME"/* ]] || /bin/mkdir -p "$word"; done\n'
+)
+LINES = "#!/bin/bash\nfor _ in 1 2 3 4 5 6 7 8; do echo name; done\n"
 STUB = '#!/bin/bash\nfor word in "$@"; do printf "%s\\0" "$word"; done >> "$WORDS"; printf "\\n\\0" >> "$WORDS"\n'
 
 
@@ -101,29 +123,47 @@ def world_of(plain: Mapping[str, Any], otherwise: int) -> int:
     """The processes for which the batch sizes of a file fit; ``otherwise`` where it does not say all three."""
     batch, micro = plain.get("train_batch_size"), plain.get("train_micro_batch_size_per_gpu")
     steps = plain.get("gradient_accumulation_steps", 1)
-    known = all(isinstance(number, int) and number > 0 for number in (batch, micro, steps))
-    world = batch // (micro * steps) if known and batch % (micro * steps) == 0 else otherwise
-    return max(1, world)
+    if not all(isinstance(number, int) and number > 0 for number in (batch, steps)):
+        return otherwise
+    if not isinstance(micro, int) or micro < 1:
+        return otherwise if batch % (steps * otherwise) == 0 else 1
+    return batch // (micro * steps) if batch % (micro * steps) == 0 else otherwise
 
 
-def command_lines(script: Path) -> Iterator[list[str]]:
-    """The words behind ``pretrain_gpt.py`` of each launch that the script makes, with stubs for the launchers."""
+def command_lines(script: Path) -> list[list[str]]:
+    """The words behind ``pretrain_gpt.py`` of each launch that the script makes, with stubs for the launchers.
+
+    A script that starts nothing without arguments is given some.
+    """
+    return list(launches_of(script, 0)) or list(launches_of(script, 6))
+
+
+def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
+    """What it starts with a number of arguments."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stubs = folder / "stubs"
         stubs.mkdir()
-        for launcher in LAUNCHERS:
-            (stubs / launcher).write_text(STUB)
-            (stubs / launcher).chmod(0o755)
+        texts = {**dict.fromkeys(LAUNCHERS, STUB), "mkdir": MKDIR, "srun": SRUN + STUB}
+        texts |= {program: "#!/bin/bash\n" + "echo name\n" * number for program, number in COUNTED.items()}
+        for program, text in texts.items():
+            (stubs / program).write_text(text)
+            (stubs / program).chmod(0o755)
         for tool in TOOLS.split():
             if found := shutil.which(tool):
                 (stubs / tool).symlink_to(found)
-        (stubs / "mkdir").write_text(MKDIR)
-        (stubs / "mkdir").chmod(0o755)
         work = folder / "work"
         shutil.copytree(script.parent, work)
+        for template in script.parent.parent.glob("*/*.json"):
+            (folder / template.parent.name).mkdir(exist_ok=True)
+            shutil.copyfile(template, folder / template.parent.name / template.name)
+        (work / "dataset").mkdir(exist_ok=True)
+        (work / "tmp").mkdir(exist_ok=True)
+        (work / "pretrain_gpt.py").touch()
+        text = PLACEHOLDER.sub("filled_in", script.read_text(errors="replace"))
+        (work / script.name).write_text(OWN.sub("", text))
         environment = {"PATH": str(stubs), "HOME": name, "WORDS": str(folder / "words")}
-        arguments = [str(folder / f"argument{i}") for i in range(6)]
+        arguments = [str(folder / f"argument{i}") for i in range(num_arguments)]
         with open(os.devnull, "w") as nothing:
             try:
                 subprocess.run(
@@ -134,8 +174,7 @@ def command_lines(script: Path) -> Iterator[list[str]]:
                 return
         if not (folder / "words").exists():
             return
-        launches = (folder / "words").read_text(errors="replace").split("\n\0")
-        for launch in launches:
+        for launch in (folder / "words").read_text(errors="replace").split("\n\0"):
             words = launch.split("\0")
             entry = next((i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py")), None)
             if entry is not None:
@@ -186,7 +225,7 @@ def main() -> None:
         for path in configurations(folder):
             problems = judge_configuration(path)
             tell(found, "configurations", path.relative_to(folder), problems, args.verbose)
-        for path in sorted(folder.rglob("*.sh")):
+        for path in sorted(one for end in ("sh", "slurm") for one in folder.rglob(f"*.{end}")):
             for words in command_lines(path) if "pretrain_gpt.py" in path.read_text(errors="replace") else ():
                 tell(found, "launches", path.relative_to(folder), judge_script(words), args.verbose)
     print(*(f"{name}: {count}" for name, count in sorted(found.items())), sep="\n")

@@ -1,4 +1,4 @@
-"""``gptpar launch --hostfile``: DeepSpeed's hostfile and its selections. Pure, except that it reads the file.
+"""``gptpar launch --hostfile``: DeepSpeed's hostfile and its selections, started through ssh.
 
 A line is ``HOST slots=N``; ``#`` begins a comment. A selection is ``HOST@HOST:0,2``: whole hosts, or some of their
 slots. Source of the format: deepspeed/launcher/runner.py.
@@ -6,17 +6,21 @@ slots. Source of the format: deepspeed/launcher/runner.py.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from gptpar.cli.ssh import remote_command, run_on_hosts, ssh_words
 from gptpar.errors import ConfigError
 
 _FLAGS = (
     *("--hostfile", "--include", "--exclude", "--num-nodes", "--num-gpus"),
-    *("--master-addr", "--master-port"),
+    *("--master-addr", "--master-port", "--ssh-port", "--dry-run"),
 )
+_SWITCH = "--dry-run"
+_SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude"}
 _LINE = re.compile(r"\s*([A-Za-z0-9_.:@-]+)\s+slots=([1-9]\d*)\s*")
 
 
@@ -121,34 +125,47 @@ def _parsed(selection: str, hosts: Mapping[str, Sequence[int]]) -> dict[str, lis
 
 
 def commands(
-    hosts: Mapping[str, Sequence[int]], words: Sequence[str], *, address: str = "", port: int = 29500
-) -> list[str]:
-    """The command to run on each host, in order: torchrun numbers the workers, and only the chosen GPUs are visible.
+    hosts: Mapping[str, Sequence[int]],
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    address: str = "",
+    port: int = 29500,
+) -> dict[str, str]:
+    """What ssh is to run on each host: torchrun numbers the workers, and only the chosen GPUs are visible.
 
     Args:
         words: the program that each host runs, and its words.
+        environment: this machine's variables.
         address: of the first host, if the other hosts know it by another name.
     """
     first = address or next(iter(hosts)).rpartition("@")[2]
-    shared = ["gptpar", "launch", "--nnodes", str(len(hosts)), "--master-addr", first, "--master-port", str(port)]
-    found = []
-    for rank, slots in enumerate(hosts.values()):
+    shared = ["--nnodes", str(len(hosts)), "--master-addr", first, "--master-port", str(port)]
+    found = {}
+    for rank, (host, slots) in enumerate(hosts.items()):
         own = ["--nproc-per-node", str(len(slots)), "--node-rank", str(rank)]
         visible = ",".join(map(str, slots))
-        found.append(f"CUDA_VISIBLE_DEVICES={visible} {shlex.join([*shared, *own, *words])}")
+        found[host] = remote_command([*shared, *own, *words], visible, environment, os.getcwd())
     return found
 
 
 def is_asked_for(argv: Sequence[str]) -> bool:
     """Whether ``gptpar launch`` was called with a hostfile."""
-    return any(word.partition("=")[0] == "--hostfile" for word in argv[:14])
+    return any(_name(word) == "--hostfile" for word in argv[:14])
+
+
+def _name(word: str) -> str:
+    """A flag as ``_FLAGS`` has it; any other word may become something else."""
+    name = word.partition("=")[0]
+    return _SHORT.get(name, name.replace("_", "-"))
 
 
 def main(argv: Sequence[str]) -> int:
-    """``gptpar launch --hostfile FILE ...``: print what to run on each host; nothing is started.
+    """``gptpar launch --hostfile FILE ...``: start the program on each host; with ``--dry-run``, only show how.
 
     Raises:
         ConfigError: with all problems.
+        GptparError: ssh cannot be started.
     """
     values, words = _flags_first(argv)
     if "--hostfile" not in values or not words:
@@ -162,21 +179,23 @@ def main(argv: Sequence[str]) -> int:
         num_gpus=_count(values, "--num-gpus"),
     )
     port = _count(values, "--master-port") or 29500
-    lines = commands(hosts, words, address=values.get("--master-addr", ""), port=port)
-    for host, line in zip(hosts, lines, strict=True):
-        print(f"{host}: {line}")
-    print("Start each on its host, all within a few minutes; examples/launch_hostfile.sh starts whole hosts by ssh.")
+    found = commands(hosts, words, os.environ, address=values.get("--master-addr", ""), port=port)
+    ssh = ssh_words(os.environ, _count(values, "--ssh-port"))
+    if _SWITCH not in values:
+        return run_on_hosts(ssh, found)
+    for host, command in found.items():
+        print(shlex.join([*ssh, host, command]))
     return 0
 
 
 def _flags_first(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """(values of DeepSpeed's launcher's flags, the program and its words)"""
     values, words = {}, list(argv)
-    while words and words[0].partition("=")[0].replace("_", "-") in _FLAGS:
-        name, glued, value = words.pop(0).partition("=")
-        if not glued and not words:
-            raise ConfigError([f"{name} needs a value."])
-        values[name.replace("_", "-")] = value if glued else words.pop(0)
+    while words and (name := _name(words[0])) in _FLAGS:
+        typed, glued, value = words.pop(0).partition("=")
+        if name != _SWITCH and not glued and not words:
+            raise ConfigError([f"{typed} needs a value."])
+        values[name] = value if glued or name == _SWITCH else words.pop(0)
     return values, words
 
 

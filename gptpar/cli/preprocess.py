@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from gptpar.data.preprocess import Encoder, TokenizerSpec, preprocess
 from gptpar.data.readers import FORMATS
@@ -14,7 +15,7 @@ from gptpar.system.host import cores
 def main(argv: list[str]) -> int:
     """Tokenize, and print a summary."""
     args = _parser().parse_args(argv)
-    spec = TokenizerSpec(args.tokenizer_type, args.vocab_file, args.merge_file, args.tokenizer_model, args.vocab_size)
+    spec = TokenizerSpec(**{spec.name: getattr(args, spec.name) for spec in dataclasses.fields(TokenizerSpec)})
     encoder = Encoder(spec, tuple(args.json_keys), args.append_eod, args.skip_bad_lines)
     workers = args.workers or len(cores())
     print(preprocess(args.input, args.output_prefix, encoder, workers=workers, log_interval=args.log_interval))
@@ -53,9 +54,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="count and skip lines that cannot be read, instead of stopping at the first",
     )
-    data.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="accepted for Megatron's scripts")
+    accepted = "accepted for Megatron's scripts"
+    data.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help=accepted)
+    data.add_argument("--keep-sequential-samples", action="store_true", help=f"{accepted}: this is always so")
     runtime = parser.add_argument_group("runtime")
     runtime.add_argument("--workers", type=positive_int, metavar="N", help="threads or processes (default: one a core)")
+    runtime.add_argument("--chunk-size", type=positive_int, metavar="N", help=accepted)
     runtime.add_argument(
         "--log-interval",
         type=positive_int,

@@ -12,6 +12,11 @@ COLLECTIVES = "the ZeRO stage decides what is gathered and reduced, and when"
 BUCKETS = "sizes of messages are chosen here"
 NO_CONTEXT = "one process has the whole sequence"
 CUTS = "every layer counts where the stack is cut; see --partition-method"
+WHEN = "when gradients are computed and sent is decided here; it changes no number"
+SCHEDULES = "a pipeline has 1F1B or the interleaved schedule; it changes no number"
+ONE_FORMAT = "there is one checkpoint format"
+LESS_MEMORY = "it changes no number; see --recompute-granularity and --cpu-parameters"
+ALL_FP32 = "master weights, moments and gradient sums are always fp32"
 
 ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-flash-attn": (0, SDPA),
@@ -24,6 +29,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--no-bias-dropout-fusion": (0, COMPILED),
     "--no-gradient-accumulation-fusion": (0, COMPILED),
     "--cross-entropy-loss-fusion": (0, ALWAYS),
+    "--cross-entropy-fusion-impl": (1, "there is one fused loss"),
     "--attention-softmax-in-fp32": (0, ALWAYS),
     "--accumulate-allreduce-grads-in-fp32": (0, "gradients are always summed in fp32; see --grad-reduce-in-bf16"),
     "--overlap-grad-reduce": (0, ALWAYS),
@@ -48,7 +54,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--async-save": (0, "training goes on while a checkpoint is written (--no-async-save stops it)"),
     "--no-save-rng": (0, "random states are derived from seed and iteration, none are saved"),
     "--no-load-rng": (0, "random states are derived from seed and iteration, none are saved"),
-    "--ckpt-format": (1, "there is one checkpoint format"),
+    "--ckpt-format": (1, ONE_FORMAT),
     "--distributed-timeout": (1, "see --distributed-timeout-minutes"),
     "--local-rank": (1, "torchrun says it in the environment"),
     "--local_rank": (1, "torchrun says it in the environment"),
@@ -76,8 +82,8 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--ckpt-fully-parallel-save": (0, "every process writes its part"),
     "--ckpt-fully-parallel-load": (0, "every process reads its part"),
     "--ckpt-assume-constant-structure": (0, "checkpoints have one structure"),
-    "--use-dist-ckpt": (0, "there is one checkpoint format"),
-    "--use-persistent-ckpt-worker": (0, "there is one checkpoint format"),
+    "--use-dist-ckpt": (0, ONE_FORMAT),
+    "--use-persistent-ckpt-worker": (0, ONE_FORMAT),
     "--log-optimizer-states-to-tensorboard": (0, "the optimizer's states are not charted; see --log-params-norm"),
     "--log-progress": (0, "metrics.jsonl tells of every step"),
     "--no-barrier-with-level-1-timing": (0, "times are measured without barriers"),
@@ -85,17 +91,45 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--cpu_torch_adam": (0, "the CPU kernel is chosen here"),
     "--ds_fused_adam": (0, "there is one fused kernel"),
     "--lazy-mpu-init": (0, ALWAYS),
-    "--calculate-per-token-loss": (0, "every micro-batch has as many tokens, so both means are the same"),
+    "--no-check-for-nan-in-loss-and-grad": (0, "a step whose gradient is not finite is always skipped"),
+    "--check-for-nan-in-loss-and-grad": (0, "a step whose gradient is not finite is always skipped"),
+    "--auto-detect-ckpt-format": (0, ONE_FORMAT),
+    "--no-ckpt-fully-parallel-save": (0, "every process writes its part"),
+    "--async-strategy": (1, "there is one way to save behind the training"),
+    "--verify-integrity": (0, "every byte of a checkpoint is proved by checksums"),
+    "--no-use-tokenizer-model-from-checkpoint-args": (0, "the tokenizer's files are those that are given"),
+    "--trust-remote-code": (0, "no code of a tokenizer's folder is run"),
+    "--use-tp-pp-dp-mapping": (0, "processes are numbered along tensor, data, pipeline; it changes no number"),
+    "--disable-gloo-process-groups": (0, "groups are made as they are needed"),
+    "--ddp-average-in-collective": (0, "the loss is divided before the backward pass"),
+    "--overlap-param-gather-with-optimizer-step": (0, COLLECTIVES),
+    "--overlap-p2p-communication-warmup-flush": (0, "the pipeline's messages always overlap"),
+    "--no-overlap-p2p-communication": (0, "the pipeline's messages always overlap"),
+    "--microbatch-group-size-per-virtual-pipeline-stage": (1, "groups have as many micro-batches as there are stages"),
+    "--defer-embedding-wgrad-compute": (0, WHEN),
+    "--wgrad-deferral-limit": (1, WHEN),
+    "--delay-wgrad-compute": (0, WHEN),
+    "--enable-cuda-graph": (0, "see --cuda-graph"),
+    "--cuda-graph-impl": (1, "see --cuda-graph"),
+    "--cuda-graph-scope": (1, "see --cuda-graph"),
+    "--te-rng-tracker": (0, "dropout needs no state of a random generator"),
+    "--use-precision-aware-optimizer": (0, ALL_FP32),
+    "--overlap-cpu-optimizer-d2h-h2d": (0, ALWAYS),
+    "--use-torch-optimizer-for-cpu-offload": (0, "the CPU kernel is chosen here"),
+    "--scattered-embeddings": (0, LESS_MEMORY),
+    "--split-transformers": (0, LESS_MEMORY),
+    "--memory-centric-tiled-linear": (0, LESS_MEMORY),
+    "--tile-factor": (1, LESS_MEMORY),
+    "--use-pin-memory": (0, "host memory that a GPU reads or writes is always pinned"),
+    "--profile-backward": (0, "the whole step is always timed"),
+    "--sgd-momentum": (1, "it is for SGD"),
+    "--abort-on-unmet-fused-kernel-constraints": (0, COMPILED),
+    "--sync-tp-duplicated-parameters": (0, "copies of a weight get the same gradient"),
+    "--valid-num-workers": (1, "see --num-workers"),
+    **dict.fromkeys(("--log-level", "--log-level-replica", "--logging-level"), (1, "see --log-interval")),
+    "--enable-zbh1-pipeline": (0, SCHEDULES),
+    "--enable-zbh1-exact-semantics": (0, SCHEDULES),
 }
-
-NOT_BESIDE: dict[str, tuple[str, str]] = {
-    "--calculate-per-token-loss": (
-        "data.eod_mask_loss",
-        "--calculate-per-token-loss weighs micro-batches by their tokens, whose number differs with --eod-mask-loss; "
-        "gptpar takes the mean of their means: drop one of the two.",
-    ),
-}
-"""Accepted flag -> the field beside which it would change something, and what is said then."""
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"
 EXPERTS = ("--moe-", "--expert-")
@@ -111,24 +145,41 @@ DENSE: dict[str, tuple[str, ...]] = {
     "--moe-min-capacity": ANY,
     "--expert-interval": ANY,
     "--create-moe-param-group": ANY,
+    "--disable-moe-token-dropping": ANY,
 }
 """Mixture-of-experts flag -> its values that still describe a dense model. ``ANY``: the flag only tunes experts, which
 --num-experts asks for, so without them every value is harmless."""
 
+LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
+    "--rerun-mode": (("disabled",), "no step is computed a second time"),
+    "--num-distributed-optimizer-instances": (
+        ("1",),
+        "the optimizer is always divided over all data-parallel processes",
+    ),
+    **dict.fromkeys(
+        ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"), (("fp32",), ALL_FP32)
+    ),
+    "--remote-device": (("none",), "what leaves the GPU is said by --cpu-optimizer and --cpu-parameters"),
+    "--vocab-extra-ids": (("0",), "ids that no tokenizer has are for T5 alone"),
+    "--cpu-offloading-num-layers": (("0",), "see --checkpoint-in-cpu"),
+    "--rotary-seq-len-interpolation-factor": (("1",), "rotary positions are not stretched"),
+}
+"""Flag -> its values that change nothing here, and why no other can be had."""
+
 PLANNED: dict[str, tuple[str, str]] = {
     "--context-parallel-size": ("context parallelism", "1"),
     "--ds-sequence-parallel-size": ("context parallelism", "1"),
-    "--enable-zbh1-pipeline": ("a zero-bubble pipeline", ""),
 }
 """Flag -> what it asks for, and the value that asks for nothing."""
 
 MEANT: dict[str, str] = {
     "--offload-optimizer": "--cpu-optimizer",
-    "--optimizer-cpu-offload": "--cpu-optimizer",
-    "--optimizer-offload-fraction": "--cpu-optimizer-ratio",
-    "--model-parallel-size": "--tensor-model-parallel-size",
-    "--batch-size": "--micro-batch-size",
-    "--warmup": "--lr-warmup-fraction",
+    "--load-tag": "--ckpt-step",
+    "--non-persistent-save-interval": "--save-local-interval",
+    "--use-mup": "--mup",
+    "--use-torch-fsdp2": "--zero-stage",
+    "--use-megatron-fsdp": "--zero-stage",
+    "--data-parallel-sharding-strategy": "--zero-stage",
 }
 """Another program's flag -> the one that means nearly the same."""
 CLOSE_ENOUGH, ALMOST_THE_SAME = 0.75, 0.92

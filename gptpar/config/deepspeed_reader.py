@@ -120,7 +120,8 @@ class KeyReader:
             return
         values = read if isinstance(read, list) else [read] * len(fields)
         for name, one in zip(fields, values, strict=True):
-            self.said.append(Said(name, one, key, value, rule.why, default))
+            if one is not OFF:
+                self.said.append(Said(name, one, key, value, rule.why, default))
 
     def _wrong(self, key: str, value: Any, why: str) -> None:
         self.problems.append(f"{key} is {json.dumps(value)}: {why}.")

@@ -201,6 +201,12 @@ def monitor_folder(section: Mapping[str, Any]) -> str:
     return os.path.join(str(section.get("output_path") or ""), text(section.get("job_name", "DeepSpeedJobName")))
 
 
+def wandb_words(section: Mapping[str, Any]) -> list[object]:
+    """Project, team and group; what is not named is left open, but for DeepSpeed's project."""
+    names = [section.get("project") or "deepspeed", section.get("team"), section.get("group")]
+    return [OFF if name is None else text(name) for name in names]
+
+
 def asks_for_routing(value: Any) -> bool:
     """Whether ``data_efficiency`` turns anything on; its parts have switches of their own."""
     parts = [value.get(name, {}) for name in ("data_sampling", "data_routing")] if isinstance(value, dict) else [value]

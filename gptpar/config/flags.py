@@ -22,11 +22,12 @@ from gptpar.config.compat import (
     CLOSE_ENOUGH,
     DENSE,
     EXPERTS,
+    LIMITED,
     MEANT,
     NO_EXPERTS,
-    NOT_BESIDE,
     PLANNED,
 )
+from gptpar.config.data_files import SPLITS, read_data_args, read_split_data_args
 from gptpar.config.deepspeed import FromFile, read_deepspeed
 from gptpar.config.derive import Derived, expand_preset
 from gptpar.config.fields import flag_name
@@ -130,12 +131,10 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
             _accepted(name, values, parsed)
         elif name in DENSE or name.startswith(EXPERTS):
             _experts(name, values, parsed)
+        elif name in LIMITED:
+            _limited(name, values, parsed)
         elif name in PLANNED:
-            what, neutral = PLANNED[name]
-            if values == [neutral]:
-                parsed.without_effect.append(f"{name}: {neutral} is no parallelism")
-            else:
-                parsed.problems.append(f"{name}: {what} is not part of this version yet; leave it out.")
+            _planned(name, values, parsed)
         elif name.startswith("-"):
             near = MEANT.get(name) or _mistyped(name, parser)
             hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
@@ -148,7 +147,7 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
 
 def _mistyped(name: str, parser: Parser) -> str | None:
     """The flag that a mistyped one was meant to be: it is much like it, and so is each of its words."""
-    near = parser.nearest(name, [*ACCEPTED, *DENSE], CLOSE_ENOUGH)
+    near = parser.nearest(name, [*ACCEPTED, *DENSE, *LIMITED], CLOSE_ENOUGH)
     if near is None or parser.nearest(name, [near], ALMOST_THE_SAME):
         return near
     words = near.strip("-").split("-")
@@ -157,11 +156,30 @@ def _mistyped(name: str, parser: Parser) -> str | None:
 
 
 def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
-    """A flag on which nothing depends, unless it stands beside one of ``NOT_BESIDE``."""
+    """A flag on which nothing depends."""
     wanted, why = ACCEPTED[name]
     parsed.without_effect.append(f"{name}: {why}")
     if len(values) != wanted:
         parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
+
+
+def _planned(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
+    """A flag for what is not there; the size of one asks for nothing."""
+    what, neutral = PLANNED[name]
+    if values == [neutral]:
+        parsed.without_effect.append(f"{name}: {neutral} is no parallelism")
+    else:
+        parsed.problems.append(f"{name}: {what} is not part of this version yet; leave it out.")
+
+
+def _limited(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
+    """A flag of which some values change nothing, and no other can be had."""
+    accepted, why = LIMITED[name]
+    if len(values) == 1 and values[0] in accepted:
+        parsed.without_effect.append(f"{name}: {why}")
+    else:
+        said = " ".join([name, *values])[:MAX_ECHOED]
+        parsed.problems.append(f"{said}: {why}; leave it out, or give {' or '.join(accepted)}.")
 
 
 def _experts(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
@@ -219,9 +237,7 @@ def parse_flags(
         section, name = key.split(".")
         parsed.flags = parsed.flags.update(section, **{name: value})
     parsed.given |= parsed.typed.keys()
-    for name, (beside, sentence) in NOT_BESIDE.items():
-        if name in unknown and beside in parsed.given:
-            parsed.problems.append(sentence)
+    _read_data_files(parsed)
     parsed.flags, parsed.derived = expand_preset(parsed.flags, parsed.given)
     _read_deepspeed(parsed)
     return parsed
@@ -236,6 +252,28 @@ def _read_config(path: str | None, parsed: ParsedFlags) -> None:
     parsed.typed |= {key: value for key, value in file.values.items() if key not in told}
     parsed.refused |= file.refused - told
     parsed.problems += file.problems
+
+
+def _read_data_files(parsed: ParsedFlags) -> None:
+    """Fill the paths of the data from the files that hold them."""
+    data = parsed.flags.data
+    found: dict[str, tuple[str, ...]] = {}
+    for flag, path, names in (
+        ("--data-args-path", data.data_args_path, ("data_path",)),
+        ("--per-split-data-args-path", data.per_split_data_args_path, tuple(f"{split}_data_path" for split in SPLITS)),
+    ):
+        if path is None:
+            continue
+        if given := [flag_name(name) for name in names if f"data.{name}" in parsed.given]:
+            parsed.problems.append(f"{flag} {path} holds the words of {given[0]}, which is given, too: keep one.")
+            continue
+        try:
+            found |= {"data_path": read_data_args(path)} if flag == "--data-args-path" else read_split_data_args(path)
+        except ValueError as error:
+            parsed.problems.append(f"{flag} {path}: {error}.")
+    parsed.flags = parsed.flags.update("data", **found)
+    parsed.given |= {f"data.{name}" for name in found}
+    parsed.derived += [Derived(name.replace("_", " "), " ".join(words), "its file") for name, words in found.items()]
 
 
 def _read_deepspeed(parsed: ParsedFlags) -> None:

@@ -33,6 +33,8 @@ class TokenizerSpec:
     merge_file: str | None = None
     tokenizer_model: str | None = None
     vocab_size: int | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int | None = None
 
 
 @lru_cache(maxsize=1)

@@ -82,6 +82,7 @@ def output_and_loss(
     loss_mask_BS: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     each_token: bool | None = None,
+    loss_divisor: torch.Tensor | None = None,
     *,
     logits: Logits = Logits(),  # noqa: B008
 ) -> torch.Tensor:
@@ -95,6 +96,7 @@ def output_and_loss(
         loss_mask_BS: weight of each token, by default 1; the mean is ``sum(mask * loss) / max(1, sum(mask))``.
         scale: the incoming gradient that ``backward`` will be given (see :class:`LinearCrossEntropy`).
         each_token: return the cross entropy of each token instead of the mean; without gradients.
+        loss_divisor: replaces ``max(1, sum(mask))``, for a mean over more than this micro-batch.
         logits: how logits and loss are formed.
 
     Returns:
@@ -112,11 +114,13 @@ def output_and_loss(
     if each_token:
         terms = logits.terms._replace(z_weight=0.0)
         return losses_of_tokens(hidden_ND, vocabulary.weight, labels_N, axis, vocab_size, terms)
-    if loss_mask_BS is None:
+    if loss_mask_BS is None and loss_divisor is None:
         weights_N = torch.full(labels_N.shape, 1.0 / labels_N.numel(), dtype=wide, device=x_ND.device)
     else:
-        weights_N = loss_mask_BS.flatten().to(wide)
-        weights_N = weights_N / weights_N.sum().clamp(min=1)
+        mask_BS = torch.ones_like(labels_N) if loss_mask_BS is None else loss_mask_BS
+        weights_N = mask_BS.flatten().to(wide)
+        divisor = weights_N.sum().clamp(min=1) if loss_divisor is None else loss_divisor.to(wide)
+        weights_N = weights_N / divisor
     scale = torch.ones((), dtype=wide, device=x_ND.device) if scale is None else scale
     # LinearCrossEntropy cannot see torch.no_grad(), and would form the weight's gradient in an evaluation, too.
     trains = torch.is_grad_enabled()
@@ -146,6 +150,8 @@ class OutputLayer(VocabParallelEmbedding):
         loss_mask_BS: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
         each_token: bool | None = None,
+        loss_divisor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See :func:`output_and_loss`."""
-        return output_and_loss(self, x_ND, labels_BS, loss_mask_BS, scale, each_token, logits=self.logits)
+        how = self.logits
+        return output_and_loss(self, x_ND, labels_BS, loss_mask_BS, scale, each_token, loss_divisor, logits=how)

@@ -1,4 +1,4 @@
-"""The destinations of a run's records beside the console: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""The destinations of a run's records beside the console: metrics.jsonl, TensorBoard, CSV files, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from gptpar.errors import ConfigError, GptparError
-from gptpar.reporting import metrics_file
+from gptpar.reporting import csv_files, metrics_file
 from gptpar.reporting.record_file import RecordFile
 from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationRecord
 from gptpar.reporting.scalars import (
@@ -149,6 +149,46 @@ class TensorBoardSink:
         return record.getvalue()
 
 
+class CsvSink:
+    """Writes DeepSpeed's curves as its CSV monitor does: a file each, a row a step, over the samples consumed.
+
+    Args:
+        resume_samples: consumed where the run goes on; rows beyond it are dropped, as the run writes them again.
+        with_loss_scale: whether there is a curve of it, as with fp16.
+    """
+
+    name, keeps_records = "CSV files", True
+
+    def __init__(self, folder: Path, resume_samples: int = 0, *, with_loss_scale: bool = False):
+        names = [name for name in csv_files.CURVES if with_loss_scale or name != csv_files.LOSS_SCALE]
+        self._files = {name: csv_files.open_curve(folder, name, resume_samples) for name in names}
+
+    def iteration(self, record: IterationRecord) -> None:
+        rows = {name: csv_files.row(record.consumed_samples, csv_files.CURVES[name](record)) for name in self._files}
+        self._each(lambda name, file: file.append(rows[name]))
+
+    def validation(self, record: ValidationRecord) -> None: ...
+
+    def task(self, record: TaskRecord) -> None: ...
+
+    def flush(self) -> None:
+        self._each(lambda name, file: file.flush())
+
+    def close(self) -> None:
+        self._each(lambda name, file: file.close())
+
+    def _each(self, action: Callable[[str, RecordFile], None]) -> None:
+        """Do it to all files, whatever befalls one; then raise the first failure."""
+        problems = []
+        for name, file in self._files.items():
+            try:
+                action(name, file)
+            except OSError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+
+
 class WandbSink:
     """Logs to Weights & Biases under the same names; with WANDB_MODE=offline it needs no network.
 
@@ -156,7 +196,7 @@ class WandbSink:
         folder: of its local files.
         options: which scalars are logged, and how often.
         world_size: number of processes.
-        project, name: of the run in Weights & Biases.
+        place: the project and, where given, the run's name, entity and group, under wandb's own names.
         settings: the run's configuration, shown beside its curves.
 
     Raises:
@@ -170,14 +210,13 @@ class WandbSink:
         folder: Path,
         options: ScalarOptions,
         world_size: int,
-        project: str,
-        name: str | None,
+        place: Mapping[str, str | None],
         settings: Mapping[str, Any],
     ):
         wandb = _import("wandb", *_WANDB)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._run = wandb.init(project=project, name=name, dir=str(folder), config=dict(settings))
+            self._run = wandb.init(**place, dir=str(folder), config=dict(settings))
         except Exception as error:  # its exceptions have no other common base
             raise GptparError(
                 f"Weights & Biases cannot be started ({error}): set WANDB_MODE=offline, or drop --wandb-project."
@@ -238,16 +277,24 @@ def make_sinks(
     *,
     run_folder: Path | None,
     resume_iteration: int = 0,
+    resume_samples: int = 0,
     world_size: int = 1,
     options: ScalarOptions | None = None,
     tensorboard_folder: Path | None = None,
     tensorboard_queue_size: int = 1000,
-    wandb_project: str | None = None,
-    wandb_name: str | None = None,
+    csv_folder: Path | None = None,
+    csv_loss_scale: bool = False,
+    wandb: Mapping[str, str | None] | None = None,
+    wandb_folder: Path | None = None,
     settings: Mapping[str, Any] | None = None,
     report: Callable[[str], None] = print,
 ) -> list[Sink]:
     """The sinks whose folder or project is given.
+
+    Args:
+        csv_loss_scale: whether the CSV files have a curve of the loss scale.
+        wandb: see :class:`WandbSink`.
+        wandb_folder: for its own files; by default the run's folder.
 
     Raises:
         ConfigError: a sink's package is not installed.
@@ -256,9 +303,11 @@ def make_sinks(
     sinks: list[Sink] = []
     if tensorboard_folder is not None:
         sinks.append(TensorBoardSink(tensorboard_folder, options, world_size, tensorboard_queue_size))
-    if wandb_project:
-        folder = run_folder or Path.cwd()
-        sinks.append(WandbSink(folder, options, world_size, wandb_project, wandb_name, settings or {}))
+    if csv_folder is not None:
+        sinks.append(CsvSink(csv_folder, resume_samples, with_loss_scale=csv_loss_scale))
+    if wandb:
+        folder = wandb_folder or run_folder or Path.cwd()
+        sinks.append(WandbSink(folder, options, world_size, wandb, settings or {}))
     if run_folder is not None:
         sinks.append(JsonlSink(run_folder, resume_iteration, report))
     return sinks

@@ -12,6 +12,7 @@ TOKENIZERS = {
     "HFTokenizer": "HFTokenizer",
     "PretrainedFromHF": "HFTokenizer",
     "HuggingFaceTokenizer": "HFTokenizer",
+    "TikTokenizer": "TikTokenizer",
     "NullTokenizer": "NullTokenizer",
     "ByteLevelTokenizer": "ByteLevelTokenizer",
 }
@@ -23,11 +24,17 @@ TOKENIZER_FILES = {
     "vocab_file": "encoder.json of GPT2BPETokenizer",
     "merge_file": "vocab.bpe of GPT2BPETokenizer",
     "tokenizer_model": (
-        ".model file of a SentencePieceTokenizer or a Llama2Tokenizer; tokenizer.json, or the folder that holds it, of "
-        "an HFTokenizer"
+        ".model file of a SentencePieceTokenizer or a Llama2Tokenizer, tokenizer.json of an HFTokenizer, or the folder "
+        "that holds it; .json file of a TikTokenizer"
     ),
 }
 """Flag of a tokenizer's file, underscored -> its help."""
+
+TIKTOKEN = {
+    "tiktoken_pattern": "how a TikTokenizer cuts text before merging: v1 or v2 (default: v2)",
+    "tiktoken_num_special_tokens": "ids of a TikTokenizer that are special tokens (default: 1000)",
+}
+"""Further flag of a TikTokenizer, underscored -> its help."""
 
 
 def split_weights(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:

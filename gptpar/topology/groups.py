@@ -106,6 +106,12 @@ class Topology:
             dist.all_reduce(tensor)
         return tensor
 
+    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the data axis, in place."""
+        if self.data_group is not None:
+            dist.all_reduce(tensor, group=self.data_group)
+        return tensor
+
     def any_rank(self, yes: bool) -> bool:
         """Whether any process says yes; all processes call this together."""
         if self.layout.world_size == 1:

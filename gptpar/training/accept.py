@@ -10,13 +10,14 @@ from typing import Any
 
 from gptpar.checkpoint import Manifest
 from gptpar.checkpoint.folders import checkpoint_path
-from gptpar.config import Config
+from gptpar.config import CheckpointConfig, Config
 from gptpar.errors import CheckpointError, printable
 from gptpar.optim.optimizers import OPTIMIZERS
 from gptpar.optim.schedule import make_schedule
 from gptpar.training import same_run
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import data_order, other_order
+from gptpar.training.progress import Progress
 from gptpar.training.same_run import Corpora, Rule
 from gptpar.training.stored import StoredRun, stored_config, stored_run
 
@@ -50,7 +51,7 @@ def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
     c = config.checkpoint
     assert c.load is not None
     path = checkpoint_path(Path(c.load), manifest.iteration)
-    stored = stored_run(path, manifest.meta, same_run.COMPARED)
+    stored = _begun_anew(c, stored_run(path, manifest.meta, same_run.COMPARED))
     problems = list(_refusals(config, inputs, stored))
     if not c.no_load_optim:
         problems += _state_problems(config, stored, manifest)
@@ -58,6 +59,14 @@ def accepted(config: Config, inputs: Inputs, manifest: Manifest) -> StoredRun:
         listing = "\n".join(f"  {number}. {printable(problem)}" for number, problem in enumerate(problems, 1))
         raise CheckpointError(f"{path} cannot be resumed by this command line:\n{listing}")
     return stored
+
+
+def _begun_anew(c: CheckpointConfig, stored: StoredRun) -> StoredRun:
+    """With the progress from which this run goes on: all of it, or without the place in the data or in the schedule."""
+    progress = Progress(scheduled_samples=stored.progress.scheduled_samples) if c.reset_iteration else stored.progress
+    if c.no_load_lr_state:
+        progress = dataclasses.replace(progress, scheduled_samples=0)
+    return dataclasses.replace(stored, progress=progress)
 
 
 def _state_problems(config: Config, stored: StoredRun, manifest: Manifest) -> Iterator[str]:
@@ -84,7 +93,7 @@ def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str
     if differ := _differences(stored.tokenizer, inputs.tokenizer):
         yield f"it was trained with another tokenizer ({differ}): use the same one, or --finetune."
     other_data = _other_data(config, inputs, stored)
-    if other_data and not config.data.override_data and not evaluates_only:
+    if other_data and not (config.data.override_data or config.checkpoint.reset_iteration or evaluates_only):
         yield (
             f"it was trained on other data ({'; '.join(other_data)}): take the checkpoint's; or add --override-data to "
             f"go on at sample {stored.progress.consumed_samples:,} of this command line's; or begin anew with "
@@ -92,6 +101,8 @@ def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str
         )
     o = config.optimizer
     if o.use_checkpoint_opt_param_scheduler or o.override_opt_param_scheduler or evaluates_only:
+        return
+    if config.checkpoint.no_load_lr_state:
         return
     here = make_schedule(config, BatchPlan.of(config.batch, stored.progress).train_samples)
     if differ := _differences(_with_effect(stored.schedule), _with_effect(dataclasses.asdict(here))):

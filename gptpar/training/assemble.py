@@ -215,7 +215,7 @@ def _put_in_order(folder: RunFolder, config: Config, plan: BatchPlan, progress: 
         return not folder.is_beyond(progress.iteration)
     c = config.checkpoint
     chosen = c.ckpt_step is not None
-    folder.go_on_from(progress.iteration, progress.consumed_samples, anew=c.finetune, chosen=chosen)
+    folder.go_on_from(progress.iteration, progress.consumed_samples, anew=c.begins_anew, chosen=chosen)
     return True
 
 
@@ -223,10 +223,13 @@ def _sinks(
     config: Config, topology: Topology, progress: Progress, say: Callable[[str], None], writes: bool
 ) -> list[Sink]:
     """The main process's sinks; in the run folder only if this run writes there."""
-    log, folder, tensorboard = config.logging, config.checkpoint.save, config.logging.tensorboard_dir
-    if folder is not None and not writes:
-        inside = tensorboard is not None and is_inside(Path(tensorboard), Path(folder))
-        folder, tensorboard = None, None if inside else tensorboard
+    log, save = config.logging, Path(config.checkpoint.save) if config.checkpoint.save else None
+
+    def place(folder: str | None) -> Path | None:
+        """A sink's folder; none where it is in a run folder that stays as it is."""
+        kept = folder is not None and save is not None and not writes and is_inside(Path(folder), save)
+        return None if folder is None or kept else Path(folder)
+
     options = ScalarOptions(
         interval=log.tensorboard_log_interval,
         log_timers=log.log_timers_to_tensorboard,
@@ -237,15 +240,20 @@ def _sinks(
         log_memory=log.log_memory_to_tensorboard,
         log_validation_ppl=log.log_validation_ppl_to_tensorboard,
     )
+    wandb = {"project": log.wandb_project, "name": log.wandb_exp_name}
+    wandb |= {"entity": log.wandb_entity, "group": log.wandb_group}
     sinks = make_sinks(
-        run_folder=Path(folder) if folder else None,
+        run_folder=save if writes else None,
         resume_iteration=progress.iteration,
+        resume_samples=progress.consumed_samples,
         world_size=topology.layout.world_size,
         options=options,
-        tensorboard_folder=Path(tensorboard) if tensorboard else None,
+        tensorboard_folder=place(log.tensorboard_dir),
         tensorboard_queue_size=log.tensorboard_queue_size,
-        wandb_project=log.wandb_project,
-        wandb_name=log.wandb_exp_name,
+        csv_folder=place(log.csv_dir),
+        csv_loss_scale=config.precision.fp16,
+        wandb=wandb if log.wandb_project else None,
+        wandb_folder=Path(log.wandb_save_dir) if log.wandb_save_dir else None,
         settings=config.to_dict(),
         report=lambda sentence: say(f" > {sentence}"),
     )

@@ -25,7 +25,8 @@ def continued(parsed: ParsedFlags) -> ParsedFlags:
     if manifest is None:
         return parsed
     load = parsed.flags.checkpoint.save or str(memory_folder())
-    flags = parsed.flags.update("checkpoint", load=load, finetune=False, ckpt_step=None, no_load_optim=False)
+    anew = dict.fromkeys(("finetune", "reset_iteration", "no_load_lr_state", "no_load_optim"), False)
+    flags = parsed.flags.update("checkpoint", load=load, ckpt_step=None, **anew)
     flags = with_global_batch(flags, manifest.meta["config"]["batch"]["global_batch_size"])
     return dataclasses.replace(parsed, flags=flags)
 

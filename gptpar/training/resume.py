@@ -125,7 +125,7 @@ def folders_to_load(config: Config | Flags, load: str) -> list[Path]:
     These are ``--save-local``, and the mirror in memory where this is a restart.
     """
     c, folder = config.checkpoint, folder_to_load(config, load)
-    if not goes_on(c) or c.finetune:
+    if not goes_on(c) or c.begins_anew:
         return [folder]
     mirror = memory_folder() if has_begun() else None
     return [folder, *(Path(one) for one in (c.save_local, mirror) if one)]
@@ -154,7 +154,7 @@ def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
         raise CheckpointError(problem)
     found = checkpoints_in(folders_to_load(config, c.load))
     branch = branch_with(c.load, c.ckpt_step)  # where all checkpoints are in branches, nobody wants random weights
-    required = c.exit_on_missing_checkpoint or c.finetune or config.logging.skip_train or c.ckpt_step is not None
+    required = c.exit_on_missing_checkpoint or c.begins_anew or config.logging.skip_train or c.ckpt_step is not None
     if not found and not required and branch is None:
         return None
     for number, path in found:
@@ -171,7 +171,7 @@ def folder_to_load(config: Config | Flags, load: str) -> Path:
 
     The same command, given again after a kill in between, then begins with the same weights.
     """
-    moved = config.checkpoint.finetune and not find_checkpoints(load)
+    moved = config.checkpoint.begins_anew and not find_checkpoints(load)
     return (branch_with(load, config.checkpoint.ckpt_step) if moved else None) or Path(load)
 
 

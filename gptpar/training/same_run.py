@@ -44,7 +44,8 @@ _BY_RULE = {
         "data.reset_position_ids data.reset_attention_mask"
     ),
     Rule.DATA: (
-        "model.seq_length data.mock_data data.split data.split_rule data.dataloader_type data.eod_mask_loss data.seed"
+        "model.seq_length data.mock_data data.split data.split_rule data.dataloader_type data.eod_mask_loss data.seed "
+        "data.calculate_per_token_loss"
     ),
     Rule.TOLD: (
         "model.attention_dropout model.hidden_dropout model.z_loss_weight "
@@ -61,7 +62,7 @@ _BY_RULE = {
         "optimizer.lr_wsd_decay_samples optimizer.weight_decay optimizer.start_weight_decay "
         "optimizer.end_weight_decay optimizer.weight_decay_incr_style optimizer.scheduler "
         "tokenizer.tokenizer_type tokenizer.tokenizer_model tokenizer.vocab_file tokenizer.merge_file "
-        "tokenizer.vocab_size"
+        "tokenizer.vocab_size tokenizer.tiktoken_pattern tokenizer.tiktoken_num_special_tokens"
     ),
     Rule.FREE: (
         # shapes what a field above says; of the initial weights

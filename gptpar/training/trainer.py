@@ -113,6 +113,9 @@ class Trainer:
             )
         dtype = self.engine.optimizer.master.dtype  # fp16 may be too narrow for the loss scale
         self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss
+        # Of the loss of each micro-batch, where all tokens of a step are to count alike.
+        per_token = config.data.calculate_per_token_loss
+        self._divisor = torch.ones((), dtype=torch.float64, device=topology.device) if per_token else None
         self._iteration = 0
         health = config.health
         self.skip_step = make_skip_step(health.skip_step_sigma, health.skip_step_window, topology.device)
@@ -157,6 +160,8 @@ class Trainer:
         self._scale.fill_(self.loss_scale.value / (len(batches) * self.topology.layout.data))
         self._iteration = iteration
         self.activity.note(f"iteration {iteration + 1}, forward and backward")
+        if self._divisor is not None:
+            self._count_tokens(self._divisor, batches)
         if self._measures_layers(iteration + 1):
             with torch.no_grad():
                 self._norms_of_outputs = self.layer_norms.of_outputs(lambda: self._losses(batches))
@@ -177,8 +182,13 @@ class Trainer:
         self.engine.gradients.finish()
         return torch.stack(losses).mean() if losses else torch.zeros_like(self._scale)
 
+    def _count_tokens(self, divisor: torch.Tensor, batches: Sequence[MicroBatch]) -> None:
+        """Let the mean of all micro-batches' losses be the mean over the tokens that count in all of them."""
+        divisor.fill_(sum(batch.num_counted for batch in batches))
+        self.topology.sum_over_data(divisor).clamp_(min=1).div_(len(batches) * self.topology.layout.data)
+
     def _training_input(self, number: int, batch: MicroBatch) -> StageInput:
-        tokens, fields = _stage_input(batch, self._scale)
+        tokens, fields = _stage_input(batch, self._scale, self._divisor)
         if not self._layers_with_dropout:
             return tokens, fields
         place = number * self.topology.layout.data + self.topology.data_rank
@@ -283,7 +293,7 @@ class Trainer:
         return self.pipeline.evaluate([_stage_input(batch, None) for batch in on_device])
 
 
-def _stage_input(batch: MicroBatch, scale: torch.Tensor | None) -> StageInput:
+def _stage_input(batch: MicroBatch, scale: torch.Tensor | None, loss_divisor: torch.Tensor | None = None) -> StageInput:
     fields = {
         "labels": batch.labels_BS,
         "loss_mask": batch.loss_mask_BS,
@@ -291,5 +301,6 @@ def _stage_input(batch: MicroBatch, scale: torch.Tensor | None) -> StageInput:
         "document_ids": batch.document_ids_BS,
         "seq_length": batch.tokens_BS.shape[1],
         "scale": scale,
+        "loss_divisor": loss_divisor,
     }
     return batch.tokens_BS, fields

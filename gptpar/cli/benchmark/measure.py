@@ -30,14 +30,15 @@ from gptpar.reporting.records import IterationRecord, TaskRecord, ValidationReco
 from gptpar.system.command_line import not_negative_int, positive_int
 from gptpar.topology.world import world_from_environment
 from gptpar.training.assemble import open_run
+from gptpar.training.exchange.start_from_hf import take_shape_of_hf
 from gptpar.training.reporter import device_peak
 from gptpar.training.run import Run
 
 DESCRIPTION = """Time training steps on synthetic tokens with any of pretrain's flags, and print one JSON line with the
 median step. Both MFUs divide by the device's dense peak: mfu counts attention over the full square,
 12 x layers x width x length a token; mfu_causal counts half of it. All steps have the batch that a ramp-up or a
-schedule of batch sizes ends with, and no warm-up. --module FILE.py:FUNCTION --config JSON times your own module:
-gptpar benchmark --module --help."""
+schedule of batch sizes ends with, and no warm-up. Of --load-hf the model's shape is taken alone. --module
+FILE.py:FUNCTION --config JSON times your own module: gptpar benchmark --module --help."""
 
 
 class _Times:
@@ -93,7 +94,9 @@ def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None]
         if more_flags is not None:
             more_flags(parser)
 
-    return _with_defaults(parse_flags(argv, prog="gptpar benchmark", description=DESCRIPTION, extra=flags))
+    parsed = parse_flags(argv, prog="gptpar benchmark", description=DESCRIPTION, extra=flags)
+    take_shape_of_hf(parsed)
+    return _with_defaults(parsed)
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
@@ -105,7 +108,8 @@ def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:
         flags = flags.update("tokenizer", vocab_size=50257)
     if flags.optimizer.lr is None:
         flags = flags.update("optimizer", lr=3e-4)
-    flags = flags.update("data", mock_data=True, data_path=None)
+    nothing = dict.fromkeys(("data_path", "train_data_path", "valid_data_path", "test_data_path", "split"))
+    flags = flags.update("data", mock_data=True, **nothing)
     flags, derived = _of_one_size(without_lengths(flags))
     flags = flags.update("batch", train_iters=steps, train_samples=None, train_tokens=None, train_minutes=None)
     flags = flags.update("logging", eval_iters=0, log_interval=max(1, steps))

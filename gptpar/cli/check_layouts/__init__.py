@@ -64,6 +64,11 @@ def main(argv: list[str]) -> int:
     small = SMALL.split()
     parsed = _parsed([*small, *typed])
     count = parsed.rest.nproc or workers_wanted(None)
+    if parsed.flags.checkpoint.load_hf is not None:
+        parsed.problems.append(
+            f"--load-hf {parsed.flags.checkpoint.load_hf}: check-layouts trains a small model of its own, in every "
+            f"layout, not a Hugging Face model: leave it out; --model {' or '.join(MODELS)} has such models' options."
+        )
     if parsed.problems:
         raise ConfigError(parsed.problems)
     words = [*small, *MODELS[parsed.rest.model].split(), *typed]

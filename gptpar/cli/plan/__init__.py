@@ -21,11 +21,13 @@ from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_t
 from gptpar.plan.search import search
 from gptpar.system.command_line import positive_float, positive_int
 from gptpar.system.quantities import positive_gib
+from gptpar.training.exchange.start_from_hf import take_shape_of_hf
 
 DESCRIPTION = """Tell what a run will need and how fast it will be, for any number of GPUs and with any of pretrain's
 flags, on a machine that has none: memory of each stage, the schedule, time of a step. --search finds the fastest layout
-that fits; values on the command line stay as they are. Data, tokenizer and run folders are ignored. --module
-FILE.py:FUNCTION --config JSON predicts the memory of your own module: gptpar plan --module --help."""
+that fits; values on the command line stay as they are. Data, tokenizer and run folders are ignored; of --load-hf only
+config.json is read. --module FILE.py:FUNCTION --config JSON predicts the memory of your own module: gptpar plan
+--module --help."""
 
 
 def _extra_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +94,9 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     Raises:
         ConfigError: the command line has mistakes.
     """
-    parsed = _with_defaults(parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags))
+    parsed = parse_flags(argv, prog="gptpar plan", description=DESCRIPTION, extra=_extra_flags)
+    take_shape_of_hf(parsed)
+    parsed = _with_defaults(parsed)
     problems = [*parsed.problems, *range_problems(parsed.flags)]
     batch = parsed.flags.batch
     if parsed.rest.search and batch.global_batch_size is None and batch.step_batch_size_schedule is None:

@@ -94,8 +94,10 @@ def _folders(c: CheckpointConfig) -> Iterator[str]:
         yield f"--save {c.save} is a file; a folder is needed."
     if c.save_local and Path(c.save_local).exists() and not Path(c.save_local).is_dir():
         yield f"--save-local {c.save_local} is a file; a folder is needed."
-    if (c.ckpt_step is not None or c.finetune) and not c.load:
-        yield "--ckpt-step and --finetune need --load, the folder to load from."
+    if (c.ckpt_step is not None or c.begins_anew or c.no_load_lr_state) and not c.load:
+        yield (
+            "--ckpt-step, --finetune, --reset-iteration and --no-load-lr-state need --load, the folder to load from."
+        )
 
 
 def _prefixes(paths: tuple[str, ...]) -> list[str]:

@@ -29,7 +29,7 @@ def check_offload(flags: Flags, world_size: int) -> Iterator[str]:
     if o.optimizer_nvme_path and o.offload_speculation == "on":
         yield "--offload-speculation on needs a second copy of the state in memory, which --optimizer-nvme-path avoids."
     if o.optimizer_nvme_path and not os.path.isdir(o.optimizer_nvme_path):
-        yield f"--optimizer-nvme-path {o.optimizer_nvme_path} is not a folder."
+        yield f"--optimizer-nvme-path {o.optimizer_nvme_path} is not a folder: make it, on the disk that is meant."
 
 
 def offload_gradients_obstacles(batch: BatchFlags | BatchConfig, world_size: int) -> Iterator[str]:

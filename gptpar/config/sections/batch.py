@@ -53,7 +53,9 @@ class BatchOptions:
 class BatchFlags(BatchOptions):
     """How much is trained on in a step, and for how long."""
 
-    micro_batch_size: int | None = flag(None, "samples one process runs at once", least=1, most=1_000_000)
+    micro_batch_size: int | None = flag(
+        None, "samples one process runs at once", least=1, most=1_000_000, names=("--batch-size",)
+    )
     global_batch_size: int | None = flag(
         None, "samples in one step, over all processes (default: micro x processes)", least=1, most=100_000_000
     )

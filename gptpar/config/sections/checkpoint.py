@@ -39,6 +39,12 @@ class CheckpointConfig:
     no_save_optim: bool = flag(False, "save weights without the optimizer's moments")
     no_load_optim: bool = flag(False, "load weights without the optimizer's moments")
     finetune: bool = flag(False, "load weights only; start at iteration 0 with a fresh schedule and data order")
+    reset_iteration: bool = flag(
+        False,
+        "load weights and moments, and start at iteration 0 with a fresh data order; the learning rate's schedule goes "
+        "on where it was",
+    )
+    no_load_lr_state: bool = flag(False, "begin the learning rate's schedule anew, as this command line says it")
     ckpt_step: int | None = flag(
         None, "load this iteration instead of the newest; saving in that folder moves later ones to a branch", least=0
     )
@@ -47,3 +53,8 @@ class CheckpointConfig:
         "take the model and the tokenizer from the checkpoint at --load; a flag that contradicts them is refused",
     )
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load holds no checkpoint instead of starting afresh")
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the run counts from 0 although it loads a checkpoint."""
+        return self.finetune or self.reset_iteration

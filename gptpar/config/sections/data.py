@@ -38,6 +38,11 @@ class DataOptions:
     reset_position_ids: bool = flag(False, "positions start again after each end of document")
     reset_attention_mask: bool = flag(False, "attention does not cross an end of document")
     eod_mask_loss: bool = flag(False, "no loss where the input is an end of document")
+    calculate_per_token_loss: bool = flag(
+        False,
+        "the loss of a step is the mean over all its tokens that count, not the mean of its micro-batches' means; with "
+        "--eod-mask-loss, these have different numbers of tokens",
+    )
     seed: int = flag(1234, "seed of the initial weights, the data order and dropout", least=0)
     override_data: bool = flag(
         False,
@@ -51,6 +56,13 @@ class DataFlags(DataOptions):
     """Data sets in Megatron's .bin/.idx format, or synthetic tokens."""
 
     split: str | None = flag(None, "shares of training, validation and test (default: 969, 30, 1)")
+    data_args_path: str | None = flag(None, "file with the words of --data-path", metavar="FILE")
+    per_split_data_args_path: str | None = flag(
+        None,
+        "JSON file with the words of --train-data-path, --valid-data-path and --test-data-path: lists or texts under "
+        "train, valid and test",
+        metavar="FILE",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

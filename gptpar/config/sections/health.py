@@ -26,6 +26,7 @@ class HealthConfig:
         None,
         "steps between comparisons of the weights that several processes hold, bit for bit; a difference ends the run",
         least=1,
+        names=("--check-weight-hash-across-dp-replicas-interval",),
     )
     log_layer_norms_interval: int | None = flag(
         None,

@@ -13,7 +13,10 @@ class ModelOptions:
     """Options of a GPT that are complete as they are typed."""
 
     position_embedding_type: str = flag(
-        "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
+        "learned_absolute",
+        "how positions enter the model",
+        choices=("learned_absolute", "rope", "none"),
+        spellings={"absolute": "learned_absolute", "rotary": "rope"},
     )
     rotary_base: int = flag(
         10000, "base of the rotary frequencies", names=("--rotary-position-embeddings-theta",), above=0, most=10**12

@@ -12,7 +12,11 @@ from gptpar.config.fields import flag
 class OffloadConfig:
     """Optimizer state in host memory, updated by the CPU while the GPU works on."""
 
-    cpu_optimizer: bool = flag(False, "keep master weights and moments in host memory and update them on the CPU")
+    cpu_optimizer: bool = flag(
+        False,
+        "keep master weights and moments in host memory and update them on the CPU",
+        names=("--optimizer-cpu-offload",),
+    )
     cpu_optimizer_ratio: float | Literal["auto"] = flag(
         1.0,
         "share of the optimizer's elements on the CPU, 0 to 1, exact to the element; auto: the smallest share with "
@@ -20,6 +24,7 @@ class OffloadConfig:
         metavar="X|auto",
         least=0,
         most=1,
+        names=("--optimizer-offload-fraction",),
     )
     optimizer_nvme_path: str | None = flag(
         None,

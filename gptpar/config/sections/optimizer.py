@@ -17,13 +17,14 @@ class OptimizerOptions:
         "adam",
         "adam is AdamW, lion has one state vector and no fused kernel; both decouple the weight decay",
         choices=("adam", "lion"),
+        spellings={"adamw": "adam"},
     )
     min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
     lr_decay_style: str = flag("linear", "shape of the decay", choices=DECAY_STYLES)
     lr_decay_iters: int | None = flag(None, "steps until --min-lr (default: the whole run)", least=1, counts=True)
     lr_decay_samples: int | None = flag(None, "samples until --min-lr (default: the whole run)", least=1, counts=True)
     lr_decay_tokens: int | None = flag(None, "tokens until --min-lr", least=1, counts=True)
-    lr_warmup_fraction: float | None = flag(None, "share of the decay span spent warming up")
+    lr_warmup_fraction: float | None = flag(None, "share of the decay span spent warming up", names=("--warmup",))
     lr_warmup_iters: int = flag(0, "steps of linear warm-up", least=0, counts=True)
     lr_warmup_samples: int = flag(0, "samples of linear warm-up", least=0, counts=True)
     lr_warmup_tokens: int | None = flag(None, "tokens of linear warm-up", least=0, counts=True)

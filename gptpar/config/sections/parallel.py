@@ -12,7 +12,9 @@ from gptpar.topology.layout import Layout
 class ParallelOptions:
     """Options of the layout that are complete as they are typed."""
 
-    tensor_model_parallel_size: int = flag(1, "processes that split each layer", least=1, most=1_000_000)
+    tensor_model_parallel_size: int = flag(
+        1, "processes that split each layer", least=1, most=1_000_000, names=("--model-parallel-size",)
+    )
     sequence_parallel: bool = flag(False, "split the tokens between layers over the tensor-parallel processes, too")
     tp_comm_overlap: bool = on_unless(
         "--no-tp-comm-overlap",

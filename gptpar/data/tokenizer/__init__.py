@@ -6,15 +6,16 @@ import argparse
 import difflib
 from pathlib import Path
 
-from gptpar.data.tokenizer.base import Tokenizer, TokenizerBase
+from gptpar.data.tokenizer.base import Tokenizer, TokenizerBase, file_at
 from gptpar.data.tokenizer.bpe import GPT2BPETokenizer
-from gptpar.data.tokenizer.hf import HFTokenizer, tokenizer_json
+from gptpar.data.tokenizer.hf import HFTokenizer
 from gptpar.data.tokenizer.sentence_piece import Llama2Tokenizer, SentencePieceTokenizer
 from gptpar.data.tokenizer.simple import ByteLevelTokenizer, NullTokenizer
+from gptpar.data.tokenizer.tik import PATTERNS, TikTokenizer
 from gptpar.errors import ConfigError
-from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES, TOKENIZERS
+from gptpar.system.data_flags import TIKTOKEN, TOKENIZER_FILES, TOKENIZER_TYPES, TOKENIZERS
 
-_LEARNT = (GPT2BPETokenizer, SentencePieceTokenizer, Llama2Tokenizer, HFTokenizer)
+_LEARNT = (GPT2BPETokenizer, SentencePieceTokenizer, Llama2Tokenizer, HFTokenizer, TikTokenizer)
 _CLASSES: dict[str, type[TokenizerBase]] = {cls.__name__: cls for cls in (*_LEARNT, NullTokenizer, ByteLevelTokenizer)}
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "add_tokenizer_flags", "build_tokenizer", "tokenizer_problems"]
@@ -27,6 +28,8 @@ def build_tokenizer(
     merge_file: str | None = None,
     tokenizer_model: str | None = None,
     vocab_size: int | None = None,
+    tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int | None = None,
 ) -> Tokenizer:
     """Build a tokenizer of one of TOKENIZER_TYPES. Arguments that its type does not need are ignored.
 
@@ -44,12 +47,15 @@ def build_tokenizer(
         "merge_file": merge_file,
         "tokenizer_model": tokenizer_model,
         "vocab_size": vocab_size,
+        "tiktoken_pattern": tiktoken_pattern,
+        "tiktoken_num_special_tokens": tiktoken_num_special_tokens,
     }
     problems = tokenizer_problems(tokenizer_type, **given)
     if problems:
         raise ConfigError(problems)
     cls = _CLASSES[TOKENIZERS[tokenizer_type]]
-    tokenizer: Tokenizer = cls(**{option: given[option] for option in cls.options})  # type: ignore[assignment]
+    taken = {name: given[name] for name in (*cls.options, *cls.optional) if given[name] is not None}
+    tokenizer: Tokenizer = cls(**taken)  # type: ignore[assignment]
     return tokenizer
 
 
@@ -60,14 +66,31 @@ def tokenizer_problems(tokenizer_type: str, **given: str | int | None) -> list[s
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(TOKENIZER_TYPES)}"
         return [f"--tokenizer-type {tokenizer_type} does not exist; {hint}"]
     problems = []
-    for option in _CLASSES[TOKENIZERS[tokenizer_type]].options:
+    cls = _CLASSES[TOKENIZERS[tokenizer_type]]
+    for option in cls.options:
         flag, value = f"--{option.replace('_', '-')}", given.get(option)
         if value is None:
             problems.append(f"--tokenizer-type {tokenizer_type} needs {flag}")
-        elif isinstance(value, str) and not tokenizer_json(value).is_file():
-            absent = f"is not there: give the path of a file, seen from {Path.cwd()}"
-            problems.append(f"{flag} {value} {'holds no tokenizer.json' if Path(value).is_dir() else absent}")
+        elif isinstance(value, str) and not file_at(value, cls.in_folder).is_file():
+            problems.append(f"{flag} {value} {_why_no_file(Path(value), cls.in_folder)}")
     return problems
+
+
+_OTHERS = {
+    "tokenizer.json": "--tokenizer-type HFTokenizer --tokenizer-model {0}",
+    "tokenizer.model": "--tokenizer-type SentencePieceTokenizer --tokenizer-model {0}",
+    "merges.txt": "--tokenizer-type GPT2BPETokenizer --vocab-file {0}/vocab.json --merge-file {0}/merges.txt",
+}
+"""A tokenizer's file, as folders of published models have it -> the flags that read it."""
+
+
+def _why_no_file(path: Path, in_folder: str) -> str:
+    """What is said of a path that is neither the file nor a folder with it."""
+    if not path.is_dir():
+        return f"is not there: give the path of a file, seen from {Path.cwd()}"
+    found = next((name for name in _OTHERS if (path / name).is_file()), None)
+    missing = f"holds no {in_folder}" if in_folder else "is a folder, and a file is needed"
+    return missing if found is None else f"{missing}, but {found}: give {_OTHERS[found].format(path)}"
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +104,14 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(TOKENIZER_TYPES)}",
     )
     for name, help in TOKENIZER_FILES.items():
-        group.add_argument(f"--{name.replace('_', '-')}", metavar="FILE", help=help)
+        older = ("--vocab",) if name == "vocab_file" else ()
+        group.add_argument(f"--{name.replace('_', '-')}", *older, metavar="FILE", help=help)
     group.add_argument(
-        "--vocab-size", type=int, metavar="N", help="number of ids of the NullTokenizer, without its eod"
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="number of ids, of the NullTokenizer without its eod, of a TikTokenizer with its special tokens",
     )
+    for name, help in TIKTOKEN.items():
+        kind = {"choices": tuple(PATTERNS)} if name == "tiktoken_pattern" else {"type": int, "metavar": "N"}
+        group.add_argument(f"--{name.replace('_', '-')}", help=help, **kind)  # type: ignore[arg-type]

@@ -75,6 +75,8 @@ class TokenizerBase:
 
     name: ClassVar[str]
     options: ClassVar[tuple[str, ...]]  # the arguments of build_tokenizer that this type needs
+    optional: ClassVar[tuple[str, ...]] = ()  # those that it takes beside them
+    in_folder: ClassVar[str] = ""  # the name of its file, where a folder is given in its place
     vocab_size: int
     eod: int
 
@@ -118,6 +120,11 @@ class TokenizerBase:
             "eod": self.eod,
             "sha256": dict(self._sha256),
         }
+
+
+def file_at(path: str | Path, in_folder: str) -> Path:
+    """The file that a path means, be it the file's or that of the folder that holds it under its usual name."""
+    return Path(path) / in_folder if in_folder and Path(path).is_dir() else Path(path)
 
 
 def utf8(text: str) -> bytes:

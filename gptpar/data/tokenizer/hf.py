@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from gptpar.data.tokenizer.base import TokenizerBase, decode_known, utf8
+from gptpar.data.tokenizer.base import TokenizerBase, decode_known, file_at, utf8
 from gptpar.errors import TokenizerError
 
 # Names of the end-of-document token in published models, for folders that do not declare it.
@@ -23,6 +23,7 @@ class HFTokenizer(TokenizerBase):
 
     name = "HFTokenizer"
     options = ("tokenizer_model",)
+    in_folder = "tokenizer.json"
 
     def __init__(self, tokenizer_model: str):
         try:
@@ -31,7 +32,7 @@ class HFTokenizer(TokenizerBase):
             raise TokenizerError("HFTokenizer needs the tokenizers library: pip install 'gptpar[hf]'") from error
 
         super().__init__()
-        path = tokenizer_json(tokenizer_model)
+        path = file_at(tokenizer_model, self.in_folder)
         content = self._read("tokenizer_model", path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
@@ -52,11 +53,6 @@ class HFTokenizer(TokenizerBase):
 
     def decode(self, ids: Iterable[int]) -> str:
         return decode_known(ids, self.vocab_size, lambda run: self._tokenizer.decode(run, skip_special_tokens=False))
-
-
-def tokenizer_json(path: str) -> Path:
-    """The tokenizer.json that `path`, a file or a folder, denotes."""
-    return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
 
 
 def _find_eod(path: Path, vocab: dict[str, int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gptpar.data.tokenizer.base import TokenizerBase, decode_known, utf8
+from gptpar.data.tokenizer.base import TokenizerBase, decode_known, file_at, utf8
 from gptpar.errors import TokenizerError
 
 
@@ -17,12 +17,13 @@ class SentencePieceTokenizer(TokenizerBase):
 
     name = "SentencePieceTokenizer"
     options = ("tokenizer_model",)
+    in_folder = "tokenizer.model"
 
     def __init__(self, tokenizer_model: str):
         import sentencepiece
 
         super().__init__()
-        content = self._read("tokenizer_model", tokenizer_model)
+        content = self._read("tokenizer_model", file_at(tokenizer_model, self.in_folder))
         self._model = sentencepiece.SentencePieceProcessor()
         try:
             self._model.LoadFromSerializedProto(content)

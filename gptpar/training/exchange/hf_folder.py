@@ -114,6 +114,20 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError([f"{CONFIG} has a value of a wrong kind: {printable(str(error)[:200])}."]) from None
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's ``config.json``, whose model gptpar can compute; no weights need be there.
+
+    Raises:
+        CheckpointError: with everything that is wrong.
+    """
+    try:
+        fields = read_json(folder / CONFIG)
+        model_of(fields)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder} holds no model that gptpar knows:\n" + "\n".join(error.problems)) from None
+    return fields
+
+
 def open_hf(folder: Path) -> HfModel:
     """Open a folder with ``config.json`` and safetensors files; nothing but headers is read.
 

@@ -12,7 +12,7 @@ from gptpar.config.fields import flag_name
 from gptpar.config.flags import ParsedFlags
 from gptpar.errors import CheckpointError
 from gptpar.model.families import flags_of
-from gptpar.training.exchange.hf_folder import HfModel, open_hf
+from gptpar.training.exchange.hf_folder import HfModel, open_hf, read_config
 from gptpar.training.exchange.hf_import import fill_from_hf, tokenizer_in
 from gptpar.training.exchange.kept import keep
 from gptpar.training.trainer import Trainer
@@ -31,17 +31,40 @@ def take_model_of_hf(parsed: ParsedFlags) -> None:
     except CheckpointError as error:
         parsed.problems.append(f"--load-hf: {error}")
         return
-    theirs = flags_of(model.fields)
-    parsed.problems += _conflicts(parsed, theirs)
-    typed = {name for name in OF_TRAINING if f"model.{name}" in parsed.given}
-    names = (spec.name for spec in dataclasses.fields(ModelFlags) if spec.name not in typed)
-    parsed.flags = parsed.flags.update("model", **{name: getattr(theirs, name) for name in names})
-    parsed.derived.append(Derived("model", model.kind, f"--load-hf {folder}"))
+    _take_shape(parsed, model.kind, flags_of(model.fields), folder)
     tokenizer = parsed.flags.tokenizer
     if tokenizer.tokenizer_type is None and tokenizer.vocab_size is None:
         found = tokenizer_in(Path(folder)) or TokenizerConfig(vocab_size=model.model.padded_vocab_size)
         parsed.flags = dataclasses.replace(parsed.flags, tokenizer=found)
         parsed.derived.append(Derived("tokenizer", found.tokenizer_type or "none", f"--load-hf {folder}"))
+
+
+def take_shape_of_hf(parsed: ParsedFlags) -> None:
+    """The same for a verb that needs neither weights nor text: ``config.json`` says all, and no run begins with it."""
+    folder = parsed.flags.checkpoint.load_hf
+    if folder is None:
+        return
+    parsed.flags = parsed.flags.update("checkpoint", load_hf=None)
+    try:
+        fields = read_config(Path(folder))
+    except CheckpointError as error:
+        parsed.problems.append(f"--load-hf: {error}")
+        return
+    theirs = flags_of(fields)
+    _take_shape(parsed, str(fields["model_type"]), theirs, folder)
+    parsed.flags = parsed.flags.update("model", make_vocab_size_divisible_by=1)  # it has the rows that it has
+    tokenizer = parsed.flags.tokenizer
+    if tokenizer.tokenizer_type is None and tokenizer.vocab_size is None:
+        parsed.flags = parsed.flags.update("tokenizer", vocab_size=theirs.padded_vocab_size)
+
+
+def _take_shape(parsed: ParsedFlags, kind: str, theirs: ModelFlags, folder: str) -> None:
+    """Fill the model's flags, but for what a run may set otherwise and does; note what conflicts."""
+    parsed.problems += _conflicts(parsed, theirs)
+    typed = {name for name in OF_TRAINING if f"model.{name}" in parsed.given}
+    names = (spec.name for spec in dataclasses.fields(ModelFlags) if spec.name not in typed)
+    parsed.flags = parsed.flags.update("model", **{name: getattr(theirs, name) for name in names})
+    parsed.derived.append(Derived("model", kind, f"--load-hf {folder}"))
 
 
 def _conflicts(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gptpar.config import TokenizerConfig
+from gptpar.data.tokenizer.base import file_at
 from gptpar.data.tokenizer.bpe import END_OF_TEXT
-from gptpar.data.tokenizer.hf import tokenizer_json
+from gptpar.data.tokenizer.hf import HFTokenizer
+from gptpar.data.tokenizer.sentence_piece import SentencePieceTokenizer
 from gptpar.errors import TokenizerError
 from gptpar.system.data_flags import TOKENIZERS
 
@@ -30,12 +32,13 @@ def tokenizer_files(config: TokenizerConfig, max_length: int) -> dict[str, bytes
     """
     match TOKENIZERS.get(config.tokenizer_type or ""):
         case "HFTokenizer":
-            return _of_tokenizer_json(tokenizer_json(str(config.tokenizer_model)))
+            return _of_tokenizer_json(file_at(str(config.tokenizer_model), HFTokenizer.in_folder))
         case "GPT2BPETokenizer":
             return _of_bpe(_read(config.vocab_file), _read(config.merge_file), max_length)
         case "SentencePieceTokenizer":
             settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": False}
-            return {"tokenizer.model": _read(config.tokenizer_model), "tokenizer_config.json": _json(settings)}
+            model = file_at(str(config.tokenizer_model), SentencePieceTokenizer.in_folder)
+            return {"tokenizer.model": _read(model), "tokenizer_config.json": _json(settings)}
         case _:
             return {}
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gptpar.cli import hostfile, without_local_rank
-from gptpar.errors import ConfigError
+from gptpar.cli.ssh import PASSED_ON
+from gptpar.errors import ConfigError, GptparError
 
 HOSTS = {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}
 
@@ -60,16 +65,72 @@ def test_selections_that_cannot_be(how: dict[str, Any], expected: str) -> None:
     assert caught.value.problems[0].startswith(expected)
 
 
-def test_the_command_of_each_host_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "hosts"
+def test_the_command_of_each_host_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "my hosts"
     path.write_text("a slots=4\nb slots=4\n")
-    words = f"--hostfile={path} --include a:0,1@b:2,3 --master_port 4000 train.py --hidden-size 8".split()
+    for name in [name for name in os.environ if name.startswith(PASSED_ON)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_DEBUG", "it's on")
+    monkeypatch.setenv("PYTHON", "/opt/python")
+    monkeypatch.chdir(tmp_path)
+    words = ["-H", str(path), "--include", "a:0,1@b:2,3", "--master_port=4000", "--ssh_port", "23", "--dry-run"]
+    words += ["train.py", "--name", "two words"]
     assert hostfile.is_asked_for(words) and not hostfile.is_asked_for(["--nnodes", "2", "train.py"])
     assert hostfile.main(words) == 0
-    first, second, _ = capsys.readouterr().out.splitlines()
-    start = "gptpar launch --nnodes 2 --master-addr a --master-port 4000 --nproc-per-node 2 --node-rank"
-    assert first == f"a: CUDA_VISIBLE_DEVICES=0,1 {start} 0 train.py --hidden-size 8"
-    assert second == f"b: CUDA_VISIBLE_DEVICES=2,3 {start} 1 train.py --hidden-size 8"
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[:6] for line in lines] == [["ssh", "-o", "BatchMode=yes", "-p", "23", host] for host in "ab"]
+    for rank, (gpus, line) in enumerate(zip(("0,1", "2,3"), lines, strict=True)):
+        bash, option, script = shlex.split(line[6])
+        assert (bash, option) == ("bash", "-c")
+        launch = f"--nnodes 2 --master-addr a --master-port 4000 --nproc-per-node 2 --node-rank {rank}"
+        expected = f"cd {tmp_path} && export PYTHON=/opt/python NCCL_DEBUG='it'\"'\"'s on' && {{ "
+        expected += f'CUDA_VISIBLE_DEVICES={gpus} "$PYTHON" -m gptpar launch {launch} train.py'
+        assert script.startswith(f"{expected} --name 'two words' </dev/null & child=$!")
+
+
+SSH = """#!/usr/bin/env bash
+[[ "$1 $2" == "-o BatchMode=yes" ]] || exit 3
+echo "to $3"
+exec bash -c "$4"
+"""
+PROGRAM = """
+import os, sys, time
+print("gpus", os.environ["CUDA_VISIBLE_DEVICES"], os.environ["NCCL_DEBUG"], *sys.argv[4:6], flush=True)
+rank = sys.argv[sys.argv.index("--node-rank") + 1]
+if rank == "1":
+    sys.exit(7)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_host_that_fails_ends_the_others(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ssh is a stand-in that runs its command here, and so is the Python that it starts."""
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    (tmp_path / "program").write_text(PROGRAM)
+    for name, text in (("ssh", SSH), ("python", f'#!/bin/sh\nexec {sys.executable} {tmp_path}/program "$@"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("SSH", str(tmp_path / "ssh"))
+    monkeypatch.setenv("PYTHON", str(tmp_path / "python"))
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    began = time.monotonic()
+    assert hostfile.main(["--hostfile", str(tmp_path / "hosts"), "--num_gpus", "1", "train.py"]) == 7
+    assert time.monotonic() - began < 30
+    told, error = capfd.readouterr()
+    assert {"a: to a", "b: to b", "a: gpus 0 INFO --nnodes 2", "b: gpus 0 INFO --nnodes 2"} <= set(told.splitlines())
+    assert error == "error: b ended with exit code 7; the other hosts were stopped\n"
+
+
+def test_an_ssh_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    monkeypatch.setenv("SSH", str(tmp_path / "none"))
+    with pytest.raises(GptparError, match="none cannot be started .No such file or directory.: install it, or set SSH"):
+        hostfile.main(["--hostfile", str(tmp_path / "hosts"), "train.py"])
 
 
 @pytest.mark.parametrize("rank", [["--local_rank=3"], ["--local-rank", "3"]])

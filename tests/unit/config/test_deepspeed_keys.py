@@ -26,7 +26,7 @@ OFF = [
     {"zero_optimization": {"all_reduce_bucket_size": 5e8}},
     {"zero_optimization": {"legacy_stage1": False}},
     {"activation_checkpointing": {"num_checkpoints": 4}},
-    {"csv_monitor": {"enabled": True, "output_path": "x"}},
+    {"csv_monitor": {"enabled": False, "output_path": "x"}},
     {"tensorboard": {"enabled": False}},
     {"wandb": {"enabled": False, "project": "p"}},
     {"a_key_of_nobody": 3},
@@ -45,11 +45,15 @@ def test_what_is_off_or_harmless_is_told_once_and_changes_nothing(folder: Path, 
 def test_monitors_and_the_profiler_do_what_they_say(folder: Path) -> None:
     file = {
         "tensorboard": {"enabled": True, "output_path": "out", "job_name": "mine"},
-        "wandb": {"enabled": True, "project": "p"},
+        "wandb": {"enabled": True, "project": "p", "team": "t"},
+        "csv_monitor": {"enabled": True, "output_path": "out", "job_name": "mine"},
         "flops_profiler": {"enabled": True, "profile_step": 5},
     }
     log = resolved({**BATCH, **RATE, **file})[0].logging
-    assert (log.tensorboard_dir, log.wandb_project, log.log_throughput) == ("out/mine", "p", True)
+    assert (log.tensorboard_dir, log.csv_dir, log.log_throughput) == ("out/mine", "out/mine", True)
+    assert (log.wandb_project, log.wandb_entity, log.wandb_group) == ("p", "t", None)
+    by_both = resolved({**BATCH, **RATE, "wandb": {"enabled": True}}, "--wandb-entity e")[0].logging
+    assert (by_both.wandb_project, by_both.wandb_entity) == ("deepspeed", "e")
     assert (
         resolved({**BATCH, **RATE, "tensorboard": {"enabled": True}})[0].logging.tensorboard_dir == "DeepSpeedJobName"
     )

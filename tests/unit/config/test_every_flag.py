@@ -45,8 +45,8 @@ SAID_BY_OTHERS = {
     "activations_checkpoint_method": "--activations-checkpoint-method block",
     "checkpoint_num_layers": "--checkpoint-activations --checkpoint-num-layers 2",
 }
-# Nothing more can be said with these: one choice, the shape's name, and a file whose contents are the flags.
-NOTHING_ELSE = {"optimizer", "deepspeed", "deepspeed_config"}
+# Nothing more can be said with these: one choice, the shape's name, and files whose contents are the flags.
+NOTHING_ELSE = {"optimizer", "deepspeed", "deepspeed_config", "data_args_path", "per_split_data_args_path"}
 
 
 # What fills, checks or translates flags, or foresees a run: being read here alone is being ignored by the run.

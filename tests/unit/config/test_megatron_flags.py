@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from gptpar.config import Config
+from gptpar.config import Config, DataConfig
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import ConfigError
@@ -32,7 +35,17 @@ def problems(flags: str) -> list[str]:
         "--manual-gc --manual-gc-interval 100 --empty-unused-memory-level 1",
         "--use-flash-attn-triton --no-bias-swiglu-fusion --no-rope-fusion",
         "--log-optimizer-states-to-tensorboard --no-data-sharding --codecarbon-dir X",
-        "--calculate-per-token-loss --no-mmap-bin-files --no-create-attention-mask-in-dataloader",
+        "--no-mmap-bin-files --no-create-attention-mask-in-dataloader",
+        "--no-check-for-nan-in-loss-and-grad --check-for-nan-in-loss-and-grad --rerun-mode disabled",
+        "--auto-detect-ckpt-format --no-ckpt-fully-parallel-save --async-strategy mcore --verify-integrity",
+        "--use-tp-pp-dp-mapping --disable-gloo-process-groups --ddp-average-in-collective --delay-wgrad-compute",
+        "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22 --overlap-p2p-communication-warmup-flush",
+        "--microbatch-group-size-per-virtual-pipeline-stage 4 --num-distributed-optimizer-instances 1",
+        "--enable-cuda-graph --cuda-graph-impl none --cuda-graph-scope full --te-rng-tracker --log-level info",
+        "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 --sgd-momentum 0.9",
+        "--scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor 2 --use-pin-memory",
+        "--remote-device none --profile-backward --cross-entropy-fusion-impl te",
+        "--enable-zbh1-pipeline --vocab-extra-ids 0 --disable-moe-token-dropping --moe-min-capacity 4",
     ],
 )
 def test_flags_that_change_nothing_are_told_and_change_nothing(flags: str) -> None:
@@ -56,6 +69,23 @@ def test_a_parallelism_that_is_not_there_is_refused() -> None:
         f"--context-parallel-size: {told}",
         f"--ds-sequence-parallel-size: {told}",
     ]
+
+
+def test_a_value_that_cannot_be_had_is_refused_with_those_that_can() -> None:
+    assert problems("--rerun-mode validate_results --exp-avg-dtype fp8 --remote-device nvme --vocab-extra-ids") == [
+        "--rerun-mode validate_results: no step is computed a second time; leave it out, or give disabled.",
+        "--exp-avg-dtype fp8: master weights, moments and gradient sums are always fp32; leave it out, or give fp32.",
+        "--remote-device nvme: what leaves the GPU is said by --cpu-optimizer and --cpu-parameters; leave it out, or "
+        "give none.",
+        "--vocab-extra-ids: ids that no tokenizer has are for T5 alone; leave it out, or give 0.",
+    ]
+
+
+def test_older_and_other_names_mean_the_same() -> None:
+    older = resolved("--model-parallel-size 1 --batch-size 4 --warmup 0.1 --optimizer adamw")
+    assert older == resolved("--micro-batch-size 4 --lr-warmup-fraction 0.1")
+    assert resolved("--optimizer-cpu-offload --optimizer-offload-fraction 0.3").offload.ratio == 0.3
+    assert resolved("--check-weight-hash-across-dp-replicas-interval 5").health.check_replicas_interval == 5
 
 
 def test_an_interval_without_a_folder_saves_nothing() -> None:
@@ -84,22 +114,114 @@ def test_both_files_of_gpt2_name_its_tokenizer() -> None:
     assert by_name.tokenizer_model == "folder"
 
 
+def test_the_words_of_the_data_may_be_in_files(tmp_path: Path) -> None:
+    for prefix in "abc":
+        for end in (".bin", ".idx"):
+            (tmp_path / f"{prefix}{end}").touch()
+    a, b, c = (f"{tmp_path}/{prefix}" for prefix in "abc")
+    (tmp_path / "blend").write_text(f"0.3 {a}\n0.7 {b}\n")
+    (tmp_path / "split.json").write_text(json.dumps({"train": f"1 {a} 2 {b}", "valid": [3, c], "test": None}))
+    words = [word for word in TINY.split() if word != "--mock-data"]
+
+    def data_of(flags: str) -> DataConfig:
+        return resolve(parse_flags([*words, *flags.split()]), 1)[0].data
+
+    assert data_of(f"--data-args-path {tmp_path}/blend") == data_of(f"--data-path 0.3 {a} 0.7 {b}")
+    by_split = data_of(f"--train-data-path 1 {a} 2 {b} --valid-data-path 3 {c}")
+    assert data_of(f"--per-split-data-args-path {tmp_path}/split.json") == by_split
+    (tmp_path / "other.json").write_text('{"train": 3}')
+    wrong = f"--data-args-path {tmp_path}/none --per-split-data-args-path {tmp_path}/other.json"
+    assert parse_flags(wrong.split()).problems == [
+        f"--data-args-path {tmp_path}/none: it cannot be read (No such file or directory).",
+        f"--per-split-data-args-path {tmp_path}/other.json: train must be a list of words, or a text of them.",
+    ]
+    assert parse_flags(f"--data-args-path {tmp_path}/blend --data-path {a}".split()).problems == [
+        f"--data-args-path {tmp_path}/blend holds the words of --data-path, which is given, too: keep one."
+    ]
+
+
+GPT_LITE = """{
+  "train_micro_batch_size_per_gpu": 4,
+  "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+  "fp16": {"enabled": true, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+  "activation_checkpointing": {"partition_activations": true, "cpu_checkpointing": true, "num_checkpoints": 4},
+  "zero_optimization": {"stage": 3, "contiguous_gradients": true, "overlap_comm": true, "reduce_scatter": true,
+    "all_reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8,
+    "offload_optimizer": {"device": "cpu", "pin_memory": true}, "offload_param": {"device": "cpu"}}
+}"""
+"""A file of the kind that accompanies a small GPT under ZeRO-3 with offload."""
+OFFLOAD = """{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"},
+  "contiguous_gradients": true, "overlap_comm": true}}"""
+TWIN_FLOW = """{"train_batch_size": 256, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 1,
+  "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": true, "ratio": 0.3}},
+  "gradient_clipping": 1.0, "prescale_gradients": false,
+  "fp16": {"enabled": false, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
+    "initial_scale_power": 11},
+  "bf16": {"enabled": true}, "wall_clock_breakdown": false}"""
+COMMON = "--mock-data --vocab-size 50257 --eval-iters 0"
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "world", "expected"),
+    [
+        (GPT_LITE, f"--preset 124M --train-iters 30 {COMMON}", 2, (4, 3, 1.0, True, "fp16")),
+        (
+            OFFLOAD,
+            "--model-parallel-size 1 --num-layers 50 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 "
+            f"--batch-size 10 --checkpoint-activations --train-iters 30 --lr 1e-4 --fp16 {COMMON}",
+            1,
+            (10, 2, 1.0, False, "fp16"),
+        ),
+        (
+            TWIN_FLOW,
+            "--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 --tensor-model-parallel-size 1 "
+            "--moe-expert-parallel-size 1 --num-experts 1 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 "
+            "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --init-method-std 0.014 --lr-decay-tokens "
+            "260000000000 --lr-warmup-tokens 375000000 --micro-batch-size 2 --exit-duration-in-mins 30000000 "
+            "--rampup-batch-size 32 32 1953125 --global-batch-size 256 --num-layers 24 --hidden-size 1024 "
+            "--num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --train-tokens "
+            "300000000000 --train-samples 439453125 --lr 3.0e-4 --min-lr 3.0e-5 --lr-decay-style cosine "
+            "--log-interval 1 --eval-interval 100 --save-interval 1000 --weight-decay 0.1 --clip-grad 1.0 "
+            "--hysteresis 2 --num-workers 0 --fp16 --tensorboard-queue-size 1 --log-timers-to-tensorboard "
+            "--timing-log-level 1 --no-pipeline-parallel --cpu-optimizer --log-batch-size-to-tensorboard "
+            "--log-validation-ppl-to-tensorboard --checkpoint-activations --data-impl mmap "
+            "--create-moe-param-group --disable-moe-token-dropping --pipeline-model-parallel-size 1 "
+            f"--deepspeed-activation-checkpointing {COMMON}",
+            16,
+            (2, 3, 0.3, False, "bf16"),
+        ),
+    ],
+    ids=["gpt-lite", "zero-offload", "twin-flow"],
+)
+def test_the_shapes_of_well_known_examples_start(
+    tmp_path: Path, file: str, flags: str, world: int, expected: tuple[object, ...]
+) -> None:
+    (tmp_path / "ds.json").write_text(file)
+    parsed = parse_flags([*flags.split(), "--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
+    config, _ = resolve(parsed, world)
+    offload = config.offload
+    assert (
+        config.batch.micro_batch_size,
+        config.parallel.zero_stage,
+        offload.ratio,
+        offload.cpu_parameters,
+        config.precision.dtype,
+    ) == expected
+
+
 def test_a_constant_scale_of_a_bf16_loss_is_neutral() -> None:
     assert resolved("--bf16 --loss-scale 12") == resolved("--bf16")
     assert problems("--loss-scale 12") == ["--loss-scale 12 has a meaning with --fp16 only."]
-
-
-def test_a_loss_per_token_needs_micro_batches_of_as_many_tokens() -> None:
-    told = problems("--calculate-per-token-loss --eod-mask-loss")[0]
-    assert told.startswith("--calculate-per-token-loss weighs micro-batches by their tokens, whose number differs")
 
 
 @pytest.mark.parametrize(
     ("flag", "hint"),
     [
         ("--num-layer", "--num-layers"),
-        ("--model-parallel-size", "--tensor-model-parallel-size"),
-        ("--batch-size", "--micro-batch-size"),
+        ("--load-tag", "--ckpt-step"),
+        ("--use-torch-fsdp2", "--zero-stage"),
+        ("--non-persistent-save-interval", "--save-local-interval"),
         ("--offload-optimizer", "--cpu-optimizer"),
         ("--profile", ""),
         ("--random-ltd", ""),

@@ -273,7 +273,7 @@ def test_a_dead_wandb_is_told_of_once_until_it_takes_a_record(tmp_path: Path, mo
 
     wandb = SimpleNamespace(init=lambda **settings: SimpleNamespace(log=log, finish=lambda: None))
     monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
-    sink = GuardedSink(WandbSink(tmp_path, ScalarOptions(interval=2), 1, "gpt", None, {}), said.append)
+    sink = GuardedSink(WandbSink(tmp_path, ScalarOptions(interval=2), 1, {"project": "gpt"}, {}), said.append)
     for iteration in range(1, 8):
         sink.iteration(record(iteration))
         sink.flush()

@@ -237,11 +237,12 @@ def test_wandb_gets_the_same_names_once(tmp_path, monkeypatch):
     fake = types.ModuleType("wandb")
     fake.init = lambda **settings: started.update(settings) or run
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    sink = WandbSink(tmp_path, ScalarOptions(), 1, "gpt", "350m", {"lr": 3e-4})
+    sink = WandbSink(tmp_path, ScalarOptions(), 1, {"project": "gpt", "name": "350m", "entity": "us"}, {"lr": 3e-4})
     sink.iteration(record(1))
     sink.validation(ValidationRecord(1, 8, 1024, 4.5))
     sink.close()
-    assert started == {"project": "gpt", "name": "350m", "dir": str(tmp_path), "config": {"lr": 3e-4}}
+    place = {"project": "gpt", "name": "350m", "entity": "us"}
+    assert started == {**place, "dir": str(tmp_path), "config": {"lr": 3e-4}}
     step, values = run.logged[0]
     assert step == 1
     assert set(values) == {
@@ -260,7 +261,7 @@ def test_missing_wandb_names_the_extra_and_touches_no_file(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it now raises ImportError
     write(tmp_path, [1, 2])
     with pytest.raises(ConfigError, match=r"--wandb-project needs .*pip install 'gptpar\[wandb\]'"):
-        make_sinks(run_folder=tmp_path, wandb_project="gpt")
+        make_sinks(run_folder=tmp_path, wandb={"project": "gpt"})
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

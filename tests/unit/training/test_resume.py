@@ -57,7 +57,46 @@ def test_an_empty_run_folder_is_a_fresh_start(tmp_path: Path) -> None:
     assert checkpoint_to_resume(tiny_config(f"--save {tmp_path} --load {tmp_path}")) is None
 
 
-@pytest.mark.parametrize("flag", ["--finetune", "--skip-train", "--ckpt-step 3", "--exit-on-missing-checkpoint"])
+RESETS = {
+    "": DONE,
+    "--reset-iteration": Progress(scheduled_samples=14),
+    "--no-load-lr-state": Progress(iteration=7, consumed_samples=14),
+    "--reset-iteration --no-load-lr-state": Progress(),
+}
+
+
+@pytest.mark.parametrize("flags", RESETS)
+def test_the_place_in_the_data_or_in_the_schedule_may_be_left_behind(tmp_path: Path, flags: str) -> None:
+    """Weights and moments are taken all the same, and what is left behind may be another one."""
+    other = "--train-iters 20 --seed 5" if "reset" in flags else ""
+    other += " --min-lr 1e-3" if "lr-state" in flags else ""
+    config = tiny_config(f"--load {tmp_path} {flags} {other}")
+    before = make_trainer(tiny_config(f"--save {tmp_path}"))
+    for tensor in before.engine.optimizer.vectors.values():
+        tensor.uniform_()
+    before.engine.optimizer.steps_taken = 5
+    resume.save(before, DONE, inputs_of(before.config), keep=None)
+    after = make_trainer(config)
+    assert progress_to_resume(config, inputs_of(config)) == RESETS[flags]
+    assert resume.load(after, inputs_of(config), lambda _: None) == RESETS[flags]
+    assert after.engine.optimizer.steps_taken == 5
+    for kind, views in before.engine.optimizer.state_tensors().items():
+        for name, view in views.items():
+            assert torch.equal(after.engine.optimizer.state_tensors()[kind][name].parts[0][1], view.parts[0][1])
+
+
+@pytest.mark.parametrize(("flags", "told"), [("--seed 5", "other data"), ("--min-lr 1e-3", "its schedule is another")])
+def test_what_is_not_left_behind_must_be_the_same(tmp_path: Path, flags: str, told: str) -> None:
+    saved(tmp_path)
+    flag = "--no-load-lr-state" if "seed" in flags else "--reset-iteration"
+    config = tiny_config(f"--load {tmp_path} {flag} {flags}")
+    with pytest.raises(CheckpointError, match=told):
+        progress_to_resume(config, inputs_of(config))
+
+
+@pytest.mark.parametrize(
+    "flag", ["--finetune", "--reset-iteration", "--skip-train", "--ckpt-step 3", "--exit-on-missing-checkpoint"]
+)
 def test_weights_that_were_asked_for_are_never_random(tmp_path: Path, flag: str) -> None:
     with pytest.raises(CheckpointError, match="there is no readable checkpoint.*in --load"):
         checkpoint_to_resume(tiny_config(f"--load {tmp_path} {flag}"))
@@ -105,6 +144,7 @@ OTHER: dict[str, Any] = {
     "data.split_rule": "legacy",
     "data.dataloader_type": "cyclic",
     "data.eod_mask_loss": True,
+    "data.calculate_per_token_loss": True,
     "data.seed": 99,
     "batch.global_batch_size": 4,
     "batch.rampup_batch_size": (2, 2, 4),

@@ -1,0 +1,149 @@
+"""Commands on several machines, started through ssh from one place and stopped together.
+
+Each machine reads from its ssh's stdin the signals that it is to pass on, a word a line, since ssh passes on none. The
+end of that input, as by a lost connection or the death of this process, asks it to save and stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from gptpar.errors import GptparError
+from gptpar.system.stop import handling
+
+PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "GPTPAR_STOP_SECONDS", "PYTHONPATH", "OMP_NUM_THREADS")
+"""How the names of variables begin that the machines get, too."""
+POLL_SECONDS = 0.1
+_LISTENING = (
+    ' </dev/null & child=$!; exec 3<&0; { while read -r word <&3; do kill -"$word" $child; done; kill -TERM $child; }'
+    " >/dev/null 2>&1 & watcher=$!; wait $child; code=$?; kill $watcher 2>/dev/null; exit $code; }"
+)
+"""Behind a command of a shell: while it runs, words of stdin become signals; its end is the shell's."""
+
+
+def remote_command(words: Sequence[str], visible: str, environment: Mapping[str, str], folder: str) -> str:
+    """What ssh is to run: ``gptpar launch`` in a folder, with this machine's Python and some of its variables.
+
+    Args:
+        words: of ``gptpar launch``.
+        visible: the GPUs to be used, as CUDA_VISIBLE_DEVICES says it.
+        environment: PYTHON names another Python; of the others, those of ``PASSED_ON`` are taken.
+    """
+    variables = {"PYTHON": environment.get("PYTHON", sys.executable)}
+    variables |= {name: value for name, value in sorted(environment.items()) if name.startswith(PASSED_ON)}
+    exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    launch = f'CUDA_VISIBLE_DEVICES={visible} "$PYTHON" -m gptpar launch {shlex.join(words)}'
+    script = f"cd {shlex.quote(folder)} && export {exported} && {{ {launch}{_LISTENING}"
+    return f"bash -c {shlex.quote(script)}"  # whatever the login shell is
+
+
+def ssh_words(environment: Mapping[str, str], port: int | None = None) -> list[str]:
+    """How a machine is reached: SSH, by default ``ssh``, without questions."""
+    at_port = [] if port is None else ["-p", str(port)]
+    return [*shlex.split(environment.get("SSH", "ssh")), "-o", "BatchMode=yes", *at_port]
+
+
+def run_on_hosts(ssh: Sequence[str], commands: Mapping[str, str]) -> int:
+    """Run a command on each host, its output behind its name, until all have ended.
+
+    A request to stop is passed on, and so is a second Ctrl-C. A host that fails ends the others.
+
+    Returns:
+        The exit code of the first that failed, else 128 and the number of the signal that stopped all, else 0.
+
+    Raises:
+        GptparError: ssh cannot be started.
+    """
+    hosts = _Hosts()
+    with handling(hosts.on_signal):
+        try:
+            for host, command in commands.items():
+                hosts.start(host, [*ssh, host, command])
+        except OSError as error:
+            hosts.tell_all("TERM")
+            hosts.wait()
+            raise GptparError(f"{ssh[0]} cannot be started ({error.strerror}): install it, or set SSH.") from None
+        return hosts.wait()
+
+
+class _Hosts:
+    """The ssh of each host."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._readers: list[threading.Thread] = []
+        self._stopped = 0
+
+    def start(self, host: str, words: Sequence[str]) -> None:
+        """In a session of its own: a terminal's Ctrl-C reaches this process alone, which passes it on once."""
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0, start_new_session=True
+        )
+        self._processes[host] = process
+        self._readers.append(threading.Thread(target=_copy, args=(host, process), daemon=True))
+        self._readers[-1].start()
+        if self._stopped:  # before this one was there
+            self._tell(process, "TERM")
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first request lets all save; a Ctrl-C after that ends them at once."""
+        if not self._stopped:
+            self._stopped = 128 + number
+            _say("stopping all hosts; each saves first")
+            self.tell_all("TERM")
+        elif number == signal.SIGINT:
+            _say("stopping all hosts at once")
+            self.tell_all("INT")
+
+    def tell_all(self, word: str) -> None:
+        for process in list(self._processes.values()):
+            self._tell(process, word)
+
+    def wait(self) -> int:
+        """Until all have ended and what they printed is shown."""
+        failed, status, running = "", 0, dict(self._processes)
+        while running:
+            for host, process in list(running.items()):
+                if (code := process.poll()) is None:
+                    continue
+                del running[host]
+                code = 128 - code if code < 0 else code
+                if code and not status and not (self._stopped and code > 128):
+                    failed, status = host, code
+                    self.tell_all("TERM")
+            time.sleep(POLL_SECONDS if running else 0.0)
+        for reader in self._readers:
+            reader.join()
+        if status:
+            others = "; the other hosts were stopped" if len(self._processes) > 1 else ""
+            _say(f"error: {failed} ended with exit code {status}{others}")
+        return status or self._stopped
+
+    def _tell(self, process: subprocess.Popen[bytes], word: str) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended
+            os.write(process.stdin.fileno(), f"{word}\n".encode())
+
+
+def _copy(host: str, process: subprocess.Popen[bytes]) -> None:
+    """Show a host's output line by line; what nobody can read any more is still taken."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            sys.stdout.write(f"{host}: {line.decode(errors='replace')}")
+            sys.stdout.flush()
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(sentence, file=sys.stderr, flush=True)

@@ -1,0 +1,50 @@
+"""The files of DeepSpeed's CSV monitor: one for each curve, two columns, samples and value.
+
+A file is named after its curve, ``Train/Samples/lr`` -> ``Train_Samples_lr.csv``, and its header has the curve's last
+word. Rows end as Python's csv module ends them. Facts: deepspeed/monitor/csv_monitor.py, DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from gptpar.reporting.record_file import RecordFile
+from gptpar.reporting.records import IterationRecord
+from gptpar.system.files import atomic_output
+
+LOSS_SCALE = "Train/Samples/loss_scale"
+CURVES: dict[str, Callable[[IterationRecord], float | None]] = {
+    "Train/Samples/train_loss": lambda record: record.lm_loss,
+    "Train/Samples/lr": lambda record: record.learning_rate,
+    LOSS_SCALE: lambda record: record.loss_scale,
+}
+"""Curve -> its value in a step."""
+
+
+def open_curve(folder: Path, name: str, resume_samples: int = 0) -> RecordFile:
+    """The file of a curve, made where missing; a run that goes on from a sample takes the rows beyond it away."""
+    path = folder / f"{name.replace('/', '_')}.csv"
+    prepare = partial(_cut_after, path, resume_samples) if resume_samples else None
+    return RecordFile(path, prepare=prepare, header=row("step", name.rpartition("/")[2]))
+
+
+def row(samples: int | str, value: float | str | None) -> bytes:
+    """A row of a file."""
+    text = io.StringIO()
+    csv.writer(text).writerow([samples, value])
+    return text.getvalue().encode()
+
+
+def _cut_after(path: Path, samples: int) -> None:
+    """Drop the rows of later samples, atomically; a last row that a crash left without its end goes, too."""
+    if not path.is_file():
+        return
+    with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
+        for line in old:
+            step = line.partition(b",")[0]
+            if line.endswith(b"\n") and not (step.isdigit() and int(step) > samples):
+                new.write(line)

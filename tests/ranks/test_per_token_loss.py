@@ -1,0 +1,68 @@
+"""--calculate-per-token-loss: tokens that count are weighed alike, however a step is divided."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.data.loader import MicroBatch
+from gptpar.topology.layout import Layout
+from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.spawn import spawn
+
+TOKENS = random_tokens(8, 16, 60)
+MASK = (random_tokens(8, 15, 100, seed=1) < torch.tensor([5, 90, 40, 100, 10, 60, 100, 30])[:, None]).float()
+"""Samples of very different numbers of tokens that count."""
+PER_TOKEN = "--calculate-per-token-loss"
+
+
+def one_step(rank: int, flags: str, layout: Layout, micro_batch: int) -> tuple[float, float, float]:
+    """(loss, gradient norm, sum of all weights after the step) of a step of eight samples."""
+    world = layout.world_size
+    split = f"--pipeline-model-parallel-size {layout.pipeline} --tensor-model-parallel-size {layout.tensor}"
+    words = f"--fp64 --global-batch-size 8 --clip-grad 0 {split} {flags}"
+    trainer = make_trainer(tiny_config(f"--micro-batch-size {micro_batch} {words}", world), rank, layout)
+    mine = range(trainer.topology.data_rank * micro_batch, 8, micro_batch * layout.data)
+    rows = [slice(start, start + micro_batch) for start in mine]
+    batches = [MicroBatch(TOKENS[at, :-1], TOKENS[at, 1:], None if MASK is None else MASK[at]) for at in rows]
+    loss = trainer.forward_backward(batches, 0)
+    step = trainer.update(loss, iteration=1, samples=8, progress=0, stop=False)
+    mean_loss, norm, *_ = step.readings.read()
+    weights = trainer.engine.optimizer.state_tensors()["weights"]
+    total = sum((part.double() ** 2).sum().item() for tensor in weights.values() for _, part in tensor.parts)
+    trainer.close()
+    return float(mean_loss), float(norm), total
+
+
+def whole() -> tuple[float, float, float]:
+    """One micro-batch, whose mean is that of its tokens anyway."""
+    return one_step(0, "", Layout(), 8)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_a_step_does_not_depend_on_how_it_is_cut(micro_batch: int) -> None:
+    assert one_step(0, PER_TOKEN, Layout(), micro_batch) == pytest.approx(whole(), rel=1e-12)
+    assert one_step(0, "", Layout(), micro_batch) != pytest.approx(whole(), rel=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 8])
+def test_without_masks_nothing_changes(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.ranks.test_per_token_loss.MASK", None)
+    plain = one_step(0, "", Layout(), micro_batch)
+    assert one_step(0, PER_TOKEN, Layout(), micro_batch) == pytest.approx(plain, rel=1e-14)
+
+
+@pytest.mark.parametrize(("layout", "micro_batch"), [(Layout(data=2), 1), (Layout(data=2), 4), (Layout(pipeline=2), 2)])
+def test_processes_agree(layout: Layout, micro_batch: int) -> None:
+    found = spawn(one_step, 2, PER_TOKEN, layout, micro_batch)
+    loss, norm, weights = whole()
+    assert [one[:2] for one in found] == [pytest.approx((loss, norm), rel=1e-12)] * 2
+    totals = [one[2] for one in found]
+    if layout.data == 2:
+        assert totals == pytest.approx([weights] * 2, rel=1e-12)
+
+
+def test_a_step_without_a_token_that_counts_is_a_loss_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.ranks.test_per_token_loss.MASK", torch.zeros_like(MASK))
+    loss, norm, _ = one_step(0, PER_TOKEN, Layout(), 2)
+    assert (loss, norm) == (0.0, 0.0)

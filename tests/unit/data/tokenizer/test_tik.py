@@ -1,0 +1,103 @@
+"""TikTokenizer against a slow reference: text is cut by the pattern, then the neighbours of least rank are joined."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import regex
+
+from gptpar.data.tokenizer import build_tokenizer, tokenizer_problems
+from gptpar.errors import TokenizerError
+
+TEXT = "Hello, HELLO hELlo's 1234 wörld日本 <unk></s>  x\r\n\n\t/// a//\n 😀 "
+MERGES = [b"He", b"ll", b"Hell", b"Hello", b" x", b"12", b"23", b"\r\n", b"\n\n", b"//", b"EL", b"HE", b"LO", b"lo"]
+
+
+def write(path: Path, tokens: list[bytes]) -> str:
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
+        for rank, token in enumerate(tokens)
+    ]
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return write(tmp_path / "vocab.json", [*(bytes([byte]) for byte in range(256)), *MERGES])
+
+
+def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
+    parts = [piece[i : i + 1] for i in range(len(piece))]
+    while pairs := [
+        (ranks[a + b], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in ranks
+    ]:
+        _, at = min(pairs)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [ranks[part] for part in parts]
+
+
+# As Megatron-LM writes them.
+PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2"])
+@pytest.mark.parametrize("special", [7, 1000])
+def test_equals_the_reference(model: str, pattern: str, special: int) -> None:
+    options = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": special}
+    tokenizer = build_tokenizer("TikTokenizer", tokenizer_model=model, vocab_size=special + 256 + 14, **options)
+    ranks = {bytes([byte]): special + byte for byte in range(256)}
+    ranks |= {token: special + 256 + i for i, token in enumerate(MERGES)}
+    pieces = regex.findall(PATTERNS[pattern], TEXT)
+    assert "".join(pieces) == TEXT
+    ids = tokenizer.encode(TEXT)
+    assert ids == [one for piece in pieces for one in merged(piece.encode(), ranks)]
+    assert tokenizer.decode(ids) == TEXT and min(ids) >= special  # "</s>" in a text ends no document
+    assert (tokenizer.vocab_size, tokenizer.eod) == (special + 270, 2)
+    assert tokenizer.decode([0, 2, 6, special, special + 270, -1]) == "<unk></s><sep>\0\ufffd\ufffd"
+
+
+def test_what_the_file_has_beyond_the_vocabulary_is_not_used(model: str) -> None:
+    whole, part = (build_tokenizer("TikTokenizer", tokenizer_model=model, vocab_size=size) for size in (1270, 1258))
+    assert whole.encode("Hello") == [1259] and part.encode("Hello") == [1256, 1257, 1000 + ord("o")]
+    assert whole.decode([999]) == "<SPECIAL_999>"
+    assert whole.identity() != part.identity()
+    other = build_tokenizer("TikTokenizer", tokenizer_model=model, vocab_size=1270, tiktoken_pattern="v1")
+    assert {key for key, value in other.identity().items() if value != whole.identity()[key]} == {"pattern"}
+
+
+def test_what_cannot_be_is_told_with_numbers(model: str, tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="has 270 tokens, and --vocab-size 131,072 with 1,000 special ones needs"):
+        build_tokenizer("TikTokenizer", tokenizer_model=model)
+    with pytest.raises(TokenizerError, match="--tiktoken-num-special-tokens 6 must be at least 7"):
+        build_tokenizer("TikTokenizer", tokenizer_model=model, vocab_size=270, tiktoken_num_special_tokens=6)
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    with pytest.raises(TokenizerError, match="is no list of"):
+        build_tokenizer("TikTokenizer", tokenizer_model=str(tmp_path / "other.json"))
+    swapped = write(tmp_path / "swapped.json", [bytes([byte]) for byte in (1, 0, *range(2, 256))])
+    with pytest.raises(TokenizerError, match="the first 256 tokens the single bytes"):
+        build_tokenizer("TikTokenizer", tokenizer_model=swapped)
+    assert tokenizer_problems("TikTokenizer") == ["--tokenizer-type TikTokenizer needs --tokenizer-model"]
+
+
+def test_a_folder_names_the_flags_that_read_what_is_in_it(tmp_path: Path) -> None:
+    assert tokenizer_problems("TikTokenizer", tokenizer_model=str(tmp_path)) == [
+        f"--tokenizer-model {tmp_path} is a folder, and a file is needed"
+    ]
+    (tmp_path / "merges.txt").touch()
+    assert tokenizer_problems("HFTokenizer", tokenizer_model=str(tmp_path)) == [
+        f"--tokenizer-model {tmp_path} holds no tokenizer.json, but merges.txt: give --tokenizer-type GPT2BPETokenizer "
+        f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
+    ]
+    (tmp_path / "tokenizer.model").touch()
+    assert tokenizer_problems("Llama2Tokenizer", tokenizer_model=str(tmp_path)) == []

@@ -13,7 +13,10 @@ from gptpar.system.activity import FOLDER_VARIABLE
 
 VARIABLE = "GPTPAR_RESTART"
 MEMORY_VARIABLE = "GPTPAR_MEMORY_FOLDER"
-"""The launcher names a folder in memory in it, of its own and this machine's, that outlives the workers."""
+"""A launcher, or whoever starts one, names a folder of this machine's memory in it that outlives the workers."""
+
+SHARES_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""torchrun's: workers meet in a store of their own at each start, instead of one that keeps the dead ones' addresses."""
 
 _BEGUN = "begun"
 _FINAL = "final"
@@ -46,6 +49,11 @@ class Restart:
     def to_environment(self) -> dict[str, str]:
         """For a worker that is started now."""
         return {VARIABLE: json.dumps(dataclasses.asdict(dataclasses.replace(self, started=time.monotonic())))}
+
+
+def is_told_how_to_go_on() -> bool:
+    """Whether this package's own supervisor starts this worker again, and a later start goes on by itself."""
+    return VARIABLE in os.environ
 
 
 def memory_folder() -> Path | None:

@@ -30,8 +30,8 @@ STATE = [
     Mutation(
         "parameters-not-published-after-loading",
         RESUME,
-        "report=_only_missing(say))\n    trainer.engine.publish()\n",
-        "report=_only_missing(say))\n",
+        "report=_only_missing(say),\n    )\n    trainer.engine.publish()\n",
+        "report=_only_missing(say),\n    )\n",
         (COMES_BACK,),
     ),
     Mutation(

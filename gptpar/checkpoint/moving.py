@@ -21,15 +21,16 @@ BLOCK_BYTES = 8 << 20
 def move_files(ranks: Ranks, moves: Sequence[Move], folder: Path) -> None:
     """Copy files between the processes' folders; each takes two blocks of memory, however many files there are.
 
-    Every process calls it with the same moves. A file has its name once it is there with all bytes.
+    Every process calls it with the same moves. Files get their names once all of all processes are there.
 
     Args:
         folder: this process's, from which it sends and into which it takes files.
 
     Raises:
-        CheckpointError: on every process, if any could not read or write; what came whole stays.
+        CheckpointError: on every process, if any could not read or write; nothing has come then.
     """
     problems: list[str] = []
+    come: list[_Incoming] = []
     for wave in waves(moves):
         sent = next((_Outgoing(move, folder) for move in wave if move.source == ranks.rank), None)
         taken = next((_Incoming(move, folder) for move in wave if move.target == ranks.rank), None)
@@ -42,7 +43,13 @@ def move_files(ranks: Ranks, moves: Sequence[Move], folder: Path) -> None:
             if taken is not None:
                 taken.keep(start)
         problems += [problem for end in ends if (problem := end.close())]
-    ranks.each(lambda: _refuse(problems))
+        come += [] if taken is None else [taken]
+    try:
+        ranks.each(lambda: _refuse(problems))
+        ranks.each(lambda: [one.name() for one in come])
+    finally:
+        for one in come:
+            one.forget()
 
 
 def _refuse(problems: list[str]) -> None:
@@ -126,8 +133,11 @@ class _Incoming(_End):
         except OSError as error:
             self._fail(error.strerror)
 
-    def close(self) -> str:
-        super().close()
-        with suppress(OSError):  # there is none
-            os.unlink(self._path) if self.error else os.replace(self._path, self._final)
-        return self.error
+    def name(self) -> None:
+        """Give the file its name."""
+        os.replace(self._path, self._final)
+
+    def forget(self) -> None:
+        """Remove what has no name yet."""
+        with suppress(OSError):  # it has, or there is none
+            os.unlink(self._path)

@@ -16,7 +16,7 @@ MEMORY_VARIABLE = "GPTPAR_MEMORY_FOLDER"
 """A launcher, or whoever starts one, names a folder of this machine's memory in it that outlives the workers."""
 
 SHARES_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""torchrun's: workers meet in a store of their own at each start, instead of one that keeps the dead ones' addresses."""
+"""torchrun's: workers meet in a new store at each start, instead of one that keeps the addresses of the dead."""
 
 _BEGUN = "begun"
 _FINAL = "final"

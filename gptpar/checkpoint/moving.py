@@ -31,30 +31,42 @@ def move_files(ranks: Ranks, moves: Sequence[Move], folder: Path) -> None:
     """
     problems: list[str] = []
     come: list[_Incoming] = []
-    for wave in waves(moves):
-        sent = next((_Outgoing(move, folder) for move in wave if move.source == ranks.rank), None)
-        taken = next((_Incoming(move, folder) for move in wave if move.target == ranks.rank), None)
-        ends = [end for end in (sent, taken) if end is not None]
-        for start in range(0, max((end.move.num_bytes for end in ends), default=0), BLOCK_BYTES):
-            # Both are under way before either is waited for: in a ring everybody sends and takes.
-            requests = [request for end in ends if (request := end.begin(start, ranks.group)) is not None]
-            for request in requests:
-                request.wait()
-            if taken is not None:
-                taken.keep(start)
-        problems += [problem for end in ends if (problem := end.close())]
-        come += [] if taken is None else [taken]
     try:
+        for wave in waves(moves):
+            sent = [_Outgoing(move, folder) for move in wave if move.source == ranks.rank]
+            taken = [_Incoming(move, folder) for move in wave if move.target == ranks.rank]
+            come += taken
+            _transfer(sent, taken, ranks.group)
+            problems += [end.error for end in (*sent, *taken) if end.error]
         ranks.each(lambda: _refuse(problems))
-        ranks.each(lambda: [one.name() for one in come])
+        ranks.each(lambda: _name(come))
     finally:
         for one in come:
             one.forget()
 
 
+def _transfer(sent: list[_Outgoing], taken: list[_Incoming], group: dist.ProcessGroup | None) -> None:
+    """Move all blocks of a process's files of one wave."""
+    ends = [*sent, *taken]
+    for start in range(0, max((end.move.num_bytes for end in ends), default=0), BLOCK_BYTES):
+        # All are under way before any is waited for: in a ring everybody sends and takes.
+        requests = [end.begin(start, group) for end in ends if start < end.move.num_bytes]
+        for request in requests:
+            request.wait()
+        for one in taken:
+            one.keep(start)
+    for end in ends:
+        end.close()
+
+
 def _refuse(problems: list[str]) -> None:
     if problems:
         raise CheckpointError("; ".join(problems))
+
+
+def _name(come: list[_Incoming]) -> None:
+    for one in come:
+        one.name()
 
 
 class _End:
@@ -77,15 +89,15 @@ class _End:
     def _block(self, start: int) -> torch.Tensor:
         return self._buffer[: self.move.num_bytes - start]
 
-    def begin(self, start: int, group: dist.ProcessGroup | None) -> dist.Work | None:
-        """Begin to transfer the block at a place; ``None`` behind the file's end."""
+    def begin(self, start: int, group: dist.ProcessGroup | None) -> dist.Work:
+        """Begin to transfer the block at a place."""
         raise NotImplementedError
 
-    def close(self) -> str:
-        """End this file; returns what went wrong."""
+    def close(self) -> None:
+        """No block is left."""
+        del self._buffer
         if self._fd >= 0:
             os.close(self._fd)
-        return self.error
 
 
 class _Outgoing(_End):
@@ -94,9 +106,7 @@ class _Outgoing(_End):
     def __init__(self, move: Move, folder: Path):
         super().__init__(move, folder / move.name)
 
-    def begin(self, start: int, group: dist.ProcessGroup | None) -> dist.Work | None:
-        if start >= self.move.num_bytes:
-            return None
+    def begin(self, start: int, group: dist.ProcessGroup | None) -> dist.Work:
         block, done = self._block(start), 0
         while not self.error and done < len(block):
             try:
@@ -117,9 +127,7 @@ class _Incoming(_End):
         self._final = folder / move.name
         super().__init__(move, temporary_name(self._final))
 
-    def begin(self, start: int, group: dist.ProcessGroup | None) -> dist.Work | None:
-        if start >= self.move.num_bytes:
-            return None
+    def begin(self, start: int, group: dist.ProcessGroup | None) -> dist.Work:
         return dist.irecv(self._block(start), self.move.source, group=group)
 
     def keep(self, start: int) -> None:

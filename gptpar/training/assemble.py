@@ -32,7 +32,7 @@ from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_b
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders, Vocabulary, make_loaders, vocabulary_of, with_vocabulary
 from gptpar.training.evaluation.in_run import tasks_of
-from gptpar.training.mirror import open_copies, open_mirror
+from gptpar.training.mirror import open_copies, open_mirror, restore
 from gptpar.training.progress import Progress
 from gptpar.training.recovery import RecoveryTimes
 from gptpar.training.reporter import Reporter
@@ -137,7 +137,8 @@ def open_run(
         if trainer.host is not None:
             say(offload_line(trainer.engine, trainer.host))
         times.mark("built")
-        progress = resume.load(trainer, inputs, say, copies)
+        restore(copies, trainer)
+        progress = resume.load(trainer, inputs, say)
         times.mark("loaded")
         if progress != done:  # the newest checkpoint's data are damaged: what was made for it is made for an older one
             plan = BatchPlan.of(config.batch, progress)

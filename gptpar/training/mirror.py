@@ -137,6 +137,12 @@ def open_copies(config: Config, say: Callable[[str], None]) -> Copies | None:
     return copies
 
 
+def restore(copies: Copies | None, trainer: Trainer) -> None:
+    """Before the newest copy is loaded: bring back what this machine has lost of it."""
+    if copies is not None:
+        copies.complete(checkpoint_tensors(trainer, with_moments=True))
+
+
 def open_mirror(copies: Copies | None, trainer: Trainer, iteration: int, say: Callable[[str], None]) -> Mirror | None:
     """The run's mirror, if it asks for one, with room for it.
 

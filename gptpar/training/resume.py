@@ -21,7 +21,6 @@ from gptpar.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from gptpar.checkpoint.copies import Copies
 from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
 from gptpar.config import CheckpointConfig, Config, Flags
 from gptpar.errors import CheckpointError, ConfigError
@@ -187,18 +186,13 @@ def progress_to_resume(config: Config, inputs: Inputs) -> Progress:
     return accepted(config, inputs, manifest).progress
 
 
-def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None], copies: Copies | None = None) -> Progress:
+def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progress:
     """Fill the trainer from ``--load``, or with initial weights if there is no checkpoint; return where the run stands.
-
-    Args:
-        copies: in memory; what a machine has lost of the newest one is brought back first.
 
     Raises:
         CheckpointError: no checkpoint although one is required, or one that does not fit this run.
     """
     config, c = trainer.config, trainer.config.checkpoint
-    if copies is not None:
-        copies.complete(checkpoint_tensors(trainer, with_moments=True))
     manifest = checkpoint_to_resume(config)
     if manifest is None or c.load is None:
         if c.load is not None:
@@ -217,7 +211,7 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None], copies: C
         *(folders_to_load(config, c.load), targets),
         iteration=c.ckpt_step,
         strict=not weights_only,
-        apart=None if copies is None else copies.folder,
+        apart=memory_folder(),
         report=_only_missing(say),
     )
     trainer.engine.publish()

@@ -19,7 +19,7 @@ from gptpar.system import restart
 from gptpar.system.restart import MEMORY_VARIABLE
 from gptpar.topology.layout import Layout
 from gptpar.training import mirror, resume
-from gptpar.training.mirror import open_copies, open_mirror
+from gptpar.training.mirror import open_copies, open_mirror, restore
 from gptpar.training.progress import Progress
 from gptpar.training.saving import Saving
 from tests.helpers import make_trainer, tiny_config
@@ -52,7 +52,8 @@ class Node:
         self.copies = open_copies(self.config, self.said.append)
         assert self.copies is not None and len(self.copies.ring.machines) == self.count
         self.trainer = make_trainer(self.config, self.rank, self.layout)
-        self.progress = resume.load(self.trainer, inputs_of(self.config), self.said.append, self.copies)
+        restore(self.copies, self.trainer)
+        self.progress = resume.load(self.trainer, inputs_of(self.config), self.said.append)
         made = open_mirror(self.copies, self.trainer, self.progress.iteration, self.said.append)
         assert made is not None
         self.mirror = made

@@ -69,6 +69,11 @@ def _name(come: list[_Incoming]) -> None:
         one.name()
 
 
+def _under_way(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a process outside the group"
+    return work
+
+
 class _End:
     """One end of a file's way. After an error the blocks go on without the file: the other end waits for them."""
 
@@ -117,7 +122,7 @@ class _Outgoing(_End):
             done += count
             if not count:
                 self._fail(f"it ends at byte {start + done:,} of {self.move.num_bytes:,}")
-        return dist.isend(block, self.move.target, group=group)
+        return _under_way(dist.isend(block, self.move.target, group=group))
 
 
 class _Incoming(_End):
@@ -128,7 +133,7 @@ class _Incoming(_End):
         super().__init__(move, temporary_name(self._final))
 
     def begin(self, start: int, group: dist.ProcessGroup | None) -> dist.Work:
-        return dist.irecv(self._block(start), self.move.source, group=group)
+        return _under_way(dist.irecv(self._block(start), self.move.source, group=group))
 
     def keep(self, start: int) -> None:
         """Write the block that has come."""

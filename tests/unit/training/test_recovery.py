@@ -131,6 +131,20 @@ def test_room_is_looked_for_and_the_copies_that_are_there_count(
     assert mirror_in(tmp_path, 5).prepare(trainer, 0) == needed
 
 
+def test_room_for_a_neighbours_files_counts_and_for_others_that_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three machines with one process each, where each process loads all files."""
+    mirror_of_first = Mirror(Copies(tmp_path, Ring.of(["a", "b", "c"]), print), 5)
+    free = [2 * (10 + 40) + 20]
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[0], f_frsize=1))
+    mirror_of_first._require_room([10, 20, 40], [{0, 1, 2}] * 3)
+    free[0] -= 1
+    what = r"2 copies of 10 B of the machine's own state and 40 B of its neighbour's \(and 20 B of others' once"
+    with pytest.raises(GptparError, match=what):
+        mirror_of_first._require_room([10, 20, 40], [{0, 1, 2}] * 3)
+
+
 def test_a_mirror_that_nobody_would_load_is_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (MEMORY_VARIABLE, restart.VARIABLE):
         monkeypatch.delenv(name, raising=False)

@@ -8,6 +8,7 @@
 # NNODES        machines (1)
 # NPROC         workers on this machine (one for each visible GPU, else one)
 # JOB_ID        tells jobs apart that share a rendezvous (gptpar)
+# MAX_RESTARTS  how many times this machine's workers may be started again after a death (0); see docs/reliability.md
 # IFNAME        network interface for NCCL and gloo, if they choose the wrong one
 #
 # All flags go to `gptpar pretrain`. Data and --save must be the same folders on all machines (a shared file system).
@@ -34,6 +35,6 @@ fi
 
 # torchrun itself would kill the workers 30 seconds after a signal, in the middle of a save.
 exec "$PYTHON" -m gptpar launch \
-    --nnodes "$NNODES" --nproc-per-node "$NPROC" \
+    --nnodes "$NNODES" --nproc-per-node "$NPROC" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-localhost}:$MASTER_PORT" --rdzv-id "$JOB_ID" \
     -m gptpar pretrain "$@"

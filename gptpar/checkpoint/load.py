@@ -56,6 +56,7 @@ def load_checkpoint(
     may_stay: Callable[[str], bool] = lambda name: False,
     prove_first: bool = False,
     remedy: str = "",
+    apart: Path | None = None,
     report: Report = print_report,
 ) -> LoadedCheckpoint:
     """Fill `targets` in place from the newest whole checkpoint, whatever layout saved it.
@@ -75,6 +76,8 @@ def load_checkpoint(
         may_stay: names in the checkpoint that need not be loaded, however strict.
         prove_first: read every byte, each rank a share of them, before the first one is copied: where no checkpoint is
             whole, the targets are then untouched.
+        apart: that one of the roots which each machine has for itself, with the files that its processes read; its path
+            may differ.
         remedy: what to do where the checkpoint does not match, for the error.
         report: rank 0 tells here of each damaged checkpoint it skips.
 
@@ -86,9 +89,10 @@ def load_checkpoint(
     ranks, roots = Ranks(process_group), [Path(root)] if isinstance(root, str | Path) else list(root)
     candidates = ranks.lead(lambda: _candidates(roots, iteration))
     skipped: list[str] = []
-    for number, path in candidates:
+    for number, place, name in candidates:
+        path = roots[place] / name
         try:
-            manifest = ranks.lead(partial(_open, path, number))
+            manifest = ranks.lead(partial(_open, path, number, has_all=roots[place] != apart))
             _require_match(ranks, manifest, targets, path, strict, may_stay, remedy, report)
             if prove_first and (problems := damaged_on_any_rank(ranks, path, manifest)):
                 raise DamagedCheckpoint("\n".join(problems))
@@ -170,22 +174,23 @@ def _named(roots: Sequence[Path]) -> str:
     return " and ".join(map(str, roots))
 
 
-def _candidates(roots: Sequence[Path], iteration: int | None) -> list[tuple[int, Path]]:
-    found = checkpoints_in(roots)
+def _candidates(roots: list[Path], iteration: int | None) -> list[tuple[int, int, str]]:
+    """(iteration, its folder's place among the roots, its name there) of what may be loaded, newest first."""
+    found = [(number, roots.index(path.parent), path.name) for number, path in checkpoints_in(roots)]
     if not found:
         raise CheckpointError(f"there is no checkpoint (iter_*) in {_named(roots)}")
     if iteration is None:
         return found
-    chosen = [(number, path) for number, path in found if number == iteration]
+    chosen = [one for one in found if one[0] == iteration]
     if not chosen:
-        have = ", ".join(str(number) for number, _ in found)
+        have = ", ".join(str(number) for number, *_ in found)
         raise CheckpointError(f"{_named(roots)} has no checkpoint of iteration {iteration}; it has {have}")
     return chosen
 
 
-def _open(path: Path, iteration: int) -> Manifest:
+def _open(path: Path, iteration: int, *, has_all: bool) -> Manifest:
     manifest = read_manifest(path)
-    problems = damaged_files(path, manifest)
+    problems = damaged_files(path, manifest) if has_all else []
     if manifest.iteration != iteration:
         problems.append(f"{path} says of itself that it is iteration {manifest.iteration}")
     if problems:

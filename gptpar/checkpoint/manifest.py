@@ -131,6 +131,11 @@ class Manifest:
         return json.dumps({"sha256": _digest(body), "manifest": body})
 
 
+def file_of(rank: int) -> str:
+    """The name of the data file that a process writes."""
+    return f"rank{rank:05d}.bin"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16.
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.tiling import first_overlap
 from gptpar.errors import CheckpointError
 from gptpar.topology.tensor_parts import TensorParts
@@ -38,13 +39,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
         self._shapes = shapes
 
     def create_local_plan(self) -> SavePlan:
-        items = []
-        for name, tensor in self.state_dict.items():
-            properties = TensorProperties(dtype=tensor.dtype)
-            for chunk in _chunks(tensor):
-                data = TensorWriteData(chunk, properties, tensor.shape)
-                items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
+        return _local_plan(self.state_dict)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(_write_once(all_plans))
@@ -79,6 +74,17 @@ class ChunkLoadPlanner(DefaultLoadPlanner):
         return _part_at(self.state_dict, index)
 
 
+def who_writes(ranks: Ranks, tensors: Mapping[str, TensorParts]) -> tuple[list[int], list[set[int]]]:
+    """What a save of tensors would write: (bytes of each rank's file, the ranks whose files each rank would load)."""
+    plans = ranks.each(lambda: _local_plan(tensors))
+    shares = _write_once(plans)
+    writers = {
+        (item.index, tensor_data(item).chunk.sizes): rank for rank, one in enumerate(shares) for item in one.items
+    }
+    loaded = [{writers[item.index, tensor_data(item).chunk.sizes] for item in plan.items} for plan in plans]
+    return [sum(map(item_bytes, share.items)) for share in shares], loaded
+
+
 def tensor_data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None, item.index
     return item.tensor_data
@@ -101,6 +107,17 @@ def _chunks(tensor: TensorParts) -> list[ChunkStorageMetadata]:
 
 def _part_at(tensors: Mapping[str, TensorParts], index: MetadataIndex) -> torch.Tensor:
     return next(part for offsets, part in _held(tensors[index.fqn]) if offsets == index.offset)
+
+
+def _local_plan(tensors: Mapping[str, TensorParts]) -> SavePlan:
+    """All boxes that this rank could write."""
+    items = []
+    for name, tensor in tensors.items():
+        properties = TensorProperties(dtype=tensor.dtype)
+        for chunk in _chunks(tensor):
+            data = TensorWriteData(chunk, properties, tensor.shape)
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items)
 
 
 def _write_once(plans: list[SavePlan]) -> list[SavePlan]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gptpar.checkpoint.manifest import DamagedCheckpoint
+from gptpar.checkpoint.ring import Ring
 from gptpar.errors import CheckpointError, GptparError
 
 T = TypeVar("T")
@@ -22,6 +23,11 @@ class Ranks:
         self.group = process_group
         self.rank = dist.get_rank(process_group) if self.distributed else 0
         self.world_size = dist.get_world_size(process_group) if self.distributed else 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process runs what `lead` is given."""
+        return self.rank == 0
 
     def each(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; every rank gets all results, in rank order.
@@ -49,6 +55,28 @@ class Ranks:
         if error is not None:
             raise error
         return value
+
+
+class MachineRanks(Ranks):
+    """The processes of machines that have a folder each: `lead` acts once on every machine."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, ring: Ring):
+        super().__init__(process_group)
+        self.ring = ring
+        self._leader = ring.leader_of(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self._leader
+
+    def lead(self, action: Callable[[], T]) -> T:
+        """Run `action` on each machine's first process; every rank gets its machine's result, or the error of any."""
+        outcomes: list[Any] = self.each(lambda: action() if self.leads else None)
+        return outcomes[self._leader]
+
+    def main(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 alone; every rank gets its result, or its error."""
+        return super().lead(action)
 
 
 def as_checkpoint_error(error: BaseException) -> BaseException:

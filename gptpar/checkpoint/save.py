@@ -19,9 +19,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gptpar.checkpoint import folders, proofs
-from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, read_manifest
+from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, dtype_name, file_of, read_manifest
+from gptpar.checkpoint.moving import move_files
 from gptpar.checkpoint.planner import ChunkSavePlanner
-from gptpar.checkpoint.ranks import Ranks, as_checkpoint_error
+from gptpar.checkpoint.ranks import MachineRanks, Ranks, as_checkpoint_error
+from gptpar.checkpoint.ring import Ring
 from gptpar.checkpoint.storage import ChunkWriter
 from gptpar.checkpoint.verify import Report, damaged_files, damaged_on_any_rank, report_all
 from gptpar.errors import CheckpointError
@@ -50,6 +52,7 @@ def save_checkpoint(
     report: Report = print_report,
     permit: Callable[[], None] | None = None,
     snapshot: Snapshot | None = None,
+    ring: Ring | None = None,
 ) -> Path:
     """Save tensors as one logical checkpoint, whatever layout they are held in.
 
@@ -73,6 +76,8 @@ def save_checkpoint(
         permit: rank 0 asks before it writes, publishes or deletes anything, and at the end, whether the folder is
             still this run's; what it raises ends the save on every rank.
         snapshot: of the same tensors, whose bytes of its moment are saved: they may change meanwhile.
+        ring: of machines that have a folder `root` each. Each gets the files of its processes and of those of the
+            machine before it, and all publish once all files are there; see `Copies`. `keep` must be None.
 
     Returns:
         The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
@@ -83,7 +88,8 @@ def save_checkpoint(
             elements are held by none, or in two boxes that overlap, or the disk has too little room (nothing is
             written then); if a whole checkpoint of this iteration with other contents exists.
     """
-    ranks, root, permit = Ranks(process_group), Path(root), permit or (lambda: None)
+    ranks = Ranks(process_group) if ring is None else MachineRanks(process_group, ring)
+    root, permit = Path(root), permit or (lambda: None)
     final = folders.checkpoint_path(root, iteration)
     table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
     ranks.lead(permit)
@@ -214,21 +220,38 @@ def _write(
         permit()
         folders.publish(temporary, final)
 
+    on_machines = ranks if isinstance(ranks, MachineRanks) else None
+    written: list[Manifest] = []
     try:
         ranks.each(lambda: _require_shared(temporary))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 tensors,
-                storage_writer=ChunkWriter(temporary, ranks.rank, iteration, meta, snapshot, publish),
+                storage_writer=ChunkWriter(
+                    *(temporary, ranks.rank, iteration, meta, snapshot),
+                    publish if on_machines is None else written.append,
+                    together=None if on_machines is None else on_machines.ring.kept_by(0),
+                ),
                 planner=ChunkSavePlanner({name: shape for name, (_, shape) in table.items()}),
                 process_group=ranks.group,
                 no_dist=not ranks.distributed,
             )
+        if on_machines is not None:
+            _copy_to_neighbours(on_machines, temporary)
+            manifest = on_machines.main(lambda: written[0])
+            ranks.lead(lambda: publish(manifest))
     except (Exception, CheckpointException, KeyboardInterrupt) as error:
-        if ranks.rank == 0:
+        if ranks.leads:
             shutil.rmtree(temporary, ignore_errors=True)
         raise as_checkpoint_error(error) from error
+
+
+def _copy_to_neighbours(ranks: MachineRanks, folder: Path) -> None:
+    """Send this process's file to the next machine, and take one from the machine before."""
+    mine = folder / file_of(ranks.rank)
+    sizes = ranks.each(lambda: mine.stat().st_size if mine.exists() else 0)
+    move_files(ranks, ranks.ring.copies(sizes), folder)
 
 
 def _make_temporary(root: Path, iteration: int) -> Path:

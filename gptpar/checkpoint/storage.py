@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from gptpar.checkpoint.data_file import DataFile, WritingBuffers
-from gptpar.checkpoint.manifest import Chunk, Manifest, TensorEntry
+from gptpar.checkpoint.manifest import Chunk, Manifest, TensorEntry, file_of
 from gptpar.checkpoint.pieces import NUM_THREADS, ChunkFiles, run_parallel
 from gptpar.checkpoint.planner import item_bytes, tensor_data
 from gptpar.checkpoint.tiling import overlap
@@ -47,7 +47,11 @@ _MANIFEST_BYTES_PER_CHUNK = 1024
 
 
 class ChunkWriter(StorageWriter):
-    """Streams each rank's boxes into `rank00000.bin`; rank 0 then hands the manifest to `publish`."""
+    """Streams each rank's boxes into `rank00000.bin`; rank 0 then hands the manifest to `publish`.
+
+    Args:
+        together: the ranks whose files come into rank 0's folder; None: all.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class ChunkWriter(StorageWriter):
         meta: dict[str, Any],
         snapshot: Snapshot,
         publish: Callable[[Manifest], None],
+        together: Collection[int] | None = None,
     ):
         self._path = path
         self._rank = rank
@@ -64,6 +69,7 @@ class ChunkWriter(StorageWriter):
         self._meta = meta
         self._snapshot = snapshot
         self._publish = publish
+        self._together = together
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -76,7 +82,8 @@ class ChunkWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Refuses a save that the disk cannot hold, before a byte is written."""
-        items = [item for plan in plans for item in plan.items]
+        here = [plan for rank, plan in enumerate(plans) if self._together is None or rank in self._together]
+        items = [item for plan in here for item in plan.items]
         needed = sum(map(item_bytes, items)) + _MANIFEST_BYTES_PER_CHUNK * (len(items) + 1)
         space = os.statvfs(self._path)
         free = space.f_bavail * space.f_frsize
@@ -104,7 +111,7 @@ class ChunkWriter(StorageWriter):
 
     def _write(self, items: list[WriteItem], tensors: list[torch.Tensor]) -> list[WriteResult]:
         """Write all boxes, one after the other in the file."""
-        name = f"rank{self._rank:05d}.bin"
+        name = file_of(self._rank)
         pieces = [self._snapshot.pieces(tensor) for tensor in tensors]
         places = list(itertools.accumulate((one.num_bytes for of_item in pieces for one in of_item), initial=0))
         buffers = WritingBuffers(NUM_THREADS, pinned=any(tensor.is_cuda for tensor in tensors))

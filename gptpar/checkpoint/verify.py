@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -73,6 +73,16 @@ def damaged_pieces(path: Path, manifest: Manifest, share: int = 0, num_shares: i
     except DamagedCheckpoint as error:
         return [str(error)]
     return [problem for problems in found for problem in problems]
+
+
+def sound_files(path: Path, manifest: Manifest, names: Collection[str]) -> set[str]:
+    """Those of a checkpoint's files that are there with the bytes that were saved."""
+    there = {name for name in names if (path / name).is_file()}
+    chunks = [(name, chunk) for name, chunk in _chunks(manifest) if chunk.pieces and chunk.file in there]
+    with ChunkFiles(path) as files:
+        files.open(there)
+        found = run_parallel([partial(_check_chunk, files, name, chunk) for name, chunk in chunks])
+    return there - {chunk.file for (_, chunk), problems in zip(chunks, found, strict=True) if problems}
 
 
 def damaged_on_any_rank(ranks: Ranks, path: Path, manifest: Manifest) -> list[str]:

@@ -13,7 +13,11 @@ from gptpar.system.activity import FOLDER_VARIABLE
 
 VARIABLE = "GPTPAR_RESTART"
 MEMORY_VARIABLE = "GPTPAR_MEMORY_FOLDER"
-"""The environment variable in which the launcher names its folder in this machine's memory; it outlives the workers."""
+"""The environment variable in which the launcher, or whoever starts it, names a folder in this machine's memory that
+outlives the workers."""
+
+SHARES_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""torchrun's variable: workers meet in a new store at each start, not in one that keeps the addresses of dead workers."""
 
 _BEGUN = "begun"
 _FINAL = "final"
@@ -46,6 +50,11 @@ class Restart:
     def to_environment(self) -> dict[str, str]:
         """The environment variable for a worker that is started now."""
         return {VARIABLE: json.dumps(dataclasses.asdict(dataclasses.replace(self, started=time.monotonic())))}
+
+
+def is_told_how_to_go_on() -> bool:
+    """Whether this package's own supervisor starts this worker again, and a later start goes on by itself."""
+    return VARIABLE in os.environ
 
 
 def memory_folder() -> Path | None:

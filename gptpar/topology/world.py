@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gptpar.errors import GptparError
 from gptpar.system.host import local_rank
+from gptpar.system.restart import SHARES_NO_STORE
 
 
 def world_from_environment() -> tuple[int, int, int]:
@@ -126,7 +127,11 @@ def _device_of(place: int | None) -> torch.device:
 
 def _meet(backend: str, timeout: datetime.timedelta) -> None:
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        if os.environ.get(SHARES_NO_STORE) == "1" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun with --master-addr shares its store all the same; there all machines count each restart.
+            store = dist.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except dist.DistError as error:
         where = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise GptparError(

@@ -32,7 +32,7 @@ from gptpar.training.banner import offload_line, refuse_what_cannot_fit, start_b
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import Loaders, Vocabulary, make_loaders, vocabulary_of, with_vocabulary
 from gptpar.training.evaluation.in_run import tasks_of
-from gptpar.training.mirror import open_mirror
+from gptpar.training.mirror import open_copies, open_mirror, restore
 from gptpar.training.progress import Progress
 from gptpar.training.recovery import RecoveryTimes
 from gptpar.training.reporter import Reporter
@@ -124,6 +124,7 @@ def open_run(
         config = with_vocabulary(config, vocabulary)
         tasks = tasks_of(config)
         inputs = resume.Inputs.of(config, vocabulary.identity, layout.data)
+        copies = open_copies(config, say)
         done = resume.progress_to_resume(config, inputs)
         plan = BatchPlan.of(config.batch, done)
         config, decided = with_gradients(config, topology)
@@ -136,6 +137,7 @@ def open_run(
         if trainer.host is not None:
             say(offload_line(trainer.engine, trainer.host))
         times.mark("built")
+        restore(copies, trainer)
         progress = resume.load(trainer, inputs, say)
         times.mark("loaded")
         if progress != done:  # the newest checkpoint's data are damaged: what was made for it is made for an older one
@@ -150,7 +152,7 @@ def open_run(
         if writes and local is not None:
             _put_in_order(local, config, plan, progress)
         permits = [None if one is None else one.require_owner for one in (folder, local)]
-        mirror = open_mirror(config.recovery.mirror_interval, trainer, progress.iteration, say)
+        mirror = open_mirror(copies, trainer, progress.iteration, say)
         note_begun()
         sinks = [*more_sinks, times, *_sinks(config, topology, progress, say, writes)] if topology.is_main else []
         reporter = Reporter(config, plan, layout.world_size, topology.device, sinks, say)

@@ -25,7 +25,7 @@ from gptpar.checkpoint.foreign import why_not_to_load, why_not_to_save
 from gptpar.config import CheckpointConfig, Config, Flags
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.optim.schedule import Schedule
-from gptpar.system.restart import has_begun, memory_folder
+from gptpar.system.restart import memory_folder
 from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training.accept import Inputs, accepted, tell_differences, tell_finetuned_differences
 from gptpar.training.exchange.start_from_hf import start_from_hf
@@ -122,13 +122,12 @@ def goes_on(config: CheckpointConfig) -> bool:
 def folders_to_load(config: Config | Flags, load: str) -> list[Path]:
     """Where the newest whole checkpoint is looked for: ``--load``, and if the run itself goes on, its other folders.
 
-    These are ``--save-local``, and the mirror in memory where this is a restart.
+    These are ``--save-local``, and this machine's copies in memory, of which a first start finds none.
     """
     c, folder = config.checkpoint, folder_to_load(config, load)
     if not goes_on(c) or c.begins_anew:
         return [folder]
-    mirror = memory_folder() if has_begun() else None
-    return [folder, *(Path(one) for one in (c.save_local, mirror) if one)]
+    return [folder, *(Path(one) for one in (c.save_local, memory_folder()) if one)]
 
 
 def refuse_foreign_folders(config: Config) -> None:
@@ -208,8 +207,13 @@ def load(trainer: Trainer, inputs: Inputs, say: Callable[[str], None]) -> Progre
         raise CheckpointError(
             f"the checkpoint in {folder} lacks {len(missing)} weights of this model, such as {min(missing)!r}"
         )
-    roots = folders_to_load(config, c.load)
-    loaded = load_checkpoint(roots, targets, iteration=c.ckpt_step, strict=not weights_only, report=_only_missing(say))
+    loaded = load_checkpoint(
+        *(folders_to_load(config, c.load), targets),
+        iteration=c.ckpt_step,
+        strict=not weights_only,
+        apart=memory_folder(),
+        report=_only_missing(say),
+    )
     trainer.engine.publish()
     say(f" > loaded {loaded.path} (iteration {loaded.iteration})")
     if c.ckpt_step is None and (named := edited_hint(folder)) not in (None, loaded.iteration):

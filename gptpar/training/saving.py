@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from gptpar.checkpoint import save_checkpoint
 from gptpar.checkpoint.background import SaveUnderWay
+from gptpar.checkpoint.ring import Ring
 from gptpar.checkpoint.save import snapshot_of
 from gptpar.config import CheckpointConfig
 from gptpar.reporting.banner import format_bytes
@@ -49,6 +50,7 @@ class Target:
         minutes: between checkpoints; ``None``: none.
         keep: see ``save_checkpoint``.
         permit: see ``save_checkpoint``.
+        ring: of the machines, where each has this folder for itself.
         saved_at: the last iteration that was saved here.
         in_memory: its files take the host's memory, and its saves are not told.
         is_late: whether the processes agreed that its minutes are over.
@@ -60,9 +62,15 @@ class Target:
     keep: int | None
     permit: Permit | None = None
     in_memory: bool = False
+    ring: Ring | None = None
     saved_at: int | None = None
     is_late: bool = False
     _since: float = field(default_factory=time.monotonic)
+
+    @property
+    def files_in_memory(self) -> int:
+        """How many processes' files a save brings into the host's memory, for each process: its own, a neighbour's."""
+        return self.in_memory + (self.ring is not None and not self.ring.is_alone)
 
     def minutes_are_over(self) -> bool:
         """Whether a save is due by this process's clock."""
@@ -206,7 +214,7 @@ class Saving:
             self._say(f"saving checkpoint at iteration {iteration:7d} to {target.folder}")
         tensors = resume.tensors_to_save(trainer)
         meta = resume.meta_of(trainer, progress, self._inputs)
-        snapshot, self._cloned = self._snapshot(tensors, behind, target.in_memory)
+        snapshot, self._cloned = self._snapshot(tensors, behind, target.files_in_memory)
 
         def write() -> Path:
             keep = None if keep_all else target.keep
@@ -216,18 +224,20 @@ class Saving:
                 keep=keep,
                 permit=target.permit,
                 snapshot=snapshot,
+                ring=target.ring,
             )
 
         self._target, self._save = target, SaveUnderWay(iteration, snapshot, write, self._guard, behind=behind)
         self._stalled_s = time.perf_counter() - started
 
-    def _snapshot(self, tensors: dict[str, TensorParts], behind: bool, in_memory: bool) -> tuple[Snapshot, bool]:
+    def _snapshot(self, tensors: dict[str, TensorParts], behind: bool, files_in_memory: int) -> tuple[Snapshot, bool]:
         """The state as it stands, and whether a GPU's part of it was cloned there."""
         if not behind:
             return snapshot_of(tensors), False
         room = host_room(self._spare.num_bytes)
-        if in_memory:  # what is written takes host memory, too
-            room = max(0, room - sum(part.nbytes for tensor in tensors.values() for _, part in tensor.parts))
+        if files_in_memory:  # what is written takes host memory, too
+            written = sum(part.nbytes for tensor in tensors.values() for _, part in tensor.parts)
+            room = max(0, room - files_in_memory * written)
         self._spare.limit_to(room)
         on_gpu = [part for tensor in tensors.values() for _, part in tensor.parts if part.is_cuda]
         clones = bool(on_gpu) and self._may_clone(on_gpu[0].device, sum(part.nbytes for part in on_gpu))

@@ -14,14 +14,14 @@ from tests.e2e.commands import ENVIRONMENT, ROOT, command
 # Python imports it before anything else, in the launcher's template and in workers. The faults follow as a function's
 # body that sees the iteration just launched, the number of the restart, the rank, and the folder in memory.
 FAULTS = """
-import json, os, signal
+import os, signal
 if "GPTPAR_ACTIVITY_FOLDER" in os.environ:
     from pathlib import Path
     from gptpar.errors import GptparError
     from gptpar.training import resume, run
 
     def meet(place, iteration):
-        restart = json.loads(os.environ["GPTPAR_RESTART"])["number"]
+        restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         rank, memory, me = int(os.environ["RANK"]), Path(os.environ.get("GPTPAR_MEMORY_FOLDER", "")), os.getpid()
         at = restart, rank, iteration
 {faults}

@@ -11,6 +11,7 @@ COMES_BACK = "tests/unit/training/test_resume.py::test_all_that_a_run_needs_to_g
 BITS_AFTER_RESUMING = "tests/e2e/test_pretrain.py::test_resume_is_bit_identical"
 BEHIND = "tests/unit/training/test_saving.py::test_it_is_the_state_of_its_moment"
 ANNOUNCED = "tests/unit/training/test_saving.py::test_everything_that_a_step_changes_is_announced"
+MACHINES = "tests/ranks/test_mirror_ranks.py::test_the_run_goes_on_as_an_undisturbed_one[two]"
 
 STATE = [
     Mutation(
@@ -30,8 +31,8 @@ STATE = [
     Mutation(
         "parameters-not-published-after-loading",
         RESUME,
-        "report=_only_missing(say))\n    trainer.engine.publish()\n",
-        "report=_only_missing(say))\n",
+        "report=_only_missing(say),\n    )\n    trainer.engine.publish()\n",
+        "report=_only_missing(say),\n    )\n",
         (COMES_BACK,),
     ),
     Mutation(
@@ -182,5 +183,26 @@ STATE = [
         "if not counts and _MARK not in value and all(isinstance(key, str) for key in value):",
         "if True:",
         (f"{KEPT}::test_schedulers",),
+    ),
+    Mutation(
+        "machine-keeps-its-own-files-twice",
+        "gptpar/checkpoint/ring.py",
+        "for place, rank in enumerate(self.before(machine))",
+        "for place, rank in enumerate(mine)",
+        ("tests/unit/checkpoint/test_ring.py",),
+    ),
+    Mutation(
+        "damaged-file-is-sent-to-who-lost-it",
+        "gptpar/checkpoint/verify.py",
+        "return there - {chunk.file for",
+        "return there or {chunk.file for",
+        (MACHINES,),
+    ),
+    Mutation(
+        "machine-restores-what-it-keeps-and-not-what-it-reads",
+        "gptpar/checkpoint/copies.py",
+        "*(read[rank] for rank in ranks)",
+        "*(read[rank] for rank in ranks[:0])",
+        ("tests/ranks/test_mirror_ranks.py::test_the_run_goes_on_as_an_undisturbed_one[three-with-all-state-each]",),
     ),
 ]

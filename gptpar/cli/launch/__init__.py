@@ -98,9 +98,11 @@ def main(argv: Sequence[str]) -> int:
             "--hang-seconds watches the workers of one machine, without torchrun's rendezvous and log flags: leave it "
             "out; a worker that waits too long for another ends after --distributed-timeout-minutes."
         )
-    with tempfile.TemporaryDirectory(prefix="gptpar-activity-") as name:
-        relay = Relay(Path(name), patience(), Children())
-        return _exit_code(relay, Path(name), lambda: run_torchrun(words, Path(name)))
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gptpar-activity-")))
+        memory = stack.enter_context(folder_in_memory()) if words.max_restarts else None
+        relay = Relay(folder, patience(), Children())
+        return _exit_code(relay, folder, lambda: run_torchrun(words, folder, memory))
 
 
 def run_job(job: LaunchJob) -> int:

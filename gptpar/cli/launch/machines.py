@@ -13,14 +13,16 @@ from gptpar.cli.launch.failure import Failure
 from gptpar.cli.launch.worker import LAUNCHER_VARIABLE
 from gptpar.errors import GptparError
 from gptpar.system.activity import FOLDER_VARIABLE, last_activity
+from gptpar.system.restart import MEMORY_VARIABLE, SHARES_NO_STORE
 from gptpar.system.stop import Stopped
 
 
-def run_torchrun(words: argparse.Namespace, folder: Path) -> Failure | None:
+def run_torchrun(words: argparse.Namespace, folder: Path, memory: Path | None) -> Failure | None:
     """Run torchrun with its flags; returns the worker that failed first, if one did.
 
     Args:
         folder: for the workers' records of activity.
+        memory: a folder in this machine's memory for the workers; ``None``: they are told of none.
 
     Raises:
         GptparError: the machines did not meet.
@@ -39,7 +41,7 @@ def run_torchrun(words: argparse.Namespace, folder: Path) -> Failure | None:
     words.signals_to_handle = "SIGQUIT"  # the others are the relay's; torchrun wants at least one
     words.log_dir = words.log_dir or str(folder / "torchrun")
     try:
-        with _told_to_workers(folder):
+        with _told_to_workers(folder, memory):
             run(words)
     except ChildFailedError as error:
         rank, failed = error.get_first_failure()
@@ -56,10 +58,15 @@ def run_torchrun(words: argparse.Namespace, folder: Path) -> Failure | None:
 
 
 @contextlib.contextmanager
-def _told_to_workers(folder: Path) -> Iterator[None]:
+def _told_to_workers(folder: Path, memory: Path | None) -> Iterator[None]:
     """They inherit the environment."""
-    os.environ[FOLDER_VARIABLE], os.environ[LAUNCHER_VARIABLE] = str(folder), str(os.getpid())
+    told = {FOLDER_VARIABLE: str(folder), LAUNCHER_VARIABLE: str(os.getpid())}
+    told |= {} if memory is None else {MEMORY_VARIABLE: str(memory)}
+    # In a store that outlives the workers the next ones would find the addresses of the dead.
+    told[SHARES_NO_STORE] = "1"
+    os.environ.update(told)
     try:
         yield
     finally:
-        del os.environ[FOLDER_VARIABLE], os.environ[LAUNCHER_VARIABLE]
+        for name in told:
+            del os.environ[name]

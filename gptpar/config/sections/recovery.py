@@ -21,5 +21,8 @@ class RecoveryConfig:
         most=1_000_000,
     )
     mirror_interval: int | None = flag(
-        None, "with --max-restarts: steps between copies of the state in this machine's memory", least=1
+        None,
+        "with --max-restarts (several machines: of gptpar launch): steps between copies of the state in memory; each "
+        "of several machines keeps its own files and its neighbour's",
+        least=1,
     )

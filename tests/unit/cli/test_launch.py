@@ -105,7 +105,7 @@ def test_torchrun_does_not_see_the_signals_and_leaves_no_folder(
 def test_a_signal_before_there_are_workers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "run_torchrun", lambda words, folder: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(launch, "run_torchrun", lambda words, folder, memory: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(relay, "children", lambda pid: set())
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert launch.main(SEVERAL) == 143

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from gptpar.checkpoint import checkpoints_in, find_checkpoints, save_checkpoint
+from gptpar.checkpoint.copies import Copies
+from gptpar.checkpoint.ring import Ring
 from gptpar.cli.pretrain import remaining
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.validate import resolve
@@ -20,7 +22,7 @@ from gptpar.system.activity import FOLDER_VARIABLE
 from gptpar.system.restart import MEMORY_VARIABLE, Restart
 from gptpar.training import mirror, recovery, resume
 from gptpar.training.accept import Inputs
-from gptpar.training.mirror import Mirror, open_mirror
+from gptpar.training.mirror import COPIES, Mirror, open_copies, open_mirror
 from gptpar.training.progress import Progress
 from gptpar.training.saving import Saving
 from gptpar.training.trainer import Trainer
@@ -98,13 +100,18 @@ def test_fewer_processes_keep_the_global_batch(launched: Path, trainer: Trainer)
         resolve(recovery.continued(flags("")), 2)
 
 
+def mirror_in(folder: Path, interval: int) -> Mirror:
+    """Of one machine."""
+    return Mirror(Copies(folder, Ring.of(["here"]), print), interval)
+
+
 def test_two_copies_are_kept_and_one_while_another_is_written(tmp_path: Path, trainer: Trainer) -> None:
     saving = Saving(trainer, INPUTS, print)
     for iteration, kept in ((2, [2]), (4, [4, 2]), (6, [6, 4])):
-        Mirror(tmp_path, 2).save(saving, Progress(iteration=iteration))
+        mirror_in(tmp_path, 2).save(saving, Progress(iteration=iteration))
         saving.finish()
         assert [number for number, _ in find_checkpoints(tmp_path)] == kept
-    Mirror(tmp_path, 2).prepare(trainer, 4)  # a restart from iteration 4: what came later is made again
+    mirror_in(tmp_path, 2).prepare(trainer, 4)  # a restart from iteration 4: what came later is made again
     assert [number for number, _ in find_checkpoints(tmp_path)] == [4]
 
 
@@ -112,29 +119,73 @@ def test_two_copies_are_kept_and_one_while_another_is_written(tmp_path: Path, tr
 def test_room_is_looked_for_and_the_copies_that_are_there_count(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, tight: str
 ) -> None:
-    needed = Mirror(tmp_path, 5).prepare(trainer, 0)
+    needed = mirror_in(tmp_path, 5).prepare(trainer, 0)
     assert needed == 3 * 4 * sum(p.numel() for p in trainer.pipeline.parameters())
-    free = {"disk": 2**40, "machine": 2**40} | {tight: 2 * needed - 1}
+    free = {"disk": 2**40, "machine": 2**40} | {tight: COPIES * needed - 1}
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free["disk"], f_frsize=1))
     monkeypatch.setattr(mirror, "available_memory", lambda: free["machine"])
     place = f"the file system of {tmp_path.parent}" if tight == "disk" else "this machine"
     with pytest.raises(GptparError, match=f"keeps 2 copies of .* in memory, and {place} has room for"):
-        Mirror(tmp_path, 5).prepare(trainer, 0)
+        mirror_in(tmp_path, 5).prepare(trainer, 0)
     (tmp_path / "held").write_bytes(b"x")
-    assert Mirror(tmp_path, 5).prepare(trainer, 0) == needed
+    assert mirror_in(tmp_path, 5).prepare(trainer, 0) == needed
+
+
+def test_room_for_a_neighbours_files_counts_and_for_others_that_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three machines with one process each, where each process loads all files."""
+    mirror_of_first = Mirror(Copies(tmp_path, Ring.of(["a", "b", "c"]), print), 5)
+    free = [2 * (10 + 40) + 20]
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[0], f_frsize=1))
+    mirror_of_first._require_room([10, 20, 40], [{0, 1, 2}] * 3)
+    free[0] -= 1
+    what = r"2 copies of 10 B of the machine's own state and 40 B of its neighbour's \(and 20 B of others' once"
+    with pytest.raises(GptparError, match=what):
+        mirror_of_first._require_room([10, 20, 40], [{0, 1, 2}] * 3)
 
 
 def test_a_mirror_that_nobody_would_load_is_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
-    assert open_mirror(None, trainer, 0, print) is None
-    with pytest.raises(GptparError, match="--mirror-interval 5 needs a launcher on this one machine that restarts"):
-        open_mirror(5, trainer, 0, print)
+    for name in (MEMORY_VARIABLE, restart.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert open_copies(trainer.config, print) is None and open_mirror(None, trainer, 0, print) is None
+    mirrored = tiny_config("--mirror-interval 5")
+    with pytest.raises(GptparError, match="--mirror-interval 5 needs a launcher that restarts, and a folder /dev/shm"):
+        open_copies(mirrored, print)
+    monkeypatch.setenv(MEMORY_VARIABLE, "/dev/shm/unused")
+    for words in (
+        "",
+        "--save a",
+        "--save a --load .",
+        "--save a --load a --finetune",
+        "--save a --load a --ckpt-step 3",
+    ):
+        with pytest.raises(GptparError, match="a replaced machine have to go on as the others do: give --load the fol"):
+            open_copies(tiny_config(f"--mirror-interval 5 {words}"), print)
 
 
-def test_a_restart_needs_moments() -> None:
-    words = "--max-restarts 2 --no-save-optim"
-    with pytest.raises(ConfigError, match="--max-restarts 2 with --no-save-optim: a restart would find no optimizer"):
-        resolve(flags(words), 1)
+def test_a_folder_in_memory_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "named by a batch script"
+    monkeypatch.setenv(MEMORY_VARIABLE, str(folder))
+    mirrored = tiny_config(f"--mirror-interval 5 --save {tmp_path}/run --load {tmp_path}/run")
+    for _ in range(2):
+        copies = open_copies(mirrored, print)
+        assert copies is not None and copies.ring.is_alone and copies.folder == folder
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o750)
+    with pytest.raises(GptparError, match="no folder of this user alone: remove it, or name another one"):
+        open_copies(mirrored, print)
+    folder.chmod(0o700)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GptparError, match="no folder of this user alone"):
+        open_copies(mirrored, print)
+
+
+@pytest.mark.parametrize("flag", ["--max-restarts", "--mirror-interval"])
+def test_a_restart_needs_moments(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} 2 with --no-save-optim: a restart would find no optimizer"):
+        resolve(flags(f"{flag} 2 --no-save-optim"), 1)
 
 
 @pytest.mark.parametrize(

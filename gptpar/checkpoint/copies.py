@@ -1,0 +1,199 @@
+"""Copies of a run's state in the memories of its machines, of which one may be lost: made whole again from the others.
+
+Every machine has a folder of its own, of the same form as a run's checkpoints. Of one copy it holds the manifest, the
+files of its own processes and those of the machine before it (``ring``): all files are there twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from gptpar.checkpoint import folders
+from gptpar.checkpoint.manifest import MANIFEST_NAME, DamagedCheckpoint, Manifest, file_of, read_manifest
+from gptpar.checkpoint.moving import move_files
+from gptpar.checkpoint.ranks import MachineRanks
+from gptpar.checkpoint.ring import Move, Ring
+from gptpar.checkpoint.tiling import overlap
+from gptpar.checkpoint.verify import Report, sound_files
+from gptpar.errors import CheckpointError
+from gptpar.system.files import read_regular
+from gptpar.topology.tensor_parts import TensorParts
+
+Key = tuple[int, str]
+"""Iteration and digest of the manifest: files of two copies are never put together."""
+
+MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a machine has of one copy.
+
+    Attributes:
+        manifest_bytes: the manifest's length.
+        names: of all files of the copy.
+        files: names of those that are there with all bytes.
+    """
+
+    manifest_bytes: int
+    names: frozenset[str]
+    files: frozenset[str]
+
+
+class Copies:
+    """The copies of all machines; every process has one and calls the same methods in the same order.
+
+    Args:
+        folder: this machine's.
+        ring: of the folders.
+        report: is told what was lost and what was restored.
+    """
+
+    def __init__(self, folder: Path, ring: Ring, report: Report):
+        self.folder, self.ring, self._report = folder, ring, report
+        self.ranks = MachineRanks(None, ring)
+        self._machine = ring.machine_of(self.ranks.rank)
+
+    def agree(self) -> Path | None:
+        """Find the newest copy of which each file is on some machine, whatever their bytes are.
+
+        Every machine has its manifest then, and no newer copy.
+
+        Returns:
+            This machine's folder of it; ``None``: there is none.
+        """
+        held = self._survey()
+        for key in sorted({key for of_machine in held for key in of_machine}, reverse=True):
+            parts = [of_machine.get(key) for of_machine in held]
+            there = frozenset().union(*(part.files for part in parts if part is not None))
+            names = next(part.names for part in parts if part is not None)
+            if lost := sorted(names - there):
+                self._tell_lost(key[0], lost)
+                continue
+            self.ranks.lead(partial(self._remove_after, key[0]))
+            self._spread_manifest(key[0], parts)
+            return folders.checkpoint_path(self.folder, key[0])
+        self.ranks.lead(partial(self._remove_after, -1))
+        return None
+
+    def complete(self, tensors: Mapping[str, TensorParts]) -> None:
+        """Bring what this machine's processes will load, and what it is to keep, into its folder, as far as it is lost.
+
+        Every byte that another machine has, too, is proved first; a damaged file is replaced. Where both of a file's
+        holders have lost it, the copy is given up, and an older one is taken, if there is one.
+
+        Args:
+            tensors: what this process will load.
+        """
+        while not self.ring.is_alone and (path := self.agree()) is not None:
+            if self._complete(path, tensors):
+                return
+            self.ranks.lead(partial(folders.remove_checkpoint, path))
+
+    def _survey(self) -> list[dict[Key, _Held]]:
+        """What each machine has."""
+        found = self.ranks.each(lambda: self._own() if self.ranks.leads else {})
+        return [found[ranks[0]] for ranks in self.ring.machines]
+
+    def _own(self) -> dict[Key, _Held]:
+        held = {}
+        for number, path in folders.find_checkpoints(self.folder):
+            try:
+                manifest, text = read_manifest(path), read_regular(path / MANIFEST_NAME)
+            except (DamagedCheckpoint, OSError):  # the others have it
+                continue
+            sizes = manifest.file_sizes()
+            there = {file.name for file in path.iterdir() if sizes.get(file.name) == file.stat().st_size}
+            key = number, hashlib.sha256(text).hexdigest()
+            held[key] = _Held(len(text), frozenset(sizes), frozenset(there))
+        return held
+
+    def _remove_after(self, iteration: int) -> None:
+        for number, path in folders.find_checkpoints(self.folder):
+            if number > iteration:
+                folders.remove_checkpoint(path)
+
+    def _spread_manifest(self, iteration: int, parts: list[_Held | None]) -> None:
+        """Give machines without the manifest a folder with it alone; one with another manifest is removed."""
+        lacking = [machine for machine, part in enumerate(parts) if part is None]
+        if not lacking:
+            return
+        source, size = next((n, part.manifest_bytes) for n, part in enumerate(parts) if part is not None)
+        final = folders.checkpoint_path(self.folder, iteration)
+
+        def prepare() -> Path:
+            if self._machine not in lacking:
+                return final
+            if final.exists():
+                folders.remove_checkpoint(final)
+            temporary = folders.temporary_path(self.folder, iteration)
+            temporary.mkdir()
+            return temporary
+
+        folder = self.ranks.lead(prepare)
+        moves = [
+            Move(self.ring.machines[source][0], self.ring.machines[machine][0], MANIFEST_NAME, size)
+            for machine in lacking
+        ]
+        move_files(self.ranks, moves, folder)
+        self.ranks.lead(lambda: folders.publish(folder, final) if folder != final else None)
+
+    def _complete(self, path: Path, tensors: Mapping[str, TensorParts]) -> bool:
+        manifest = read_manifest(path)
+        sizes = manifest.file_sizes()
+        sound = self._sound(path, manifest)
+        read = self.ranks.each(lambda: files_read(manifest, tensors))
+        wanted = [
+            {name for rank in self.ring.kept_by(machine) if (name := file_of(rank)) in sizes}.union(
+                *(read[rank] for rank in ranks)
+            )
+            for machine, ranks in enumerate(self.ring.machines)
+        ]
+        if lost := sorted(set().union(*wanted) - set().union(*sound)):
+            self._tell_lost(manifest.iteration, lost)
+            return False
+        moves = self.ring.repairs(wanted, sound, sizes)
+        try:
+            move_files(self.ranks, moves, path)
+        except CheckpointError as error:
+            self._report(f"the copy of iteration {manifest.iteration} in memory could not be restored: {error}")
+            return False
+        if moves:
+            self._report(
+                f"restored the copy of iteration {manifest.iteration} in memory: {len(moves)} files "
+                f"({sum(move.num_bytes for move in moves) / 1e9:.3g} GB) were sent to machines that lacked them"
+            )
+        return True
+
+    def _sound(self, path: Path, manifest: Manifest) -> list[set[str]]:
+        """Names of each machine's files whose bytes are those that were saved; its processes read a share each."""
+        mine = self.ring.machines[self._machine]
+        names = sorted(manifest.file_sizes())[mine.index(self.ranks.rank) :: len(mine)]
+        found = self.ranks.each(lambda: sound_files(path, manifest, names))
+        return [set().union(*(found[rank] for rank in ranks)) for ranks in self.ring.machines]
+
+    def _tell_lost(self, iteration: int, names: list[str]) -> None:
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        self._report(
+            f"the copy of iteration {iteration} in memory is given up, for no machine has all bytes of "
+            f"{', '.join(names[:MAX_NAMED])}{more}: the run goes on from an older copy, or from the disk"
+        )
+
+
+def files_read(manifest: Manifest, tensors: Mapping[str, TensorParts]) -> set[str]:
+    """Names of the files that hold something of these tensors' boxes."""
+    return {
+        chunk.file
+        for name, tensor in tensors.items()
+        if name in manifest.tensors
+        for chunk in manifest.tensors[name].chunks
+        if chunk.pieces
+        and any(
+            overlap((chunk.offsets, chunk.sizes), (offsets, tuple(part.shape))) is not None
+            for offsets, part in tensor.parts
+        )
+    }

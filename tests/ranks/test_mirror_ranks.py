@@ -1,0 +1,272 @@
+"""Copies in the memories of several machines, each played by a folder: what one machine loses the others bring back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from gptpar.checkpoint import find_checkpoints, read_manifest
+from gptpar.checkpoint.copies import Copies, files_read
+from gptpar.checkpoint.manifest import MANIFEST_NAME, file_of
+from gptpar.config import Config
+from gptpar.errors import GptparError
+from gptpar.system import restart
+from gptpar.system.restart import MEMORY_VARIABLE
+from gptpar.topology.layout import Layout
+from gptpar.training import mirror, resume
+from gptpar.training.mirror import open_copies, open_mirror, restore
+from gptpar.training.progress import Progress
+from gptpar.training.saving import Saving
+from tests.helpers import make_trainer, tiny_config
+from tests.ranks.test_saving_ranks import train
+from tests.spawn import spawn
+from tests.unit.offload.tiny_runs import hash_of
+from tests.unit.training.saved_runs import inputs_of
+
+INTERVAL = 2
+
+
+class Node:
+    """This process of a run, which is started again and again, on a machine that is played by a folder."""
+
+    def __init__(self, rank: int, layout: Layout, per_node: int, words: str, root: Path):
+        self.rank, self.layout, self.per_node, self.root = rank, layout, per_node, root
+        self.number, self.count = rank // per_node, layout.world_size // per_node
+        self.memory = self.folder(self.number)
+        os.environ[MEMORY_VARIABLE] = str(self.memory)
+        words += f" --micro-batch-size 1 --global-batch-size {2 * layout.data} --save {root}/run --load {root}/run"
+        self.config: Config = tiny_config(f"{words} --mirror-interval {INTERVAL}", layout.world_size)
+        self.said: list[str] = []
+
+    def folder(self, node: int) -> Path:
+        return self.root / f"node{node}"
+
+    def start(self) -> int:
+        """As a run does; returns where it goes on."""
+        self.said = []
+        self.copies = open_copies(self.config, self.said.append)
+        assert self.copies is not None and len(self.copies.ring.machines) == self.count
+        self.trainer = make_trainer(self.config, self.rank, self.layout)
+        restore(self.copies, self.trainer)
+        self.progress = resume.load(self.trainer, inputs_of(self.config), self.said.append)
+        made = open_mirror(self.copies, self.trainer, self.progress.iteration, self.said.append)
+        assert made is not None
+        self.mirror = made
+        self.saving = Saving(self.trainer, inputs_of(self.config), lambda line: None)
+        return self.progress.iteration
+
+    def train(self, last: int, *, saved_at: int = 0) -> None:
+        """Up to an iteration, with copies on the way, and one checkpoint on the disk."""
+        for step in range(self.progress.iteration, last):
+            train(self.trainer, step, step + 1)
+            samples = 2 * self.layout.data * (step + 1)
+            self.progress = Progress(step + 1, consumed_samples=samples, scheduled_samples=samples)
+            if step + 1 == saved_at:
+                self.saving.begin(self.saving.targets[0], self.progress, keep_all=True)
+            elif self.mirror.is_due(step + 1):
+                self.mirror.save(self.saving, self.progress)
+        self.saving.finish()
+        self.state = hash_of(self.trainer)
+        self.trainer.close()
+        dist.barrier()
+
+    def lose(self, *nodes: int) -> None:
+        """Other machines, with empty memories, take the places of these."""
+        if self.rank == 0:
+            for node in nodes:
+                shutil.rmtree(self.folder(node))
+        dist.barrier()
+
+    def flip(self, node: int, iteration: int, name: str) -> None:
+        """A bit in one machine's copy of a file."""
+        if self.rank == 0:
+            path = self.folder(node) / f"iter_{iteration:07d}" / name
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        dist.barrier()
+
+    def require_content(self, iteration: int, content: dict[str, bytes]) -> None:
+        """Of this machine's copy."""
+        assert {path.name: path.read_bytes() for path in (self.memory / f"iter_{iteration:07d}").iterdir()} == content
+        dist.barrier()
+
+    def files_read(self) -> set[str]:
+        """By this process, of the newest copy."""
+        manifest = read_manifest(find_checkpoints(self.memory)[0][1])
+        return files_read(manifest, resume.checkpoint_tensors(self.trainer, with_moments=True))
+
+    def ranks_kept(self, node: int) -> set[int]:
+        before = (node - 1) % self.count
+        return {n * self.per_node + place for n in (node, before) for place in range(self.per_node)}
+
+    def require_copies(self, *iterations: int, others: bool = False) -> None:
+        """This machine's copies are those, newest first, of its own files and its neighbour's, whole.
+
+        Args:
+            others: it may hold further files.
+        """
+        dist.barrier()
+        assert [number for number, _ in find_checkpoints(self.memory)] == list(iterations)
+        for _, path in find_checkpoints(self.memory):
+            sizes = read_manifest(path).file_sizes()
+            kept = {file_of(rank) for rank in self.ranks_kept(self.number)} & sizes.keys()
+            there = {file.name for file in path.iterdir()} - {MANIFEST_NAME}
+            assert there == kept or (others and there > kept), (there, kept)
+            assert all((path / name).stat().st_size == sizes[name] for name in there)
+        dist.barrier()
+
+
+def undisturbed(node: Node, last: int) -> str:
+    trainer = make_trainer(node.config, node.rank, node.layout)
+    train(trainer, 0, last)
+    found = hash_of(trainer)
+    trainer.close()
+    return found
+
+
+def every_machine_is_lost_in_turn(rank: int, layout: Layout, per_node: int, words: str, root: Path) -> None:
+    node = Node(rank, layout, per_node, words, root)
+    assert node.start() == 0
+    node.require_copies()
+    node.train(3)
+    node.require_copies(2)
+    at = 3
+    for lost in range(node.count):
+        node.lose(lost)
+        assert node.start() == at - 1
+        assert sum(f"restored the copy of iteration {at - 1} in memory" in line for line in node.said) == 1, node.said
+        node.train(at + 2)
+        node.require_copies(at + 1, at - 1, others=True)
+        at += 2
+    has_all = {file_of(rank) for rank in node.ranks_kept(node.number)} >= node.files_read()
+    has_all = all(dist_each(has_all))
+    assert node.start() == at - 1 and any("restored" in line for line in node.said) != has_all
+    node.train(at)
+    assert node.state == undisturbed(node, at)
+
+
+def damage_is_healed_and_what_is_lost_twice_is_given_up(
+    rank: int, layout: Layout, per_node: int, words: str, root: Path
+) -> None:
+    node = Node(rank, layout, per_node, words, root)
+    node.start()
+    node.train(7, saved_at=3)
+    newest = node.memory / "iter_0000006"
+    before = {path.name: path.read_bytes() for path in newest.iterdir()}
+    dist.barrier()
+    for of in range(2):  # a machine's own file, and its copy on the next machine
+        node.flip(of, 6, file_of(0))
+        assert node.start() == 6 and any("1 files" in line for line in node.said), node.said
+        node.require_content(6, before)
+        node.trainer.close()
+    node.flip(0, 6, MANIFEST_NAME)
+    assert node.start() == 6
+    node.require_content(6, before)
+    node.trainer.close()
+
+    for of in range(2):
+        node.flip(of, 6, file_of(0))
+    assert node.start() == 4
+    assert any(
+        "iteration 6 in memory is given up, for no machine has all bytes of rank00000.bin" in s for s in node.said
+    )
+    node.require_copies(4)
+    node.trainer.close()
+
+    node.lose(0, 1)  # the machine before the lost ones has no copy of the second one's files
+    assert node.start() == 3, node.said
+    told = any("iteration 4 in memory is given up" in line for line in node.said)
+    assert told == (node.count > 2)
+    node.require_copies()
+    node.train(8)
+    assert node.state == undisturbed(node, 8)
+
+
+def a_death_between_two_machines_publishing(rank: int, layout: Layout, per_node: int, words: str, root: Path) -> None:
+    node = Node(rank, layout, per_node, words, root)
+    node.start()
+    node.train(5)
+    if rank == 0:
+        (node.folder(1) / "iter_0000004").rename(node.folder(1) / "iter_0000004.tmp-nowhere-1-00")
+    dist.barrier()
+    assert node.start() == 4  # two machines: the first has all files
+    node.require_copies(*([4, 2]))
+    node.trainer.close()
+
+
+def room_is_looked_for_on_each_machine(rank: int, layout: Layout, per_node: int, words: str, root: Path) -> None:
+    node = Node(rank, layout, per_node, words, root)
+    node.start()
+    node.trainer.close()
+    kept = sum(part.nbytes for one in resume.tensors_to_save(node.trainer).values() for _, part in one.parts)
+    machine = Copies(node.memory, node.copies.ring, print)
+    needed = mirror.Mirror(machine, INTERVAL).prepare(node.trainer, 0)
+    sizes = sum(dist_each(kept))
+    assert needed >= 2 * sizes // node.count  # its own and its neighbour's, of the machine that has most
+    real = mirror.available_memory
+    mirror.available_memory = lambda: 2 * needed - 1 if node.number == 1 else 2**40
+    with pytest.raises(GptparError, match=r"keeps 2 copies of .* own state and .* of its neighbour's.* in memory, and"):
+        mirror.Mirror(machine, INTERVAL).prepare(node.trainer, 0)
+    mirror.available_memory = real
+    statvfs = os.statvfs
+    os.statvfs = lambda path: SimpleNamespace(f_bavail=10, f_frsize=1)  # type: ignore[assignment,misc]
+    with pytest.raises(GptparError, match="the file system of .* has room for"):
+        mirror.Mirror(machine, INTERVAL).prepare(node.trainer, 0)
+    os.statvfs = statvfs
+    dist.barrier()
+
+
+def dist_each(value: int) -> list[int]:
+    """Every process's."""
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def several(rank: int, names: list[str], *arguments: object) -> None:
+    """Cases of one layout in one set of processes, each with folders of its own."""
+    os.environ.pop(restart.VARIABLE, None)
+    layout, per_node, words, root = arguments
+    for name in names:
+        globals()[name](rank, layout, per_node, words, root / name)  # type: ignore[operator]
+        dist.barrier()
+
+
+IN_TURN = "every_machine_is_lost_in_turn"
+DAMAGED = "damage_is_healed_and_what_is_lost_twice_is_given_up"
+BETWEEN = "a_death_between_two_machines_publishing"
+ROOM = "room_is_looked_for_on_each_machine"
+
+
+@pytest.mark.parametrize(
+    ("layout", "per_node", "words", "names"),
+    [
+        pytest.param(Layout(data=2), 1, "--zero-stage 1", [IN_TURN, DAMAGED, BETWEEN, ROOM], id="two"),
+        pytest.param(Layout(data=3), 1, "--zero-stage 3 --bf16", [IN_TURN, DAMAGED, ROOM], id="three"),
+        pytest.param(
+            Layout(data=3), 1, "--zero-stage 0", [IN_TURN], id="three-with-all-state-each", marks=pytest.mark.long
+        ),
+        pytest.param(
+            *(Layout(data=2, tensor=2), 2, "--tensor-model-parallel-size 2 --zero-stage 1", [IN_TURN, DAMAGED]),
+            id="two-of-two",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *(Layout(data=3, tensor=2), 2, "--tensor-model-parallel-size 2 --zero-stage 1", [IN_TURN, DAMAGED]),
+            id="three-of-two",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_the_run_goes_on_as_an_undisturbed_one(
+    tmp_path: Path, layout: Layout, per_node: int, words: str, names: list[str]
+) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+    spawn(several, layout.world_size, names, layout, per_node, words, tmp_path, timeout_s=300)

@@ -1,0 +1,61 @@
+"""Who keeps whose files, how they get there, and who repairs what was lost. No processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptpar.checkpoint.ring import Move, Ring, waves
+
+THREE = Ring.of(["a", "a", "b", "b", "c", "c"])
+
+
+def test_machines_are_in_the_order_of_their_ranks() -> None:
+    ring = Ring.of(["b", "a", "b", "c"])
+    assert ring.machines == ((0, 2), (1,), (3,))
+    assert [ring.machine_of(rank) for rank in range(4)] == [0, 1, 0, 2]
+    assert [ring.leader_of(rank) for rank in range(4)] == [0, 1, 0, 3]
+    assert [ring.kept_by(machine) for machine in range(3)] == [(0, 2, 3), (1, 0, 2), (3, 1)]
+
+
+def test_a_ring_of_one_copies_nothing() -> None:
+    alone = Ring.of(["a", "a"])
+    assert alone.is_alone and alone.before(0) == () and alone.kept_by(0) == (0, 1)
+    assert alone.copies([5, 5]) == []
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "aabbcc", "aabccc", "abababcc"])
+def test_every_file_is_on_two_machines_and_each_process_moves_about_one(names: str) -> None:
+    ring = Ring.of(list(names))
+    sizes = [10 + rank for rank in range(len(names))]
+    moves = ring.copies(sizes)
+    assert sorted(move.source for move in moves) == list(range(len(names)))
+    for move in moves:
+        assert ring.machine_of(move.target) == (ring.machine_of(move.source) + 1) % len(ring.machines)
+        assert (move.name, move.num_bytes) == (f"rank{move.source:05d}.bin", sizes[move.source])
+    if len(set(map(len, ring.machines))) == 1:  # as many processes on each machine: all moves at once
+        assert len(list(waves(moves))) == 1
+
+
+def test_a_process_without_a_file_sends_none() -> None:
+    assert sorted(move.source for move in THREE.copies([4, 0, 4, 4, 0, 4])) == [0, 2, 3, 5]
+
+
+def test_what_is_lost_comes_from_those_who_have_it_in_turns() -> None:
+    names = {f"rank{rank:05d}.bin": 8 for rank in range(6)}
+    everything = set(names)
+    moves = THREE.repairs([everything] * 3, [everything, set(), everything], names)
+    assert sorted(move.name for move in moves) == sorted(names)
+    assert all(THREE.machine_of(move.target) == 1 for move in moves)
+    by_machine = [THREE.machine_of(move.source) for move in moves]
+    assert by_machine.count(0) == by_machine.count(2) == 3
+    assert {move.source for move in moves} == {0, 1, 4, 5} and {move.target for move in moves} == {2, 3}
+    assert THREE.repairs([everything] * 3, [everything] * 3, names) == []
+
+
+def test_in_a_wave_each_process_sends_once_and_takes_once() -> None:
+    moves = [Move(source, target, f"{source}{target}", 1) for source in range(4) for target in range(4)]
+    found = list(waves(moves))
+    assert sorted((move for wave in found for move in wave), key=lambda move: move.name) == moves
+    for wave in found:
+        assert len({move.source for move in wave}) == len({move.target for move in wave}) == len(wave)
+    assert list(waves([])) == []

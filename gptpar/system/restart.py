@@ -17,7 +17,7 @@ MEMORY_VARIABLE = "GPTPAR_MEMORY_FOLDER"
 outlives the workers."""
 
 SHARES_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""torchrun's variable: workers meet in a new store at each start, not in one that keeps the addresses of dead workers."""
+"""torchrun's variable: at each start workers meet in a new store, not in one that keeps addresses of dead workers."""
 
 _BEGUN = "begun"
 _FINAL = "final"

@@ -57,6 +57,10 @@ class CheckpointError(GptparError):
     """A checkpoint that cannot be written or read."""
 
 
+class FolderTakenError(CheckpointError):
+    """A folder of checkpoints that another run writes into; to try again would not help."""
+
+
 class NativeBuildError(GptparError):
     """The C++ helper could not be compiled; holds the compiler's own message."""
 

@@ -50,6 +50,7 @@ def save_checkpoint(
     report: Report = print_report,
     permit: Callable[[], None] | None = None,
     snapshot: Snapshot | None = None,
+    moved: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save tensors as one logical checkpoint, whatever layout they are held in.
 
@@ -73,6 +74,7 @@ def save_checkpoint(
         permit: rank 0 asks before it writes, publishes or deletes anything, and at the end, whether the folder is
             still this run's; what it raises ends the save on every rank.
         snapshot: of the same tensors, whose bytes of its moment are saved: they may change meanwhile.
+        moved: is called, by any thread, whenever this rank has written a piece or read one back.
 
     Returns:
         The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
@@ -83,7 +85,7 @@ def save_checkpoint(
             elements are held by none, or in two boxes that overlap, or the disk has too little room (nothing is
             written then); if a whole checkpoint of this iteration with other contents exists.
     """
-    ranks, root, permit = Ranks(process_group), Path(root), permit or (lambda: None)
+    ranks, root, permit = Ranks(process_group, moved), Path(root), permit or (lambda: None)
     final = folders.checkpoint_path(root, iteration)
     table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
     ranks.lead(permit)
@@ -111,7 +113,7 @@ def snapshot_of(
     tensors: Mapping[str, TensorParts],
     room: int = 0,
     *,
-    clones: bool = False,
+    clones: Callable[[torch.Tensor], bool] = lambda part: False,
     spare: SpareMemory | None = None,
     exchanged: Iterable[torch.Tensor] = (),
 ) -> Snapshot:
@@ -220,7 +222,7 @@ def _write(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 tensors,
-                storage_writer=ChunkWriter(temporary, ranks.rank, iteration, meta, snapshot, publish),
+                storage_writer=ChunkWriter(temporary, ranks.rank, iteration, meta, snapshot, publish, ranks.moved),
                 planner=ChunkSavePlanner({name: shape for name, (_, shape) in table.items()}),
                 process_group=ranks.group,
                 no_dist=not ranks.distributed,

@@ -47,7 +47,10 @@ _MANIFEST_BYTES_PER_CHUNK = 1024
 
 
 class ChunkWriter(StorageWriter):
-    """Streams each rank's boxes into `rank00000.bin`; rank 0 then hands the manifest to `publish`."""
+    """Streams each rank's boxes into `rank00000.bin`; rank 0 then hands the manifest to `publish`.
+
+    Each rank calls `moved` after each piece.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class ChunkWriter(StorageWriter):
         meta: dict[str, Any],
         snapshot: Snapshot,
         publish: Callable[[Manifest], None],
+        moved: Callable[[], None],
     ):
         self._path = path
         self._rank = rank
@@ -64,6 +68,7 @@ class ChunkWriter(StorageWriter):
         self._meta = meta
         self._snapshot = snapshot
         self._publish = publish
+        self._moved = moved
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -131,6 +136,7 @@ class ChunkWriter(StorageWriter):
             data = buffer.numpy().data
             crc = zlib.crc32(data)
             file.write(place, data)
+        self._moved()
         return crc
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

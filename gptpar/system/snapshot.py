@@ -3,7 +3,8 @@
 Nothing is copied when a snapshot is taken: the bytes of the moment are where they were. Whoever is about to overwrite
 some asks first (:meth:`StateGuard.before_write`). What the save has not read by then is copied where memory has room,
 and waited for where it has none. Copies begin ahead of that in threads of the save, because state does not change
-during the forward and backward passes. On a GPU with room the state is cloned at once, which takes milliseconds.
+during the forward and backward passes. On a GPU with room the state is cloned at once, which takes milliseconds; so is
+what somebody overwrites who does not ask.
 
 Whoever is about to overwrite a whole block of memory may take another block in exchange (:meth:`StateGuard.exchange`).
 Then nothing is copied: the snapshot keeps the old block.
@@ -35,7 +36,8 @@ class Snapshot:
     Args:
         tensors: which nobody overwrites without asking :meth:`before_write`; in the order in which they will be read.
         room: bytes of host memory that copies may take.
-        clones: whether tensors of a GPU are cloned there at once.
+        clones: whether a tensor is cloned at once, on its device: there may be room on a GPU, or whoever overwrites
+            it does not ask.
         spare: where copies get their memory from; default: from the system.
         exchanged: blocks of memory whose owner calls :meth:`exchange`: they are not copied ahead.
 
@@ -50,7 +52,7 @@ class Snapshot:
         tensors: Iterable[torch.Tensor],
         room: int = 0,
         *,
-        clones: bool = False,
+        clones: Callable[[torch.Tensor], bool] = lambda tensor: False,
         spare: SpareMemory | None = None,
         exchanged: Iterable[torch.Tensor] = (),
     ):
@@ -61,7 +63,7 @@ class Snapshot:
         self._pieces: dict[int, list[Piece]] = {}
         self._tensors = list(tensors)  # alive, so that their ids are theirs alone
         for tensor in self._tensors:
-            self._pieces[id(tensor)] = list(pieces_of(tensor, clones and tensor.is_cuda))
+            self._pieces[id(tensor)] = list(pieces_of(tensor, clones(tensor)))
         guarded = list(filter(attrgetter("is_guarded"), dict.fromkeys(self._regions())))
         self._ahead = iter(outside(guarded, exchanged))
         self._guarded = sorted(guarded, key=lambda one: one.start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,14 +17,15 @@ from tests.unit.training.test_saving_runs import assert_same_tensors, iterations
 
 def fail(monkeypatch: pytest.MonkeyPatch, failing: Iterable[int]) -> list[int]:
     """Let the next saves of these iterations fail, one for each time that it is named; returns what is left to fail."""
-    write, left, failed = DataFile.write, list(failing), set[str]()
+    write, left, failed, lock = DataFile.write, list(failing), set[str](), threading.Lock()
 
     def fill_up(self: DataFile, place: int, data: memoryview) -> None:
         name = self._path.parent.name  # each attempt has another one
         iteration = int(name.split("_")[1].split(".")[0])
-        if name not in failed and iteration in left:
-            left.remove(iteration)
-            failed.add(name)
+        with lock:
+            if name not in failed and iteration in left:
+                left.remove(iteration)
+                failed.add(name)
         if name in failed:
             raise CheckpointError(f"cannot write {self._path}: No space left on device")
         write(self, place, data)

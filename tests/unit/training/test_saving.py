@@ -14,6 +14,7 @@ import torch
 
 from gptpar.checkpoint import background, find_checkpoints, read_tensors, verify_checkpoint
 from gptpar.checkpoint import room as memory
+from gptpar.checkpoint import saver
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError
 from gptpar.system.blocks import span
@@ -209,6 +210,26 @@ def test_a_gpus_room_is_what_the_next_step_leaves(tmp_path: Path, monkeypatch: p
     assert room.may_clone(device, 13 * gib)
     most[0] = 73 * gib  # with the clones
     assert room.may_clone(device, 13 * gib) and not room.may_clone(device, 14 * gib)
+
+
+def test_spare_memory_stays_until_the_machine_is_short_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = [0]
+    monkeypatch.setattr(memory, "host_room", lambda held=0: max(0, held - short[0]) if short[0] else 1 << 30)
+    monkeypatch.setattr(saver, "MEMORY_LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(background, "NUM_COPIERS", 0)
+    trainer, behind, _ = make(tmp_path)
+    gate = slow_writes(monkeypatch, 30)
+    behind.begin(behind.targets[0], done(1), keep_all=False)
+    train(trainer, 1, 2)
+    gate.set()
+    behind.finish()
+    held = behind._saver._spare.num_bytes
+    behind.poll()
+    assert held > 0 and behind._saver._spare.num_bytes == held
+    short[0] = 1
+    behind.poll()
+    assert behind._saver._spare.num_bytes < held
+    trainer.close()
 
 
 def test_a_mirrors_copies_leave_room_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

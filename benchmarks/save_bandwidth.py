@@ -107,7 +107,6 @@ def behind(folder: Path, state: State, room: str) -> dict[str, Any]:
         snapshot,
         lambda moved: save_checkpoint(folder / "save", 1, tensors, {}, snapshot=snapshot, moved=moved),
         state.guard,
-        behind=True,
     )
     begun, steps = time.perf_counter() - started, 0
     while not under_way.over:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gptpar.errors import CheckpointError
 from gptpar.system.snapshot import Snapshot, StateGuard
 
 NUM_COPIERS = max(2, min(8, (os.cpu_count() or 1) // 2))
@@ -23,7 +24,6 @@ class SaveUnderWay:
     Args:
         write: every process's has to use a process group that nobody else uses meanwhile.
         guard: is asked by everything that overwrites what the snapshot holds.
-        behind: whether to return at once; else when all is written.
 
     Attributes:
         iteration: of the state.
@@ -33,23 +33,20 @@ class SaveUnderWay:
         error: what ended it instead of the last byte; ``None`` so far.
     """
 
-    def __init__(self, iteration: int, snapshot: Snapshot, write: Write, guard: StateGuard, *, behind: bool):
+    def __init__(self, iteration: int, snapshot: Snapshot, write: Write, guard: StateGuard):
         self.iteration, self.snapshot, self.seconds, self.moved = iteration, snapshot, 0.0, 0
         self._write, self._guard = write, guard
         self._path: Path | None = None
         self.error: BaseException | None = None
+        self._is_cancelled = False
         guard.snapshot = snapshot
         self._threads = [threading.Thread(target=self._run, name="gptpar-save", daemon=True)]
         self._threads += [
             threading.Thread(target=snapshot.copy_ahead, name="gptpar-save-copies", daemon=True)
             for _ in range(NUM_COPIERS if snapshot.room else 0)
         ]
-        if behind:
-            for thread in self._threads:
-                thread.start()
-        else:
-            self._threads = []
-            self._run()
+        for thread in self._threads:
+            thread.start()
 
     def _run(self) -> None:
         started = time.perf_counter()
@@ -63,6 +60,12 @@ class SaveUnderWay:
 
     def _note_piece(self) -> None:
         self.moved += 1  # a count that two threads lose has grown all the same
+        if self._is_cancelled:
+            raise CheckpointError("the save was interrupted")
+
+    def cancel(self) -> None:
+        """Let it fail after the piece at work, on all processes, and remove what is unfinished."""
+        self._is_cancelled = True
 
     @property
     def over(self) -> bool:

@@ -35,6 +35,9 @@ to stop may show no sign of life."""
 LOOK_SECONDS = 0.5
 """Between two looks at the save of all processes."""
 
+INTERRUPTED_SECONDS = 3.0
+"""For which Ctrl-C waits until an unfinished checkpoint is removed."""
+
 MEMORY_LOOK_SECONDS = 1.0
 """Between two looks whether the machine is short of memory."""
 
@@ -124,25 +127,28 @@ class Saver:
 
     # Beginning.
 
-    def begin(self, save: Save, *, behind: bool) -> None:
+    def begin(self, save: Save, *, behind: bool, required: bool = False) -> None:
         """Take the state as it stands, and write it: behind the training, or before this returns.
 
+        Args:
+            required: whether a failure before this returns is an error.
+
         Raises:
-            CheckpointError: the saves before failed, and so does this one.
+            CheckpointError: see :meth:`finish`; too many saves before have failed, and so does this one.
         """
         started = time.perf_counter()
         self.finish()
         is_last = self._failures.get(save.folder, 0) >= FORGIVEN
-        snapshot, behind = self._snapshot(save, behind and not is_last)
+        behind = behind and not is_last
+        snapshot, has_room = self._snapshot(save, behind)
+        behind = behind and not self._topology.any_rank(not has_room)
         group = self._group_of_saves()
         write = partial(save.write, process_group=group, snapshot=snapshot)
         self._begun = save
-        self.under_way = SaveUnderWay(
-            save.iteration, snapshot, lambda moved: write(moved=moved), self._guard, behind=behind
-        )
+        self.under_way = SaveUnderWay(save.iteration, snapshot, lambda moved: write(moved=moved), self._guard)
         self._stood_s = time.perf_counter() - started
-        if is_last:
-            self.finish(required=True)
+        if not behind:
+            self.finish(required=required or is_last)
 
     def _group_of_saves(self) -> dist.ProcessGroup | None:
         """Made at the first save, once all processes have come to it: making it has no limit of time, either."""
@@ -155,7 +161,7 @@ class Saver:
         """The state as it stands, and whether it may be overwritten meanwhile: not where a clone has no room."""
         self._cloned, tensors = False, save.tensors
         if not behind:
-            return snapshot_of(tensors), False
+            return snapshot_of(tensors), True
         parts = [part for tensor in tensors.values() for _, part in tensor.parts]
         unguarded, on_gpu = list(filter(save.unguarded, parts)), [part for part in parts if part.is_cuda]
         free = room.host_room(self._spare.num_bytes)
@@ -208,9 +214,13 @@ class Saver:
         save = self._begun
         if save is None:
             return
-        self._raise_interrupt()
         try:
             has_failed, is_broken = self._wait(save, required)
+        except KeyboardInterrupt:
+            if self.under_way is not None:
+                self.under_way.cancel()
+                self.under_way.wait(INTERRUPTED_SECONDS)
+            raise
         finally:
             self._begun = None
         error, self._error = self._error, None
@@ -235,12 +245,6 @@ class Saver:
             raise
         except CheckpointError:
             pass
-
-    def _raise_interrupt(self) -> None:
-        """Ctrl-C in a save that training stood still for came to this process alone."""
-        error = None if self.under_way is None else self.under_way.error
-        if error is not None and not isinstance(error, Exception):
-            raise error
 
     def _wait(self, save: Save, required: bool) -> tuple[bool, bool]:
         """Wait as long as any process's save moves, in steps: no collective waits for longer than a moment.
@@ -319,7 +323,7 @@ class Saver:
             patience: seconds without a piece after which it is left alone.
         """
         under_way = self.under_way
-        if under_way is not None and under_way.wait_while_moving(patience):
+        if under_way is not None and self._begun is not None and under_way.wait_while_moving(patience):
             self._take_note()
         self._begun = self.under_way = None
 

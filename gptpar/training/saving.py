@@ -158,11 +158,13 @@ class Saving:
         """
         self.finish()  # it may have been a save of this moment, and have failed
         if self.targets and self.targets[0].saved_at != progress.iteration:
-            self.begin(self.targets[0], progress, keep_all=keep_all, behind=False)
-            self.finish(required=True)
+            self.begin(self.targets[0], progress, keep_all=keep_all, last=True)
 
-    def begin(self, target: Target, progress: Progress, *, keep_all: bool, behind: bool = True) -> None:
+    def begin(self, target: Target, progress: Progress, *, keep_all: bool, last: bool = False) -> None:
         """Take the state as it stands, and write it behind the training.
+
+        Args:
+            last: nothing follows: return when it is on the disk.
 
         Raises:
             CheckpointError: saves keep failing, or the folder is another run's; see :class:`Saver`.
@@ -181,7 +183,7 @@ class Saving:
         keep, permit = None if keep_all else target.keep, target.permit or (lambda: None)
         write = partial(save_checkpoint, target.folder, iteration, tensors, meta, keep=keep, permit=permit)
         save = Save(target.folder, iteration, tensors, write, permit, in_memory=target.in_memory)
-        self._saver.begin(save, behind=behind and self._config.async_save)
+        self._saver.begin(save, behind=self._config.async_save and not last, required=last)
 
     def poll(self) -> None:
         """Tell of a save that is over by now."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +20,7 @@ from gptpar.checkpoint.background import SaveUnderWay
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import snapshot_of
 from gptpar.errors import CheckpointError, FolderTakenError
-from gptpar.system.snapshot import Snapshot, StateGuard
+from gptpar.system.snapshot import STILL_SECONDS, Snapshot, StateGuard
 from gptpar.system.spare_memory import SpareMemory
 from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts
@@ -27,10 +29,6 @@ FORGIVEN = 2
 """Saves in a row into one folder that may fail. A disk is full or gone for a while, and training should not end for it;
 but each failed save puts one more interval of work at risk. So for the third one training stands still until it is on
 the disk, and if that fails, too, it ends while three intervals at most are lost."""
-
-STILL_SECONDS = 1800.0
-"""How long no process may have moved a piece of a save until its disk counts as hung; as long as a worker that was asked
-to stop may show no sign of life."""
 
 LOOK_SECONDS = 0.5
 """Between two looks at the save of all processes."""
@@ -89,9 +87,10 @@ class Saved:
 
 
 class Saver:
-    """Saves on all processes together: each calls the same methods in the same order, but :meth:`poll` and :meth:`abandon`.
+    """Saves on all processes together: each calls the same methods in the same order.
 
-    One save is under way at a time. Its collectives have a process group of their own.
+    :meth:`poll` and :meth:`abandon` are for each process by itself. One save is under way at a time. Its collectives
+    have a process group of their own.
 
     Args:
         topology: this process's place.
@@ -119,7 +118,7 @@ class Saver:
         self._failures: dict[Path, int] = {}
         self._newest: dict[Path, int] = {}
         self._spare, self._device_room = SpareMemory(), room.DeviceRoom()
-        self._looked = time.monotonic()
+        self._looked, self._ends_at_exit = time.monotonic(), False
 
     def newest(self, folder: Path) -> int | None:
         """The iteration of the last save into a folder that all processes know to be on the disk."""
@@ -147,6 +146,10 @@ class Saver:
         self._begun = save
         self.under_way = SaveUnderWay(save.iteration, snapshot, lambda moved: write(moved=moved), self._guard)
         self._stood_s = time.perf_counter() - started
+        if behind and not self._ends_at_exit:
+            self._ends_at_exit = True
+            # Later, and so in what `atexit` has, Python lets nobody begin a thread, and a save needs some.
+            threading._register_atexit(_end_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
         if not behind:
             self.finish(required=required or is_last)
 
@@ -191,12 +194,12 @@ class Saver:
     # Ending.
 
     def poll(self) -> None:
-        """Take note of a save that is over by now; between saves, give spare memory back if the machine is short of it."""
+        """Take note of a save that is over by now; between two, give memory back if the machine is short of it."""
         if self.under_way is not None:
             if self.under_way.over:
                 self._take_note()
         elif self._spare.num_bytes and time.monotonic() - self._looked > MEMORY_LOOK_SECONDS:
-            self._looked = time.monotonic()
+            self._looked, self._ends_at_exit = time.monotonic(), False
             self._spare.limit_to(room.host_room(self._spare.num_bytes))
 
     def finish(self, *, required: bool = False) -> None:
@@ -279,9 +282,9 @@ class Saver:
             self.under_way.end()
             self.under_way = None
         raise CheckpointError(
-            f"the save of iteration {save.iteration} hangs: no process has written or read a piece in {save.folder} for "
-            f"{STILL_SECONDS / 60:g} minutes, so that its file system does not answer. Older checkpoints are whole. "
-            f"{self._not_saved(save)}"
+            f"the save of iteration {save.iteration} hangs: no process has written or read a piece in {save.folder} "
+            f"for {STILL_SECONDS / 60:g} minutes, so that its file system does not answer. Older checkpoints are "
+            f"whole. {self._not_saved(save)}"
         )
 
     def _take_note(self, required: bool = False) -> None:
@@ -310,7 +313,9 @@ class Saver:
 
     def _not_saved(self, save: Save) -> str:
         newest = self._newest.get(save.folder)
-        lost = "nothing that this run has learnt is" if newest is None else f"the steps since iteration {newest} are lost"
+        lost = (
+            "nothing that this run has learnt is" if newest is None else f"the steps since iteration {newest} are lost"
+        )
         return (
             f"Free space in {save.folder}, or mend its file system, and go on from the newest checkpoint there. The "
             f"newest state, of iteration {save.iteration}, is not on the disk: {lost}."
@@ -326,6 +331,12 @@ class Saver:
         if under_way is not None and self._begun is not None and under_way.wait_while_moving(patience):
             self._take_note()
         self._begun = self.under_way = None
+
+
+def _end_at_exit(saver: weakref.ref[Saver]) -> None:
+    """A script may end without closing anything, while a save is under way."""
+    if (one := saver()) is not None:
+        one.abandon(STILL_SECONDS)
 
 
 def _sentence(error: BaseException | None) -> str:

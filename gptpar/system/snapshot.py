@@ -22,9 +22,14 @@ from queue import SimpleQueue
 
 import torch
 
+from gptpar.errors import CheckpointError
 from gptpar.system.blocks import copy_bytes, span
 from gptpar.system.regions import PIECE_BYTES, Borrowed, MemoryRegion, Piece, RegionState, blocks_of, outside, pieces_of
 from gptpar.system.spare_memory import SpareMemory
+
+STILL_SECONDS = 1800.0
+"""How long a save may move no piece until its disk counts as hung; as long as a worker that was asked to stop may show
+no sign of life."""
 
 NUM_BUFFERS = 4
 """Buffers of a piece each that threads of a save share."""
@@ -134,7 +139,11 @@ class Snapshot:
     # Overwriting.
 
     def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Return when these tensors' memory may be overwritten."""
+        """Return when these tensors' memory may be overwritten.
+
+        Raises:
+            CheckpointError: memory has no room, and the save hangs.
+        """
         started = time.perf_counter()
         for tensor in tensors:
             for region in self._overlapping(*span(tensor)):
@@ -147,10 +156,19 @@ class Snapshot:
                 if not region.is_live and not region.readers:
                     return
                 if not self._may_copy(region):
-                    self._changed.wait()
+                    self._wait_for_disk()
                     continue
                 self._reserve(region)
             self._copy(region)
+
+    def _wait_for_disk(self) -> None:
+        """Wait until something has changed, as each piece that is read changes something."""
+        if not self._changed.wait(STILL_SECONDS):
+            raise CheckpointError(
+                f"the save under way has taken no piece of the state for {STILL_SECONDS / 60:g} minutes, so that its "
+                "file system does not answer, and memory has no room for what training is about to overwrite. Older "
+                "checkpoints are whole, and the newest state is not on the disk."
+            )
 
     def _overlapping(self, start: int, stop: int) -> Iterator[MemoryRegion]:
         place = bisect_left(self._starts, stop) - 1

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gptpar.checkpoint import find_checkpoints, read_tensors, verify_checkpoint
+from gptpar.checkpoint import find_checkpoints, read_tensors, saver, verify_checkpoint
 from gptpar.checkpoint import room as memory
-from gptpar.checkpoint import saver
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import CheckpointError

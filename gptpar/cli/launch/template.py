@@ -32,7 +32,7 @@ PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 ADOPTED_SECONDS = 10.0
 
 REPLY_SECONDS = 300.0
-"""For which the launcher waits for a fork, the first time with all imports; a template that was stopped never replies."""
+"""For which the launcher waits for a fork, the first time with all imports; a stopped template never replies."""
 
 _SERVE = f"import sys; from {__name__} import serve; serve(*map(int, sys.argv[1:])).run_here()"
 
@@ -92,7 +92,9 @@ class Template:
 def serve(file: int, launcher: int) -> Program:
     """The template's side: fork a worker for each request; returns in the worker, which then runs the program."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    os.set_inheritable(file, False)  # a worker that becomes a new interpreter would keep the launcher waiting for replies
+    os.set_inheritable(
+        file, False
+    )  # a worker that becomes a new interpreter would keep the launcher waiting for replies
     with socket.socket(fileno=file) as connection, connection.makefile("r") as requests:
         said = json.loads(requests.readline())
         program = Program(said["kind"], said["name"], tuple(said["words"]))

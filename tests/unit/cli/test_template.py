@@ -1,4 +1,4 @@
-"""The process that forks workers dies, or stops, between two of them: the launcher knows at once and goes on without."""
+"""The process that forks workers dies, or stops, between two of them: the launcher goes on without it."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptpar.checkpoint import background, find_checkpoints, read_tensors, verify_checkpoint
+from gptpar.checkpoint import background, find_checkpoints, read_tensors, saver, verify_checkpoint
 from gptpar.checkpoint import room as memory
-from gptpar.checkpoint import saver
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError
 from gptpar.system.blocks import span
@@ -186,7 +185,9 @@ def test_an_error_behind_the_training_is_told_and_leaves_the_older_one(
     assert behind._saver.under_way is not None and behind._saver.under_way.wait(20)
     train(trainer, 2, 3)  # nothing waits for a save that failed
     behind.poll()
-    assert len(said) == 4 and said[-1].startswith(f"WARNING: the save of iteration 2 to {tmp_path} failed: cannot write")
+    assert len(said) == 4 and said[-1].startswith(
+        f"WARNING: the save of iteration 2 to {tmp_path} failed: cannot write"
+    )
     with pytest.raises(CheckpointError) as error:
         behind.save_last(done(3), keep_all=False)
     told = str(error.value)

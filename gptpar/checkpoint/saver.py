@@ -166,30 +166,31 @@ class Saver:
         if not behind:
             return snapshot_of(tensors), True
         parts = [part for tensor in tensors.values() for _, part in tensor.parts]
-        unguarded, on_gpu = list(filter(save.unguarded, parts)), [part for part in parts if part.is_cuda]
+        unguarded = list(filter(save.unguarded, parts))
+        free = self._room_beside(save, parts, unguarded)
+        clones = self._may_clone(parts)
+        if free < 0 or not (clones or self._may_clone(unguarded)):
+            return snapshot_of(tensors), False
+        self._spare.limit_to(free)
+        make = partial(snapshot_of, tensors, free, spare=self._spare, exchanged=list(self._guard.exchanged()))
+        try:
+            snapshot = make(clones=lambda part: (clones and part.is_cuda) or save.unguarded(part))
+        except torch.OutOfMemoryError:  # free memory in pieces that are too small
+            return (snapshot_of(tensors), False) if unguarded else (make(), True)
+        self._cloned = clones and any(part.is_cuda for part in parts)
+        return snapshot, True
+
+    def _room_beside(self, save: Save, parts: list[torch.Tensor], unguarded: list[torch.Tensor]) -> int:
+        """Bytes of host memory for copies, beside clones of what is unguarded; negative: they have no room."""
         free = room.host_room(self._spare.num_bytes)
         if save.in_memory:  # what is written takes host memory, too
             free = max(0, free - sum(part.nbytes for part in parts))
-        free -= sum(part.nbytes for part in unguarded if not part.is_cuda)
-        if free < 0:
-            return snapshot_of(tensors), False
-        self._spare.limit_to(free)
-        clones = self._may_clone(on_gpu)
-        if not clones and not self._may_clone([part for part in unguarded if part.is_cuda], nothing=True):
-            return snapshot_of(tensors), False
-        make = partial(snapshot_of, tensors, free, spare=self._spare, exchanged=list(self._guard.exchanged()))
-        try:
-            self._cloned = clones
-            return make(clones=lambda part: (clones and part.is_cuda) or save.unguarded(part)), True
-        except torch.OutOfMemoryError:  # free memory in pieces that are too small
-            self._cloned = False
-            return (snapshot_of(tensors), False) if unguarded else (make(), True)
+        return free - sum(part.nbytes for part in unguarded if not part.is_cuda)
 
-    def _may_clone(self, parts: list[torch.Tensor], *, nothing: bool = False) -> bool:
-        """Whether the GPU has room for clones of these; ``nothing``: the answer where there is none."""
-        if not parts:
-            return nothing
-        return self._device_room.may_clone(parts[0].device, sum(part.nbytes for part in parts))
+    def _may_clone(self, parts: list[torch.Tensor]) -> bool:
+        """Whether the GPU has room for clones of those of these tensors that are there."""
+        on_gpu = [part for part in parts if part.is_cuda]
+        return not on_gpu or self._device_room.may_clone(on_gpu[0].device, sum(part.nbytes for part in on_gpu))
 
     # Ending.
 

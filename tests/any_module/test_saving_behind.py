@@ -119,7 +119,7 @@ def compare(rank: int, folder: Path, layouts: list[tuple[int, float]], more: dic
             assert_same(read_tensors(behind), read_tensors(still))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_is_the_state_of_its_moment(bench: Bench, tmp_path: Path, world: int, precision: str) -> None:
     more = {"bf16": {"enabled": True}} if precision == "bf16" else {}

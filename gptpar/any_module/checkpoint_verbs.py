@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 from gptpar.any_module import checkpoint
-from gptpar.checkpoint.saver import STILL_SECONDS, Saver
+from gptpar.checkpoint.saver import Saver
 from gptpar.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -77,6 +77,6 @@ class CheckpointVerbs:
             CheckpointError: it failed.
         """
         if alone:
-            self._saver.abandon(STILL_SECONDS)
+            self._saver.abandon_at_exit()
         else:
             self._saver.finish(required=True)

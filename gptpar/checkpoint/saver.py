@@ -19,7 +19,7 @@ from gptpar.checkpoint import room
 from gptpar.checkpoint.background import SaveUnderWay
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import snapshot_of
-from gptpar.errors import CheckpointError, FolderTakenError
+from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
 from gptpar.system.snapshot import STILL_SECONDS, Snapshot, StateGuard
 from gptpar.system.spare_memory import SpareMemory
 from gptpar.topology.groups import Topology
@@ -212,8 +212,8 @@ class Saver:
             required: whether a failure is an error.
 
         Raises:
-            CheckpointError: on every process: it failed and was required, it hangs, or the folder is no longer this
-                run's.
+            NotSavedError: on every process: it failed and was required, or it hangs.
+            CheckpointError: on every process: the folder is no longer this run's.
         """
         save = self._begun
         if save is None:
@@ -239,7 +239,7 @@ class Saver:
         self._failures[save.folder] = self._failures.get(save.folder, 0) + 1
         self._require_folder(save)
         if required:
-            raise CheckpointError(f"{_sentence(error)} {self._not_saved(save)}") from error
+            raise NotSavedError(f"{_sentence(error)} {self._not_saved(save)}") from error
 
     def _require_folder(self, save: Save) -> None:
         """Raise on all processes if the folder is another run's; that nothing can be read there is known."""
@@ -282,7 +282,7 @@ class Saver:
         if self.under_way is not None:
             self.under_way.end()
             self.under_way = None
-        raise CheckpointError(
+        raise NotSavedError(
             f"the save of iteration {save.iteration} hangs: no process has written or read a piece in {save.folder} "
             f"for {STILL_SECONDS / 60:g} minutes, so that its file system does not answer. Older checkpoints are "
             f"whole. {self._not_saved(save)}"
@@ -322,22 +322,36 @@ class Saver:
             f"newest state, of iteration {save.iteration}, is not on the disk: {lost}."
         )
 
-    def abandon(self, patience: float) -> None:
-        """Where other processes may be gone: let this one's save end, as long as it moves; how is of no matter.
+    def abandon(self, patience: float) -> str | None:
+        """Where other processes may be gone: let this one's save end, as long as it moves.
 
         Args:
             patience: seconds without a piece after which it is left alone.
+
+        Returns:
+            A sentence on a save that is not on the disk; ``None``: there is none.
         """
-        under_way = self.under_way
-        if under_way is not None and self._begun is not None and under_way.wait_while_moving(patience):
-            self._take_note()
+        under_way, save, told = self.under_way, self._begun, None
+        if under_way is not None and save is not None:
+            if not under_way.wait_while_moving(patience):
+                told = f"the save of iteration {save.iteration} to {save.folder} did not end"
+            elif under_way.error is not None:
+                told = f"{_sentence(under_way.error)} {self._not_saved(save)}"
+            else:
+                self._take_note()
+            under_way.end()
         self._begun = self.under_way = None
+        return told
+
+    def abandon_at_exit(self) -> None:
+        """A script may end without closing anything, while a save is under way."""
+        if (told := self.abandon(STILL_SECONDS)) is not None:
+            self._warn(f"WARNING: {told}")
 
 
 def _end_at_exit(saver: weakref.ref[Saver]) -> None:
-    """A script may end without closing anything, while a save is under way."""
     if (one := saver()) is not None:
-        one.abandon(STILL_SECONDS)
+        one.abandon_at_exit()
 
 
 def _sentence(error: BaseException | None) -> str:

@@ -118,7 +118,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Call a verb's `main` and return its exit status.
 
     What the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr and
-    status 1; a signal that asks to stop is 128 and its number.
+    status 1, or the error's own; a signal that asks to stop is 128 and its number.
     """
     asked: list[int] = []
 
@@ -150,7 +150,7 @@ def _failed(error: Exception) -> int:
     if isinstance(error, GptparError):
         if not error.is_accident:
             note_final()
-        return _fail(str(error), 1)
+        return _fail(str(error), error.exit_status)
     if isinstance(error, MemoryError):
         return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
     if isinstance(error, BrokenPipeError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,9 +12,10 @@ import pytest
 
 from gptpar.checkpoint import newest_whole
 from gptpar.checkpoint.data_file import DataFile
-from gptpar.errors import CheckpointError, FolderTakenError
+from gptpar.cli.launch.failure import Failure
+from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
 from gptpar.training.run_folder.owner import Owner
-from tests.unit.training.test_saving_runs import assert_same_tensors, iterations, losses, run
+from tests.unit.training.test_saving_runs import FEW, assert_same_tensors, iterations, losses, run
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, failing: Iterable[int]) -> list[int]:
@@ -81,7 +84,7 @@ def test_a_failed_save_of_the_last_step_is_tried_again(tmp_path: Path, monkeypat
 
 def test_a_run_whose_last_save_fails_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail(monkeypatch, [8, 8])
-    with pytest.raises(CheckpointError, match="iteration 8, is not on the disk: nothing that this run has learnt is"):
+    with pytest.raises(NotSavedError, match="iteration 8, is not on the disk: nothing that this run has learnt is"):
         run(tmp_path, "--save-interval 8")
     assert iterations(tmp_path) == []
 
@@ -98,3 +101,28 @@ def test_a_folder_of_another_run_is_not_forgiven(tmp_path: Path, monkeypatch: py
     with pytest.raises(FolderTakenError, match="taken by another run"):
         run(tmp_path, "--save-interval 2")
     assert iterations(tmp_path) == [2]
+
+
+SCRIPT = """
+import sys
+from gptpar.checkpoint.data_file import DataFile
+from gptpar.cli.pretrain import main
+from gptpar.errors import CheckpointError
+from gptpar.system.command_line import run
+
+def refuse(*_):
+    raise CheckpointError("cannot write there: No space left on device")
+
+DataFile.write = refuse
+sys.exit(run(main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_exit_code_and_last_sentence_tell_that_the_newest_state_is_lost(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", SCRIPT, *FEW.split(), "--save", str(tmp_path), "--save-interval", "4"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 74
+    told = "state, of iteration 8, is not on the disk: nothing that this run has learnt is."
+    assert done.stderr.splitlines()[-1].endswith(told)
+    assert str(Failure(0, 74, "iteration 8")).endswith("; the newest state is not on the disk")

@@ -200,7 +200,7 @@ class Saver:
             if self.under_way.over:
                 self._take_note()
         elif self._spare.num_bytes and time.monotonic() - self._looked > MEMORY_LOOK_SECONDS:
-            self._looked, self._ends_at_exit = time.monotonic(), False
+            self._looked = time.monotonic()
             self._spare.limit_to(room.host_room(self._spare.num_bytes))
 
     def finish(self, *, required: bool = False) -> None:

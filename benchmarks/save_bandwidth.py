@@ -106,20 +106,20 @@ def behind(folder: Path, state: State, room: str) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")
     started = time.perf_counter()
     tensors = state.tensors()
-    snapshot = snapshot_of(tensors, state.num_bytes if room == "host" else 0, clones=room == "device")
+    snapshot = snapshot_of(tensors, state.num_bytes if room == "host" else 0, clones=lambda part: room == "device")
     under_way = SaveUnderWay(
         1,
         snapshot,
-        lambda: save_checkpoint(folder / "save", 1, tensors, {}, snapshot=snapshot),
+        lambda moved: save_checkpoint(folder / "save", 1, tensors, {}, snapshot=snapshot, moved=moved),
         state.guard,
-        behind=True,
     )
     begun, steps = time.perf_counter() - started, 0
     while not under_way.over:
         state.step()
         steps += 1
     with_save = time.perf_counter() - started
-    shutil.rmtree(under_way.finish().parent)
+    under_way.end()
+    shutil.rmtree(under_way.path.parent)
     started = time.perf_counter()
     for _ in range(steps):
         state.step()

@@ -10,9 +10,11 @@ class GptparError(Exception):
 
     Attributes:
         is_accident: the same command may succeed when it is given again.
+        exit_status: of a command that ends with it.
     """
 
     is_accident = False
+    exit_status = 1
 
 
 class ConfigError(GptparError):
@@ -55,6 +57,19 @@ class TokenizerError(GptparError):
 
 class CheckpointError(GptparError):
     """A checkpoint that cannot be written or read."""
+
+
+class NotSavedError(CheckpointError):
+    """The newest state of a run that ends is not on the disk.
+
+    Its exit status is that of errors of input and output in the BSDs' ``sysexits.h``.
+    """
+
+    exit_status = 74
+
+
+class FolderTakenError(CheckpointError):
+    """A folder of checkpoints that another run writes into; to try again would not help."""
 
 
 class NativeBuildError(GptparError):

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gptpar.any_module.plain_values import from_json, to_json
@@ -32,8 +33,10 @@ from gptpar.any_module.units import own, walk
 from gptpar.checkpoint import DamagedCheckpoint, Manifest, read_manifest
 from gptpar.checkpoint import load_checkpoint as load_tensors
 from gptpar.checkpoint import save_checkpoint as save_tensors
+from gptpar.checkpoint.folders import checkpoint_path
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.checkpoint.save import print_report
+from gptpar.checkpoint.saver import Save, Saver
 from gptpar.checkpoint.verify import report_all
 from gptpar.errors import CheckpointError
 from gptpar.system.files import replace_synced
@@ -76,11 +79,20 @@ class Chosen:
 
 
 def save(
-    engine: TrainingEngine, save_dir: str | os.PathLike[str], tag: str | None, client_state: Any, save_latest: bool
+    engine: TrainingEngine,
+    saver: Saver,
+    save_dir: str | os.PathLike[str],
+    tag: str | None,
+    client_state: Any,
+    save_latest: bool,
 ) -> str:
     """Save master weights, moments, buffers and numbers; every process calls it, between two steps.
 
+    Where the configuration says ``async_save`` it goes on behind the training. Then a failure is told on stderr and
+    forgiven once or twice (:class:`~gptpar.checkpoint.saver.Saver`): the next save tries again.
+
     Args:
+        saver: finishes the save before, which decides this one's number.
         save_dir: a folder that all processes share.
         tag: the checkpoint's name; default: ``global_step`` and the number of steps. It replaces one of that name.
         client_state: numbers, texts, lists, tuples and dictionaries; the first process's is saved.
@@ -93,7 +105,8 @@ def save(
         CheckpointError: on every process: as ``gptpar.checkpoint.save_checkpoint``; or JSON cannot hold some values,
             all of which it names; or the folder is another program's. Earlier checkpoints stay.
     """
-    ranks, folder = Ranks(None), Path(save_dir)
+    ranks, folder, behind = Ranks(None), Path(save_dir), engine.options.async_save
+    saver.finish()
     tag = agreed_tag(ranks, f"global_step{engine.global_steps}" if tag is None else tag)
     engine.weights.settle()
     number, replaced = ranks.lead(lambda: place_for(folder, tag, engine.global_steps))
@@ -101,10 +114,43 @@ def save(
     tensors = _tensors(engine, with_moments=True)
     if ranks.rank == 0:
         tensors |= _buffers(engine.module)
-    path = save_tensors(folder, number, tensors, meta, replaces=replaced)
-    if save_latest:
-        ranks.lead(lambda: replace_synced(folder / LATEST, tag))
-    return str(path)
+    held = {name: as_parts(tensor) for name, tensor in tensors.items()}
+    in_reach = {id(part) for name, one in held.items() if _is_in_reach(engine, name) for _, part in one.parts}
+    write = partial(_write, folder, number, held, meta, replaces=replaced, latest=tag if save_latest else None)
+    saver.begin(
+        Save(folder, number, held, write, unguarded=lambda part: id(part) in in_reach), behind=behind, required=True
+    )
+    return str(checkpoint_path(folder, number))
+
+
+def _is_in_reach(engine: TrainingEngine, name: str) -> bool:
+    """Whether the user's code may overwrite a tensor of a checkpoint at any time, and nobody would ask the save.
+
+    These are buffers, frozen parameters that do not come and go, and parameters that are the master weights themselves.
+    Of all others the engine notices changes, and takes them over by itself.
+    """
+    kind, _, parameter = name.partition("/")
+    if kind == "weights":
+        trained = parameter in engine.engine.table.params
+        return engine.engine.masters_are_parameters if trained else not engine.engine.parameters.transient
+    return kind == "buffers"
+
+
+def _write(
+    folder: Path,
+    number: int,
+    tensors: Mapping[str, TensorParts],
+    meta: dict[str, Any],
+    *,
+    latest: str | None,
+    process_group: dist.ProcessGroup | None,
+    **more: Any,
+) -> Path:
+    """Save, and name the checkpoint as the latest one."""
+    path = save_tensors(folder, number, tensors, meta, process_group=process_group, **more)
+    if latest is not None:
+        Ranks(process_group).lead(lambda: replace_synced(folder / LATEST, latest))
+    return path
 
 
 def load(

@@ -122,6 +122,7 @@ class EngineOptions:
         derived: values with their reasons, among them DeepSpeed's defaults for missing keys.
         without_effect: keys that have no effect, each with the reason.
         pipeline: of a list of layers.
+        async_save: whether ``save_checkpoint`` returns while training goes on and the files are written.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
     """
 
@@ -143,6 +144,7 @@ class EngineOptions:
     derived: tuple[Derived, ...]
     without_effect: tuple[str, ...]
     pipeline: PipelineOptions = PipelineOptions()
+    async_save: bool = False
     skip_step: tuple[float | None, int] = (None, 128)
     update: ElementwiseOptimizer = ADAMW
 
@@ -361,5 +363,6 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         derived=tuple(values.derived()),
         without_effect=tuple(notes),
         pipeline=PipelineOptions(**values.section("pipeline")),
+        async_save=values.get("checkpoint.async_save", False),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),
     )

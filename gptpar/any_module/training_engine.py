@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -16,28 +15,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from gptpar.any_module import checkpoint
 from gptpar.any_module.agreement import FINE, Agreement
 from gptpar.any_module.batches import Batches, BatchSource, evaluating
+from gptpar.any_module.checkpoint_verbs import CheckpointVerbs
 from gptpar.any_module.engine_parts import EngineParts
 from gptpar.any_module.getters import Getters
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.optimizer import EngineOptimizer
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.step_work import StepResult, Work
+from gptpar.checkpoint.save import print_report
+from gptpar.checkpoint.saver import Saver
 from gptpar.engine.readings import Readings
 from gptpar.engine.tensors import mapped
-from gptpar.errors import CheckpointError, GptparError
+from gptpar.errors import GptparError
 from gptpar.optim.skip_step import NOT_FINITE, make_skip_step, step_unless_outlier
 
 TIMEOUT_MINUTES = 30.0
 """The longest time that a process waits for the others, at the start and for a step's numbers."""
 
-_UNTIL_CLOSED = ("engine", "host", "weights", "_work")
+_UNTIL_CLOSED = ("engine", "host", "weights", "_work", "_saver")
 """Attributes that a closed engine no longer has."""
 
 
-class TrainingEngine(NotCopied, Getters, nn.Module):
+class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
     """Takes steps, whether the user or the engine runs their forward and backward passes.
 
     Between the backward pass and the step a parameter's ``.grad`` is empty: :meth:`full_gradient` has its gradient.
@@ -83,6 +84,8 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.data = BatchSource(options.batch.accumulation_steps, self.device)
+        warn = print_report if self.topology.is_main else lambda sentence: None
+        self._saver = Saver(self.topology, self.engine.optimizer.guard, warn)
         self._agreement = Agreement(self.topology, ordered=self.engine.gatherer.gathers_in_call_order)
         self._count = 0  # complete micro-batches of the current step
         self._has_begun = self._is_final = self._closed = False
@@ -104,6 +107,7 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         """Prepare a step on the host, before its gradients are begun."""
         self._activity.note(f"step {self.global_steps + 1}")
         self.weights.catch_up()
+        self._saver.poll()
         self.engine.optimizer.expect_step(self.optimizer.hyperparameters(), self._divisor)
         self._work.scale.fill_(self.loss_scaler.value)
         self._has_begun = True
@@ -324,54 +328,29 @@ class TrainingEngine(NotCopied, Getters, nn.Module):
         with self.weights.gathered(modifier_rank):
             yield
 
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Any = None,
-        save_latest: bool = True,
-    ) -> str:
-        """Save the module's and the engine's state between two steps; all processes call it.
-
-        See :func:`gptpar.any_module.checkpoint.save` for the arguments, the result and the errors.
-        """
-        self._require_open()
-        if self._has_begun or self._count:
-            steps = self.options.batch.accumulation_steps
-            raise CheckpointError(checkpoint.AMID_A_STEP.format(self._count, steps))
-        self._take_note_of_last_step()
-        return checkpoint.save(self, save_dir, tag, client_state, save_latest)
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, Any]:
-        """Load a checkpoint of :meth:`save_checkpoint`; all processes call it. World size, stage and ratio may differ.
-
-        Gradients of a current step are dropped. See :func:`gptpar.any_module.checkpoint.load`.
-        """
-        self._require_open()
-        self._take_note_of_last_step()
-        self.zero_grad()
-        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        return checkpoint.load(self, load_dir, tag, checkpoint.Chosen(*what))
-
     def close(self) -> None:
         """End the engine and return the module with whole weights and without hooks; all processes call it.
 
-        It may be called within a step. The engine's memory is free afterwards, and the module can be passed to another
-        ``gptpar.initialize``. While an exception is handled, weights are not gathered from other processes.
+        A save under way is finished first. The engine's memory is free afterwards, and the module can be passed to
+        another ``gptpar.initialize``. close() may be called within a step. While an exception is handled, weights are
+        not gathered from other processes.
+
+        Raises:
+            CheckpointError: the last save behind the training failed.
         """
         if self._closed:
             return
         alone = not self.engine.gatherer.gathers_in_call_order
+        others_come = sys.exc_info()[0] is None and self._watch.error is None
         try:
-            if alone or (sys.exc_info()[0] is None and self._watch.error is None):
+            self._finish_save(alone=not others_come)
+        finally:
+            self._give_back(whole=alone or others_come)
+
+    def _give_back(self, *, whole: bool) -> None:
+        """The module gets its weights back, if they are to be whole, and the engine ends."""
+        try:
+            if whole:
                 self.zero_grad()
                 self.engine.finish()
                 self.engine.gatherer.let_all_go()

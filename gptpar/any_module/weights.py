@@ -143,11 +143,14 @@ class Weights(NotCopied):
         """Parameters that are here have new values."""
         self._engine.finish()
         weights, memory = self._engine.optimizer.parts("weights"), self._engine.parameters
+        guard = self._engine.optimizer.guard  # of a save that still reads what is about to be overwritten
         for name in names:
             if name in weights:
+                guard.before_write(part for _, part in weights[name].parts)
                 weights[name].fill(self._stage.parameters[name])
         for unit in {self._frozen[name].name: self._frozen[name] for name in names if name in self._frozen}.values():
             low = self._engine.table.place.shard * unit.shard_length
+            guard.before_write([memory.shards[unit.name]])
             memory.shards[unit.name].copy_(memory.full[unit.name][low : low + unit.shard_length])
 
     @contextlib.contextmanager

@@ -36,7 +36,7 @@ def move_files(ranks: Ranks, moves: Sequence[Move], folder: Path) -> None:
             sent = [_Outgoing(move, folder) for move in wave if move.source == ranks.rank]
             taken = [_Incoming(move, folder) for move in wave if move.target == ranks.rank]
             come += taken
-            _transfer(sent, taken, ranks.group)
+            _transfer(sent, taken, ranks)
             problems += [end.error for end in (*sent, *taken) if end.error]
         ranks.each(lambda: _refuse(problems))
         ranks.each(lambda: _name(come))
@@ -45,16 +45,17 @@ def move_files(ranks: Ranks, moves: Sequence[Move], folder: Path) -> None:
             one.forget()
 
 
-def _transfer(sent: list[_Outgoing], taken: list[_Incoming], group: dist.ProcessGroup | None) -> None:
+def _transfer(sent: list[_Outgoing], taken: list[_Incoming], ranks: Ranks) -> None:
     """Move all blocks of a process's files of one wave."""
     ends = [*sent, *taken]
     for start in range(0, max((end.move.num_bytes for end in ends), default=0), BLOCK_BYTES):
         # All are under way before any is waited for: in a ring everybody sends and takes.
-        requests = [end.begin(start, group) for end in ends if start < end.move.num_bytes]
+        requests = [end.begin(start, ranks.group) for end in ends if start < end.move.num_bytes]
         for request in requests:
             request.wait()
         for one in taken:
             one.keep(start)
+        ranks.moved()
     for end in ends:
         end.close()
 

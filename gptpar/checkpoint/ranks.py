@@ -16,9 +16,14 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes that save or load together: a process group, or this process where there is none."""
+    """The processes that save or load together: a process group, or this process where there is none.
 
-    def __init__(self, process_group: dist.ProcessGroup | None):
+    Args:
+        moved: is called whenever this process has read or written a piece: whoever waits for it sees that it lives.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, moved: Callable[[], None] = lambda: None):
+        self.moved = moved
         self.distributed = dist.is_available() and dist.is_initialized()
         self.group = process_group
         self.rank = dist.get_rank(process_group) if self.distributed else 0
@@ -60,8 +65,8 @@ class Ranks:
 class MachineRanks(Ranks):
     """The processes of machines that have a folder each: `lead` acts once on every machine."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None, ring: Ring):
-        super().__init__(process_group)
+    def __init__(self, process_group: dist.ProcessGroup | None, ring: Ring, moved: Callable[[], None] = lambda: None):
+        super().__init__(process_group, moved)
         self.ring = ring
         self._leader = ring.leader_of(self.rank)
 

@@ -53,6 +53,7 @@ def save_checkpoint(
     permit: Callable[[], None] | None = None,
     snapshot: Snapshot | None = None,
     ring: Ring | None = None,
+    moved: Callable[[], None] = lambda: None,
 ) -> Path:
     """Save tensors as one logical checkpoint, whatever layout they are held in.
 
@@ -78,6 +79,7 @@ def save_checkpoint(
         snapshot: of the same tensors, whose bytes of its moment are saved: they may change meanwhile.
         ring: of machines that have a folder `root` each. Each gets the files of its processes and of those of the
             machine before it, and all publish once all files are there; see `Copies`. `keep` must be None.
+        moved: is called, by any thread, whenever this rank has written a piece or read one back.
 
     Returns:
         The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
@@ -88,7 +90,7 @@ def save_checkpoint(
             elements are held by none, or in two boxes that overlap, or the disk has too little room (nothing is
             written then); if a whole checkpoint of this iteration with other contents exists.
     """
-    ranks = Ranks(process_group) if ring is None else MachineRanks(process_group, ring)
+    ranks = Ranks(process_group, moved) if ring is None else MachineRanks(process_group, ring, moved)
     root, permit = Path(root), permit or (lambda: None)
     final = folders.checkpoint_path(root, iteration)
     table = _union(ranks.each(lambda: _check_input(iteration, tensors, meta, keep)))
@@ -117,7 +119,7 @@ def snapshot_of(
     tensors: Mapping[str, TensorParts],
     room: int = 0,
     *,
-    clones: bool = False,
+    clones: Callable[[torch.Tensor], bool] = lambda part: False,
     spare: SpareMemory | None = None,
     exchanged: Iterable[torch.Tensor] = (),
 ) -> Snapshot:
@@ -231,6 +233,7 @@ def _write(
                 storage_writer=ChunkWriter(
                     *(temporary, ranks.rank, iteration, meta, snapshot),
                     publish if on_machines is None else written.append,
+                    ranks.moved,
                     together=None if on_machines is None else on_machines.ring.kept_by(0),
                 ),
                 planner=ChunkSavePlanner({name: shape for name, (_, shape) in table.items()}),

@@ -49,6 +49,8 @@ _MANIFEST_BYTES_PER_CHUNK = 1024
 class ChunkWriter(StorageWriter):
     """Streams each rank's boxes into `rank00000.bin`; rank 0 then hands the manifest to `publish`.
 
+    Each rank calls `moved` after each piece.
+
     Args:
         together: the ranks whose files come into rank 0's folder; None: all.
     """
@@ -61,6 +63,7 @@ class ChunkWriter(StorageWriter):
         meta: dict[str, Any],
         snapshot: Snapshot,
         publish: Callable[[Manifest], None],
+        moved: Callable[[], None],
         together: Collection[int] | None = None,
     ):
         self._path = path
@@ -69,6 +72,7 @@ class ChunkWriter(StorageWriter):
         self._meta = meta
         self._snapshot = snapshot
         self._publish = publish
+        self._moved = moved
         self._together = together
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -138,6 +142,7 @@ class ChunkWriter(StorageWriter):
             data = buffer.numpy().data
             crc = zlib.crc32(data)
             file.write(place, data)
+        self._moved()
         return crc
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

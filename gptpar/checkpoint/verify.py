@@ -63,13 +63,19 @@ def damaged_files(path: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def damaged_pieces(path: Path, manifest: Manifest, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Pieces whose bytes are not what was saved; ranks that check together take a share each."""
+def damaged_pieces(
+    path: Path, manifest: Manifest, share: int = 0, num_shares: int = 1, moved: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Pieces whose bytes are not what was saved; ranks that check together take a share each.
+
+    Args:
+        moved: is called after each piece.
+    """
     chunks = [(name, chunk) for name, chunk in _chunks(manifest) if chunk.pieces][share::num_shares]
     try:
         with ChunkFiles(path, from_disk=True) as files:
             files.open({chunk.file for _, chunk in chunks})
-            found = run_parallel([partial(_check_chunk, files, name, chunk) for name, chunk in chunks])
+            found = run_parallel([partial(_check_chunk, files, name, chunk, moved) for name, chunk in chunks])
     except DamagedCheckpoint as error:
         return [str(error)]
     return [problem for problems in found for problem in problems]
@@ -87,11 +93,11 @@ def sound_files(path: Path, manifest: Manifest, names: Collection[str]) -> set[s
 
 def damaged_on_any_rank(ranks: Ranks, path: Path, manifest: Manifest) -> list[str]:
     """The same of all pieces, each rank reading a share; every rank gets all problems."""
-    shares = ranks.each(lambda: damaged_pieces(path, manifest, ranks.rank, ranks.world_size))
+    shares = ranks.each(lambda: damaged_pieces(path, manifest, ranks.rank, ranks.world_size, ranks.moved))
     return [problem for share in shares for problem in share]
 
 
-def _check_chunk(files: ChunkFiles, name: str, chunk: Chunk) -> list[str]:
+def _check_chunk(files: ChunkFiles, name: str, chunk: Chunk, moved: Callable[[], None]) -> list[str]:
     problems = []
     with files.buffer() as buffer:
         for index in range(len(chunk.pieces)):
@@ -99,6 +105,7 @@ def _check_chunk(files: ChunkFiles, name: str, chunk: Chunk) -> list[str]:
                 files.read(name, chunk, index, buffer)
             except DamagedCheckpoint as error:
                 problems.append(str(error))
+            moved()
     return problems
 
 

@@ -334,6 +334,7 @@ _GPTPAR = (
     Key("gptpar.speculation", None, Sets(switch, "offload.offload_speculation")),
     Key("gptpar.threads", None, Sets(whole, "offload.cpu_optimizer_threads")),
     Key("gptpar.virtual_stages", None, Sets(whole, "pipeline.virtual_stages")),
+    Key("gptpar.async_save", None, Sets(truth, "checkpoint.async_save")),
     Key("gptpar.seed", None, Sets(whole, "data.seed")),
     Key("gptpar.skip_step_sigma", None, Sets(number, "health.skip_step_sigma")),
     Key("gptpar.skip_step_window", None, Sets(whole, "health.skip_step_window")),

@@ -131,6 +131,7 @@ class Engine:
         gatherer: brings parameters before layers are called.
         gradients: collector, reducer and router.
         graph_breaks: where the host acts between the launches of a step.
+        masters_are_parameters: whether the model's parameters have the memory of the master weights.
     """
 
     def __init__(
@@ -164,8 +165,8 @@ class Engine:
             arriving_dtype=settings.dtype,
             ahead=settings.records_steps,
         )
-        masters_are_parameters = _masters_are_parameters(table, parameters, data, settings.wide)
-        self._copies_at_start, self._copies_each_step = not masters_are_parameters, parameters.on_host
+        self.masters_are_parameters = _masters_are_parameters(table, parameters, data, settings.wide)
+        self._copies_each_step = parameters.on_host
         written = {unit: parameters.shards[unit][:length] for unit, length in table.on_device.items()}
         self.optimizer = MasterOptimizer(
             optimizer,
@@ -174,8 +175,8 @@ class Engine:
             clip_grad,
             subscriber,
             families=families,
-            master=parameters.everything if masters_are_parameters else None,
-            parameters=None if masters_are_parameters or parameters.on_host else written,
+            master=parameters.everything if self.masters_are_parameters else None,
+            parameters=None if self.masters_are_parameters or parameters.on_host else written,
         )
 
         layers = {name: units for stage in self.stages for name, units in stage.units_by_layer().items()}
@@ -206,7 +207,7 @@ class Engine:
         """Make the model's parameters equal to the master weights."""
         if self.subscriber is not None:
             self.subscriber.publish()
-        if self._copies_at_start:
+        if not self.masters_are_parameters:
             self.parameters.copy_from(self.optimizer.master_weights)
         self.gatherer.changed()
 

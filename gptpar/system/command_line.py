@@ -121,7 +121,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Call a verb's `main` and return its exit status.
 
     An error that the user can mend (a GptparError, a full disk, a folder without permission) is one message on stderr
-    and status 1. After a signal that asks to stop, the status is 128 plus its number.
+    and status 1, or the error's own status. After a signal that asks to stop, the status is 128 plus its number.
     """
     asked: list[int] = []
 
@@ -153,7 +153,7 @@ def _failed(error: Exception) -> int:
     if isinstance(error, GptparError):
         if not error.is_accident:
             note_final()
-        return _fail(str(error), 1)
+        return _fail(str(error), error.exit_status)
     if isinstance(error, MemoryError):
         return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
     if isinstance(error, BrokenPipeError):

@@ -35,6 +35,22 @@ def untouched(num_bytes: int) -> torch.Tensor:
     return data[start : start + num_bytes]
 
 
+def whole_pages(num_bytes: int) -> int:
+    """Bytes of the pages that so many bytes fill, the last one perhaps in part."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def release(memory: torch.Tensor) -> None:
+    """Give the pages of memory that begins with a page back to the system; its last page holds nothing else.
+
+    The addresses stay, and with them the number of mappings: when they are written again, they get new pages.
+    """
+    if memory.nbytes:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(whole_pages(memory.nbytes)), mmap.MADV_DONTNEED
+        )
+
+
 def touch(memory: torch.Tensor) -> None:
     """Write each page once, by this thread alone."""
     ctypes.memset(memory.data_ptr(), 0, memory.nbytes)  # ctypes releases Python's lock

@@ -3,7 +3,8 @@
 Nothing is copied when a snapshot is taken: the bytes of the moment are where they were. Whoever is about to overwrite
 some asks first (:meth:`StateGuard.before_write`). What the save has not read by then is copied where memory has room,
 and waited for where it has none. Copies begin ahead of that in threads of the save, because state does not change
-during the forward and backward passes. On a GPU with room the state is cloned at once, which takes milliseconds.
+during the forward and backward passes. On a GPU with room the state is cloned at once, which takes milliseconds; so is
+what somebody overwrites who does not ask.
 
 Whoever is about to overwrite a whole block of memory may take another block in exchange (:meth:`StateGuard.exchange`).
 Then nothing is copied: the snapshot keeps the old block.
@@ -21,9 +22,14 @@ from queue import SimpleQueue
 
 import torch
 
+from gptpar.errors import CheckpointError
 from gptpar.system.blocks import copy_bytes, span
 from gptpar.system.regions import PIECE_BYTES, Borrowed, MemoryRegion, Piece, RegionState, blocks_of, outside, pieces_of
 from gptpar.system.spare_memory import SpareMemory
+
+STILL_SECONDS = 1800.0
+"""How long a save may move no piece until its disk counts as hung; as long as a worker that was asked to stop may show
+no sign of life."""
 
 NUM_BUFFERS = 4
 """Buffers of a piece each that threads of a save share."""
@@ -35,7 +41,8 @@ class Snapshot:
     Args:
         tensors: in the order in which the save will read them; who overwrites one calls :meth:`before_write` first.
         room: bytes of host memory that copies may take.
-        clones: whether tensors of a GPU are cloned there at once.
+        clones: whether a tensor is cloned at once, on its device: there may be room on a GPU, or whoever overwrites
+            it does not ask.
         spare: where copies get their memory from; default: from the system.
         exchanged: blocks of memory whose owner calls :meth:`exchange`: they are not copied ahead.
 
@@ -50,7 +57,7 @@ class Snapshot:
         tensors: Iterable[torch.Tensor],
         room: int = 0,
         *,
-        clones: bool = False,
+        clones: Callable[[torch.Tensor], bool] = lambda tensor: False,
         spare: SpareMemory | None = None,
         exchanged: Iterable[torch.Tensor] = (),
     ):
@@ -61,7 +68,7 @@ class Snapshot:
         self._pieces: dict[int, list[Piece]] = {}
         self._tensors = list(tensors)  # alive, so that their ids are theirs alone
         for tensor in self._tensors:
-            self._pieces[id(tensor)] = list(pieces_of(tensor, clones and tensor.is_cuda))
+            self._pieces[id(tensor)] = list(pieces_of(tensor, clones(tensor)))
         guarded = list(filter(attrgetter("is_guarded"), dict.fromkeys(self._regions())))
         self._ahead = iter(outside(guarded, exchanged))
         self._guarded = sorted(guarded, key=lambda one: one.start)
@@ -132,7 +139,11 @@ class Snapshot:
     # Overwriting.
 
     def before_write(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Return when these tensors' memory may be overwritten."""
+        """Return when these tensors' memory may be overwritten.
+
+        Raises:
+            CheckpointError: memory has no room, and the save hangs.
+        """
         started = time.perf_counter()
         for tensor in tensors:
             for region in self._overlapping(*span(tensor)):
@@ -145,10 +156,19 @@ class Snapshot:
                 if not region.is_live and not region.readers:
                     return
                 if not self._may_copy(region):
-                    self._changed.wait()
+                    self._wait_for_disk()
                     continue
                 self._reserve(region)
             self._copy(region)
+
+    def _wait_for_disk(self) -> None:
+        """Wait until something has changed, as each piece that is read changes something."""
+        if not self._changed.wait(STILL_SECONDS):
+            raise CheckpointError(
+                f"the save under way has taken no piece of the state for {STILL_SECONDS / 60:g} minutes, so that its "
+                "file system does not answer, and memory has no room for what training is about to overwrite. Older "
+                "checkpoints are whole, and the newest state is not on the disk."
+            )
 
     def _overlapping(self, start: int, stop: int) -> Iterator[MemoryRegion]:
         place = bisect_left(self._starts, stop) - 1

@@ -1,7 +1,13 @@
 """Host memory that copies borrow and give back, so that the system need not zero its pages again.
 
 The system zeroes each page of new memory when it is first written. That is several times slower than the copy itself,
-and whoever is about to overwrite the original waits meanwhile.
+and whoever is about to overwrite the original waits meanwhile. So blocks keep their pages between two saves, also where
+the saves are hours apart: pages that were given back would have to come again just when the next save needs them, and
+getting them earlier, by a guess of when that will be, would take the memory from the others again. They go back when
+somebody needs them: when the machine is short of memory (:meth:`SpareMemory.limit_to`).
+
+A process may have 65,530 mappings by Linux's default (``vm.max_map_count``). One for each block of 8 MiB would end at a
+few hundred GB. So blocks are cut from large mappings, which stay when the pages of a block go back.
 """
 
 from __future__ import annotations
@@ -14,6 +20,9 @@ import torch
 
 from gptpar.system import pages
 
+MAPPING_BYTES = 256 << 20
+"""What blocks are cut from; a larger block has a mapping of its own."""
+
 
 class SpareMemory:
     """Blocks of host memory by their size; safe to use from several threads.
@@ -23,12 +32,15 @@ class SpareMemory:
 
     Attributes:
         limit: as given, or as set anew.
-        num_bytes: of all blocks, lent or not.
+        num_bytes: of all blocks that may have pages, lent or not.
     """
 
     def __init__(self, limit: int = 0) -> None:
         self.limit, self.num_bytes = limit, 0
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._empty: dict[int, list[torch.Tensor]] = defaultdict(list)
+        """Blocks without pages: only their addresses are left."""
+        self._uncut = pages.untouched(0)
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> torch.Tensor:
@@ -41,13 +53,18 @@ class SpareMemory:
             if self._free[num_bytes]:
                 return self._free[num_bytes].pop()
             self._shrink_to(self.limit - num_bytes)
+            empty = self._empty[num_bytes]
+            block = empty.pop() if empty else self._cut(num_bytes)
             self.num_bytes += num_bytes
-        try:
-            return pages.untouched(num_bytes)
-        except BaseException:
-            with self._lock:
-                self.num_bytes -= num_bytes
-            raise
+            return block
+
+    def _cut(self, num_bytes: int) -> torch.Tensor:
+        """A block of addresses that nobody has used."""
+        size = pages.whole_pages(num_bytes)
+        if size > self._uncut.numel():
+            self._uncut = pages.untouched(max(size, MAPPING_BYTES))
+        block, self._uncut = self._uncut[:num_bytes], self._uncut[size:]
+        return block
 
     def give_back(self, block: torch.Tensor) -> None:
         """Let others take a block that :meth:`take` returned."""
@@ -62,10 +79,11 @@ class SpareMemory:
             self._shrink_to(num_bytes)
 
     def _shrink_to(self, num_bytes: int) -> None:
-        """Give free blocks back to the system until no more than this is left, as far as there are any."""
+        """Give pages of free blocks back to the system until no more than this is left, as far as there are any."""
         for size, blocks in self._free.items():
             while blocks and self.num_bytes > num_bytes:
-                blocks.pop()
+                pages.release(blocks[-1])
+                self._empty[size].append(blocks.pop())
                 self.num_bytes -= size
 
     def prepare(self, sizes: Iterable[int]) -> threading.Thread:

@@ -255,10 +255,10 @@ class Run:
         return on_cpu or self.trainer.loss_scale.dynamic or self.config.logging.log_num_zeros_in_grad
 
     def wants_to_stop(self) -> bool:
-        """Whether this process was asked to stop, its time is over, or its save has failed, which ends the run."""
+        """Whether this process was asked to stop, or its time is over."""
         limit = self.config.batch.exit_duration_in_mins
         late = limit is not None and (time.time() - self.started) / 60 > limit
-        return late or self.request.signal is not None or self.saving.failed
+        return late or self.request.signal is not None
 
     def is_to_stop(self) -> bool:
         """Whether any process was asked to stop. A signal may reach some processes only: all must ask, and agree."""

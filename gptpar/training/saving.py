@@ -6,24 +6,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from gptpar.checkpoint import save_checkpoint
-from gptpar.checkpoint.background import SaveUnderWay
+from gptpar.checkpoint import room, save_checkpoint
 from gptpar.checkpoint.ring import Ring
-from gptpar.checkpoint.save import snapshot_of
+from gptpar.checkpoint.saver import Save, Saved, Saver
 from gptpar.config import CheckpointConfig
 from gptpar.reporting.banner import format_bytes
-from gptpar.system.host import available_memory, place_on_machine
-from gptpar.system.regions import sizes_of_copies
-from gptpar.system.snapshot import Snapshot
-from gptpar.system.spare_memory import SpareMemory
-from gptpar.topology.tensor_parts import TensorParts
 from gptpar.training import resume
 from gptpar.training.exchange.exports import Exports
 from gptpar.training.progress import Progress
@@ -31,10 +23,6 @@ from gptpar.training.trainer import Trainer
 
 KEPT_LOCALLY = 2
 """Checkpoints in ``--save-local``: the newest, and the one before it in case that is damaged."""
-
-HOST_RESERVE = 2 << 30
-DEVICE_RESERVE = 2 << 30
-"""Bytes that copies leave free: training may still need some."""
 
 EXPORT_POLL_SECONDS = 0.5
 
@@ -51,7 +39,7 @@ class Target:
         keep: see ``save_checkpoint``.
         permit: see ``save_checkpoint``.
         ring: of the machines, where each has this folder for itself.
-        saved_at: the last iteration that was saved here.
+        saved_at: the last iteration that was saved here, or is being saved.
         in_memory: its files take the host's memory, and its saves are not told.
         is_late: whether the processes agreed that its minutes are over.
     """
@@ -100,7 +88,7 @@ def targets_of(config: CheckpointConfig) -> list[Target]:
 class Saving:
     """Saves a run's state while training goes on; every process has one and calls the same methods in the same order.
 
-    One save is under way at a time. Its collectives have a process group of their own.
+    One save is under way at a time. One that fails is told, and the next one tries again (:class:`Saver`).
 
     Args:
         trainer, inputs: what is saved.
@@ -121,43 +109,32 @@ class Saving:
         permits: Sequence[Permit | None] = (),
     ):
         self._trainer, self._inputs, self._say, self._flush = trainer, inputs, say, flush
-        self._config, self._guard = trainer.config.checkpoint, trainer.engine.optimizer.guard
+        self._config = trainer.config.checkpoint
         self.targets = targets_of(self._config)
         for target, permit in zip(self.targets, permits, strict=False):
             target.permit = permit
-        self._group: dist.ProcessGroup | None = None
-        mirrors = trainer.config.recovery.mirror_interval is not None
-        if (self.targets or mirrors) and trainer.topology.layout.world_size > 1:
-            timeout = timedelta(minutes=trainer.config.parallel.distributed_timeout_minutes)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
         interval = self._config.save_hf_interval if trainer.topology.is_main else None
         self._exports = None if interval is None else Exports(interval, say)
-        self._save: SaveUnderWay | None = None
-        self._target: Target | None = None
-        self._stalled_s, self._cloned = 0.0, False
-        self._most_used, self._most_cloned = 0, 0  # bytes of the GPU's memory
-        self._spare = SpareMemory()
-
-    def prepare(self) -> None:
-        """Get memory for the copies of the host's state ready while the first steps run, if there is plenty of it."""
-        if not self.targets or not self._config.async_save:
-            return
-        tensors = resume.tensors_to_save(self._trainer).values()
-        on_host = (part for tensor in tensors for _, part in tensor.parts if not part.is_cuda)
-        sizes = list(sizes_of_copies(on_host, self._guard.exchanged()))
-        if sum(sizes) <= host_room() // 2:
-            self._spare.limit_to(sum(sizes))
-            self._spare.prepare(sizes)
+        self._saver = Saver(trainer.topology, trainer.engine.optimizer.guard, say, self._take_note)
+        self._target: Target | None = None  # of the last save
 
     def describe(self) -> str:
         """The line about saves at the start of a run."""
         if not self._config.async_save:
             return "saving: training stands still meanwhile (--no-async-save)"
         place = "copied where the GPU or the host" if torch.cuda.is_available() else "copied where the host"
+        tensors = resume.tensors_to_save(self._trainer).values()
+        state = sum(part.nbytes for tensor in tensors for _, part in tensor.parts)
         return (
             f"saving: behind the training; what a step overwrites meanwhile is {place} has memory "
-            f"({format_bytes(host_room())} of the host's now), else waited for"
+            f"({format_bytes(room.host_room())} of the host's now), else waited for; the host's memory for copies, at "
+            f"most {format_bytes(state)} a process, stays until the machine is short of it"
         )
+
+    def prepare(self) -> None:
+        """Get memory for copies ready while the first steps run."""
+        if self._config.async_save:
+            self._saver.prepare(resume.tensors_to_save(self._trainer).values())
 
     def votes(self) -> list[bool]:
         """For each target, whether its minutes are over by the main process's clock."""
@@ -178,11 +155,6 @@ class Saving:
         """Whether anything was saved to ``--save``."""
         return any(target.saved_at is not None for target in self.targets[:1])
 
-    @property
-    def failed(self) -> bool:
-        """Whether the save under way has failed on this process; all are to come and :meth:`finish` it."""
-        return self._save is not None and self._save.failed
-
     def save_what_is_due(self, progress: Progress, *, keep_all: bool) -> None:
         """Begin to save to a folder that is due. One folder is enough, and ``--save`` comes first."""
         due = [target for target in self.targets if target.is_due(progress.iteration)]
@@ -192,98 +164,70 @@ class Saving:
             target.begin(progress.iteration)
 
     def save_last(self, progress: Progress, *, keep_all: bool) -> None:
-        """Save this moment where all machines see it, unless it is there already, and wait for it."""
-        if self.targets and self.targets[0].saved_at != progress.iteration:
-            self.begin(self.targets[0], progress, keep_all=keep_all, behind=False)
-        self.finish()
-
-    def begin(self, target: Target, progress: Progress, *, keep_all: bool, behind: bool = True) -> None:
-        """Take the state as it stands, and write it behind the training.
+        """Save this moment where all machines see it, unless it is there already, and wait for it.
 
         Raises:
-            CheckpointError: the save before failed; see ``save_checkpoint``.
+            CheckpointError: it is not on the disk.
         """
-        started = time.perf_counter()
+        self.finish()  # it may have been a save of this moment, and have failed
+        if self.targets and self.targets[0].saved_at != progress.iteration:
+            self.begin(self.targets[0], progress, keep_all=keep_all, last=True)
+
+    def begin(self, target: Target, progress: Progress, *, keep_all: bool, last: bool = False) -> None:
+        """Take the state as it stands, and write it behind the training.
+
+        Args:
+            last: nothing follows: return when it is on the disk.
+
+        Raises:
+            CheckpointError: saves keep failing, or the folder is another run's; see :class:`Saver`.
+        """
         self.finish()
         if self.targets and target is self.targets[0]:
             self._wait_for_export()  # of a checkpoint that this save may delete
-        iteration, trainer, behind = progress.iteration, self._trainer, behind and self._config.async_save
+        iteration, trainer = progress.iteration, self._trainer
         target.begin(iteration)
+        self._target = target
         trainer.activity.note(f"saving the checkpoint of iteration {iteration}")
         if not target.in_memory:
             self._say(f"saving checkpoint at iteration {iteration:7d} to {target.folder}")
         tensors = resume.tensors_to_save(trainer)
         meta = resume.meta_of(trainer, progress, self._inputs)
-        snapshot, self._cloned = self._snapshot(tensors, behind, target.files_in_memory)
-
-        def write() -> Path:
-            keep = None if keep_all else target.keep
-            return save_checkpoint(
-                *(target.folder, iteration, tensors, meta),
-                process_group=self._group,
-                keep=keep,
-                permit=target.permit,
-                snapshot=snapshot,
-                ring=target.ring,
-            )
-
-        self._target, self._save = target, SaveUnderWay(iteration, snapshot, write, self._guard, behind=behind)
-        self._stalled_s = time.perf_counter() - started
-
-    def _snapshot(self, tensors: dict[str, TensorParts], behind: bool, files_in_memory: int) -> tuple[Snapshot, bool]:
-        """The state as it stands, and whether a GPU's part of it was cloned there."""
-        if not behind:
-            return snapshot_of(tensors), False
-        room = host_room(self._spare.num_bytes)
-        if files_in_memory:  # what is written takes host memory, too
-            written = sum(part.nbytes for tensor in tensors.values() for _, part in tensor.parts)
-            room = max(0, room - files_in_memory * written)
-        self._spare.limit_to(room)
-        on_gpu = [part for tensor in tensors.values() for _, part in tensor.parts if part.is_cuda]
-        clones = bool(on_gpu) and self._may_clone(on_gpu[0].device, sum(part.nbytes for part in on_gpu))
-        make = partial(snapshot_of, tensors, room, spare=self._spare, exchanged=list(self._guard.exchanged()))
-        try:
-            return make(clones=clones), clones
-        except torch.OutOfMemoryError:  # free memory in pieces that are too small
-            return make(), False
-
-    def _may_clone(self, device: torch.device, num_bytes: int) -> bool:
-        """Whether a GPU has room for so many bytes of copies beside the training."""
-        used = torch.cuda.max_memory_allocated(device) - self._most_cloned  # earlier copies may have been part of it
-        self._most_used = max(self._most_used, used)
-        if num_bytes > device_room(device, self._most_used):
-            return False
-        self._most_cloned = max(self._most_cloned, num_bytes)
-        return True
+        keep, permit = None if keep_all else target.keep, target.permit or (lambda: None)
+        write = partial(
+            *(save_checkpoint, target.folder, iteration, tensors, meta), keep=keep, permit=permit, ring=target.ring
+        )
+        save = Save(target.folder, iteration, tensors, write, permit, files_in_memory=target.files_in_memory)
+        self._saver.begin(save, behind=self._config.async_save and not last, required=last)
 
     def poll(self) -> None:
-        """Tell of a save that is on the disk by now."""
-        if self._save is not None and self._save.over and not self._save.failed:
-            self.finish()
+        """Tell of a save that is over by now."""
+        self._saver.poll()
 
-    def finish(self) -> None:
+    def finish(self, *, required: bool = False) -> None:
         """Wait for the save under way, if there is one.
 
         Raises:
-            CheckpointError: it failed; the older checkpoints are whole.
+            CheckpointError: see :meth:`Saver.finish`.
         """
-        save, self._save = self._save, None
-        if save is None:
-            return
-        started, over = time.perf_counter(), save.over
-        path = save.finish()
-        self._stalled_s += 0.0 if over else time.perf_counter() - started
-        if self._trainer.topology.is_main:
-            self._tell(save, path)
+        self._saver.finish(required=required)
+        if self._target is not None:  # a save that failed is none
+            self._target.saved_at = self._saver.newest(self._target.folder)
+
+    def _take_note(self, saved: Saved) -> None:
+        """A checkpoint is on the disk."""
+        assert self._target is not None
+        if self._trainer.topology.is_main and not self._target.in_memory:
+            self._tell(saved)
         if self._exports is not None and self._target is self.targets[0]:
-            self._exports.begin(path, save.iteration)
+            self._exports.begin(saved.path, saved.save.iteration)
         self._flush()
 
     def close(self) -> None:
         """Wait for the save under way, and for its export.
 
         Raises:
-            CheckpointError: the save failed.
+            CheckpointError: see :meth:`Saver.finish`.
         """
         try:
             self.finish()
@@ -295,7 +239,7 @@ class Saving:
     def abandon(self) -> None:
         """The same after an error, when other processes may be gone: errors of the save and its export are ignored."""
         with suppress(Exception):
-            self.finish()
+            self._saver.abandon(60 * self._trainer.config.parallel.distributed_timeout_minutes)
         if self._exports is not None:
             self._exports.finish()
 
@@ -308,17 +252,15 @@ class Saving:
         if self._exports is not None:
             self._exports.finish()
 
-    def _tell(self, save: SaveUnderWay, path: Path) -> None:
-        assert self._target is not None
-        if self._target.in_memory:
-            return
+    def _tell(self, saved: Saved) -> None:
+        iteration, path = saved.save.iteration, saved.path
         num_bytes = sum(entry.stat().st_size for entry in path.iterdir()) if path.exists() else 0
-        kept = save.snapshot.most_kept
-        copies = "; cloned on the GPU" if self._cloned else f"; {format_bytes(kept)} of memory for it" if kept else ""
+        kept = saved.most_kept
+        copies = "; cloned on the GPU" if saved.cloned else f"; {format_bytes(kept)} of memory for it" if kept else ""
         self._say(
-            f"  successfully saved checkpoint at iteration {save.iteration:7d} to {self._target.folder} "
-            f"({num_bytes / 1e9:.3g} GB; training stood {self._stalled_s + save.snapshot.waited_s:.2f} s, written in "
-            f"{save.seconds:.2f} s, {num_bytes / 1e9 / max(save.seconds, 1e-9):.2f} GB/s{copies})"
+            f"  successfully saved checkpoint at iteration {iteration:7d} to {saved.save.folder} "
+            f"({num_bytes / 1e9:.3g} GB; training stood {saved.stood_s:.2f} s, written in {saved.written_s:.2f} s, "
+            f"{num_bytes / 1e9 / max(saved.written_s, 1e-9):.2f} GB/s{copies})"
         )
 
 
@@ -338,24 +280,10 @@ def open_saving(
     saving = Saving(trainer, inputs, say, flush, permits)
     if saving.targets and not trainer.config.logging.skip_train:
         say(saving.describe())
+        saving.prepare()
     try:
         yield saving
     except BaseException:
         saving.abandon()  # the first error is the cause
         raise
     saving.close()
-
-
-def host_room(held: int = 0) -> int:
-    """Bytes of host memory that this process may fill with copies, with what it holds for them already."""
-    return max(0, (available_memory() - HOST_RESERVE) // place_on_machine()[1] + held)
-
-
-def device_room(device: torch.device, most_used: int) -> int:
-    """Bytes of a GPU's memory that may be filled with copies.
-
-    Args:
-        most_used: bytes that the training used at most: between two steps less, but the next one needs them again.
-    """
-    unused = torch.cuda.memory_reserved(device) - most_used
-    return max(0, torch.cuda.mem_get_info(device)[0] + unused - DEVICE_RESERVE)

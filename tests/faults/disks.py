@@ -66,7 +66,13 @@ def full_disk(place: Place) -> Measured:
 
 def _ended_in_a_sentence(place: Place, status: int | None) -> None:
     """Where what it prints is cut, only the exit status can be judged."""
-    if status not in (0, 1, 2, 120):  # 120: Python could not write the rest of stdout
+    if status not in (
+        0,
+        1,
+        2,
+        74,
+        120,
+    ):  # 74: the newest state is not on the disk; 120: Python could not write the rest of stdout
         raise Failed("traceback", f"exit status {status}")
     if place.marker.exists():
         raise Failed("code executed", str(place.marker))

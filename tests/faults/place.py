@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gptpar.checkpoint.saver import FORGIVEN
 from tests.faults import commands
 from tests.faults.commands import Running
 from tests.faults.fault import Failed, Measured
@@ -26,6 +27,7 @@ REAL_WORKERS = 0.1
 
 _STEP = re.compile(r"iteration +(\d+)/")
 _SAVED = re.compile(r"successfully saved checkpoint at iteration +(\d+)")
+_FAILED = re.compile(r"WARNING: the save of iteration \d+ to ")
 _BEGAN = re.compile(r"saving checkpoint at iteration +(\d+)")
 _LOADED = re.compile(r"loaded \S+ \(iteration (\d+)\)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -129,7 +131,7 @@ class Place:
             raise Failed("code executed", f"{found[0]!r} reached the terminal: {text[: found.end()][-100:]!r}")
         if not killed and running.status is not None and running.status < 0:
             raise Failed("traceback", f"died of signal {-running.status}: {text[-300:]}")
-        if running.status in (1, 2) and "error: " not in text and "DAMAGED" not in text:
+        if running.status in (1, 2, 74) and "error: " not in text and "DAMAGED" not in text:
             raise Failed("traceback", f"exit status {running.status} and no error: {text[-300:]}")
         return running
 
@@ -157,7 +159,8 @@ class Place:
         reached, began = (max((_last(each, one) for one in before), default=0) for each in (_STEP, _BEGAN))
         lost = max(0, reached - resumed)
         # A save that was under way when the fault came may have gone on behind the training.
-        allowed = 0 if saved else INTERVAL + (reached - began if began > announced else 0)
+        failed = max((len(_FAILED.findall(one)) for one in before), default=0)
+        allowed = 0 if saved else INTERVAL * (1 + min(failed, FORGIVEN)) + (reached - began if began > announced else 0)
         if lost > allowed:
             raise Failed("work lost", f"{lost} steps, from {resumed} to {reached}; {allowed} are allowed")
         return lost

@@ -9,6 +9,7 @@ ENGINE = "gptpar/any_module/checkpoint.py"
 KEPT = "tests/any_module/test_checkpoint_contents.py"
 COMES_BACK = "tests/unit/training/test_resume.py::test_all_that_a_run_needs_to_go_on_comes_back"
 BITS_AFTER_RESUMING = "tests/e2e/test_pretrain.py::test_resume_is_bit_identical"
+FAILED = "tests/unit/training/test_failed_saves.py"
 BEHIND = "tests/unit/training/test_saving.py::test_it_is_the_state_of_its_moment"
 ANNOUNCED = "tests/unit/training/test_saving.py::test_everything_that_a_step_changes_is_announced"
 MACHINES = "tests/ranks/test_mirror_ranks.py::test_the_run_goes_on_as_an_undisturbed_one[two]"
@@ -165,10 +166,45 @@ STATE = [
     ),
     Mutation(
         "error-behind-the-training-is-lost",
-        "gptpar/checkpoint/background.py",
-        "        if self._error is not None:\n            raise self._error\n        assert self._path is not None\n",
+        "gptpar/checkpoint/saver.py",
+        "            self._warn(self._warning(save, error))\n",
+        "            pass\n",
+        (f"{FAILED}::test_one_failed_save_costs_a_run_nothing",),
+    ),
+    Mutation(
+        "saves-that-keep-failing-are-forgiven-for-ever",
+        "gptpar/checkpoint/saver.py",
+        "self._failures[save.folder] = self._failures.get(save.folder, 0) + 1",
+        "self._failures[save.folder] = 1",
+        (f"{FAILED}::test_a_run_whose_saves_keep_failing_ends_at_the_third",),
+    ),
+    Mutation(
+        "failed-last-save-is-forgiven",
+        "gptpar/training/saving.py",
+        "required=last)",
+        "required=False)",
+        (f"{FAILED}::test_a_run_whose_last_save_fails_says_what_is_lost",),
+    ),
+    Mutation(
+        "weights-overwritten-by-a-user-while-they-are-saved",
+        "gptpar/any_module/weights.py",
+        "                guard.before_write(part for _, part in weights[name].parts)\n",
         "",
-        ("tests/unit/training/test_saving.py::test_an_error_behind_the_training_is_raised_and_leaves_the_older_one",),
+        ("tests/any_module/test_saving_behind.py::test_it_is_the_state_of_its_moment",),
+    ),
+    Mutation(
+        "buffers-of-an-engine-change-while-they-are-saved",
+        ENGINE,
+        '    return kind == "buffers"',
+        "    return False",
+        ("tests/any_module/test_saving_behind.py::test_it_is_the_state_of_its_moment",),
+    ),
+    Mutation(
+        "a-mapping-for-each-copied-piece",
+        "gptpar/system/spare_memory.py",
+        "pages.untouched(max(size, MAPPING_BYTES))",
+        "pages.untouched(size)",
+        ("tests/unit/system/test_spare_memory.py::test_hundreds_of_gigabytes_take_few_mappings",),
     ),
     Mutation(
         "saved-twice-under-one-number",

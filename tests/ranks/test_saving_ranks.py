@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from gptpar.checkpoint import find_checkpoints, read_tensors, verify_checkpoint
+from gptpar.checkpoint import find_checkpoints, read_tensors, saver, verify_checkpoint
+from gptpar.checkpoint import room as memory
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import CheckpointError
 from gptpar.topology.layout import Layout
-from gptpar.training import resume, saving
+from gptpar.training import resume
 from gptpar.training.progress import Progress
 from gptpar.training.saving import Saving
 from gptpar.training.trainer import Trainer
@@ -77,11 +79,16 @@ def save_both_ways(rank: int, layout: Layout, words: str, root: Path) -> None:
     dist.barrier()
 
 
+def two_processes(rank: int, root: Path, words: str = "") -> tuple[Trainer, Saving, list[str]]:
+    layout, zero = CASES["ZeRO-1"]
+    config = tiny_config(f"{zero} --micro-batch-size 1 --global-batch-size 4 --save {root} {words}", 2)
+    trainer, said = make_trainer(config, rank, layout), []
+    return trainer, Saving(trainer, inputs_of(config), said.append), said
+
+
 def an_error_of_one_is_everyones(rank: int, root: Path) -> None:
-    layout, words = CASES["ZeRO-1"]
-    config = tiny_config(f"{words} --micro-batch-size 1 --global-batch-size 4 --save {root}", 2)
-    trainer = make_trainer(config, rank, layout)
-    behind = Saving(trainer, inputs_of(config), lambda line: None)
+    """Rank 1's disk is full: both forgive it as often, and both end."""
+    trainer, behind, said = two_processes(rank, root)
     behind.begin(behind.targets[0], Progress(1), keep_all=False)
     behind.finish()
     real = os.pwrite
@@ -91,18 +98,73 @@ def an_error_of_one_is_everyones(rank: int, root: Path) -> None:
 
     if rank == 1:
         os.pwrite = full
-    behind.begin(behind.targets[0], Progress(2), keep_all=False)
-    train(trainer, 0, 3)
-    try:
+    for iteration in (2, 3):
+        behind.begin(behind.targets[0], Progress(iteration), keep_all=False)
+        train(trainer, 0, 3)
+        if rank == 0:
+            behind.poll()  # one sees the end before the other
         behind.finish()
+        assert "rank00001.bin: No space left on device" in said[-1] and said[-1].startswith("WARNING: the save of")
+    try:
+        behind.begin(behind.targets[0], Progress(4), keep_all=False)
     except CheckpointError as error:
         assert "rank00001.bin: No space left on device" in str(error)
+        assert str(error).endswith("iteration 4, is not on the disk: the steps since iteration 1 are lost.")
     else:
         raise AssertionError("no error")
     os.pwrite = real
     dist.barrier()
     assert [number for number, _ in find_checkpoints(root)] == [1]
     trainer.close()
+
+
+def a_slow_disk_is_no_hung_rank(rank: int, root: Path) -> None:
+    """Rank 1 writes for longer than a collective may take."""
+    write, slow = DataFile.write, [rank == 1]
+
+    def once_slow(self: DataFile, place: int, data: memoryview) -> None:
+        if slow.pop() if slow else False:
+            time.sleep(6.0)
+        write(self, place, data)
+
+    DataFile.write = once_slow  # type: ignore[method-assign]
+    trainer, behind, _ = two_processes(rank, root, "--distributed-timeout-minutes 0.04")
+    for iteration in (1, 2):
+        behind.begin(behind.targets[0], Progress(iteration), keep_all=False)
+        behind.finish(required=True)
+    DataFile.write = write  # type: ignore[method-assign]
+    assert [number for number, _ in find_checkpoints(root)] == [2, 1]
+    trainer.close()
+
+
+def a_hung_writer_ends_with_a_sentence(rank: int, root: Path) -> None:
+    """Rank 1's file system does not answer any more, and rank 0 waits for it in a collective of the save."""
+    gate, write, saver.STILL_SECONDS = threading.Event(), DataFile.write, 1.2
+
+    def hang(self: DataFile, place: int, data: memoryview) -> None:
+        gate.wait(60)
+
+    if rank == 1:
+        DataFile.write = hang  # type: ignore[method-assign]
+    trainer, behind, _ = two_processes(rank, root, "--distributed-timeout-minutes 0.04")
+    behind.begin(behind.targets[0], Progress(1), keep_all=False)
+    train(trainer, 0, 2)
+    started = time.monotonic()
+    try:
+        behind.finish()
+    except CheckpointError as error:
+        assert f"the save of iteration 1 hangs: no process has written or read a piece in {root} for 0.02" in str(error)
+    else:
+        raise AssertionError("no error")
+    assert time.monotonic() - started < 20
+    behind.abandon()
+    DataFile.write = write  # type: ignore[method-assign]
+    trainer.close()
+
+
+def failures(rank: int, root: Path) -> None:
+    an_error_of_one_is_everyones(rank, root / "full")
+    a_slow_disk_is_no_hung_rank(rank, root / "slow")
 
 
 def all_cases(rank: int, root: Path) -> None:
@@ -114,11 +176,21 @@ def all_cases(rank: int, root: Path) -> None:
 
     DataFile.write = slow  # type: ignore[method-assign]
     for room in (0, 1 << 30):
-        saving.host_room = lambda held=0, room=room: room
+        memory.host_room = lambda held=0, room=room: room
         for number, (layout, words) in enumerate(CASES.values()):
             save_both_ways(rank, layout, words, root / f"{number}-{room}")
-    an_error_of_one_is_everyones(rank, root / "full")
 
 
 def test_it_is_the_state_of_its_moment_in_every_layout(tmp_path: Path) -> None:
     spawn(all_cases, 2, tmp_path, timeout_s=400)
+
+
+def test_a_disk_of_one_process_that_is_full_or_slow(tmp_path: Path) -> None:
+    spawn(failures, 2, tmp_path, timeout_s=200)
+
+
+def test_a_disk_of_one_process_that_hangs(tmp_path: Path) -> None:
+    """The processes also come to their end, with a thread of each left behind."""
+    started = time.monotonic()
+    spawn(a_hung_writer_ends_with_a_sentence, 2, tmp_path, timeout_s=100)
+    assert time.monotonic() - started < 50  # the thread of rank 1 waits for longer

@@ -115,14 +115,33 @@ def open_safetensors(path: Path) -> SafetensorsFile:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     try:
         header = text.decode()
-        fields = json.loads(header, object_pairs_hook=_without_repeats)
-        if not isinstance(fields, dict):
-            raise ValueError("it is no object")
-        tensors = dict(_tensors(fields))
+        tensors = tensors_of_header(header)
         _require_tiling(tensors, size - 8 - length)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is a damaged or a hostile safetensors file: {error or 'too deep'}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is a damaged or a hostile safetensors file: {error}") from None
     return SafetensorsFile(path, header, tensors)
+
+
+def tensors_of_header(header: str) -> dict[str, StoredTensor]:
+    """The entries of a header, which describe a file's bytes without gaps.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        fields = json.loads(header, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise ValueError("its header is no object")
+    tensors = dict(_tensors(fields))
+    _require_tiling(tensors, _num_bytes(tensors))
+    return tensors
+
+
+def _num_bytes(tensors: Mapping[str, StoredTensor]) -> int:
+    """Of the tensors that a header describes."""
+    return max((stored.stop for stored in tensors.values()), default=0)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -206,14 +225,14 @@ class SafetensorsWriter:
 
     Raises:
         CheckpointError: by all methods, where the system refuses.
+        ValueError: by the constructor: the header is none.
     """
 
     def __init__(self, path: Path, header: str):
-        fields = json.loads(header)
-        self.tensors = dict(_tensors(fields))
+        self.tensors = tensors_of_header(header)
         self._path, start = path, header.encode()
         self._data_start = 8 + len(start)
-        num_bytes = max((stored.stop for stored in self.tensors.values()), default=0)
+        num_bytes = _num_bytes(self.tensors)
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             os.truncate(self._file, self._data_start + num_bytes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from gptpar.errors import NotSavedError
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -54,4 +56,5 @@ class Failure:
             return f"was killed by SIGKILL, as Linux does to the largest process when memory is full, {place}"
         if self.code < 0:
             return f"was killed by {signal.Signals(-self.code).name} {place}"
-        return f"ended with exit code {self.code} {place}; its message is above"
+        lost = "; the newest state is not on the disk" if self.code == NotSavedError.exit_status else ""
+        return f"ended with exit code {self.code} {place}; its message is above{lost}"

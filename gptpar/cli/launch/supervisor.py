@@ -144,7 +144,8 @@ class Supervisor:
         if self._template is not None:
             try:
                 return self._template.start(environment)
-            except OSError:  # it was killed; without it a start takes longer
+            except OSError:  # it was killed or stopped; without it a start takes longer
+                self._template.end()
                 self._template = None
         return self._start_fresh(environment)
 

@@ -31,6 +31,10 @@ from gptpar.cli.launch.worker import PR_SET_PDEATHSIG
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 ADOPTED_SECONDS = 10.0
+
+REPLY_SECONDS = 300.0
+"""For which the launcher waits for a fork, the first time with all imports; a stopped template never replies."""
+
 _SERVE = f"import sys; from {__name__} import serve; serve(*map(int, sys.argv[1:])).run_here()"
 
 
@@ -46,6 +50,7 @@ class Template:
     def __init__(self, program: Program, modules: Sequence[str], environment: Mapping[str, str]):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(REPLY_SECONDS)
         self._replies = self._socket.makefile("r")
         with theirs:
             self._process = subprocess.Popen(
@@ -60,7 +65,7 @@ class Template:
         """A new worker's process id.
 
         Raises:
-            OSError: the template is gone.
+            OSError: the template is gone, or does not reply; :meth:`end` it, so that no late fork comes.
         """
         self._send(dict(environment))
         reply = self._replies.readline()
@@ -72,7 +77,10 @@ class Template:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the template; its workers stay."""
+        self.end()
+
+    def end(self) -> None:
+        """End the template; its workers stay, but for one that has not told of itself yet."""
         self._process.kill()
         self._process.wait()
         self._replies.close()
@@ -85,6 +93,9 @@ class Template:
 def serve(file: int, launcher: int) -> Program:
     """The template's side: fork a worker for each request; returns in the worker, which then runs the program."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    os.set_inheritable(
+        file, False
+    )  # a worker that becomes a new interpreter would keep the launcher waiting for replies
     with socket.socket(fileno=file) as connection, connection.makefile("r") as requests:
         said = json.loads(requests.readline())
         program = Program(said["kind"], said["name"], tuple(said["words"]))
@@ -116,7 +127,10 @@ def _become_worker(environment: dict[str, str], connection: socket.socket, launc
     os.environ.clear()
     os.environ.update(environment)
     ctypes.CDLL(None).prctl(PR_SET_NAME, f"gptpar rank {environment['RANK']}".encode())
-    connection.sendall(f"{os.getpid()}\n".encode())
+    try:
+        connection.sendall(f"{os.getpid()}\n".encode())
+    except OSError:  # the launcher has given the template up, and starts this worker by itself
+        os._exit(1)
     if "numpy" in sys.modules:  # Python's own generator and torch's see to themselves
         sys.modules["numpy"].random.seed()
 

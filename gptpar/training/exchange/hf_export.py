@@ -13,9 +13,10 @@ import torch
 
 from gptpar.checkpoint import Manifest, read_manifest, read_tensors
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
+from gptpar.checkpoint.exchange.safetensors_file import DTYPES as STORED_DTYPES
 from gptpar.checkpoint.exchange.safetensors_file import SafetensorsWriter, header_of
 from gptpar.config import ModelConfig
-from gptpar.errors import CheckpointError, ConfigError, TokenizerError
+from gptpar.errors import CheckpointError, ConfigError, TokenizerError, printable
 from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
 from gptpar.system.files import write_synced
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, WEIGHTS, model_of, shapes_of
@@ -197,17 +198,25 @@ def _missing(model: ModelConfig, manifest: Manifest) -> list[str]:
 
 
 def _as_it_came(exported: _Exported, options: ExportOptions) -> _Files | None:
-    """The files that the model came in, if these are to be written again; files of older versions lack a prefix."""
+    """The files that the model came in, if these are to be written again; files of older versions lack a prefix.
+
+    Raises:
+        CheckpointError: what is kept of them is damaged.
+    """
     kept = exported.kept
     if kept is None or not exported.same or options.dtype is not None or options.max_shard_bytes is not None:
         return None
     base = FAMILIES[exported.kind].names.base
     by_name = {name: one for one in exported.tensors for name in (one.name.removeprefix(base), one.name)}
-    names = [name for text in kept.headers.values() for name in json.loads(text) if name != "__metadata__"]
-    if len(names) != len(exported.tensors) or not by_name.keys() >= set(names):
+    stored = kept.tensors
+    if len(stored) != len(exported.tensors) or not by_name.keys() >= stored.keys():
         return None
+    for name, one in stored.items():
+        if one.dtype not in STORED_DTYPES or one.shape != by_name[name].shape:
+            described = f"{one.dtype} of {list(one.shape)}, and {list(by_name[name].shape)} in the model"
+            raise kept.damaged(f"{printable(name)} is {described}")
     index = {INDEX: (kept.folder / INDEX).read_bytes()} if (kept.folder / INDEX).is_file() else {}
-    return _Files({name: by_name[name] for name in names}, kept.headers, index)
+    return _Files({name: by_name[name] for name in stored}, kept.headers, index)
 
 
 def _files_anew(tensors: Sequence[HfTensor], dtype: torch.dtype, options: ExportOptions) -> _Files:

@@ -18,7 +18,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from gptpar.errors import CheckpointError
+from gptpar.checkpoint.exchange.safetensors_file import StoredTensor, tensors_of_header
+from gptpar.errors import CheckpointError, printable
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, HfModel, is_weight_file, read_json
 from gptpar.training.run_folder.branches import FOLDER_NAME as BRANCHES
 
@@ -34,11 +35,19 @@ class Kept:
     Attributes:
         fields: of ``config.json``.
         headers: file name -> the header of a weight file.
+        tensors: name -> what the headers say of it.
     """
 
     folder: Path
     fields: dict[str, Any]
     headers: dict[str, str]
+    tensors: dict[str, StoredTensor]
+
+    def damaged(self, reason: str) -> CheckpointError:
+        """What is told of headers that cannot be used."""
+        return CheckpointError(
+            f"{self.folder / HEADERS} is damaged ({reason}): delete it, and weight files are laid out anew"
+        )
 
     def files(self) -> Iterator[Path]:
         """All files but the headers and the index of weight files."""
@@ -61,9 +70,15 @@ def kept_in(root: Path) -> Kept | None:
     if folder is None:
         return None
     headers = read_json(folder / HEADERS) if (folder / HEADERS).is_file() else {}
-    if not all(is_weight_file(name) and isinstance(text, str) for name, text in headers.items()):
-        raise CheckpointError(f"{folder / HEADERS} is damaged; delete it, and files are laid out anew")
-    return Kept(folder, read_json(folder / CONFIG), headers)
+    kept = Kept(folder, read_json(folder / CONFIG), headers, {})
+    for name, text in headers.items():
+        try:
+            if not is_weight_file(name) or not isinstance(text, str):
+                raise ValueError("it is no header of a weight file")
+            kept.tensors.update(tensors_of_header(text))
+        except ValueError as error:
+            raise kept.damaged(f"{printable(name[:80])}: {error}") from None
+    return kept
 
 
 def keep(model: HfModel, root: Path) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptpar.checkpoint.folders import find_checkpoints
-from gptpar.errors import CheckpointError, printable
+from gptpar.errors import CheckpointError, FolderTakenError, printable
 from gptpar.system.files import read_regular, write_synced
 from gptpar.system.processes import Process
 
@@ -87,7 +87,7 @@ class Owner:
         say: is told if a dead run's folder is taken over.
 
     Raises:
-        CheckpointError: another run writes there; says which, and what to do.
+        FolderTakenError: another run writes there; says which, and what to do.
     """
 
     def __init__(self, root: Path, say: Callable[[str], None]):
@@ -108,7 +108,7 @@ class Owner:
         A claim that somebody removed, alone or with the folder, is made again if no run came since.
 
         Raises:
-            CheckpointError: the folder is another run's now.
+            FolderTakenError: the folder is another run's now.
         """
         claim = current_claim(self._root)
         if claim is None and self._find_checkpoints() <= self._checkpoints:
@@ -116,7 +116,7 @@ class Owner:
             self._say(f" > the owner file of {self._root} had been removed, and no other run came: written again")
         elif claim is None or claim.token != self._token:
             by = "other checkpoints than this run's are in it" if claim is None else claim.describe()
-            raise CheckpointError(
+            raise FolderTakenError(
                 f"{self._root} was taken by another run while this one trained ({by}): this run stops and "
                 "writes and deletes nothing there. Its own checkpoints are as they were unless that run moved or "
                 "deleted them; see gptpar runs"
@@ -160,7 +160,7 @@ class Owner:
             draft.unlink(missing_ok=True)
 
     def _must_wait(self, claim: Claim, silence: float, first_seen: Claim | None) -> bool:
-        """False if the claim's run is dead; True if that is to be seen; else CheckpointError.
+        """False if the claim's run is dead; True if that is to be seen; else FolderTakenError.
 
         Args:
             first_seen: the claim when the waiting began.
@@ -177,7 +177,7 @@ class Owner:
             return True
         if not local and first_seen is not None and claim.sign_of_life <= first_seen.sign_of_life:
             return True
-        raise CheckpointError(
+        raise FolderTakenError(
             f"{self._root} is in use: another run writes there ({claim.describe()}, last sign of life "
             f"{max(0, silence):.0f} s ago). Wait for its end or stop it, or choose another --save; if that run is "
             f"certainly gone, delete {claim.path}"

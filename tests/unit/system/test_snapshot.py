@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from gptpar.errors import CheckpointError
 from gptpar.system import pages
+from gptpar.system import snapshot as snapshot_module
 from gptpar.system.regions import PIECE_BYTES, sizes_of_copies
 from gptpar.system.snapshot import Snapshot, StateGuard
 from gptpar.system.spare_memory import SpareMemory
@@ -204,3 +206,10 @@ def test_a_guard_without_a_save_lets_everything_through() -> None:
     guard, block = StateGuard(), torch.zeros(3, dtype=torch.uint8)
     guard.before_write([block])
     assert guard.exchange(block) is None and not guard.needs(block) and not list(guard.exchanged())
+
+
+def test_overwriting_that_waits_for_a_hung_disk_ends_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_module, "STILL_SECONDS", 0.2)
+    tensor = torch.zeros(8)
+    with pytest.raises(CheckpointError, match="file system does not answer, and memory has no room"):
+        Snapshot([tensor], room=0).before_write([tensor])

@@ -1,0 +1,82 @@
+"""DeepSpeed's verbs of an engine's checkpoints, and the save that is under way while training goes on."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, cast
+
+from gptpar.any_module import checkpoint
+from gptpar.checkpoint.saver import Saver
+from gptpar.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from gptpar.any_module.training_engine import TrainingEngine
+
+
+class CheckpointVerbs:
+    """Saves and loads between two steps; with ``"async_save": true`` a save goes on behind the steps that follow."""
+
+    _saver: Saver
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+    ) -> str:
+        """Keep the module's and the engine's state between two steps; all processes call it.
+
+        With the key ``"async_save": true`` in the configuration's section ``"gptpar"`` it returns when the state of
+        this moment is safe from the steps that follow. The files are whole when the next save, load, :meth:`close` or
+        :meth:`wait_for_checkpoint` returns, or the process has ended.
+
+        See :func:`gptpar.any_module.checkpoint.save` for the arguments, the result and the errors.
+        """
+        engine = cast("TrainingEngine", self)
+        engine._require_open()
+        if engine._has_begun or engine._count:
+            steps = engine.options.batch.accumulation_steps
+            raise CheckpointError(checkpoint.AMID_A_STEP.format(engine._count, steps))
+        engine._take_note_of_last_step()
+        return checkpoint.save(engine, self._saver, save_dir, tag, client_state, save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, Any]:
+        """Go on from what :meth:`save_checkpoint` kept, at any size, stage and ratio; all processes call it.
+
+        Gradients of a step at work are forgotten. See :func:`gptpar.any_module.checkpoint.load`.
+        """
+        engine = cast("TrainingEngine", self)
+        engine._require_open()
+        self._saver.finish()
+        engine._take_note_of_last_step()
+        engine.zero_grad()
+        what = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return checkpoint.load(engine, load_dir, tag, checkpoint.Chosen(*what))
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the last :meth:`save_checkpoint` is on the disk; all processes call it.
+
+        Raises:
+            CheckpointError: on every process: it failed. Older checkpoints are whole.
+        """
+        self._saver.finish(required=True)
+
+    def _finish_save(self, *, alone: bool) -> None:
+        """The last of it; ``alone``: other processes may not come.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if alone:
+            self._saver.abandon_at_exit()
+        else:
+            self._saver.finish(required=True)

@@ -1,0 +1,224 @@
+"""An engine that saves behind the training writes what standing still would have written, whatever follows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gptpar
+from gptpar.any_module.engine import ModuleEngine
+from gptpar.checkpoint import find_checkpoints, read_manifest, read_tensors, room, verify_checkpoint
+from gptpar.checkpoint.data_file import DataFile
+from gptpar.errors import CheckpointError, GptparError
+from tests.any_module.checkpointed import assert_same, state, train
+from tests.any_module.matrix import Bench
+from tests.any_module.zoo import Mlp
+
+CLIENT = {"epoch": 3, "words": ["any"]}
+LAYOUTS = [(stage, ratio) for stage in range(4) for ratio in (0.0, 0.6, 1.0)]
+
+
+class Watched(Mlp):
+    """A buffer that each forward pass changes, and a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.register_buffer("calls", torch.zeros(300))
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = super().forward(x)
+        return result
+
+
+def make(stage: int = 0, ratio: float = 0.0, *, behind: bool, **more: Any) -> ModuleEngine:
+    torch.manual_seed(0)
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": zero if ratio else {"stage": stage},
+        "gptpar": {"async_save": behind},
+        "steps_per_print": 10**9,
+        **more,
+    }
+    return gptpar.initialize(model=Watched(), config=config)[0]
+
+
+@contextmanager
+def slow_disk(seconds: float) -> Iterator[threading.Event]:
+    """Each write waits for the event, at most so long."""
+    write, gate = DataFile.write, threading.Event()
+
+    def slowly(self: DataFile, place: int, data: memoryview) -> None:
+        gate.wait(seconds)
+        write(self, place, data)
+
+    DataFile.write = slowly  # type: ignore[method-assign]
+    try:
+        yield gate
+    finally:
+        DataFile.write = write  # type: ignore[method-assign]
+
+
+@contextmanager
+def host_room(num_bytes: int) -> Iterator[None]:
+    real = room.host_room
+    room.host_room = lambda held=0: num_bytes
+    try:
+        yield
+    finally:
+        room.host_room = real
+
+
+def overwrite_all(engine: ModuleEngine) -> None:
+    """What a user may do right after a save: change parameters in place, frozen ones too, and buffers; then train."""
+    with engine.gathered(), torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(1.25)
+    engine.module.calls -= 5
+    train(engine, 3, 6)
+
+
+def save(folder: Path, stage: int, ratio: float, more: dict[str, Any], behind: bool) -> dict[str, torch.Tensor]:
+    """Train, save and overwrite; the state in the end."""
+    engine = make(stage, ratio, behind=behind, **more)
+    train(engine, 0, 3)
+    with slow_disk(30 if behind else 0) as gate:
+        path = Path(engine.save_checkpoint(folder, client_state=CLIENT))
+        assert path.exists() != behind
+        overwrite_all(engine)
+        assert path.exists() != behind
+        gate.set()
+        engine.wait_for_checkpoint()
+        assert path.exists() and (folder / "latest").read_text() == "global_step3"
+    found = state(engine)
+    engine.close()
+    return found
+
+
+def compare(rank: int, folder: Path, layouts: list[tuple[int, float]], more: dict[str, Any]) -> None:
+    with host_room(1 << 30):
+        for stage, ratio in layouts:
+            paths = [folder / f"{stage}-{ratio}-{kind}" for kind in ("still", "behind")]
+            ends = [save(path, stage, ratio, more, kind) for path, kind in zip(paths, (False, True), strict=True)]
+            assert_same(*ends)
+            still, behind = (path / "iter_0000003" for path in paths)
+            assert verify_checkpoint(behind) == [] and read_manifest(behind).meta == read_manifest(still).meta
+            assert_same(read_tensors(behind), read_tensors(still))
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_is_the_state_of_its_moment(bench: Bench, tmp_path: Path, world: int, precision: str) -> None:
+    more = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    for first in range(0, len(LAYOUTS), 3):
+        bench.on_ranks(world, compare, tmp_path, LAYOUTS[first : first + 3], more)
+
+
+def without_room(rank: int, folder: Path) -> None:
+    with host_room(0), slow_disk(0.005):
+        for stage, ratio in ((0, 0.0), (3, 0.6)):
+            engine = make(stage, ratio, behind=True)
+            train(engine, 0, 3)
+            path = Path(engine.save_checkpoint(folder / f"{stage}", client_state=CLIENT))
+            assert path.exists()  # nobody would keep the buffers' bytes, so it stood still
+            overwrite_all(engine)
+            engine.close()
+            other = make(stage, ratio, behind=False)
+            train(other, 0, 3)
+            still = Path(other.save_checkpoint(folder / f"still-{stage}", client_state=CLIENT))
+            assert_same(read_tensors(path), read_tensors(still))
+            other.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_without_room_for_what_users_overwrite_it_stands_still(bench: Bench, tmp_path: Path, world: int) -> None:
+    bench.on_ranks(world, without_room, tmp_path)
+
+
+def test_the_next_save_a_load_and_close_wait_for_it(tmp_path: Path) -> None:
+    engine = make(behind=True)
+    with host_room(1 << 30), slow_disk(0.1):
+        train(engine, 0, 1)
+        first = engine.save_checkpoint(tmp_path)
+        client = {"steps": [1]}
+        second = engine.save_checkpoint(tmp_path, tag="other", client_state=client)
+        client["steps"].append(2)  # it was kept as it was
+        assert Path(first).exists() and not Path(second).exists()
+        train(engine, 1, 3)
+        path, found = engine.load_checkpoint(tmp_path)
+        assert (path, found) == (second, {"steps": [1]}) and engine.global_steps == 1
+        third = engine.save_checkpoint(tmp_path, tag="other")
+        engine.close()
+    assert [str(path) for _, path in find_checkpoints(tmp_path)] == [third, first]  # it replaced that of its tag
+
+
+def refuse(*_: object) -> None:
+    raise CheckpointError("cannot write there: No space left on device")
+
+
+def test_a_failure_is_told_and_forgiven_and_close_raises_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(room, "host_room", lambda held=0: 1 << 30)
+    engine = make(behind=True)
+    train(engine, 0, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(DataFile, "write", refuse)
+        engine.save_checkpoint(tmp_path)
+        assert engine._saver.under_way is not None and engine._saver.under_way.wait(20)
+        train(engine, 1, 2)
+    assert "WARNING: the save of iteration 1 to" in capsys.readouterr().err
+    path = Path(engine.save_checkpoint(tmp_path))
+    train(engine, 2, 3)
+    engine.wait_for_checkpoint()
+    monkeypatch.setattr(DataFile, "write", refuse)
+    engine.save_checkpoint(tmp_path)
+    assert [found for _, found in find_checkpoints(tmp_path)] == [path]
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device(.|\n)*3, is not on the disk: the steps since iteration 2"
+    ):
+        engine.close()
+    assert engine.module(torch.ones(2, 16)).isfinite().all()  # it has its weights back
+    with pytest.raises(GptparError, match="closed"):
+        engine.save_checkpoint(tmp_path)
+
+
+SCRIPT = """
+import sys, time
+from gptpar.checkpoint.data_file import DataFile
+from tests.any_module.test_saving_behind import make, train
+write = DataFile.write
+DataFile.write = lambda *words: (time.sleep(0.3), write(*words))
+engine = make(behind=True)
+train(engine, 0, 3)
+for tag in ("first", "same", "same"):
+    engine.save_checkpoint(sys.argv[1], tag=tag)
+print("ends", flush=True)
+"""
+
+
+def test_a_script_that_ends_without_close_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", ""), time.monotonic() - begun
+    names = {path.name: read_manifest(path).meta["tag"] for _, path in find_checkpoints(tmp_path)}
+    assert names == {"iter_0000003": "first", "iter_0000005": "same"}
+    assert (tmp_path / "latest").read_text() == "same" and not list(tmp_path.glob("*.tmp-*"))
+    assert verify_checkpoint(tmp_path / "iter_0000005") == []

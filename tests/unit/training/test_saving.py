@@ -158,7 +158,7 @@ def test_an_error_behind_the_training_is_raised_and_leaves_the_older_one(
     monkeypatch.setattr(os, "pwrite", full)
     train(trainer, 1, 2)
     behind.begin(behind.targets[0], done(2), keep_all=False)
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 120
     while not behind.failed and time.monotonic() < give_up:
         time.sleep(0.01)
     train(trainer, 2, 3)  # nothing waits for a save that failed

@@ -1,0 +1,8 @@
+"""What the server of :mod:`tests.forked` imports, once for all processes that are forked from it."""
+
+from __future__ import annotations
+
+import pytest  # noqa: F401
+
+import tests.any_module.harness
+import tests.helpers  # noqa: F401

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -65,11 +66,17 @@ def flag_fields() -> Iterator[FlagField]:
     """Every flag of the configuration, section by section, each section's own fields first."""
     for section in dataclasses.fields(Flags):
         kind = type(getattr(Flags(), section.name))
-        hints = typing.get_type_hints(kind)
+        hints = _hints_of(kind)
         own_first = sorted(dataclasses.fields(kind), key=lambda spec: spec.name not in vars(kind)["__annotations__"])
         for spec in own_first:
             if spec.metadata:
                 yield FlagField(section.name, spec, FlagKind.of(hints[spec.name]))
+
+
+@functools.cache
+def _hints_of(section: type) -> dict[str, Any]:
+    """Each annotation is compiled anew where it is asked for."""
+    return typing.get_type_hints(section)
 
 
 def value_of(text: str, kind: FlagKind, rules: Any) -> Any:

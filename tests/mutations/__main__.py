@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tier = ["-m", "fast"] if args.fast else []
     tests = {mutation.name: [*mutation.tests, *(mutation.unit_tests() if args.fast else [])] for mutation in chosen}
     preload()
-    [(_, sound)] = judge_all([Task(None, [*sorted({test for named in tests.values() for test in named}), *tier])], 1)
+    every_test = sorted({test for named in tests.values() for test in named})
+    [(_, sound)] = judge_all([Task(None, [*every_test, *tier], limit_s=3600.0)], 1)
     print(_line("(no mutation)", sound), flush=True)
     if sound.status != 0:
         return 1

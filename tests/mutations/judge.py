@@ -22,16 +22,21 @@ IMPORTED = (
     *("matplotlib.pyplot", "sentencepiece", "einops", "regex", "tiktoken"),
 )
 """What tests need of other packages."""
-TIME_LIMIT_S = 600.0
 POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Task:
-    """Tests to run in a copy of the checkout, with a mutation or with none; pytest's arguments."""
+    """Tests to run in a copy of the checkout, with a mutation or with none.
+
+    Attributes:
+        arguments: pytest's.
+        limit_s: seconds after which they count as hung.
+    """
 
     mutation: Mutation | None
     arguments: Sequence[str]
+    limit_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class _Running:
         """The verdict, once there is one."""
         ended, status = os.waitpid(self._pid, os.WNOHANG)
         seconds = time.monotonic() - self._started
-        if not ended and seconds < TIME_LIMIT_S:
+        if not ended and seconds < self.task.limit_s:
             return None
         if not ended:
             os.killpg(self._pid, signal.SIGKILL)  # the processes that a test has started, too

@@ -8,7 +8,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,21 +62,18 @@ class FlagField:
         return f"{self.section}.{self.spec.name}"
 
 
-def flag_fields() -> Iterator[FlagField]:
+@functools.cache
+def flag_fields() -> tuple[FlagField, ...]:
     """Every flag of the configuration, section by section, each section's own fields first."""
+    found = []
     for section in dataclasses.fields(Flags):
         kind = type(getattr(Flags(), section.name))
-        hints = _hints_of(kind)
+        hints = typing.get_type_hints(kind)
         own_first = sorted(dataclasses.fields(kind), key=lambda spec: spec.name not in vars(kind)["__annotations__"])
         for spec in own_first:
             if spec.metadata:
-                yield FlagField(section.name, spec, FlagKind.of(hints[spec.name]))
-
-
-@functools.cache
-def _hints_of(section: type) -> dict[str, Any]:
-    """Each annotation is compiled anew where it is asked for."""
-    return typing.get_type_hints(section)
+                found.append(FlagField(section.name, spec, FlagKind.of(hints[spec.name])))
+    return tuple(found)
 
 
 def value_of(text: str, kind: FlagKind, rules: Any) -> Any:

@@ -27,13 +27,21 @@ def command(flags: str, verb: str = "pretrain") -> list[str]:
 
 
 def gptpar(flags: str, verb: str = "pretrain", expect: int = 0) -> str:
-    """What the command prints, on stdout and then on stderr.
+    """What a command prints; see :func:`said_by`."""
+    return said_by(command(flags, verb)[3:], expect)
+
+
+def said_by(words: Sequence[str], expect: int = 0) -> str:
+    """What ``gptpar WORDS`` prints, on stdout and then on stderr.
 
     Its process is a fork, which saves its start-up; workers that it starts are ordinary ones.
+
+    Args:
+        expect: the exit code that it must have.
     """
     with tempfile.TemporaryDirectory(prefix="gptpar-command-") as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = FORKED.Process(target=_run, args=(command(flags, verb)[3:], files))
+        process = FORKED.Process(target=_run, args=(words, files))
         process.start()
         process.join(LIMIT_S)
         process.kill()

@@ -41,6 +41,8 @@ def said_by(words: Sequence[str], expect: int = 0) -> str:
     """
     with tempfile.TemporaryDirectory(prefix="gptpar-command-") as folder:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
+        for file in files:
+            file.touch()
         process = FORKED.Process(target=_run, args=(words, files))
         process.start()
         process.join(LIMIT_S)
@@ -54,7 +56,7 @@ def said_by(words: Sequence[str], expect: int = 0) -> str:
 def _run(words: Sequence[str], files: Sequence[Path]) -> None:
     """In the child: be ``python -m gptpar WORDS`` in the environment of commands."""
     for number, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     torch.set_num_threads(1)  # the variable has been read already

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.mutations.mutation import ROOT, Mutation
 
-COPIED = ("gptpar", "csrc", "tests", "tools", "pyproject.toml", "README.md", "docs")
+COPIED = ("gptpar", "csrc", "tests", "tools", "benchmarks", "examples", "pyproject.toml", "README.md", "docs")
 OURS = ("gptpar", "tests")
 IMPORTED = (
     *("pytest", "torch", "torch.distributed.run", "torch.utils.checkpoint", "torch._dynamo", "numpy", "tensorboard"),
@@ -122,6 +122,7 @@ def _be_pytest(arguments: Sequence[str], copy: Path, output: Path) -> None:
         sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
             del sys.modules[name]
+        sys.argv = ["pytest"]
         import pytest
 
         status = pytest.main(["-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments])

@@ -71,7 +71,7 @@ def commands(script: str, folder: Path) -> list[list[str]]:
             pass_fds=[out.fileno()],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
         )
     assert done.returncode == 0 and not done.stderr, f"{script}\n{done.stderr}"
     return [line.split("\x1f")[:-1] for line in record.read_text().split("\x1e")[:-1]]

@@ -14,7 +14,6 @@ def test_sums():
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import random
@@ -31,6 +30,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from tests.forked import FORKED
 
 GRACE_S = 5.0  # after one rank failed the others often fail too, and their tracebacks help
 
@@ -49,8 +50,7 @@ def spawn(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = 120
             for a rank that hung the place where it stood.
     """
     with tempfile.TemporaryDirectory(prefix="gptpar-ranks-") as folder:
-        context = multiprocessing.get_context("spawn")
-        ranks = [_Rank(context, rank, nproc, folder, fn, args) for rank in range(nproc)]
+        ranks = [_Rank(rank, nproc, folder, fn, args) for rank in range(nproc)]
         try:
             _collect(ranks, timeout_s)
             failed = [rank for rank in ranks if not rank.succeeded]
@@ -67,17 +67,18 @@ def seed_everything() -> None:
     """The same random numbers for every test, whichever ran before it, and for every rank."""
     random.seed(1234)
     np.random.seed(1234)
-    torch.manual_seed(1234)
+    # torch's own word notes the whole stack for each kind of device that may come.
+    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(1234)
 
 
 class _Rank:
     """One process, seen from the parent."""
 
-    def __init__(self, context: Any, rank: int, nproc: int, folder: str, fn: Callable, args: tuple):
+    def __init__(self, rank: int, nproc: int, folder: str, fn: Callable, args: tuple):
         self.rank, self.folder = rank, Path(folder)
         self.succeeded, self.outcome = False, None
-        self.pipe, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run_rank, args=(rank, nproc, folder, theirs, fn, args))
+        self.pipe, theirs = FORKED.Pipe(duplex=False)
+        self.process = FORKED.Process(target=_run_rank, args=(rank, nproc, folder, theirs, fn, args))
         self.process.start()
         theirs.close()
 

@@ -20,18 +20,18 @@ MAX_FLOAT = 3.4e38
 def out_of_range(flags: Flags) -> dict[str, str]:
     """``section.field`` of each number that is too small or too large -> a part of a sentence that says so."""
     found = {}
-    for section in dataclasses.fields(flags):
-        values = getattr(flags, section.name)
-        for name, limits in _limits(type(values)):
-            if problem := _problem(getattr(values, name), limits):
-                found[f"{section.name}.{name}"] = problem
+    for section, name, limits in _limits():
+        if problem := _problem(getattr(getattr(flags, section), name), limits):
+            found[f"{section}.{name}"] = problem
     return found
 
 
 @cache
-def _limits(section: type) -> tuple[tuple[str, Any], ...]:
-    """(field, its limits) of a section of flags."""
-    return tuple((spec.name, spec.metadata) for spec in dataclasses.fields(section) if spec.metadata)
+def _limits() -> tuple[tuple[str, str, Any], ...]:
+    """(section, field, its limits) of each flag."""
+    sections = [(section.name, getattr(Flags(), section.name)) for section in dataclasses.fields(Flags)]
+    fields = ((name, field) for name, values in sections for field in dataclasses.fields(values))
+    return tuple((section, field.name, field.metadata) for section, field in fields if field.metadata)
 
 
 def _problem(value: Any, limits: Any) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,15 +62,18 @@ class FlagField:
         return f"{self.section}.{self.spec.name}"
 
 
-def flag_fields() -> Iterator[FlagField]:
+@functools.cache
+def flag_fields() -> tuple[FlagField, ...]:
     """Every flag of the configuration, section by section, each section's own fields first."""
+    found = []
     for section in dataclasses.fields(Flags):
         kind = type(getattr(Flags(), section.name))
         hints = typing.get_type_hints(kind)
         own_first = sorted(dataclasses.fields(kind), key=lambda spec: spec.name not in vars(kind)["__annotations__"])
         for spec in own_first:
             if spec.metadata:
-                yield FlagField(section.name, spec, FlagKind.of(hints[spec.name]))
+                found.append(FlagField(section.name, spec, FlagKind.of(hints[spec.name])))
+    return tuple(found)
 
 
 def value_of(text: str, kind: FlagKind, rules: Any) -> Any:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -193,10 +194,9 @@ class Saving:
             self._say(f"saving checkpoint at iteration {iteration:7d} to {target.folder}")
         tensors = resume.tensors_to_save(trainer)
         meta = resume.meta_of(trainer, progress, self._inputs)
-        keep, permit = None if keep_all else target.keep, target.permit or (lambda: None)
-        write = partial(
-            *(save_checkpoint, target.folder, iteration, tensors, meta), keep=keep, permit=permit, ring=target.ring
-        )
+        permit = target.permit or (lambda: None)
+        keeping: dict[str, Any] = {"keep": None if keep_all else target.keep, "permit": permit, "ring": target.ring}
+        write = partial(save_checkpoint, target.folder, iteration, tensors, meta, **keeping)
         save = Save(target.folder, iteration, tensors, write, permit, files_in_memory=target.files_in_memory)
         self._saver.begin(save, behind=self._config.async_save and not last, required=last)
 

@@ -21,7 +21,7 @@ class Bench:
         timeout_s: of one case.
     """
 
-    def __init__(self, engine: str = GPTPAR, timeout_s: float = 60.0):
+    def __init__(self, engine: str = GPTPAR, timeout_s: float = 180.0):
         self.engine, self._timeout_s = engine, timeout_s
         self._pools: dict[int, RankPool] = {}
         self._references: dict[Any, Trace] = {}

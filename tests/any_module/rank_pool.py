@@ -7,7 +7,6 @@ with RankPool(2) as ranks:
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.forked import FORKED
 from tests.spawn import GRACE_S, seed_everything
 
 IMPORT_S = 60.0
@@ -54,7 +54,7 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
         """Call ``fn(rank, *args)`` on every rank; returns the results by rank.
 
         Raises:
@@ -86,10 +86,9 @@ class RankPool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gptpar-pool-")
-        context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, self._folder.name, theirs), daemon=True)
+            ours, theirs = FORKED.Pipe()
+            process = FORKED.Process(target=_serve, args=(rank, self.size, self._folder.name, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import ENVIRONMENT
+from tests.e2e.commands import said_by
 from tests.unit.training.exchange.hf_models import contents, save_theirs
 
 pytest.importorskip("transformers")
@@ -25,16 +24,6 @@ LAYOUTS = {
 }
 
 
-def gptpar(words: str, expect: int = 0) -> str:
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-m", "gptpar", *words.split()], env=ENVIRONMENT, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("layout", ["one process", "ZeRO-3", pytest.param(EIGHT, marks=pytest.mark.long)])
 def test_a_run_that_changes_nothing_gives_the_files_that_it_began_with(layout: str, tmp_path: Path) -> None:
     """Each layout reads what it holds of the weights, and its checkpoint is exported to the same bytes."""
@@ -50,19 +39,19 @@ def test_a_run_that_changes_nothing_gives_the_files_that_it_began_with(layout: s
         "max_position_embeddings": 16,
     }
     save_theirs(theirs, fields)
-    told = gptpar(
-        f"pretrain --load-hf {theirs} --save {run} --save-interval 1 --save-hf-interval 2 {RUN} {LAYOUTS[layout]}"
-    )
+    words = f"pretrain --load-hf {theirs} --save {run} --save-interval 1 --save-hf-interval 2 {RUN} {LAYOUTS[layout]}"
+    told = said_by(words.split())
     assert "weights of the llama model" in told and "exported iter_0000002" in told
     assert contents(run / "hf/iter_0000002") == contents(theirs)
     assert not (run / "hf/iter_0000001").exists()
-    gptpar(f"convert {run} {tmp_path / 'out'}")
+    said_by(f"convert {run} {tmp_path / 'out'}".split())
     assert contents(tmp_path / "out") == contents(theirs)
 
 
 def test_flags_that_contradict_the_folder_are_told_at_once(tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", "Qwen3")
-    told = gptpar(f"pretrain --load-hf {tmp_path / 'theirs'} --hidden-size 64 --swiglu --num-layers 5 {RUN}", expect=1)
+    words = f"pretrain --load-hf {tmp_path / 'theirs'} --hidden-size 64 --swiglu --num-layers 5 {RUN}"
+    told = said_by(words.split(), expect=1)
     assert "--hidden-size is 64, and the model of --load-hf has 32" in told
     assert "--num-layers is 5, and the model of --load-hf has 3" in told
     assert "--swiglu" not in told

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import latest, load_meta, read_tensors
-from tests.e2e.commands import ENVIRONMENT, command, gptpar, losses, stepping
+from tests.e2e.commands import command, gptpar, losses, said_by, stepping
 from tests.helpers import TINY
 
 
@@ -95,14 +94,8 @@ def test_moments_that_were_not_saved_are_missed_in_one_sentence(tmp_path: Path) 
 def test_skip_train_evaluates_a_checkpoint(tmp_path: Path) -> None:
     gptpar(f"--train-iters 2 --eval-iters 3 --eval-interval 1 --save {tmp_path}")
     words = TINY.replace("--train-iters 20 --lr 1e-2", "").replace("--eval-iters 0", "--eval-iters 3")
-    done = subprocess.run(
-        [*command("")[:4], *words.split(), "--skip-train", "--load", str(tmp_path)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "on test set | lm loss value: " in done.stdout
+    output = said_by(["pretrain", *words.split(), "--skip-train", "--load", str(tmp_path)])
+    assert "on test set | lm loss value: " in output
 
 
 def test_fp16_overflows_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -171,8 +164,7 @@ def test_finetune_takes_the_weights_alone(tmp_path: Path) -> None:
 def test_batch_ramp_up_in_a_run_counted_in_tokens(tmp_path: Path) -> None:
     flags = " ".join(TINY.replace("--train-iters 20", "--train-tokens 960").split())  # 60 samples
     words = f"{flags} --global-batch-size 8 --rampup-batch-size 2 2 24 --lr-warmup-tokens 160 --save {tmp_path}"
-    done = subprocess.run([*command("")[:4], *words.split()], env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said_by(["pretrain", *words.split()])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     # 8 samples of ramp for each of 2, 4 and 6; then 8 until fewer than 8 samples are left.
     assert [line["global_batch_size"] for line in lines] == [2, 2, 2, 2, 4, 4, 6, 6, 8, 8, 8, 8]

@@ -17,83 +17,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
-from tests.mutations.mutation import ROOT, Mutation
-from tests.mutations.table import MUTATIONS
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_variable] = "1"  # before numpy and torch: a process with threads cannot be forked
 
-COPIED = ("gptpar", "csrc", "tests", "tools", "pyproject.toml", "README.md", "docs")
-TIME_LIMIT_S = 600.0
+from tests.mutations.judge import Task, Verdict, judge_all, preload  # noqa: E402
+from tests.mutations.table import MUTATIONS  # noqa: E402
+
 FAILED = 1
 """Exit status of pytest where tests ran and some failed; all others say that the tests themselves could not run."""
 FAST_SHARE = 0.7
 """The fast tier catches at least this fraction of the mutations."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the tests said.
-
-    Attributes:
-        status: pytest's exit status; ``None`` where it did not end in time.
-        failure: id of the first test that failed, with its error; else the end of the output.
-    """
-
-    status: int | None
-    failure: str
-    seconds: float
-
-
-def judge(tests: Sequence[str], mutation: Mutation | None, *, fast: bool = False) -> Verdict:
-    """Run tests, or those of them in the fast tier, in a fresh copy of the checkout, with a mutation or with none."""
-    with tempfile.TemporaryDirectory(prefix="gptpar-mutation-") as folder:
-        copy = Path(folder)
-        _copy_checkout(copy)
-        if mutation is not None:
-            mutation.inject(copy)
-        return _run([*tests, "-m", "fast"] if fast else tests, copy)
-
-
-def _copy_checkout(copy: Path) -> None:
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, copy / name)
-
-
-def _run(arguments: Sequence[str], copy: Path) -> Verdict:
-    command = [sys.executable, "-m", "pytest", "-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *arguments]
-    # The user's cache keeps compiled helpers by the hash of their source: a mutation in csrc is built anew.
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
-    started = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=copy,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIME_LIMIT_S)
-        status: int | None = process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the processes that a test has started, too
-        output, status = process.communicate()[0], None
-    failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    last = output.strip().splitlines()[-1:]
-    return Verdict(status, (failures or last or ["no output"])[0], time.monotonic() - started)
 
 
 def _line(name: str, verdict: Verdict) -> str:
@@ -119,18 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems := [problem for mutation in chosen if (problem := mutation.problem())]:
         print("\n".join(problems))
         return 1
+    tier = ["-m", "fast"] if args.fast else []
     tests = {mutation.name: [*mutation.tests, *(mutation.unit_tests() if args.fast else [])] for mutation in chosen}
-    sound = judge(sorted({test for named in tests.values() for test in named}), None, fast=args.fast)
+    preload()
+    every_test = sorted({test for named in tests.values() for test in named})
+    [(_, sound)] = judge_all([Task(None, [*every_test, *tier], limit_s=3600.0)], 1)
     print(_line("(no mutation)", sound), flush=True)
     if sound.status != 0:
         return 1
     missed = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        verdicts = pool.map(lambda mutation: judge(tests[mutation.name], mutation, fast=args.fast), chosen)
-        for mutation, verdict in zip(chosen, verdicts, strict=True):
-            print(_line(mutation.name, verdict), flush=True)
-            if verdict.status != FAILED:
-                missed.append(mutation.name)
+    tasks = [Task(mutation, [*tests[mutation.name], *tier]) for mutation in chosen]
+    for task, verdict in judge_all(tasks, args.jobs):
+        assert task.mutation is not None
+        print(_line(task.mutation.name, verdict), flush=True)
+        if verdict.status != FAILED:
+            missed.append(task.mutation.name)
     caught = 1 - len(missed) / len(chosen)
     print(f"{len(chosen) - len(missed)} of {len(chosen)} mutations ({caught:.0%}) were caught")
     print("".join(f"not: {name}\n" for name in missed), end="")

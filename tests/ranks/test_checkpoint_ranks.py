@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from gptpar.checkpoint import load_checkpoint, read_manifest, read_tensors, save_checkpoint, verify_checkpoint
 from gptpar.errors import CheckpointError
@@ -63,22 +61,6 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
             assert at == here and torch.equal(part, other), (name, at)
 
 
-def in_two_processes(body: Callable[[int, Path], None], root: Path) -> None:
-    mp.spawn(_run, args=(body, root), nprocs=2)
-
-
-def _run(rank: int, body: Callable[[int, Path], None], root: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(root / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    try:
-        body(rank, root)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
 def reshard(rank: int, root: Path) -> None:
     for iteration, layout in enumerate([BY_ROW, BY_COLUMN, WHOLE]):
         saved = spread(values(), layout)
@@ -97,7 +79,7 @@ def reshard(rank: int, root: Path) -> None:
 
 
 def test_any_layout_loads_into_any_other(tmp_path: Path) -> None:
-    in_two_processes(reshard, tmp_path)
+    spawn(reshard, 2, tmp_path)
     for iteration in range(3):  # and into one process without a group
         path = tmp_path / f"iter_{iteration:07d}"
         whole = read_tensors(path)
@@ -210,7 +192,7 @@ def fail_in_turn(rank: int, root: Path) -> None:
         start = time.monotonic()
         with pytest.raises(CheckpointError, match=message):
             save_checkpoint(root, iteration, saved, {})
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 60  # the group would wait five minutes
         dist.barrier()
         assert sorted(p.name for p in root.glob("iter_*")) == ["iter_0000001"]
 
@@ -254,4 +236,4 @@ def fail_then_fall_back(rank: int, root: Path) -> None:
 
 
 def test_one_ranks_error_or_damage_is_everyones(tmp_path: Path) -> None:
-    in_two_processes(fail_then_fall_back, tmp_path)  # one start of two processes costs more than all their work
+    spawn(fail_then_fall_back, 2, tmp_path)  # one start of two processes costs more than all their work

@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from gptpar.data import gpt_dataset
 from gptpar.data.gpt_dataset import ARRAYS, GPTDataset
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tests.forked import FORKED
 
 NUM_PROCESSES = 3
 NUM_SAMPLES = 2_500_000  # with its 2 million documents just past the size that is cached
@@ -45,7 +45,7 @@ def test_concurrent_builds_agree(tmp_path: Path, locks: bool, monkeypatch: pytes
     with IndexedDatasetWriter(prefix, "uint16") as writer:
         for _ in range(10):
             writer.add_document(np.arange(10))
-    with multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
+    with FORKED.Pool(NUM_PROCESSES) as pool:
         results = pool.starmap(load, [(str(prefix), locks)] * NUM_PROCESSES, chunksize=1)
     assert len({tuple(hashes) for hashes, _ in results}) == 1
     builds = sum(count for _, count in results)

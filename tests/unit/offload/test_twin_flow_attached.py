@@ -285,7 +285,7 @@ def test_an_optimizer_whose_device_does_not_answer_is_left_behind(monkeypatch: p
             return answers.is_set()
 
         def value(self) -> float:
-            assert answers.wait(30)
+            assert answers.wait(300)
             return self._number.item()
 
     monkeypatch.setattr(host_optimizer, "CLOSE_SECONDS", 0.2)
@@ -298,7 +298,7 @@ def test_an_optimizer_whose_device_does_not_answer_is_left_behind(monkeypatch: p
     started = time.monotonic()
     del optimizer
     gc.collect()
-    assert time.monotonic() - started < 10 and threading.active_count() == before + 1
+    assert time.monotonic() - started < 60 and threading.active_count() == before + 1
     answers.set()
     for thread in threading.enumerate():
         if thread.name == "gptpar-cpu-adam":

@@ -71,9 +71,9 @@ def test_balanced_settles_ties_evenly() -> None:
 def test_a_thousand_layers_take_no_time() -> None:
     draw = random.Random(9)
     cases = ([draw.random() for _ in range(1000)], [1] * 1000, [0] * 1000, [0] * 990 + [1e15] * 10)
-    start = time.perf_counter()
+    start = time.process_time()
     heaviest = [max(sums(weights, balanced(weights, 64))) for weights in cases]
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert heaviest[1:] == [16, 0, 1e15] and heaviest[0] < 1.1 * sum(cases[0]) / 64
 
 

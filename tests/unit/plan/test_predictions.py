@@ -276,11 +276,11 @@ def test_a_long_step_is_planned_at_once() -> None:
     layout = (
         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 64 --sequence-parallel --micro-batch-size 1 "
     )
-    start = time.perf_counter()
+    start = time.process_time()
     planned = plan(TRILLION.replace("16384 --world", "131072 --world") + layout)
     assert planned.job.num_micro_batches == 4096
     assert planned.time.idle > 63 / (4096 + 63) and planned.need > 0
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 # --- what is printed ------------------------------------------------------------------------------------------------

@@ -55,11 +55,13 @@ def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pyte
 
 def test_a_note_is_cheap(tmp_path: Path) -> None:
     """A step makes a few notes for each micro-batch: 20 microseconds would still be far below one kernel's work."""
-    worker = Activity(0, tmp_path)
-    start = time.perf_counter()
-    for i in range(10_000):
-        worker.note(f"iteration {i}, micro-batch 3, backward")
-    assert (time.perf_counter() - start) / 10_000 < 20e-6
+    worker, batches = Activity(0, tmp_path), []
+    for _ in range(10):
+        start = time.process_time()  # what other processes take meanwhile does not count
+        for i in range(1000):
+            worker.note(f"iteration {i}, micro-batch 3, backward")
+        batches.append((time.process_time() - start) / 1000)
+    assert min(batches) < 20e-6
 
 
 @pytest.mark.parametrize(
@@ -94,14 +96,21 @@ def test_the_launchers_last_sentence() -> None:
     )
 
 
+def shown_since(moment: float, signs: SignsOfLife, processes: list[int]) -> bool:
+    """Whether a sign of life was shown after a moment of the monotonic clock."""
+    silence = signs.silence(processes)
+    return time.monotonic() - silence >= moment
+
+
 def test_the_same_note_again_is_a_sign_of_life(tmp_path: Path) -> None:
     worker, signs = Activity(0, tmp_path), SignsOfLife(tmp_path)
     worker.note("evaluation")
-    assert signs.silence([]) < 0.05
+    signs.silence([])
     time.sleep(0.1)
     assert signs.silence([]) >= 0.1
+    moment = time.monotonic()
     worker.note("evaluation")
-    assert signs.silence([]) < 0.05
+    assert shown_since(moment, signs, [])
 
 
 def test_reading_much_is_a_sign_of_life_and_looking_at_a_file_is_none(tmp_path: Path) -> None:
@@ -111,5 +120,6 @@ def test_reading_much_is_a_sign_of_life_and_looking_at_a_file_is_none(tmp_path: 
     time.sleep(0.1)
     (tmp_path / "other").write_text("a sign that the folder's owner lives")
     assert signs.silence([os.getpid()]) >= 0.1
+    moment = time.monotonic()
     file.read_bytes()
-    assert signs.silence([os.getpid()]) < 0.05
+    assert shown_since(moment, signs, [os.getpid()])

@@ -182,7 +182,7 @@ def test_an_error_behind_the_training_is_told_and_leaves_the_older_one(
     monkeypatch.setattr(os, "pwrite", full)
     train(trainer, 1, 2)
     behind.begin(behind.targets[0], done(2), keep_all=False)
-    assert behind._saver.under_way is not None and behind._saver.under_way.wait(20)
+    assert behind._saver.under_way is not None and behind._saver.under_way.wait(120)
     train(trainer, 2, 3)  # nothing waits for a save that failed
     behind.poll()
     assert len(said) == 4 and said[-1].startswith(

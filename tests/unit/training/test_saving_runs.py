@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,14 +64,18 @@ def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert iterations(tmp_path) == [3, 6, 8]
 
 
-def test_minutes_count_from_the_last_save(tmp_path: Path) -> None:
-    target = saving.Target(tmp_path, None, 0.05 / 60, None)
+def test_minutes_count_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now))
+    target = saving.Target(tmp_path, None, 2.0, None, _since=now)
+    now += 119
     assert not target.minutes_are_over() and not target.is_due(1)
-    saving.time.sleep(0.06)
+    now += 2
     assert target.minutes_are_over() and not target.is_due(1)  # until all processes have heard of it
     target.is_late = True
     assert target.is_due(1)
     target.begin(1)
+    now += 119
     assert not target.minutes_are_over() and not target.is_due(1)
 
 

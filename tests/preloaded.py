@@ -1,0 +1,13 @@
+"""What the server of :mod:`tests.forked` imports, once for all processes that are forked from it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest  # noqa: F401
+
+import tests.any_module.harness
+import tests.helpers  # noqa: F401
+
+gc.collect()
+gc.freeze()  # no process collects what all of them have

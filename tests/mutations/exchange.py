@@ -37,7 +37,7 @@ EXCHANGE = [
     ),
     Mutation(
         "later-stages-blocks-are-numbered-from-0",
-        "gptpar/training/exchange/megatron.py",
+        "gptpar/training/exchange/megatron/names.py",
         "int(layer[1]) + counted",
         "int(layer[1])",
         ("tests/unit/training/exchange/test_megatron.py",),

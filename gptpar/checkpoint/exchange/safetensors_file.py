@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -40,16 +40,25 @@ NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file.
+class TensorInfo:
+    """What a file says of a tensor.
 
     Attributes:
         dtype: the format's word for it.
-        start, stop: its bytes, counted from the header's end.
     """
 
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorInfo):
+    """One tensor of a file.
+
+    Attributes:
+        start, stop: its bytes, counted from the header's end.
+    """
+
     start: int
     stop: int
 
@@ -267,25 +276,3 @@ def _write_at(file: int, data: bytes | memoryview, place: int) -> None:
     while len(view):
         count = os.pwrite(file, view, place)
         view, place = view[count:], place + count
-
-
-def open_all(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
-    """Which file has which tensor.
-
-    Raises:
-        CheckpointError: with what is wrong in all files; a tensor that stands in two of them is wrong, too.
-    """
-    places: dict[str, SafetensorsFile] = {}
-    problems = []
-    for path in paths:
-        try:
-            file = open_safetensors(path)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        if twice := places.keys() & file.tensors.keys():
-            problems.append(f"tensor {printable(min(twice))!r} is in {places[min(twice)].path.name} and in {path.name}")
-        places |= dict.fromkeys(file.tensors, file)
-    if problems:
-        raise CheckpointError("\n".join(problems))
-    return places

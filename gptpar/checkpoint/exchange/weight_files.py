@@ -25,8 +25,8 @@ class WeightFile(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """By name."""
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, in host memory."""
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """One tensor, into a view of as many elements."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class TorchFile:
             for name, value in self.values.items()
         }
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor; its bytes come from the disk as they are used."""
-        return self.values[name].detach()
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """One tensor, into a view of as many elements; its bytes come from the disk now."""
+        target.copy_(self.values[name].detach().reshape(target.shape))
 
 
 def open_torch(path: Path) -> TorchFile:

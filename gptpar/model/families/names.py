@@ -107,11 +107,6 @@ class HfTensor:
         """Their tensor within our whole parameter; it may have more dims than theirs."""
         return self.place.view(ours)
 
-    def fill(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Write their tensor into our whole parameter."""
-        view = self.view(ours)
-        view.copy_(theirs.reshape(view.shape))
-
 
 @dataclass(frozen=True)
 class WeightNames:

@@ -68,7 +68,7 @@ class HfModel:
         wide = any(source.dtype == torch.float64 for _, source in sources)
         ours = torch.empty(shape, dtype=torch.float64 if wide else torch.float32)
         for tensor, source in sources:
-            tensor.fill(ours, source.file.read(source.name))
+            source.file.read_into(source.name, tensor.view(ours))
         return ours
 
 

@@ -56,7 +56,7 @@ class StoredBox:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class BoxedTensor:
     """A tensor; its boxes tile it."""
 
     dtype: torch.dtype
@@ -135,7 +135,7 @@ class DistcpFolder:
         return self._last[1]
 
 
-def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
+def _tensors(metadata: Any) -> Iterator[tuple[str, BoxedTensor]]:
     """The tensors that ``.metadata`` describes.
 
     Raises:
@@ -151,30 +151,32 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
             yield _text(name), _tensor(name, entry, places)
 
 
-def _tensor(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> StoredTensor:
+def _tensor(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> BoxedTensor:
     told, shape, dtype = f"tensor {printable(name[:80])!r}", _counts(entry.size), entry.properties.state[0]
     if dtype not in _DTYPES or len(shape) > MAX_DIMS or prod(shape) * dtype.itemsize > MAX_COUNT:
         raise ValueError(f"{told} is {printable(str(dtype)[:40])} {list(shape)}, which no machine can hold")
-    boxes = []
-    for chunk in entry.chunks:
-        box = _counts(chunk.offsets), _counts(chunk.sizes)
-        if not prod(box[1]):
-            continue
-        inside = len(box[0]) == len(box[1]) == len(shape)
-        if not inside or any(low + size > whole for low, size, whole in zip(*box, shape, strict=True)):
-            raise ValueError(f"{told} of shape {list(shape)} has a part {list(box[1])} at {list(box[0])}")
-        if (place := places.get((name, box[0]))) is None:
-            raise ValueError(f"{told} has a part at {list(box[0])}, of which nothing says where it is")
-        file, start, length = _text(place.relative_path), *_counts((place.offset, place.length))
-        if not _DATA_FILE.fullmatch(file):
-            raise ValueError(f"{told} is said to be in {printable(file[:80])!r}, which is no file of the folder")
-        if place.__dict__.get("transform_descriptors"):
-            raise ValueError(f"{told} is compressed or encrypted, which gptpar does not read")
-        boxes.append(StoredBox(box, file, start, length))
+    boxes = tuple(_box(told, name, shape, chunk, places) for chunk in entry.chunks if prod(_counts(chunk.sizes)))
     held = sum(prod(one.box[1]) for one in boxes)
     if held != prod(shape) or first_overlap(shape, [one.box for one in boxes]):
         raise ValueError(f"the parts of {told} of shape {list(shape)} have {held:,} elements, or overlap")
-    return StoredTensor(dtype, shape, tuple(boxes))
+    return BoxedTensor(dtype, shape, boxes)
+
+
+def _box(
+    told: str, name: str, shape: tuple[int, ...], chunk: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]
+) -> StoredBox:
+    offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
+    inside = len(offsets) == len(sizes) == len(shape)
+    if not inside or any(low + size > whole for low, size, whole in zip(offsets, sizes, shape, strict=True)):
+        raise ValueError(f"{told} of shape {list(shape)} has a part {list(sizes)} at {list(offsets)}")
+    if (place := places.get((name, offsets))) is None:
+        raise ValueError(f"{told} has a part at {list(offsets)}, of which nothing says where it is")
+    file, start, length = _text(place.relative_path), *_counts((place.offset, place.length))
+    if not _DATA_FILE.fullmatch(file):
+        raise ValueError(f"{told} is said to be in {printable(file[:80])!r}, which is no file of the folder")
+    if place.__dict__.get("transform_descriptors"):
+        raise ValueError(f"{told} is compressed or encrypted, which gptpar does not read")
+    return StoredBox((offsets, sizes), file, start, length)
 
 
 def _counts(values: Any) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ def load_torch_part(path: Path, start: int, length: int) -> Any:
         CheckpointError: they would run code, or are damaged.
     """
     with _explained(path), open(path, "rb", buffering=0) as file:
-        part: Any = Part(file, start, length)
+        part: Any = FilePart(file, start, length)
         with safe_globals(_allowed(path, part)):
             part.seek(0)
             return torch.load(part, map_location="cpu", weights_only=True)
@@ -128,7 +128,7 @@ class _Unpickler(pickle.Unpickler):
         raise CheckpointError(_refusal(self._path, [full]))
 
 
-class Part(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """Some bytes of a file, as a file that can be read."""
 
     def __init__(self, file: BinaryIO | io.RawIOBase, start: int, length: int):

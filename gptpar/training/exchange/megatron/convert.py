@@ -23,7 +23,7 @@ from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline.stage import ParameterInfo, Stage
 from gptpar.training.exchange.megatron.arguments import count_in, model_of
-from gptpar.training.exchange.megatron.found import WEIGHTS, Found, Part
+from gptpar.training.exchange.megatron.found import WEIGHTS, Found, RankPart
 from gptpar.training.exchange.megatron.progress import progress_meta
 from gptpar.training.exchange.megatron.rank_files import open_rank_files
 from gptpar.training.exchange.megatron.torch_dist import COMMON, open_torch_dist
@@ -159,5 +159,5 @@ def _mismatches(found: Found, kind: str, infos: Mapping[str, ParameterInfo], tie
             )
 
 
-def _numel(part: Part) -> int:
+def _numel(part: RankPart) -> int:
     return torch.Size(part.shape).numel()

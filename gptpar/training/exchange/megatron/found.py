@@ -15,7 +15,7 @@ WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """One tensor rank's part of a parameter, or of a state of it.
 
     Attributes:
@@ -26,7 +26,7 @@ class Part:
     read: Callable[[], torch.Tensor]
 
 
-Parts = dict[str, list[Part]]
+Parts = dict[str, list[RankPart]]
 """Our global name -> each tensor rank's part; several layers that are stored as one follow each other."""
 
 

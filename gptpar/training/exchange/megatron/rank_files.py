@@ -19,7 +19,7 @@ import torch
 
 from gptpar.checkpoint.exchange.safe_pickle import load_torch_file
 from gptpar.errors import CheckpointError
-from gptpar.training.exchange.megatron.found import WEIGHTS, Found, Part, Parts
+from gptpar.training.exchange.megatron.found import WEIGHTS, Found, Parts, RankPart
 from gptpar.training.exchange.megatron.names import our_name
 from gptpar.training.exchange.megatron.zero_states import open_zero_states
 
@@ -53,7 +53,7 @@ def open_rank_files(path: Path) -> Found:
                 of_rank |= found
                 counted += len({name.split(".")[1] for name in found if name.startswith("layers.")})
         for name, tensor in of_rank.items():
-            weights.setdefault(name, []).append(Part(tuple(tensor.shape), lambda tensor=tensor: tensor))  # type: ignore[misc]
+            weights.setdefault(name, []).append(RankPart(tuple(tensor.shape), lambda tensor=tensor: tensor))  # type: ignore[misc]
     if arguments is None:
         arguments, beside = model_states(path)
     given, zero = with_arguments(arguments, path), open_zero_states(path, len(ranks))

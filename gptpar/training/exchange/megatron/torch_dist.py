@@ -21,7 +21,7 @@ from gptpar.checkpoint.exchange.distcp import DistcpFolder
 from gptpar.checkpoint.exchange.safe_pickle import load_torch_file
 from gptpar.errors import CheckpointError
 from gptpar.training.exchange.megatron.arguments import MAX_LAYERS
-from gptpar.training.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Part, Parts
+from gptpar.training.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Parts, RankPart
 from gptpar.training.exchange.megatron.names import EVERY_LAYER, our_name
 from gptpar.training.exchange.megatron.rank_files import with_arguments
 from gptpar.training.exchange.megatron.steps import steps_in
@@ -74,11 +74,11 @@ def _parts(folder: DistcpFolder, keys: Mapping[str, str]) -> Parts:
     return {ours: [part] for name, key in keys.items() for ours, part in _layers(folder, our_name(name), key)}
 
 
-def _layers(folder: DistcpFolder, ours: str, key: str) -> Iterator[tuple[str, Part]]:
+def _layers(folder: DistcpFolder, ours: str, key: str) -> Iterator[tuple[str, RankPart]]:
     shape = folder.tensors[key].shape
     if not ours.startswith(EVERY_LAYER):
-        yield ours, Part(shape, partial(folder.read, key))
+        yield ours, RankPart(shape, partial(folder.read, key))
         return
     for index in range(min(shape[0] if shape else 0, MAX_LAYERS)):
         name = ours.replace(EVERY_LAYER, f"layers.{index}.")
-        yield name, Part(shape[1:], partial(folder.read, key, index))
+        yield name, RankPart(shape[1:], partial(folder.read, key, index))

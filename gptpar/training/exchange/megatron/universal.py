@@ -21,7 +21,7 @@ import torch
 from gptpar.checkpoint.exchange.safe_pickle import load_torch_file
 from gptpar.errors import CheckpointError
 from gptpar.training.exchange.megatron.arguments import count_in
-from gptpar.training.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Part, Parts
+from gptpar.training.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Parts, RankPart
 from gptpar.training.exchange.megatron.names import names_in_model, our_name
 from gptpar.training.exchange.megatron.rank_files import model_states, with_arguments
 from gptpar.training.exchange.megatron.steps import steps_in, steps_of
@@ -54,7 +54,7 @@ def open_universal(path: Path) -> Found:
     return Found(path, arguments, beside, 1, states, steps)
 
 
-def _part(file: Path, rows: int | None) -> Part:
+def _part(file: Path, rows: int | None) -> RankPart:
     """The tensor of a file, filled up with rows of zeros.
 
     Raises:
@@ -63,7 +63,7 @@ def _part(file: Path, rows: int | None) -> Part:
     shape = tuple(_tensor(file).shape)
     if rows is not None and shape and shape[0] < rows:
         shape = (rows, *shape[1:])
-    return Part(shape, partial(_padded, file, shape))
+    return RankPart(shape, partial(_padded, file, shape))
 
 
 def _padded(file: Path, shape: tuple[int, ...]) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from gptpar.checkpoint.exchange.safe_pickle import Record, load_torch_file
 from gptpar.errors import CheckpointError
-from gptpar.training.exchange.megatron.found import MOMENTS, WEIGHTS, Part, Parts
+from gptpar.training.exchange.megatron.found import MOMENTS, WEIGHTS, Parts, RankPart
 from gptpar.training.exchange.megatron.names import names_in_model, our_name
 from gptpar.training.exchange.megatron.steps import steps_in
 
@@ -42,8 +42,8 @@ class _Pieces:
     stage: int
     flat: list[torch.Tensor] = field(default_factory=list)
 
-    def part(self) -> Part:
-        return Part((sum(map(len, self.flat)),), lambda: torch.cat(self.flat))
+    def part(self) -> RankPart:
+        return RankPart((sum(map(len, self.flat)),), lambda: torch.cat(self.flat))
 
 
 def open_zero_states(path: Path, num_ranks: int) -> ZeroStates | None:
@@ -58,11 +58,9 @@ def open_zero_states(path: Path, num_ranks: int) -> ZeroStates | None:
     Raises:
         CheckpointError: a file cannot be read, or holds something else; ranks that have taken different steps.
     """
-    named = ((_FILE.fullmatch(file.name), file) for file in path.glob("*zero_pp_rank_*_optim_states.pt"))
-    files = sorted((int(found[2]), int(found[1]), file) for found, file in named if found)
     pieces: dict[tuple[str, str, int], _Pieces] = {}
     steps = set()
-    for model_rank, _, file in files:
+    for model_rank, file in _files(path):
         state = _state(file)
         if state is None:
             return None
@@ -74,13 +72,25 @@ def open_zero_states(path: Path, num_ranks: int) -> ZeroStates | None:
                 one.flat.append(values)
     if len(steps) > 1:
         raise CheckpointError(f"the optimizer files in {path} are of different steps")
-    if not steps or None in steps:
+    if not steps or (count := steps.pop()) is None:
         return None
+    return ZeroStates(_parts(pieces), count)
+
+
+def _files(path: Path) -> Iterator[tuple[int, Path]]:
+    """Model rank and file, in the order of model ranks, then of data ranks."""
+    named = ((_FILE.fullmatch(file.name), file) for file in path.glob("*zero_pp_rank_*_optim_states.pt"))
+    files = sorted((int(found[2]), int(found[1]), file) for found, file in named if found)
+    return ((model_rank, file) for model_rank, _, file in files)
+
+
+def _parts(pieces: Mapping[tuple[str, str, int], _Pieces]) -> dict[str, Parts]:
+    """Parts by kind and our name, in the order of tensor ranks."""
     ours = {name: our_name(theirs) for name, theirs in names_in_model({name for _, name, _ in pieces}).items()}
     states: dict[str, Parts] = {kind: {} for kind in KINDS}
     for kind, name, rank in sorted(pieces, key=lambda place: place[2]):
         states[kind].setdefault(ours[name], []).append(pieces[kind, name, rank].part())
-    return ZeroStates(states, steps.pop())
+    return states
 
 
 def _state(file: Path) -> dict[str, Any] | None:

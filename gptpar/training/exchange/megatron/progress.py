@@ -23,8 +23,8 @@ def progress_meta(found: Found, seq_length: int) -> dict[str, Any]:
         CheckpointError: the checkpoint does not say how far its run is.
     """
     given, beside = vars(found.arguments), found.beside
-    scheduler = next((value for name in ("opt_param_scheduler", "lr_scheduler") if (value := beside.get(name))), {})
-    scheduler = scheduler if isinstance(scheduler, dict) else {}
+    named = (beside.get(name) for name in ("opt_param_scheduler", "lr_scheduler"))
+    scheduler: dict[str, Any] = next((value for value in named if isinstance(value, dict)), {})
     iteration, samples = count_in(beside, "iteration"), count_in(given, "consumed_train_samples")
     if iteration is None or samples is None:
         raise CheckpointError(f"{found.path} does not say its iteration and its consumed_train_samples")
@@ -51,8 +51,8 @@ def _schedule(values: Mapping[str, Any], seq_length: int) -> Schedule:
     """
 
     def number(*names: str) -> float:
-        found = (values.get(name) for name in names)
-        return next((value for value in found if type(value) in (int, float)), 0)  # type: ignore[misc]
+        found = map(values.get, names)
+        return next((value for value in found if isinstance(value, int | float) and not isinstance(value, bool)), 0)
 
     def word(name: str, default: str) -> str:
         return value if isinstance(value := values.get(name), str) else default

@@ -38,7 +38,8 @@ def open_rank_files(path: Path) -> Found:
         CheckpointError: a rank's file is missing or cannot be read, or holds something else.
     """
     ranks = _files(path)
-    arguments, beside = None, {}
+    arguments: object = None
+    beside: Mapping[str, Any] = {}
     weights: Parts = {}
     for files in ranks.values():
         counted = 0

@@ -19,8 +19,8 @@ from gptpar.errors import printable
 from gptpar.system.files import read_regular
 
 CONVERTERS = {
-    r"a Hugging Face model \(.*safetensors.*": "huggingface",
-    r"a Megatron-LM checkpoint, legacy format .*|a DeepSpeed checkpoint \(.*": "megatron",
+    r"a Hugging Face model \(.*(safetensors|pytorch_model).*": "huggingface",
+    r"a Megatron-LM checkpoint, (legacy|torch_dist) format .*|a DeepSpeed (universal )?checkpoint \(.*": "megatron",
 }
 """What is told of a checkpoint -> which reader of ``gptpar convert`` takes it."""
 

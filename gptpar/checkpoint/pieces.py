@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -93,3 +94,23 @@ def run_parallel(calls: Sequence[Callable[[], T]]) -> list[T]:
             pool.shutdown(cancel_futures=True)
             raise
     return [future.result() for future in futures]
+
+
+def one_ahead(sizes: Mapping[str, int], read: Callable[[str], T], write: Callable[[str, T], None]) -> None:
+    """Write what was read of each name, in order, and meanwhile read the next one.
+
+    Both are in memory together only where they are not more than the largest one.
+
+    Args:
+        sizes: bytes that what is read takes.
+    """
+    names, room = list(sizes), max(sizes.values(), default=0)
+    with ThreadPoolExecutor(1) as pool:
+        ahead: Future[T] | None = None
+        for name, following in zip_longest(names, names[1:]):
+            value = read(name) if ahead is None else ahead.result()
+            ahead = None
+            if following is not None and sizes[name] + sizes[following] <= room:
+                ahead = pool.submit(read, following)
+            write(name, value)
+            del value  # before the next one is read

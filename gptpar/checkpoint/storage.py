@@ -206,7 +206,9 @@ class ChunkReader(StorageReader):
                 entry = self._manifest.tensors[name]
                 chunk = next(c for c in entry.chunks if c.offsets == offsets and c.pieces)
                 names.add(chunk.file)
-                calls.append(partial(_read_chunk, files, name, entry.dtype, chunk, items, planner))
+                targets = [(tuple(i.storage_offsets), tuple(i.lengths), planner.resolve_tensor(i)) for i in items]
+                cut = _pieces(chunk, entry.dtype.itemsize)
+                calls += [partial(_read_piece, files, name, entry.dtype, chunk, *one, targets) for one in cut]
             files.open(names)
             run_parallel(calls)
         future: Future[None] = Future()
@@ -218,30 +220,35 @@ class ChunkReader(StorageReader):
         return True
 
 
+def _pieces(chunk: Chunk, itemsize: int) -> Iterator[tuple[int, int, int]]:
+    """Number, first element and the one after the last of each piece of a chunk."""
+    start = 0
+    for index, (length, _) in enumerate(chunk.pieces):
+        stop = start + length // itemsize
+        yield index, start, stop
+        start = stop
+
+
 @torch.no_grad()
-def _read_chunk(
+def _read_piece(
     files: ChunkFiles,
     name: str,
     dtype: torch.dtype,
     chunk: Chunk,
-    items: list[ReadItem],
-    planner: LoadPlanner,
+    index: int,
+    start: int,
+    stop: int,
+    targets: list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]],
 ) -> None:
-    """Copies what the read items want of one chunk, reading only the pieces that hold some of it."""
-    targets = [(tuple(i.storage_offsets), tuple(i.lengths), planner.resolve_tensor(i)) for i in items]
-    start = 0
+    """Copies what targets want of one piece of a chunk, its elements start..stop; one that none wants is not read."""
+    copies = list(_copies(chunk.sizes, start, stop, targets))
+    if not copies:
+        return
     with files.buffer() as buffer:
-        for index, (length, _) in enumerate(chunk.pieces):
-            stop = start + length // dtype.itemsize
-            copies = list(_copies(chunk.sizes, start, stop, targets))
-            if copies:
-                values = files.read(name, chunk, index, buffer).view(dtype)
-            for first, box, part, target in copies:
-                source = values[first : first + prod(box[1])].view(box[1])
-                target.copy_(box_view(source, part, box[0]))
-            start = stop
-    for item, (_, _, target) in zip(items, targets, strict=True):
-        planner.commit_tensor(item, target)
+        values = files.read(name, chunk, index, buffer).view(dtype)
+        for first, box, part, target in copies:
+            source = values[first : first + prod(box[1])].view(box[1])
+            target.copy_(box_view(source, part, box[0]))
 
 
 def _copies(

@@ -69,18 +69,20 @@ def _write(path: Path, tensors: Iterable[StreamedTensor]) -> dict[str, TensorEnt
     entries: dict[str, TensorEntry] = {}
     try:
         for one in tensors:
-            tensor = one.make().contiguous()
-            data = tensor.view(-1).view(torch.uint8)
-            cuts = range(0, len(data), PIECE_BYTES)
-            calls = [partial(_write_piece, file, buffers, data[at : at + PIECE_BYTES], place + at) for at in cuts]
-            shape = tuple(tensor.shape)
-            chunk = Chunk((0,) * len(shape), shape, path.name, place, tuple(run_parallel(calls)))
-            entries[one.name] = TensorEntry(tensor.dtype, shape, (chunk,))
-            place += len(data)
+            entries[one.name] = entry = _write_tensor(file, buffers, one.make(), place)
+            place += entry.nbytes
         file.sync()
     finally:
         file.close()
     return entries
+
+
+def _write_tensor(file: DataFile, buffers: WritingBuffers, tensor: torch.Tensor, place: int) -> TensorEntry:
+    data, shape = tensor.contiguous().view(-1).view(torch.uint8), tuple(tensor.shape)
+    cuts = range(0, len(data), PIECE_BYTES)
+    calls = [partial(_write_piece, file, buffers, data[at : at + PIECE_BYTES], place + at) for at in cuts]
+    chunk = Chunk((0,) * len(shape), shape, _FILE, place, tuple(run_parallel(calls)))
+    return TensorEntry(tensor.dtype, shape, (chunk,))
 
 
 def _write_piece(file: DataFile, buffers: WritingBuffers, data: torch.Tensor, place: int) -> tuple[int, int]:

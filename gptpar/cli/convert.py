@@ -7,7 +7,7 @@ import re
 import time
 from pathlib import Path
 
-from gptpar.checkpoint import find_checkpoints, newest_whole
+from gptpar.checkpoint import find_checkpoints, load_meta, newest_whole
 from gptpar.checkpoint.foreign import converter_of, foreign_checkpoint, holds_ours
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.errors import CheckpointError
@@ -16,7 +16,7 @@ from gptpar.system.command_line import Parser, not_negative_int
 from gptpar.system.data_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 from gptpar.training.exchange.hf_export import DTYPES, ExportOptions, prepare_export
 from gptpar.training.exchange.hf_import import import_hf
-from gptpar.training.exchange.megatron import import_megatron
+from gptpar.training.exchange.megatron.convert import import_megatron
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -64,13 +64,21 @@ def main(argv: list[str]) -> int:
         path = _checkpoint(args.source, args.ckpt_step)
         export = prepare_export(path, args.target, _options(args))
         export.write(args.target)
-        what, num_bytes = f"Hugging Face folder {args.target} from {path}", export.nbytes
+        what, num_bytes, then = f"Hugging Face folder {args.target} from {path}", export.nbytes, ""
     else:
         path = _convert_foreign(args)
         what, num_bytes = f"checkpoint {path} from {args.source}", sum(one.stat().st_size for one in path.iterdir())
+        then = _how_to_go_on(path)
     seconds = time.monotonic() - started
-    print(f"made the {what}: {format_bytes(num_bytes)} in {seconds:.1f} s")
+    print(f"made the {what}: {format_bytes(num_bytes)} in {seconds:.1f} s{then}")
     return 0
+
+
+def _how_to_go_on(path: Path) -> str:
+    meta, load = load_meta(path), f"--load {path.parent}"
+    if (steps := meta.get("optimizer_steps")) is None:
+        return f"\nit holds weights alone: a run begins with them by {load} --finetune"
+    return f"\nit holds the optimizer's state after {steps:,} updates: a run goes on with it by {load}"
 
 
 def _options(args: argparse.Namespace) -> ExportOptions:

@@ -17,6 +17,7 @@ from gptpar.optim.schedule import make_schedule
 from gptpar.training import same_run
 from gptpar.training.batch_plan import BatchPlan
 from gptpar.training.data import data_order, other_order
+from gptpar.training.exchange.meta import CONVERTED
 from gptpar.training.progress import Progress
 from gptpar.training.same_run import Corpora, Rule
 from gptpar.training.stored import StoredRun, stored_config, stored_run
@@ -90,7 +91,7 @@ def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str
             f"it is another model ({'; '.join(other_model)}): take the checkpoint's values, or begin a new run from "
             "its weights with --finetune."
         )
-    if differ := _differences(stored.tokenizer, inputs.tokenizer):
+    if differ := _other_tokenizer(stored.tokenizer, inputs.tokenizer):
         yield f"it was trained with another tokenizer ({differ}): use the same one, or --finetune."
     other_data = _other_data(config, inputs, stored)
     if other_data and not (config.data.override_data or config.checkpoint.reset_iteration or evaluates_only):
@@ -110,6 +111,12 @@ def _refusals(config: Config, inputs: Inputs, stored: StoredRun) -> Iterator[str
             f"its schedule is another one ({differ}; lengths in samples or tokens): add --override-opt-param-scheduler "
             "to take this command line's, or --use-checkpoint-opt-param-scheduler."
         )
+
+
+def _other_tokenizer(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    """What tells the tokenizers apart; of another program's, no more than the number of its ids is known."""
+    converted = saved.get("type") == CONVERTED
+    return _differences(saved, {name: here.get(name) for name in saved} | {"type": CONVERTED} if converted else here)
 
 
 def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:

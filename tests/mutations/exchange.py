@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutations.mutation import Mutation
 
 HUGGING_FACE = "tests/unit/training/exchange/test_huggingface.py"
+TORCH_DIST = "tests/unit/training/exchange/test_torch_dist.py"
+OPTIMIZER_STATE = "tests/unit/training/exchange/test_optimizer_state.py"
 
 EXCHANGE = [
     Mutation(
@@ -37,7 +39,7 @@ EXCHANGE = [
     ),
     Mutation(
         "later-stages-blocks-are-numbered-from-0",
-        "gptpar/training/exchange/megatron.py",
+        "gptpar/training/exchange/megatron/names.py",
         "int(layer[1]) + counted",
         "int(layer[1])",
         ("tests/unit/training/exchange/test_megatron.py",),
@@ -48,5 +50,40 @@ EXCHANGE = [
         "if name not in REAL and not name.startswith(LEFT_UNREAD)]",
         "if False]",
         ("tests/unit/training/exchange/test_megatron.py",),
+    ),
+    Mutation(
+        "metadata-of-torch-dist-may-name-anything",
+        "gptpar/checkpoint/exchange/safe_pickle.py",
+        "        raise CheckpointError(_refusal(self._path, [full]))",
+        "        return super().find_class(module, name)",
+        (TORCH_DIST,),
+    ),
+    Mutation(
+        "boxes-of-a-tensor-may-overlap-or-be-missing",
+        "gptpar/checkpoint/exchange/distcp.py",
+        "if held != prod(shape) or first_overlap(",
+        "if False and first_overlap(",
+        (TORCH_DIST,),
+    ),
+    Mutation(
+        "moments-change-places",
+        "gptpar/training/exchange/megatron/universal.py",
+        "*((moment, moment) for moment in MOMENTS)",
+        "*zip(MOMENTS, MOMENTS[::-1])",
+        (OPTIMIZER_STATE,),
+    ),
+    Mutation(
+        "a-tied-embedding-is-taken-from-both-stages",
+        "gptpar/training/exchange/megatron/zero_states.py",
+        "if one.stage == stage:",
+        "if True:",
+        (OPTIMIZER_STATE,),
+    ),
+    Mutation(
+        "the-next-parameter-is-read-whatever-its-size",
+        "gptpar/checkpoint/pieces.py",
+        "sizes[name] + sizes[following] <= room:",
+        "True:",
+        ("tests/unit/checkpoint/test_pieces.py",),
     ),
 ]

@@ -1,24 +1,30 @@
-"""Reading ``torch.save`` files of strangers: tensors and plain values, and nothing of theirs is run.
+"""Reading pickles of strangers: tensors and plain values, and nothing of theirs is run.
 
-torch's restricted unpickler builds only what is allowed. Beside what torch allows that is ``argparse.Namespace``, in
-which Megatron-LM keeps its arguments. In the place of objects that no weight needs (enums among the arguments, random
-states) is put :class:`LeftOut`, an empty object. A file that names anything else is refused before it is read.
+Files of ``torch.save`` go through torch's restricted unpickler, which builds only what is allowed. Beside what torch
+allows that is ``argparse.Namespace``, in which Megatron-LM keeps its arguments, and :class:`Record` for what is read by
+its fields. In the place of objects that no weight needs (enums among the arguments, random states) is put
+:class:`LeftOut`, an empty object. A file that names anything else is refused before it is read. A bare pickle is read
+by the same rules.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import pickle
+import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint, safe_globals
 
 from gptpar.errors import CheckpointError, printable
+from gptpar.system.files import read_regular
 
 LEFT_UNREAD = (
     *("megatron.", "deepspeed.", "transformer_engine.", "apex.", "nemo.", "numpy."),
@@ -26,10 +32,6 @@ LEFT_UNREAD = (
 )
 """Beginnings of the names of objects that :class:`LeftOut` replaces; they are neither imported nor called."""
 
-REAL: dict[str, Any] = {
-    "argparse.Namespace": argparse.Namespace,
-    "_io.BytesIO": io.BytesIO,
-}
 MAX_NAMED = 4
 
 
@@ -43,25 +45,154 @@ class LeftOut:
         pass
 
 
+class Record:
+    """In the place of an object whose fields are read.
+
+    Attributes:
+        state: of an object whose state is no dictionary; else its fields are attributes.
+    """
+
+    state: object = None
+
+    def __init__(self, *_: object):
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+
+REAL: dict[str, Any] = {
+    "argparse.Namespace": argparse.Namespace,
+    "_io.BytesIO": io.BytesIO,
+    "deepspeed.utils.tensor_fragment.fragment_address": Record,
+}
+"""What is built of a name that torch does not allow of itself."""
+
+
 def load_torch_file(path: Path) -> Any:
     """The contents of a file that ``torch.save`` wrote; tensors stay on the disk until they are read.
+
+    A file in torch's format of before 2020, in which GPT-2's own weights are, is read whole.
 
     Raises:
         CheckpointError: it would run code, or is damaged.
     """
-    try:
-        wanted = get_unsafe_globals_in_checkpoint(path)
-        if forbidden := [name for name in wanted if name not in REAL and not name.startswith(LEFT_UNREAD)]:
-            raise CheckpointError(_refusal(path, forbidden))
-        allowed: list[Any] = [(REAL.get(name, LeftOut), name) for name in wanted]
-        with safe_globals(allowed):
+    with _explained(path):
+        if _is_of_old_format(path):
+            with safe_globals([argparse.Namespace]):
+                return torch.load(path, map_location="cpu", weights_only=True)
+        with safe_globals(_allowed(path, path)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def load_torch_part(path: Path, start: int, length: int) -> Any:
+    """The contents of some bytes of a file, which ``torch.save`` wrote there, read into memory.
+
+    Raises:
+        CheckpointError: they would run code, or are damaged.
+    """
+    with _explained(path), open(path, "rb", buffering=0) as file:
+        part: Any = FilePart(file, start, length)
+        with safe_globals(_allowed(path, part)):
+            part.seek(0)
+            return torch.load(part, map_location="cpu", weights_only=True)
+
+
+def load_pickle(path: Path, allowed: Mapping[str, Any]) -> Any:
+    """The contents of a bare pickle.
+
+    Args:
+        allowed: what is built of a name; names of :data:`LEFT_UNREAD` are left out.
+
+    Raises:
+        CheckpointError: it names something else, or is damaged.
+    """
+    with _explained(path):
+        return _Unpickler(path, allowed).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, path: Path, allowed: Mapping[str, Any]):
+        super().__init__(io.BytesIO(read_regular(path)))
+        self._path, self._allowed = path, allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in self._allowed:
+            return self._allowed[full]
+        if full.startswith(LEFT_UNREAD):
+            return LeftOut
+        raise CheckpointError(_refusal(self._path, [full]))
+
+
+class FilePart(io.RawIOBase):
+    """Some bytes of a file, as a file that can be read."""
+
+    def __init__(self, file: BinaryIO | io.RawIOBase, start: int, length: int):
+        self._file, self._start, self._length, self._place = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._length}[whence]
+        self._place = max(0, origin + offset)
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
+        self._file.seek(self._start + self._place)
+        count = self._file.readinto(view) or 0  # type: ignore[union-attr]
+        self._place += count
+        return count
+
+
+def _is_of_old_format(path: Path) -> bool:
+    """Whether a file begins as ``torch.save`` began one before it wrote zip archives."""
+    begin = pickle.dumps(MAGIC_NUMBER, 2)
+    with open(path, "rb") as file:
+        return file.read(len(begin)) == begin
+
+
+def _allowed(path: Path, file: Any) -> list[Any]:
+    """What is built of each name in a file that torch does not allow of itself.
+
+    Raises:
+        CheckpointError: a name that may run anything.
+    """
+    wanted = get_unsafe_globals_in_checkpoint(file)
+    if forbidden := [name for name in wanted if name not in REAL and not name.startswith(LEFT_UNREAD)]:
+        raise CheckpointError(_refusal(path, forbidden))
+    return [(REAL.get(name, LeftOut), name) for name in wanted]
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What goes wrong with a file, as a sentence.
+
+    Raises:
+        CheckpointError: something did.
+    """
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path} is no file of torch.save, or damaged: {_first_line(error)}") from None
     except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is refused: {_first_line(error)}") from None
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's own text goes on with how to run it nevertheless
+        raise CheckpointError(
+            _refusal(path, [named[1]]) if named else f"{path} is refused: {_first_line(error)}"
+        ) from None
+    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, MemoryError) as error:
+        raise CheckpointError(f"{path} is no file of torch.save, or damaged: {_first_line(error)}") from None
 
 
 def _refusal(path: Path, names: Iterable[str]) -> str:

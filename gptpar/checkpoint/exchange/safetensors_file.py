@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from gptpar.checkpoint.data_file import DataFile, WritingBuffers
 from gptpar.checkpoint.manifest import MAX_COUNT, MAX_DIMS
-from gptpar.checkpoint.pieces import run_parallel
+from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.errors import CheckpointError, printable
 from gptpar.system.snapshot import PIECE_BYTES
 
@@ -41,16 +42,25 @@ NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file.
+class TensorInfo:
+    """What a file says of a tensor.
 
     Attributes:
         dtype: the format's word for it.
-        start, stop: its bytes, counted from the header's end.
     """
 
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorInfo):
+    """One tensor of a file.
+
+    Attributes:
+        start, stop: its bytes, counted from the header's end.
+    """
+
     start: int
     stop: int
 
@@ -85,8 +95,24 @@ class SafetensorsFile:
                 f"{self.path}: tensor {printable(name)!r} is {stored.dtype}; weights are read in {', '.join(DTYPES)}"
             )
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        self._fill(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """One tensor, into a view of as many elements; where that is memory of its form, without another copy.
+
+        Raises:
+            CheckpointError: as :meth:`read`.
+        """
+        if target.is_contiguous() and DTYPES.get(self.tensors[name].dtype) == target.dtype:
+            self._fill(name, target)
+        else:
+            target.copy_(self.read(name).reshape(target.shape))
+
+    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        stored = self.tensors[name]
         if not tensor.numel():
-            return tensor
+            return
         view, done = tensor.view(-1).view(torch.uint8).numpy().data, 0
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.data_start + stored.start)
@@ -95,7 +121,6 @@ class SafetensorsFile:
                 if not count:
                     raise CheckpointError(f"{self.path} ends inside tensor {printable(name)!r}: it was cut short")
                 done += count
-        return tensor
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
@@ -222,23 +247,20 @@ class SafetensorsWriter:
     Args:
         path: where no file is yet.
         header: what :func:`header_of` gives, or what a file had.
+        buffers: of the pieces being written, for several writers together; ``None``: its own.
 
     Raises:
         CheckpointError: by all methods, where the system refuses.
         ValueError: by the constructor: the header is none.
     """
 
-    def __init__(self, path: Path, header: str):
+    def __init__(self, path: Path, header: str, buffers: WritingBuffers | None = None):
         self.tensors = tensors_of_header(header)
         self._path, start = path, header.encode()
         self._data_start = 8 + len(start)
-        num_bytes = _num_bytes(self.tensors)
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            os.truncate(self._file, self._data_start + num_bytes)
-            _write_at(self._file, len(start).to_bytes(8, "little") + start, 0)
-        except OSError as error:
-            raise self._refused(error) from None
+        self._buffers = buffers or WritingBuffers(NUM_THREADS, pinned=False)
+        self._file = DataFile(path)
+        self._file.write(0, memoryview(len(start).to_bytes(8, "little") + start))
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Write a tensor piece by piece, converted to the format that the header names.
@@ -259,53 +281,19 @@ class SafetensorsWriter:
         step = max(1, PIECE_BYTES // max(1, row_bytes))
 
         def piece(first: int) -> None:
-            part = whole[first : first + step].to(dtype).contiguous()
+            part = whole[first : first + step].to(dtype).contiguous().view(-1).view(torch.uint8)
             place = self._data_start + stored.start + first * row_bytes
-            _write_at(self._file, part.view(-1).view(torch.uint8).numpy().data, place)
+            for at in range(0, len(part), PIECE_BYTES):  # a row may be longer
+                data = part[at : at + PIECE_BYTES]
+                with self._buffers.take(place + at, len(data)) as buffer:
+                    self._file.write(place + at, buffer.copy_(data).numpy().data)
 
-        try:
-            run_parallel([lambda first=first: piece(first) for first in range(0, rows, step)])  # type: ignore[misc]
-        except OSError as error:
-            raise self._refused(error) from None
+        run_parallel([lambda first=first: piece(first) for first in range(0, rows, step)])  # type: ignore[misc]
 
     def close(self, *, sync: bool = True) -> None:
         """Return when the file is on the disk."""
         try:
             if sync:
-                os.fsync(self._file)
-        except OSError as error:
-            raise self._refused(error) from None
+                self._file.sync()
         finally:
-            os.close(self._file)
-
-    def _refused(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self._path} cannot be written: {error.strerror}")
-
-
-def _write_at(file: int, data: bytes | memoryview, place: int) -> None:
-    view = memoryview(data)
-    while len(view):
-        count = os.pwrite(file, view, place)
-        view, place = view[count:], place + count
-
-
-def open_all(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
-    """Which file has which tensor.
-
-    Raises:
-        CheckpointError: with what is wrong in all files; a tensor that stands in two of them is wrong, too.
-    """
-    places: dict[str, SafetensorsFile] = {}
-    problems = []
-    for path in paths:
-        try:
-            file = open_safetensors(path)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        if twice := places.keys() & file.tensors.keys():
-            problems.append(f"tensor {printable(min(twice))!r} is in {places[min(twice)].path.name} and in {path.name}")
-        places |= dict.fromkeys(file.tensors, file)
-    if problems:
-        raise CheckpointError("\n".join(problems))
-    return places
+            self._file.close()

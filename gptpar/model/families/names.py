@@ -105,11 +105,6 @@ class HfTensor:
         """The tensor as a view of our whole parameter; the view may have more dims than the tensor."""
         return self.place.view(ours)
 
-    def fill(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Write their tensor into our whole parameter."""
-        view = self.view(ours)
-        view.copy_(theirs.reshape(view.shape))
-
 
 @dataclass(frozen=True)
 class WeightNames:

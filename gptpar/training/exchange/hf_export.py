@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import Manifest, read_manifest, read_tensors
+from gptpar.checkpoint.data_file import WritingBuffers
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
 from gptpar.checkpoint.exchange.safetensors_file import DTYPES as STORED_DTYPES
 from gptpar.checkpoint.exchange.safetensors_file import SafetensorsWriter, header_of
+from gptpar.checkpoint.pieces import NUM_THREADS, one_ahead
 from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError, printable
 from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
@@ -69,7 +71,9 @@ class Export:
         return sum(entry.nbytes for name, entry in self.manifest.tensors.items() if name.startswith("weights/"))
 
     def write(self, target: Path) -> None:
-        """Write the folder; it appears whole or not at all. In memory there is one parameter at a time.
+        """Write the folder; it appears whole or not at all.
+
+        Memory: the largest parameter, or two smaller ones, and a few pieces of 8 MiB.
 
         Raises:
             CheckpointError: the target exists, the disk refuses, or the checkpoint is damaged.
@@ -77,11 +81,13 @@ class Export:
         with new_folder(target) as folder:
             for name, text in self.texts.items():
                 write_synced(folder / name, text)
-            writers = {name: SafetensorsWriter(folder / name, header) for name, header in self.headers.items()}
+            buffers, writers = WritingBuffers(NUM_THREADS, pinned=False), []
             try:
-                self._write_weights([*writers.values()])
+                for name, header in self.headers.items():
+                    writers.append(SafetensorsWriter(folder / name, header, buffers))
+                self._write_weights(writers)
             finally:
-                for writer in writers.values():
+                for writer in writers:
                     writer.close()
 
     def _write_weights(self, writers: Sequence[SafetensorsWriter]) -> None:
@@ -89,11 +95,17 @@ class Export:
         by_parameter: dict[str, list[str]] = {}
         for name in places:
             by_parameter.setdefault(self.tensors[name].ours, []).append(name)
-        for ours, names in by_parameter.items():
+
+        def read(ours: str) -> torch.Tensor:
             stored = f"weights/{ours}"
-            parameter = read_tensors(self.path, [stored], self.manifest)[stored]
-            for name in names:
+            return read_tensors(self.path, [stored], self.manifest)[stored]
+
+        def write(ours: str, parameter: torch.Tensor) -> None:
+            for name in by_parameter[ours]:
                 places[name].write(name, self.tensors[name].view(parameter))
+
+        sizes = {ours: self.manifest.tensors[f"weights/{ours}"].nbytes for ours in by_parameter}
+        one_ahead(sizes, read, write)
 
 
 def prepare_export(path: Path, target: Path, options: ExportOptions = ExportOptions()) -> Export:

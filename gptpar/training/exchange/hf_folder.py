@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from gptpar.checkpoint.exchange.safetensors_file import DTYPES, SafetensorsFile, open_all
+from gptpar.checkpoint.exchange.safetensors_file import DTYPES
+from gptpar.checkpoint.exchange.weight_files import WeightFile, open_all
 from gptpar.config import Flags, ModelConfig, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
@@ -21,6 +22,9 @@ from gptpar.model.gpt import gpt_model
 from gptpar.model.layer_spec import build_on_meta
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+OLD_WEIGHTS, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+"""Pickles, which are read where there are no safetensors files."""
+
 MAX_JSON_BYTES = 64 << 20
 
 NO_WEIGHT = re.compile(r".*\.(attn|attention)\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq|.*\.position_ids")
@@ -34,7 +38,7 @@ MAX_LAYERS = 10_000
 class Source:
     """The file of a tensor, and its name there."""
 
-    file: SafetensorsFile
+    file: WeightFile
     name: str
 
     @property
@@ -64,7 +68,7 @@ class HfModel:
         wide = any(source.dtype == torch.float64 for _, source in sources)
         ours = torch.empty(shape, dtype=torch.float64 if wide else torch.float32)
         for tensor, source in sources:
-            tensor.fill(ours, source.file.read(source.name))
+            source.file.read_into(source.name, tensor.view(ours))
         return ours
 
 
@@ -129,7 +133,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def open_hf(folder: Path) -> HfModel:
-    """Open a folder with ``config.json`` and safetensors files; nothing but headers is read.
+    """Open a folder with ``config.json`` and files of weights; no tensor is read yet.
 
     Raises:
         CheckpointError: with all problems.
@@ -164,36 +168,37 @@ def open_hf(folder: Path) -> HfModel:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model.
+    """The files of a model's weights; safetensors go before pickles.
 
     Raises:
         CheckpointError: there are none, or the index names something that is not a file of the folder.
     """
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).is_file():
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        remedy = " Load and save it with transformers once, which writes safetensors files." if others else ""
-        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}.{remedy}")
-    places = read_json(folder / INDEX).get("weight_map")
+    for whole, index, suffix in ((WEIGHTS, INDEX, "safetensors"), (OLD_WEIGHTS, OLD_INDEX, "bin")):
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (folder / index).is_file():
+            return _files_of_index(folder / index, suffix)
+    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}, {OLD_WEIGHTS} nor {OLD_INDEX}")
+
+
+def _files_of_index(index: Path, suffix: str) -> list[Path]:
+    places = read_json(index).get("weight_map")
     names = set(places.values()) if isinstance(places, dict) and _are_texts(places.values()) else set()
-    if not names or not all(map(is_weight_file, names)):
-        raise CheckpointError(f"{folder / INDEX} does not say which files of this folder have the weights")
-    return [folder / name for name in sorted(names)]
+    if not names or not all(is_weight_file(name, suffix) for name in names):
+        raise CheckpointError(f"{index} does not say which files of this folder have the weights")
+    return [index.parent / name for name in sorted(names)]
 
 
-def is_weight_file(name: str) -> bool:
+def is_weight_file(name: str, suffix: str = "safetensors") -> bool:
     """Whether a stranger's name is that of a weight file in the folder itself."""
-    return re.fullmatch(r"[\w.-]+\.safetensors", name) is not None
+    return re.fullmatch(rf"[\w.-]+\.{suffix}", name) is not None
 
 
 def _are_texts(values: Any) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _matched(
-    kind: str, model: ModelConfig, files: Mapping[str, SafetensorsFile]
-) -> list[tuple[HfTensor, Source | None]]:
+def _matched(kind: str, model: ModelConfig, files: Mapping[str, WeightFile]) -> list[tuple[HfTensor, Source | None]]:
     """Each tensor that the model needs, and where it is; older files lack the base model's prefix in all names."""
     base = FAMILIES[kind].names.base
     found: list[tuple[HfTensor, Source | None]] = []
@@ -208,7 +213,7 @@ def _mismatches(
     kind: str,
     model: ModelConfig,
     found: list[tuple[HfTensor, Source | None]],
-    files: Mapping[str, SafetensorsFile],
+    files: Mapping[str, WeightFile],
 ) -> Iterator[str]:
     for tensor, source in found:
         if source is None:

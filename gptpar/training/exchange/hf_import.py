@@ -44,7 +44,8 @@ def import_hf(source: Path, target: Path) -> Path:
     tensors = (
         StreamedTensor(f"weights/{name}", partial(model.parameter, name, shapes[name])) for name in model.parameters
     )
-    meta = converted_meta(model.model, _moved(tokenizer, target), f"huggingface {model.kind}")
+    size = tokenizer.vocab_size or model.model.padded_vocab_size
+    meta = converted_meta(model.model, _moved(tokenizer, target), f"huggingface {model.kind}", vocab_size=size)
     with new_folder(target) as folder:
         keep(model, folder)
         path = write_checkpoint(folder, 0, tensors, meta)

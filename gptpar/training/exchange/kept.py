@@ -18,9 +18,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from gptpar.checkpoint.exchange.safetensors_file import StoredTensor, tensors_of_header
+from gptpar.checkpoint.exchange.safetensors_file import SafetensorsFile, StoredTensor, tensors_of_header
 from gptpar.errors import CheckpointError, printable
-from gptpar.training.exchange.hf_folder import CONFIG, INDEX, HfModel, is_weight_file, read_json
+from gptpar.training.exchange.hf_folder import CONFIG, INDEX, OLD_INDEX, HfModel, is_weight_file, read_json
 from gptpar.training.run_folder.branches import FOLDER_NAME as BRANCHES
 
 FOLDER, HEADERS = "huggingface", "safetensors_headers.json"
@@ -89,10 +89,10 @@ def keep(model: HfModel, root: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for path in sorted(model.folder.iterdir()):
-        wanted = any(fnmatchcase(path.name, pattern) for pattern in PATTERNS)
+        wanted = any(fnmatchcase(path.name, pattern) for pattern in PATTERNS) and path.name != OLD_INDEX
         if wanted and path.is_file() and path.stat().st_size <= MAX_BYTES:
             shutil.copyfile(path, temporary / path.name)
     files = {source.file.path.name: source.file for parts in model.parameters.values() for _, source in parts}
-    headers = {name: file.header for name, file in sorted(files.items())}
+    headers = {name: file.header for name, file in sorted(files.items()) if isinstance(file, SafetensorsFile)}
     (temporary / HEADERS).write_text(json.dumps(headers), encoding="utf-8")
     temporary.rename(root / FOLDER)

@@ -7,15 +7,22 @@ from typing import Any
 
 from gptpar.config import ModelConfig, TokenizerConfig
 
+CONVERTED = "converted"
+"""The type of a tokenizer of which a checkpoint knows the number of ids at most."""
 
-def converted_meta(model: ModelConfig, tokenizer: TokenizerConfig, source: str) -> dict[str, Any]:
-    """The meta of a checkpoint of iteration 0: enough to make text, to export, and to begin a run with --finetune.
+
+def converted_meta(
+    model: ModelConfig, tokenizer: TokenizerConfig, source: str, *, vocab_size: int | None
+) -> dict[str, Any]:
+    """The meta of a converted checkpoint: enough to make text, to export, and to begin a run with --finetune.
 
     Args:
         source: the program that it comes from.
+        vocab_size: token ids that it has, if they are known.
     """
+    known = {} if vocab_size is None else {"vocab_size": vocab_size}
     return {
         "config": {"model": dataclasses.asdict(model), "tokenizer": dataclasses.asdict(tokenizer)},
-        "tokenizer": {"type": "converted", "vocab_size": tokenizer.vocab_size or model.padded_vocab_size},
+        "tokenizer": {"type": CONVERTED, **known},
         "converted_from": source,
     }

@@ -165,7 +165,12 @@ def test_generate_and_inspect_name_it(tmp_path: Path) -> None:
             "{} NEW_FOLDER makes one of it, or says what it cannot reproduce, and",
         ),
         (".metadata __0_0.distcp", "no command that converts it"),
-        ("config.json pytorch_model.bin", "no command that converts it"),
+        ("config.json pytorch_model.bin", "{} NEW_FOLDER makes one of it"),
+        ("iter_0000100/.metadata iter_0000100/common.pt", "{} NEW_FOLDER makes one of it"),
+        (
+            "global_step5_universal/zero/w/fp32.pt global_step5_universal/mp_rank_00_model_states.pt",
+            "{} NEW_FOLDER makes one of it",
+        ),
     ],
 )
 def test_the_command_that_converts_is_named(listing: str, remedy: str, tmp_path: Path) -> None:

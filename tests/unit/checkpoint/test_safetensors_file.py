@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.checkpoint.exchange.safetensors_file import SafetensorsWriter, header_of, open_all, open_safetensors
+from gptpar.checkpoint.exchange.safetensors_file import SafetensorsWriter, header_of, open_safetensors
+from gptpar.checkpoint.exchange.weight_files import open_all
 from gptpar.errors import CheckpointError
 
 

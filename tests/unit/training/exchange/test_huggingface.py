@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gptpar.cli.convert import main as convert
+from gptpar.errors import CheckpointError
 from gptpar.training.generation import load_model
 from gptpar.training.sampling import Sampling, continue_texts, make_texts
 from tests.unit.model.test_families import CASES
@@ -20,6 +21,7 @@ from tests.unit.training.exchange.hf_models import (
     require_equal_logits,
     save_theirs,
 )
+from tests.unit.training.exchange.megatron_models import Harm
 
 transformers = pytest.importorskip("transformers")
 
@@ -117,3 +119,62 @@ def test_another_dtype_is_said_in_the_config(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert {value.dtype for value in loaded.state_dict().values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("form", ["one file", "shards", "torch's old format"])
+def test_pickled_weights_are_read_and_written_as_safetensors(form: str, tmp_path: Path) -> None:
+    theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    reference = save_theirs(theirs, "GPT-2")
+    save_as_bin(theirs, shards=2 if form == "shards" else 1, zipped=form != "torch's old format")
+    before = contents(theirs)
+    assert convert([str(theirs), str(run)]) == 0
+    require_equal_logits(our_logits(run, TOKENS), reference, TOKENS)
+    assert contents(theirs) == before
+    convert([str(run), str(back)])
+    assert not [path for path in back.iterdir() if "bin" in path.name]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float64)
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, reference.state_dict()[key]), key
+
+
+def save_as_bin(folder: Path, *, shards: int = 1, zipped: bool = True) -> None:
+    """In the place of a folder's safetensors file, with the tied head and a mask as older versions saved them."""
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights |= {
+        "lm_head.weight": weights["transformer.wte.weight"],
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16),
+    }
+    (folder / "model.safetensors").unlink()
+    places = {}
+    for number in range(shards):
+        name = "pytorch_model.bin" if shards == 1 else f"pytorch_model-{number + 1:05d}-of-{shards:05d}.bin"
+        part = dict(list(weights.items())[number::shards])
+        places |= dict.fromkeys(part, name)
+        torch.save(part, folder / name, _use_new_zipfile_serialization=zipped)
+    if shards > 1:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickled_weights_that_would_run_a_command_are_refused(zipped: bool, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    save_theirs(theirs, "GPT-2")
+    (theirs / "model.safetensors").unlink()
+    harm = {"w": torch.ones(2), "x": Harm(f"touch {tmp_path / 'harmed'}")}
+    torch.save(harm, theirs / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"bin is refused: reading it would call \w+.system, which may"):
+        convert([str(theirs), str(tmp_path / "run")])
+    torch.save({"w": 1}, theirs / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="something else than tensors by name"):
+        convert([str(theirs), str(tmp_path / "run")])
+    (theirs / "pytorch_model.bin").write_bytes((theirs / "pytorch_model.bin").read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="is no file of torch.save, or damaged"):
+        convert([str(theirs), str(tmp_path / "run")])
+    (theirs / "pytorch_model.bin").rename(theirs / "elsewhere.bin")
+    index = theirs / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "../elsewhere.bin"}}))
+    with pytest.raises(CheckpointError, match="does not say which files of this folder"):
+        convert([str(theirs), str(tmp_path / "run")])
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs"}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,83 +14,21 @@ import torch
 from gptpar.checkpoint.exchange.safe_pickle import LeftOut, load_torch_file
 from gptpar.cli.convert import main as convert
 from gptpar.errors import CheckpointError
-from gptpar.model.gpt import gpt_model
-from gptpar.pipeline import Stage
-from gptpar.topology.initial_values import initialise
-from tests.helpers import inits_of_stage, random_tokens, tiny_config
+from tests.helpers import random_tokens
 from tests.unit.training.exchange.hf_models import contents, logits_of, our_logits
-
-Weights = dict[str, torch.Tensor]
-GPT2 = "--num-layers 4"
-LLAMA = (
-    "--num-layers 4 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--num-query-groups 2 --untie-embeddings-and-output-weights --qk-layernorm"
+from tests.unit.training.exchange.megatron_models import (
+    FUSED,
+    GPT2,
+    LLAMA,
+    OLD,
+    Harm,
+    Weights,
+    arguments,
+    block_name,
+    of_rank,
+    our_model,
+    save,
 )
-OLD = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attention.query_key_value",
-    "attention.query_norm": "self_attention.q_layernorm",
-    "attention.key_norm": "self_attention.k_layernorm",
-    "attention.out": "self_attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.up": "mlp.dense_h_to_4h",
-    "mlp.down": "mlp.dense_4h_to_h",
-}
-FUSED = OLD | {
-    "attention_norm": "self_attention.linear_qkv.layer_norm_",
-    "attention.qkv": "self_attention.linear_qkv",
-    "attention.out": "self_attention.linear_proj",
-    "mlp_norm": "mlp.linear_fc1.layer_norm_",
-    "mlp.up": "mlp.linear_fc1",
-    "mlp.down": "mlp.linear_fc2",
-}
-
-
-def our_model(flags: str) -> tuple[Stage, Weights]:
-    stage = Stage(gpt_model(tiny_config(flags).model).specs)
-    weights = {name: torch.empty(p.shape) for name, p in stage.global_parameters().items()}
-    initialise(weights, inits_of_stage(stage), seed=7)
-    for name, value in weights.items():
-        value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
-    return stage, weights
-
-
-def arguments(flags: str, **more: Any) -> Namespace:
-    model = tiny_config(flags).model
-    names = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
-        "max_position_embeddings position_embedding_type rotary_base rotary_percent normalization swiglu "
-        "add_bias_linear untie_embeddings_and_output_weights qk_layernorm norm_epsilon padded_vocab_size"
-    )
-    same = {name: getattr(model, name) for name in names.split()}
-    return Namespace(
-        **same,
-        group_query_attention=model.num_query_groups != 4,
-        bias_gelu_fusion=True,
-        vocab_size=60,
-        num_experts=None,
-        window_size=None,
-        **more,
-    )
-
-
-def of_rank(name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
-    """What the second or first of two tensor ranks has, as Megatron stores it: written down, not asked of gptpar."""
-    if name.endswith(("attention.out.weight", "mlp.down.weight")):
-        return value.chunk(2, 1)[rank].clone()
-    if ".mlp.up." in name and value.dim() == 3:  # gate and value, one after the other on each rank
-        return torch.cat([part.chunk(2, 0)[rank] for part in value])
-    if ".qkv." in name or ".mlp.up." in name or name in ("embedding.weight", "output.weight"):
-        return value.chunk(2, 0)[rank].clone()
-    return value.clone()
-
-
-def block_name(name: str, table: Mapping[str, str], first: int) -> str:
-    """Theirs, with blocks counted from the stage's first one."""
-    _, number, inner = name.split(".", 2)
-    ours, _, end = inner.rpartition(".")
-    theirs = table[ours]
-    return f"layers.{int(number) - first}.{theirs}{'' if theirs.endswith('_') else '.'}{end}"
 
 
 def save_core(root: Path, weights: Weights, flags: str) -> None:
@@ -176,11 +113,6 @@ def save_pipelined_deepspeed(root: Path, weights: Weights, flags: str) -> None:
         )
 
 
-def save(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(content, path)
-
-
 CASES: dict[str, tuple[Callable[[Path, Weights, str], None], str]] = {
     "Megatron Core, GPT-2": (save_core, GPT2),
     "Megatron Core, like Qwen3": (save_core, LLAMA),
@@ -201,16 +133,6 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(name: str, tmp_path: Pat
     tokens = random_tokens(3, 15, 60)
     stage.place({name: value.double() for name, value in weights.items()})
     torch.testing.assert_close(our_logits(tmp_path / "run", tokens), logits_of(stage.eval(), tokens), rtol=0, atol=0)
-
-
-class Harm:
-    """Runs a command where it is unpickled."""
-
-    def __init__(self, command: str):
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, (self.command,)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -1,0 +1,86 @@
+"""Files of weights by tensor name: safetensors, and the older ``.bin`` files of ``torch.save``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from gptpar.checkpoint.exchange.safe_pickle import load_torch_file
+from gptpar.checkpoint.exchange.safetensors_file import NAME_OF, TensorInfo, open_safetensors
+from gptpar.errors import CheckpointError, printable
+
+
+class WeightFile(Protocol):
+    """A file that has been opened and checked; tensors are read one by one."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """By name."""
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """One tensor, into a view of as many elements."""
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """A dictionary of tensors in a file of ``torch.save``, unpickled with an allow-list; its bytes stay on the disk."""
+
+    path: Path
+    values: Mapping[str, torch.Tensor]
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Number format and shape of each tensor, in the words of safetensors."""
+        return {
+            name: TensorInfo(NAME_OF.get(value.dtype, str(value.dtype)), tuple(value.shape))
+            for name, value in self.values.items()
+        }
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """One tensor, into a view of as many elements; its bytes come from the disk now."""
+        target.copy_(self.values[name].detach().reshape(target.shape))
+
+
+def open_torch(path: Path) -> TorchFile:
+    """Open a ``.bin`` file.
+
+    Raises:
+        CheckpointError: it would run code, is damaged, or holds something else than named tensors.
+    """
+    content = load_torch_file(path)
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    ):
+        raise CheckpointError(f"{path} holds something else than tensors by name")
+    return TorchFile(path, content)
+
+
+def open_all(paths: Iterable[Path]) -> dict[str, WeightFile]:
+    """Which file has which tensor.
+
+    Raises:
+        CheckpointError: with what is wrong in all files; a tensor that stands in two of them is wrong, too.
+    """
+    places: dict[str, WeightFile] = {}
+    problems = []
+    for path in paths:
+        try:
+            file: WeightFile = open_torch(path) if path.suffix == ".bin" else open_safetensors(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        names = file.tensors.keys()
+        if twice := places.keys() & names:
+            problems.append(f"tensor {printable(min(twice))!r} is in {places[min(twice)].path.name} and in {path.name}")
+        places |= dict.fromkeys(names, file)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return places

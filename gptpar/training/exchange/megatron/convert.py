@@ -1,0 +1,163 @@
+"""A checkpoint of ours from one of Megatron's, tensor by tensor.
+
+Their QKV rows are ordered by group, as ours are, since version 2 of their checkpoints. A rank's part of a parameter has
+the elements of the part that our parameter's declared placement gives to that tensor rank; so parts are joined along
+the declared dim.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gptpar.checkpoint.exchange.distcp import METADATA
+from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
+from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint
+from gptpar.config import ModelConfig, TokenizerConfig
+from gptpar.errors import CheckpointError
+from gptpar.model.gpt import gpt_model
+from gptpar.pipeline.stage import ParameterInfo, Stage
+from gptpar.training.exchange.megatron.arguments import count_in, model_of
+from gptpar.training.exchange.megatron.found import WEIGHTS, Found, RankPart
+from gptpar.training.exchange.megatron.progress import progress_meta
+from gptpar.training.exchange.megatron.rank_files import open_rank_files
+from gptpar.training.exchange.megatron.torch_dist import COMMON, open_torch_dist
+from gptpar.training.exchange.megatron.universal import FOLDER as UNIVERSAL
+from gptpar.training.exchange.megatron.universal import open_universal
+from gptpar.training.exchange.meta import converted_meta
+
+MAX_LISTED = 8
+_CHECKPOINT = r"(?:iter_|global_step)(\d{1,18})(_universal)?"
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """A checkpoint of which every tensor is known to be there, in the right size.
+
+    Attributes:
+        infos: our global name -> shape and placement.
+    """
+
+    found: Found
+    model: ModelConfig
+    infos: Mapping[str, ParameterInfo]
+
+    def tensors(self) -> Iterator[StreamedTensor]:
+        """All of our checkpoint, in the order in which theirs is read best."""
+        for kind, parts in self.found.states.items():
+            for name in parts:
+                if name in self.infos:
+                    yield StreamedTensor(f"{kind}/{name}", partial(self.tensor, kind, name))
+
+    def tensor(self, kind: str, name: str) -> torch.Tensor:
+        """A parameter of ours, or a state of it, in fp32, or in fp64 where theirs is."""
+        shape, split = self.infos[name].shape, self.infos[name].split
+        parts = [part.read() for part in self.found.states[kind][name]]
+        if split is None or len(parts) == 1:
+            whole = parts[0].reshape(shape)
+        else:
+            before, after = shape[: split.dim], shape[split.dim + 1 :]
+            whole = torch.cat([part.reshape(*before, -1, *after) for part in parts], split.dim)
+        return whole.to(torch.float64 if whole.dtype == torch.float64 else torch.float32)
+
+
+def open_megatron(folder: Path) -> MegatronModel:
+    """Open a checkpoint folder, or the newest in a folder of checkpoints; tensors are not read yet.
+
+    Raises:
+        CheckpointError: with what is wrong, or what cannot be read.
+    """
+    path = _newest(folder)
+    if (path / METADATA).exists() or (path / COMMON).exists():
+        found = open_torch_dist(path)
+    elif (path / UNIVERSAL).is_dir():
+        found = open_universal(path)
+    else:
+        found = open_rank_files(path)
+    version = found.beside.get("checkpoint_version", 0.0)
+    if type(version) not in (int, float) or version < 2:
+        raise CheckpointError(
+            f"{path} is of version {str(version)[:20]} of Megatron's checkpoints, whose QKV rows are in another order; "
+            "load and save it with a newer Megatron-LM once"
+        )
+    elements = sum(map(_numel, found.states[WEIGHTS].get("embedding.weight", ())))
+    rows = elements // (count_in(vars(found.arguments), "hidden_size") or 1)
+    model = model_of(found.arguments, rows, path)
+    infos = Stage(gpt_model(model).specs).infos()
+    problems = [problem for kind in found.states for problem in _mismatches(found, kind, infos, model.tied)]
+    if problems:
+        told = "\n".join(problems[:MAX_LISTED])
+        raise CheckpointError(f"the weights in {path} are not those of its arguments:\n{told}")
+    return MegatronModel(found, model, infos)
+
+
+def import_megatron(source: Path, target: Path) -> Path:
+    """Make a checkpoint of one of Megatron's; the source stays as it is.
+
+    With the optimizer's state it is of the same iteration, and a run goes on from it. With weights alone it is of
+    iteration 0.
+
+    Args:
+        target: a new folder of checkpoints.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        CheckpointError: with what is wrong.
+    """
+    if problem := why_not_new(target):
+        raise CheckpointError(problem)
+    opened = open_megatron(source)
+    found, rows = opened.found, opened.model.padded_vocab_size
+    size = _vocab_size(found)
+    known = size if size and size <= rows else None
+    meta = converted_meta(opened.model, TokenizerConfig(vocab_size=known or rows), "megatron", vocab_size=known)
+    iteration = 0
+    if found.steps is not None:
+        meta |= progress_meta(found, opened.model.seq_length)
+        iteration = meta["progress"]["iteration"]
+    with new_folder(target) as folder:
+        path = write_checkpoint(folder, iteration, opened.tensors(), meta)
+    return target / path.name
+
+
+def _newest(folder: Path) -> Path:
+    """The newest checkpoint in a folder of some, of two forms of one the universal one; else the folder itself."""
+    inside = [path for path in folder.iterdir() if path.is_dir()]
+    found = [(re.fullmatch(_CHECKPOINT, path.name), path) for path in inside]
+    numbered = [(int(name[1]), name[2] or "", path) for name, path in found if name]
+    release = [path for path in inside if path.name == "release"]
+    return max(numbered)[2] if numbered else [*release, folder][0]
+
+
+def _vocab_size(found: Found) -> int | None:
+    """Token ids without padding, where the checkpoint says it."""
+    info = found.beside.get("universal_checkpoint_info")
+    of_info = count_in(info, "original_vocab_size") if isinstance(info, dict) else None
+    return of_info or count_in(vars(found.arguments), "vocab_size")
+
+
+def _mismatches(found: Found, kind: str, infos: Mapping[str, ParameterInfo], tied: bool) -> Iterator[str]:
+    """What is missing, has no place, or does not have as many elements as our parameter."""
+    states, of_kind = found.states[kind], "" if kind == WEIGHTS else f"{kind} of "
+    names = states.keys() - ({"output.weight"} if tied else set())
+    yield from (f"{of_kind}{name!r} is missing" for name in sorted(infos.keys() - names))
+    yield from (f"{of_kind}{name!r} has no place in the model" for name in sorted(names - infos.keys()))
+    for name in sorted(names & infos.keys()):
+        info, parts = infos[name], states[name]
+        whole = sum(map(_numel, parts)) if info.split is not None else _numel(parts[0])
+        if whole != info.shape.numel() or len(parts) != found.num_ranks:
+            sizes = [list(part.shape) for part in parts]
+            yield (
+                f"{of_kind}{name!r} is {list(info.shape)} in the model, and the {found.num_ranks} ranks have {sizes}"
+            )
+
+
+def _numel(part: RankPart) -> int:
+    return torch.Size(part.shape).numel()

@@ -1,0 +1,38 @@
+"""How many updates an optimizer's state has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def steps_in(state: Any) -> int | None:
+    """Updates that an optimizer's state dictionary counts, for all parameters, by group or by parameter.
+
+    Returns:
+        ``None`` where it does not say.
+    """
+    inner = state.get("optimizer", state) if isinstance(state, dict) else None
+    found = (steps_of(place.get(name)) for place in _places(inner) for name in ("common_step", "step"))
+    return next((steps for steps in found if steps is not None), None)
+
+
+def _places(state: Any) -> Iterator[dict[Any, Any]]:
+    if not isinstance(state, dict):
+        return
+    of_state, groups = state.get("state"), state.get("param_groups")
+    if isinstance(of_state, dict):
+        yield of_state
+        yield from (one for one in of_state.values() if isinstance(one, dict))
+    if isinstance(groups, list):
+        yield from (one for one in groups if isinstance(one, dict))
+
+
+def steps_of(value: Any) -> int | None:
+    """A number of steps, which some optimizers keep as a tensor."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        number = value.item()
+        value = int(number) if number == int(number) else None
+    return value if type(value) is int and value >= 0 else None

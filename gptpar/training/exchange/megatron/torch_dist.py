@@ -1,0 +1,84 @@
+"""Megatron-LM's torch_dist format, whatever layout saved it.
+
+    iter_0000010/common.pt                  arguments, iteration, scheduler, the optimizer's counters
+    iter_0000010/.metadata, __R_I.distcp    tensors, in torch.distributed.checkpoint's format
+
+A tensor is there as a whole, under Megatron Core's name of it; those of the layers are one tensor with a first dim for
+the layers (``decoder.layers.mlp.linear_fc2.weight``), or one for each layer. States of the optimizer have the same
+names after ``optimizer.state.exp_avg.`` and so on, and the same shapes if they were saved fully reshardable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from gptpar.checkpoint.exchange.distcp import DistcpFolder
+from gptpar.checkpoint.exchange.safe_pickle import load_torch_file
+from gptpar.errors import CheckpointError
+from gptpar.training.exchange.megatron.arguments import MAX_LAYERS
+from gptpar.training.exchange.megatron.found import MOMENTS, WEIGHTS, Found, Parts, RankPart
+from gptpar.training.exchange.megatron.names import EVERY_LAYER, our_name
+from gptpar.training.exchange.megatron.rank_files import with_arguments
+from gptpar.training.exchange.megatron.steps import steps_in
+
+COMMON = "common.pt"
+MASTERS = "fp32_param"
+_OF_OPTIMIZER = re.compile(rf"(?:chained_0\.)?optimizer\.state\.({'|'.join((MASTERS, *MOMENTS))})\.(.+)")
+_NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\..*|.*_extra_state.*|rng_state.*|rerun_state_machine_state.*")
+
+
+def open_torch_dist(path: Path) -> Found:
+    """Open one checkpoint; tensors are not read yet.
+
+    Raises:
+        CheckpointError: with what is wrong, or what cannot be read.
+    """
+    common = load_torch_file(path / COMMON)
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path / COMMON} holds no state of a run")
+    folder = DistcpFolder(path)
+    weights = [name for name in folder.tensors if not _NO_WEIGHT.fullmatch(name)]
+    keys: dict[str, dict[str, str]] = {WEIGHTS: {name: name for name in weights}}
+    for key in folder.tensors:
+        if found := _OF_OPTIMIZER.fullmatch(key):
+            keys.setdefault(found[1], {})[found[2]] = key
+    steps = steps_in(common.get("optimizer"))
+    kinds = _with_optimizer(folder, keys) if steps is not None else None
+    states = {kind: _parts(folder, found) for kind, found in (kinds or {WEIGHTS: keys[WEIGHTS]}).items()}
+    arguments = with_arguments(common.get("args"), path)
+    return Found(path, arguments, common, 1, states, steps if kinds else None)
+
+
+def _with_optimizer(folder: DistcpFolder, keys: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]] | None:
+    """Each kind's tensors by name, in fp32, if all of them are there in the weights' shapes."""
+    weights = keys[WEIGHTS]
+    shapes = {name: folder.tensors[name].shape for name in weights}
+    is_fp32 = all(folder.tensors[name].dtype in (torch.float32, torch.float64) for name in weights)
+    masters = keys.get(MASTERS, weights if is_fp32 else {})
+    kinds = {WEIGHTS: masters, **{moment: keys.get(moment, {}) for moment in MOMENTS}}
+    complete = all({name: folder.tensors[key].shape for name, key in one.items()} == shapes for one in kinds.values())
+    return kinds if complete else None
+
+
+def _parts(folder: DistcpFolder, keys: Mapping[str, str]) -> Parts:
+    """Parts by our name; the layers of one tensor follow each other.
+
+    Raises:
+        CheckpointError: a tensor that none of our parameters is.
+    """
+    return {ours: [part] for name, key in keys.items() for ours, part in _layers(folder, our_name(name), key)}
+
+
+def _layers(folder: DistcpFolder, ours: str, key: str) -> Iterator[tuple[str, RankPart]]:
+    shape = folder.tensors[key].shape
+    if not ours.startswith(EVERY_LAYER):
+        yield ours, RankPart(shape, partial(folder.read, key))
+        return
+    for index in range(min(shape[0] if shape else 0, MAX_LAYERS)):
+        name = ours.replace(EVERY_LAYER, f"layers.{index}.")
+        yield name, RankPart(shape[1:], partial(folder.read, key, index))

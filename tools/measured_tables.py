@@ -352,15 +352,10 @@ def survived_faults() -> str:
 
 def goodput() -> str:
     """Runs whose workers are killed."""
-    rows = [
-        [
-            f"{line['kill_every_s']:.0f} s",
-            str(line["kills"]),
-            f"{100 * line['goodput']:.1f} %",
-            f"{line['kill_to_next_step_median_s']:.2f} s, at most {line['kill_to_next_step_max_s']:.2f} s",
-        ]
-        for line in lines_of("goodput")
-    ]
+    rows = []
+    for line in lines_of("goodput"):
+        times = f"{line['kill_to_next_step_median_s']:.2f} s, at most {line['kill_to_next_step_max_s']:.2f} s"
+        rows.append([f"{line['kill_every_s']:.0f} s", str(line["kills"]), f"{100 * line['goodput']:.1f} %", times])
     return table(["a kill every", "kills in 10 minutes", "goodput", "from the kill to the next step"], rows)
 
 

@@ -87,7 +87,7 @@ def sound_files(path: Path, manifest: Manifest, names: Collection[str]) -> set[s
     chunks = [(name, chunk) for name, chunk in _chunks(manifest) if chunk.pieces and chunk.file in there]
     with ChunkFiles(path) as files:
         files.open(there)
-        found = run_parallel([partial(_check_chunk, files, name, chunk) for name, chunk in chunks])
+        found = run_parallel([partial(_check_chunk, files, name, chunk, lambda: None) for name, chunk in chunks])
     return there - {chunk.file for (_, chunk), problems in zip(chunks, found, strict=True) if problems}
 
 

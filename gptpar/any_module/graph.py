@@ -77,6 +77,7 @@ class RecordedWork:
             engine.finish,
             engine.graph_breaks,
             launched_steps=LAUNCHED_STEPS,
+            quiet=engine.optimizer.guard.wait_until_read,
             given_up=_warn,
             recorder=recorder,
         )

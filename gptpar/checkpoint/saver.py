@@ -56,6 +56,7 @@ class Save:
         write: ``save_checkpoint`` with all but ``process_group``, ``snapshot`` and ``moved``.
         permit: raises ``FolderTakenError``, on the main process, if the folder is another run's.
         files_in_memory: how many processes' files it brings into the host's memory, for each process.
+        optional: training goes on without it, however often it fails.
         unguarded: whether a part is overwritten by somebody who does not ask first, so that it is cloned at once.
     """
 
@@ -65,6 +66,7 @@ class Save:
     write: Callable[..., Path]
     permit: Callable[[], None] = lambda: None
     files_in_memory: int = 0
+    optional: bool = False
     unguarded: Callable[[torch.Tensor], bool] = lambda part: False
 
 
@@ -98,6 +100,7 @@ class Saver:
         guard: is asked by everything that overwrites what is saved, but for what a save calls unguarded.
         warn: tells of a save that failed.
         on_saved: is called on each process by itself when it finds that a save is on the disk.
+        alive: is called while processes wait for a save: the launcher must not take them for hung before they say so.
 
     Attributes:
         under_way: the save of which this process has not seen the end; ``None``: there is none.
@@ -109,8 +112,10 @@ class Saver:
         guard: StateGuard,
         warn: Callable[[str], None],
         on_saved: Callable[[Saved], None] = lambda saved: None,
+        alive: Callable[[], None] = lambda: None,
     ):
-        self._topology, self._guard, self._warn, self._on_saved = topology, guard, warn, on_saved
+        self._topology, self._guard, self._warn = topology, guard, warn
+        self._on_saved, self._alive = on_saved, alive
         self._group: dist.ProcessGroup | None = None
         self._begun: Save | None = None  # on all processes alike, until they have come to `finish`
         self.under_way: SaveUnderWay | None = None
@@ -150,7 +155,7 @@ class Saver:
         """
         started = time.perf_counter()
         self.finish()
-        is_last = self._failures.get(save.folder, 0) >= FORGIVEN
+        is_last = not save.optional and self._failures.get(save.folder, 0) >= FORGIVEN
         behind = behind and not is_last
         snapshot, has_room = self._snapshot(save, behind)
         behind = behind and not self._topology.any_rank(not has_room)
@@ -237,6 +242,8 @@ class Saver:
             if self.under_way is not None:
                 self.under_way.cancel()
                 self.under_way.wait(INTERRUPTED_SECONDS)
+                self.under_way.end()
+                self.under_way = None
             raise
         finally:
             self._begun = None
@@ -272,6 +279,7 @@ class Saver:
         started, moved_before, since, is_late = time.perf_counter(), -1.0, time.monotonic(), False
         stands = self.under_way is not None and not self.under_way.over
         while True:
+            self._alive()
             under_way = self.under_way
             if under_way is not None and under_way.wait(LOOK_SECONDS):
                 self._stood_s += time.perf_counter() - started if stands else 0.0
@@ -280,7 +288,7 @@ class Saver:
             failed, broken = self._error is not None, not isinstance(self._error, CheckpointError | None)
             mine = [self.under_way is not None, failed, broken, is_late, moved]
             waiting, fails, breaks, late, moved_now = self._topology.sum_over_all(
-                torch.tensor(mine, dtype=torch.float64)
+                torch.tensor(mine, dtype=torch.float64, device=self._topology.votes_device)
             ).tolist()
             if not waiting:
                 return fails > 0, breaks > 0
@@ -317,7 +325,7 @@ class Saver:
     def _warning(self, save: Save, error: BaseException) -> str:
         number = self._failures.get(save.folder, 0) + 1
         following = "the next save tries again"
-        if number >= FORGIVEN:
+        if number >= FORGIVEN and not save.optional:
             following = f"training stands still for the next save, and ends if that fails, too ({number} have in a row)"
         return (
             f"WARNING: the save of iteration {save.iteration} to {save.folder} failed: {_sentence(error)} Older "

@@ -76,6 +76,8 @@ class StepGraph(Generic[Given, Result]):
             that step's gradients for this step.
         graph_breaks: where the host acts in between, with tensors that nothing else in the step writes to.
         launched_steps: number of equal steps before a recording.
+        quiet: called before each recording: returns when no other thread waits for the device, which torch refuses to
+            all threads of a process meanwhile.
         given_up: told why ``work`` cannot be recorded; all later steps run without a graph. ``None``: raise instead.
         recorder: default: of CUDA graphs.
     """
@@ -88,11 +90,12 @@ class StepGraph(Generic[Given, Result]):
         graph_breaks: GraphBreaks,
         *,
         launched_steps: int = LAUNCHED_STEPS,
+        quiet: Callable[[], None] = lambda: None,
         given_up: Callable[[Exception], None] | None = None,
         recorder: Recorder | None = None,
     ):
         self._work, self._before, self._let_go, self._graph_breaks = work, before, let_go, graph_breaks
-        self._launched_steps, self._given_up = launched_steps, given_up
+        self._launched_steps, self._quiet, self._given_up = launched_steps, quiet, given_up
         self._recorder = recorder or CudaRecorder()
         self._alike, self._last, self._is_off = 0, (object(), object()), False
         self._parts: list[Action] = []
@@ -134,6 +137,7 @@ class StepGraph(Generic[Given, Result]):
         inputs = mapped(given, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
         self._before()
         self._let_go()
+        self._quiet()
         try:
             with self._recorder.recording():
                 result = self._record_parts(inputs)

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 
 import torch
 
-from gptpar.errors import CheckpointError
+from gptpar.errors import NotSavedError
 from gptpar.system.blocks import copy_bytes, span
 from gptpar.system.regions import PIECE_BYTES, Borrowed, MemoryRegion, Piece, RegionState, blocks_of, outside, pieces_of
 from gptpar.system.spare_memory import SpareMemory
@@ -50,6 +50,7 @@ class Snapshot:
         room: as given.
         waited_s: seconds for which overwriting had to wait, or copied by itself.
         most_kept: bytes of host memory that copies, and blocks given in exchange, took at most.
+        closed: set once the save reads no longer.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Snapshot:
         self.waited_s, self.most_kept = 0.0, 0
         self.room = self._room = room
         self._spare = SpareMemory() if spare is None else spare
+        self.closed = threading.Event()
         self._changed = threading.Condition()
         self._pieces: dict[int, list[Piece]] = {}
         self._tensors = list(tensors)  # alive, so that their ids are theirs alone
@@ -142,7 +144,7 @@ class Snapshot:
         """Return when these tensors' memory may be overwritten.
 
         Raises:
-            CheckpointError: memory has no room, and the save hangs.
+            NotSavedError: memory has no room, and the save hangs.
         """
         started = time.perf_counter()
         for tensor in tensors:
@@ -164,7 +166,7 @@ class Snapshot:
     def _wait_for_disk(self) -> None:
         """Wait until something has changed, as each piece that is read changes something."""
         if not self._changed.wait(STILL_SECONDS):
-            raise CheckpointError(
+            raise NotSavedError(
                 f"the save under way has taken no piece of the state for {STILL_SECONDS / 60:g} minutes, so that its "
                 "file system does not answer, and memory has no room for what training is about to overwrite. Older "
                 "checkpoints are whole, and the newest state is not on the disk."
@@ -285,6 +287,7 @@ class Snapshot:
             for region in self._regions():
                 self._finish(region)
             self._changed.notify_all()
+        self.closed.set()
 
 
 class StateGuard:
@@ -309,6 +312,12 @@ class StateGuard:
         """See :meth:`Snapshot.exchange`."""
         snapshot = self.snapshot
         return None if snapshot is None else snapshot.exchange(block)
+
+    def wait_until_read(self) -> None:
+        """Return when no save reads state any more, or after the longest time that a disk may be still."""
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.closed.wait(STILL_SECONDS)
 
     def needs(self, block: torch.Tensor) -> bool:
         """See :meth:`Snapshot.needs`."""

@@ -112,11 +112,17 @@ class Topology:
             dist.all_reduce(tensor, group=self.data_group)
         return tensor
 
+    @property
+    def votes_device(self) -> torch.device:
+        """Where processes sum numbers for a decision: the host, unless the caller's group takes GPU tensors alone."""
+        takes_host = self.layout.world_size == 1 or "cpu:" in dist.get_backend_config()
+        return torch.device("cpu") if takes_host else self.device
+
     def any_rank(self, yes: bool) -> bool:
         """Whether any process says yes; all processes call this together."""
         if self.layout.world_size == 1:
             return yes
-        votes = torch.tensor([int(yes)])
+        votes = torch.tensor([int(yes)], device=self.votes_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
         return bool(votes.item())
 

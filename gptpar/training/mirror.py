@@ -174,13 +174,12 @@ def _own_folder(interval: int, checkpoint: CheckpointConfig) -> Path:
             "new one for each run; or leave it out."
         )
     c = checkpoint
-    if not is_told_how_to_go_on() and not (
-        goes_on(c) and not c.finetune and not c.no_load_optim and c.ckpt_step is None
-    ):
+    begins = c.begins_anew or c.no_load_lr_state or c.no_load_optim or c.ckpt_step is not None
+    if not is_told_how_to_go_on() and (begins or not goes_on(c)):
         raise GptparError(
             f"--mirror-interval {interval} with torchrun or another launcher than gptpar pretrain: the processes of a "
             "replaced machine have to go on as the others do: give --load the folder of --save, without --finetune, "
-            "--no-load-optim and --ckpt-step."
+            "--reset-iteration, --no-load-lr-state, --no-load-optim and --ckpt-step."
         )
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -116,7 +116,8 @@ class Saving:
             target.permit = permit
         interval = self._config.save_hf_interval if trainer.topology.is_main else None
         self._exports = None if interval is None else Exports(interval, say)
-        self._saver = Saver(trainer.topology, trainer.engine.optimizer.guard, say, self._take_note)
+        activity, guard = trainer.activity, trainer.engine.optimizer.guard
+        self._saver = Saver(trainer.topology, guard, say, self._take_note, alive=lambda: activity.note(activity.doing))
         self._target: Target | None = None  # of the last save
 
     def describe(self) -> str:
@@ -197,7 +198,15 @@ class Saving:
         permit = target.permit or (lambda: None)
         keeping: dict[str, Any] = {"keep": None if keep_all else target.keep, "permit": permit, "ring": target.ring}
         write = partial(save_checkpoint, target.folder, iteration, tensors, meta, **keeping)
-        save = Save(target.folder, iteration, tensors, write, permit, files_in_memory=target.files_in_memory)
+        save = Save(
+            target.folder,
+            iteration,
+            tensors,
+            write,
+            permit,
+            files_in_memory=target.files_in_memory,
+            optional=target.in_memory,
+        )
         self._saver.begin(save, behind=self._config.async_save and not last, required=last)
 
     def poll(self) -> None:
@@ -239,7 +248,9 @@ class Saving:
     def abandon(self) -> None:
         """The same after an error, when other processes may be gone: errors of the save and its export are ignored."""
         with suppress(Exception):
-            self._saver.abandon(60 * self._trainer.config.parallel.distributed_timeout_minutes)
+            patience = 60 * self._trainer.config.parallel.distributed_timeout_minutes
+            if (told := self._saver.abandon(patience)) is not None:
+                self._say(f"WARNING: {told}")
         if self._exports is not None:
             self._exports.finish()
 

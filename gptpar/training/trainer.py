@@ -109,7 +109,8 @@ class Trainer:
         if topology.device.type == "cuda" and wants_graph(config, topology.layout.data):
             engine = self.engine
             self._graph = StepGraph(
-                self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.graph_breaks
+                *(self._forward_backward, engine.gatherer.wait_for_all, engine.finish, engine.graph_breaks),
+                quiet=engine.optimizer.guard.wait_until_read,
             )
         dtype = self.engine.optimizer.master.dtype  # fp16 may be too narrow for the loss scale
         self._scale = torch.empty((), dtype=dtype, device=topology.device)  # incoming gradient of a micro-batch's loss

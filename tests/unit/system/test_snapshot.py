@@ -213,3 +213,16 @@ def test_overwriting_that_waits_for_a_hung_disk_ends_with_a_sentence(monkeypatch
     tensor = torch.zeros(8)
     with pytest.raises(CheckpointError, match="file system does not answer, and memory has no room"):
         Snapshot([tensor], room=0).before_write([tensor])
+
+
+def test_whoever_needs_quiet_waits_until_all_is_read() -> None:
+    guard, tensor = StateGuard(), torch.ones(3)
+    guard.wait_until_read()  # there is no save
+    guard.snapshot = Snapshot([tensor])
+    waiting = threading.Thread(target=guard.wait_until_read, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    guard.snapshot.close()
+    waiting.join(10)
+    assert not waiting.is_alive()

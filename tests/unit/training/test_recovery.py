@@ -158,6 +158,9 @@ def test_a_mirror_that_nobody_would_load_is_refused(trainer: Trainer, monkeypatc
         "--save a",
         "--save a --load .",
         "--save a --load a --finetune",
+        "--save a --load a --reset-iteration",
+        "--save a --load a --no-load-lr-state",
+        "--save a --load a --no-load-optim",
         "--save a --load a --ckpt-step 3",
     ):
         with pytest.raises(GptparError, match="a replaced machine have to go on as the others do: give --load the fol"):

@@ -1,0 +1,109 @@
+"""One process's saver: failures that are forgiven, and a wait that is interrupted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gptpar.checkpoint.background import SaveUnderWay
+from gptpar.checkpoint.saver import FORGIVEN, Save, Saver
+from gptpar.errors import CheckpointError, NotSavedError
+from gptpar.system.snapshot import StateGuard
+from gptpar.topology.groups import Topology
+from gptpar.topology.layout import Layout
+from gptpar.topology.tensor_parts import as_parts
+
+HERE = torch.device("cpu")
+
+
+def make() -> tuple[Saver, StateGuard, list[str]]:
+    guard, said = StateGuard(), list[str]()
+    return Saver(Topology(Layout(), 0, HERE), guard, said.append), guard, said
+
+
+def save_of(iteration: int, write: Callable[..., Path], **more: Any) -> Save:
+    return Save(Path("run"), iteration, {"w": as_parts(torch.ones(3))}, write, **more)
+
+
+def full(**_: Any) -> Path:
+    raise CheckpointError("no space left")
+
+
+def written(**_: Any) -> Path:
+    return Path("run/written")
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_only_what_training_needs_ends_it_when_it_keeps_failing(optional: bool) -> None:
+    saver, _, said = make()
+    for iteration in range(FORGIVEN):
+        saver.begin(save_of(iteration, full, optional=optional), behind=True)
+        saver.finish()
+    last = save_of(9, full, optional=optional)
+    if optional:
+        saver.begin(last, behind=True)
+        saver.finish()
+    else:
+        with pytest.raises(NotSavedError, match="state, of iteration 9, is not on the disk"):
+            saver.begin(last, behind=True)
+    assert len(said) == FORGIVEN + optional
+    assert ("stands still" in said[-1]) == (not optional)
+
+
+def test_after_an_interrupted_wait_the_next_save_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, guard, said = make()
+    gate, wait = threading.Event(), SaveUnderWay.wait
+
+    def slow(*, moved: Callable[[], None], **_: Any) -> Path:
+        gate.wait(60)
+        moved()
+        return Path("run/never")
+
+    def interrupted(self: SaveUnderWay, seconds: float | None = None) -> bool:
+        monkeypatch.setattr(SaveUnderWay, "wait", wait)
+        gate.set()
+        raise KeyboardInterrupt
+
+    saver.begin(save_of(1, slow), behind=True)
+    monkeypatch.setattr(SaveUnderWay, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saver.finish()
+    assert guard.snapshot is None and saver.under_way is None
+    saver.poll()  # as the next step does
+    saver.begin(save_of(2, written), behind=True)
+    saver.finish()
+    assert saver.newest(Path("run")) == 2 and not said
+
+
+def test_it_shows_that_it_lives_while_it_waits() -> None:
+    gate, looks = threading.Event(), list[int]()
+
+    def alive() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            gate.set()
+
+    def slow(**_: Any) -> Path:
+        gate.wait(60)
+        return Path("run/written")
+
+    saver = Saver(Topology(Layout(), 0, HERE), StateGuard(), print, alive=alive)
+    saver.begin(save_of(1, slow), behind=True)
+    saver.finish()
+    assert len(looks) >= 3
+
+
+@pytest.mark.parametrize(("backends", "place"), [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "meta")])
+def test_votes_are_summed_where_the_callers_group_can(
+    backends: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    topology = Topology(Layout(data=2), 0, torch.device("meta"))
+    assert topology.votes_device == torch.device(place)
+    assert Topology(Layout(), 0, torch.device("meta")).votes_device == HERE

@@ -6,6 +6,11 @@ A process that has computed may have threads, which its forks lack; the server h
 from __future__ import annotations
 
 import multiprocessing
+import os
 
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.preloaded"])
+START = os.environ.get("TESTS_START", "forkserver")
+"""``spawn``: each process is an interpreter of its own, with its own seed of hashes, as under torchrun."""
+
+FORKED = multiprocessing.get_context(START)
+if START == "forkserver":
+    FORKED.set_forkserver_preload(["tests.preloaded"])

@@ -21,7 +21,7 @@ _FLAGS = (
 )
 _SWITCH = "--dry-run"
 _SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude"}
-_LINE = re.compile(r"\s*([A-Za-z0-9_.:@-]+)\s+slots=([1-9]\d*)\s*")
+_LINE = re.compile(r"\s*([A-Za-z0-9_][A-Za-z0-9_.:@-]*)\s+slots=([1-9]\d*)\s*")
 
 
 def read_hostfile(path: Path) -> dict[str, list[int]]:
@@ -34,6 +34,8 @@ def read_hostfile(path: Path) -> dict[str, list[int]]:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigError([f"the hostfile {path} cannot be read ({error.strerror})."]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"the hostfile {path} is no text."]) from None
     hosts: dict[str, list[int]] = {}
     problems = []
     for number, line in enumerate(lines, 1):
@@ -118,6 +120,8 @@ def _parsed(selection: str, hosts: Mapping[str, Sequence[int]]) -> dict[str, lis
             problems.append(f"{host} is not in the hostfile, which names {', '.join(hosts)}.")
         elif not set(slots) <= set(hosts[host]):
             problems.append(f"{part}: {host} has the slots {', '.join(map(str, hosts[host]))}.")
+        if host in found or len(set(slots)) < len(slots):
+            problems.append(f"{part}: {host} or a slot of it is named twice.")
         found[host] = slots
     if problems:
         raise ConfigError(problems)

@@ -25,7 +25,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--transformer-impl": (1, "there is one implementation"),
     "--use-mcore-models": (0, "there is one implementation"),
     "--no-masked-softmax-fusion": (0, COMPILED),
-    "--no-bias-gelu-fusion": (0, COMPILED),
+    "--no-bias-gelu-fusion": (0, "GELU is Megatron's fused one, with tanh; its unfused one is --mlp-activation gelu"),
     "--no-bias-dropout-fusion": (0, COMPILED),
     "--no-gradient-accumulation-fusion": (0, COMPILED),
     "--cross-entropy-loss-fusion": (0, ALWAYS),

@@ -74,7 +74,10 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
     shape = f"{m.num_layers} layers x {m.hidden_size} hidden x {m.num_attention_heads} heads of {m.kv_channels}"
     kind = "SwiGLU" if m.swiglu else ACTIVATIONS[m.mlp_activation]
     norm = f"{m.normalization}{' (queries and keys, too)' if m.qk_layernorm else ''}"
-    pad = f"{vocabulary.size:,} token ids, padded to a multiple of {m.make_vocab_size_divisible_by}"
+    rows = f"padded to a multiple of {m.make_vocab_size_divisible_by}"
+    if config.checkpoint.load_hf:
+        rows = "and the rows of --load-hf"
+    pad = f"{vocabulary.size:,} token ids, {rows}"
     return [
         Row("shape", shape),
         Row(

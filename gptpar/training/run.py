@@ -319,6 +319,7 @@ class Run:
         if loader is None or self.evaluated_at.get(split) == self.progress.iteration:
             return True
         whole = split == "valid" and log.full_validation
+        by_token = whole or self.config.data.calculate_per_token_loss
         places = loader.whole(self.plan.full) if whole else self._evaluated_places(split)
         losses = []
         for number, place in enumerate(places):
@@ -326,9 +327,9 @@ class Run:
                 self.say(f" > left the evaluation on {split} data after {number} of {len(places)} batches")
                 return False
             batches = loader.fetch(*place)
-            losses.append(self.trainer.evaluate_sum(batches) if whole else self.trainer.evaluate(batches))
+            losses.append(self.trainer.evaluate_sum(batches) if by_token else self.trainer.evaluate(batches))
         self.evaluated_at[split] = self.progress.iteration
-        if whole:
+        if by_token:
             total, count = torch.stack(losses).sum(0).tolist()
             loss = total / max(count, 1)
         else:

@@ -43,7 +43,7 @@ def said_by(words: Sequence[str], expect: int = 0) -> str:
         files = [Path(folder, name) for name in ("stdout", "stderr")]
         for file in files:
             file.touch()
-        process = FORKED.Process(target=_run, args=(words, files))
+        process = FORKED.Process(target=_run, args=(words, files, ENVIRONMENT))
         process.start()
         process.join(LIMIT_S)
         process.kill()
@@ -53,12 +53,12 @@ def said_by(words: Sequence[str], expect: int = 0) -> str:
     return said
 
 
-def _run(words: Sequence[str], files: Sequence[Path]) -> None:
+def _run(words: Sequence[str], files: Sequence[Path], environment: dict[str, str]) -> None:
     """In the child: be ``python -m gptpar WORDS`` in the environment of commands."""
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(environment)
     torch.set_num_threads(1)  # the variable has been read already
     try:
         sys.exit(main(words))

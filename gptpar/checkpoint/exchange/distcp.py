@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from reprlib import repr as brief  # of objects within objects, a few
 from typing import Any
 
 import torch
@@ -154,8 +155,8 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, BoxedTensor]]:
 def _tensor(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> BoxedTensor:
     told, shape, dtype = f"tensor {printable(name[:80])!r}", _counts(entry.size), entry.properties.state[0]
     if dtype not in _DTYPES or len(shape) > MAX_DIMS or prod(shape) * dtype.itemsize > MAX_COUNT:
-        raise ValueError(f"{told} is {printable(str(dtype)[:40])} {list(shape)}, which no machine can hold")
-    boxes = tuple(_box(told, name, shape, chunk, places) for chunk in entry.chunks if prod(_counts(chunk.sizes)))
+        raise ValueError(f"{told} is {printable(brief(dtype)[:40])} {list(shape)}, which no machine can hold")
+    boxes = tuple(_box(told, name, shape, dtype, chunk, places) for chunk in entry.chunks if prod(_counts(chunk.sizes)))
     held = sum(prod(one.box[1]) for one in boxes)
     if held != prod(shape) or first_overlap(shape, [one.box for one in boxes]):
         raise ValueError(f"the parts of {told} of shape {list(shape)} have {held:,} elements, or overlap")
@@ -163,7 +164,12 @@ def _tensor(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], 
 
 
 def _box(
-    told: str, name: str, shape: tuple[int, ...], chunk: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]
+    told: str,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    chunk: Any,
+    places: Mapping[tuple[str, tuple[int, ...]], Any],
 ) -> StoredBox:
     offsets, sizes = _counts(chunk.offsets), _counts(chunk.sizes)
     inside = len(offsets) == len(sizes) == len(shape)
@@ -174,6 +180,8 @@ def _box(
     file, start, length = _text(place.relative_path), *_counts((place.offset, place.length))
     if not _DATA_FILE.fullmatch(file):
         raise ValueError(f"{told} is said to be in {printable(file[:80])!r}, which is no file of the folder")
+    if length < prod(sizes) * dtype.itemsize:
+        raise ValueError(f"{told} has a part {list(sizes)} that is said to have {length:,} bytes")
     if place.__dict__.get("transform_descriptors"):
         raise ValueError(f"{told} is compressed or encrypted, which gptpar does not read")
     return StoredBox((offsets, sizes), file, start, length)
@@ -181,11 +189,11 @@ def _box(
 
 def _counts(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(type(value) is int and 0 <= value <= MAX_COUNT for value in values):
-        raise ValueError(f"{printable(repr(values)[:80])} stands where whole numbers belong")
+        raise ValueError(f"{printable(brief(values)[:80])} stands where whole numbers belong")
     return values
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{printable(repr(value)[:80])} stands where a name belongs")
+        raise ValueError(f"{printable(brief(value)[:80])} stands where a name belongs")
     return value

@@ -10,10 +10,12 @@ by the same rules.
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -101,6 +103,17 @@ def load_torch_part(path: Path, start: int, length: int) -> Any:
             return torch.load(part, map_location="cpu", weights_only=True)
 
 
+_BROKEN = (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, MemoryError, struct.error)
+"""What torch and pickle raise for a file that is damaged."""
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether memory holds every element: a few bytes can describe a tensor that repeats one element at will."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
+
+
 def load_pickle(path: Path, allowed: Mapping[str, Any]) -> Any:
     """The contents of a bare pickle.
 
@@ -114,7 +127,7 @@ def load_pickle(path: Path, allowed: Mapping[str, Any]) -> Any:
         return _Unpickler(path, allowed).load()
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # that of C makes room for as many objects as a few bytes say
     def __init__(self, path: Path, allowed: Mapping[str, Any]):
         super().__init__(io.BytesIO(read_regular(path)))
         self._path, self._allowed = path, allowed
@@ -185,13 +198,15 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EINVAL and error.filename is None:  # torch's, of an archive that ends too early
+            raise CheckpointError(f"{path} is no file of torch.save, or damaged: it may have been cut short") from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's own text goes on with how to run it nevertheless
         raise CheckpointError(
             _refusal(path, [named[1]]) if named else f"{path} is refused: {_first_line(error)}"
         ) from None
-    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, MemoryError) as error:
+    except _BROKEN as error:
         raise CheckpointError(f"{path} is no file of torch.save, or damaged: {_first_line(error)}") from None
 
 

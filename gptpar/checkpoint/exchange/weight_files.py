@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from gptpar.checkpoint.exchange.safe_pickle import load_torch_file
+from gptpar.checkpoint.exchange.safe_pickle import is_whole, load_torch_file
 from gptpar.checkpoint.exchange.safetensors_file import NAME_OF, TensorInfo, open_safetensors
 from gptpar.errors import CheckpointError, printable
 
@@ -57,9 +57,9 @@ def open_torch(path: Path) -> TorchFile:
     """
     content = load_torch_file(path)
     if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+        isinstance(name, str) and isinstance(value, torch.Tensor) and is_whole(value) for name, value in content.items()
     ):
-        raise CheckpointError(f"{path} holds something else than tensors by name")
+        raise CheckpointError(f"{path} holds something else than whole tensors by name")
     return TorchFile(path, content)
 
 

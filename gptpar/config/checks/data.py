@@ -73,7 +73,8 @@ def _tasks(flags: Flags) -> Iterator[str]:
 def check_files(flags: Flags) -> Iterator[str]:
     """Whether the files that must be there are there."""
     yield from _corpora(flags.data)
-    yield from _folders(flags.checkpoint)
+    yield from _folders(flags.checkpoint, flags.logging.csv_dir)
+    yield from _loads(flags.checkpoint)
 
 
 def _corpora(d: DataFlags) -> Iterator[str]:
@@ -87,13 +88,17 @@ def _corpora(d: DataFlags) -> Iterator[str]:
                 )
 
 
-def _folders(c: CheckpointConfig) -> Iterator[str]:
+def _folders(c: CheckpointConfig, csv_dir: str | None) -> Iterator[str]:
     if c.load and not Path(c.load).exists() and c.load != c.save:
         yield f"--load {c.load}: there is no such folder."
-    if c.save and Path(c.save).exists() and not Path(c.save).is_dir():
-        yield f"--save {c.save} is a file; a folder is needed."
-    if c.save_local and Path(c.save_local).exists() and not Path(c.save_local).is_dir():
-        yield f"--save-local {c.save_local} is a file; a folder is needed."
+    for flag, folder in (("--save", c.save), ("--save-local", c.save_local), ("--csv-dir", csv_dir)):
+        if folder and Path(folder).exists() and not Path(folder).is_dir():
+            yield f"{flag} {folder} is a file; a folder is needed."
+
+
+def _loads(c: CheckpointConfig) -> Iterator[str]:
+    if c.finetune and c.reset_iteration:
+        yield "--finetune and --reset-iteration exclude each other: only the second keeps the optimizer's moments."
     if (c.ckpt_step is not None or c.begins_anew or c.no_load_lr_state) and not c.load:
         yield (
             "--ckpt-step, --finetune, --reset-iteration and --no-load-lr-state need --load, the folder to load from."

@@ -28,6 +28,8 @@ def check_schedule(flags: Flags) -> Iterator[str]:
     yield from _betas(o)
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         yield "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other."
+    if flags.checkpoint.no_load_lr_state and o.use_checkpoint_opt_param_scheduler:
+        yield "--no-load-lr-state and --use-checkpoint-opt-param-scheduler exclude each other."
 
 
 def _learning_rates(flags: Flags) -> Iterator[str]:

@@ -20,6 +20,13 @@ from gptpar.training.trainer import Trainer
 OF_TRAINING = frozenset({"seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "z_loss_weight"})
 """Fields of a model that a run may set to other values than those of the ``config.json``."""
 
+SPELLINGS = {
+    "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
+    "add_position_embedding": ("position_embedding_type", "none"),
+    "squared_relu": ("mlp_activation", "squared_relu"),
+}
+"""Field of a switch -> the field for which it stands, and the value."""
+
 
 def take_model_of_hf(parsed: ParsedFlags) -> None:
     """Fill the model's flags, and the tokenizer's if none is given, from ``--load-hf``; note contradictions."""
@@ -76,6 +83,13 @@ def _conflicts(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:
         here, there = getattr(parsed.flags.model, field), getattr(theirs, field)
         if field == "preset":
             yield "--preset says another model's shape than --load-hf: leave one of them out."
+        elif field == "make_vocab_size_divisible_by":
+            if here != there and (rows := theirs.padded_vocab_size or 0) % here:
+                yield f"{flag_name(field)} is {here}, and the model of --load-hf has {rows:,} rows: leave the flag out."
+        elif here != there and field in SPELLINGS:
+            real, meant = SPELLINGS[field]
+            if (value := getattr(theirs, real)) != meant:
+                yield f"{flag_name(real)} is {meant} here, and the model of --load-hf has {value}: leave the flag out."
         elif here != there:
             yield f"{flag_name(field)} is {here}, and the model of --load-hf has {there}: leave the flag out."
 

@@ -53,6 +53,8 @@ def test_selections(how: dict[str, Any], expected: dict[str, list[int]]) -> None
         ({"include": "a", "exclude": "b"}, "--include and --exclude exclude each other"),
         ({"include": "d"}, "d is not in the hostfile, which names a, b, c."),
         ({"include": "a:4"}, "a:4: a has the slots 0, 1, 2, 3."),
+        ({"include": "a:0,0"}, "a:0,0: a or a slot of it is named twice."),
+        ({"exclude": "a:0@a:1"}, "a:1: a or a slot of it is named twice."),
         ({"exclude": "a@b@c"}, "no slot is left"),
         ({"exclude": "a:0"}, "every host must have the same number of slots (a 3, b 4, c 4)"),
         ({"num_nodes": 4}, "--num_nodes 4, but 3 host(s) are there."),
@@ -137,3 +139,13 @@ def test_an_ssh_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_local_rank_may_stand_before_the_verb(rank: list[str]) -> None:
     assert without_local_rank([*rank, "pretrain", "--lr", "1"]) == ["pretrain", "--lr", "1"]
     assert without_local_rank(["pretrain", *rank]) == ["pretrain", *rank]
+
+
+def test_a_host_is_no_option_of_ssh_and_a_hostfile_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("-Fx slots=1\n")
+    with pytest.raises(ConfigError, match="line 1: HOST slots=NUMBER is needed, not '-Fx slots=1'"):
+        hostfile.read_hostfile(path)
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(ConfigError, match=f"the hostfile {path} is no text"):
+        hostfile.read_hostfile(path)

@@ -104,6 +104,12 @@ def test_whole_numbers_may_be_written_with_an_exponent() -> None:
         ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
         ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
         ("--bf16 --fp16", "--fp16 and --bf16 exclude each other"),
+        ("--load . --finetune --reset-iteration", "--finetune and --reset-iteration exclude each other"),
+        (
+            "--load . --no-load-lr-state --use-checkpoint-opt_param-scheduler",
+            "--no-load-lr-state and --use-checkpoint-opt-param-scheduler exclude each other",
+        ),
+        ("--csv-dir /dev/null", "--csv-dir /dev/null is a file; a folder is needed"),
         ("--loss-scale 8", "--loss-scale 8 has a meaning with --fp16 only"),
         ("--cuda-graph on", "--cuda-graph on: dropout is seeded by the host"),
         ("--data-path a b", "data is given twice"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ ABSENT_HERE = {
     "use_rope_scaling": "scaled rotary positions",
     "qk_clip": "clipped attention logits",
     "mtp_num_layers": "multi-token prediction",
+    "no_rope_freq": "layers without rotary positions",
+    "qk_l2_norm": "queries and keys of length 1",
+    "window_attn_skip_freq": "sliding windows in some layers alone",
 }
 """Arguments of Megatron that must be off."""
 
@@ -40,14 +43,13 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
         CheckpointError: with all reasons why gptpar cannot compute the same.
     """
     given = vars(arguments)
-    problems = [
-        f"it has {what} (--{name.replace('_', '-')})" for name, what in ABSENT_HERE.items() if _is_on(given, name)
-    ]
+    problems = list(_absent(given))
     values = _values(given) | {"padded_vocab_size": rows}
     layers = values.get("num_layers")
     if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
         problems.append(f"it has {printable(str(layers)[:80])} layers; there can be 1 to {MAX_LAYERS:,}")
         values["num_layers"] = 1
+    problems += _unknown_words(values)
     try:
         flags = ModelFlags(**values)
         problems += check_model(Flags(model=flags))
@@ -58,9 +60,30 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
     raise CheckpointError(f"gptpar cannot compute what the model in {path} does:\n" + "\n".join(problems))
 
 
+def _absent(given: Mapping[str, Any]) -> Iterator[str]:
+    """What Megatron's model has and gptpar has not."""
+    on = {name: what for name, what in ABSENT_HERE.items() if _is_on(given, name)}
+    yield from (f"it has {what} (--{name.replace('_', '-')})" for name, what in on.items())
+    if given.get("rotary_seq_len_interpolation_factor") not in (None, 1):
+        yield "it has stretched rotary positions (--rotary-seq-len-interpolation-factor)"
+    if given.get("softmax_type") not in (None, "vanilla"):
+        yield "it has another softmax (--softmax-type)"
+    window = given.get("window_size")
+    if isinstance(window, list | tuple) and len(window) > 1 and window[1] not in (0, -1):
+        yield "its attention windows reach tokens that come later (--window-size)"
+
+
+def _unknown_words(values: Mapping[str, Any]) -> Iterator[str]:
+    """Values that are none of a flag's choices."""
+    choices = {spec.name: spec.metadata["choices"] for spec in fields(ModelFlags) if spec.metadata}
+    for name, value in values.items():
+        if choices.get(name) and value not in choices[name]:
+            yield f"it has --{name.replace('_', '-')} {printable(str(value)[:80])}"
+
+
 def _is_on(given: Mapping[str, Any], name: str) -> bool:
     """Megatron-DeepSpeed's default of ``--num-experts`` is a list of one expert, which is none."""
-    return bool(given.get(name)) and given[name] != [1]
+    return bool(given.get(name)) and not (name == "num_experts" and given[name] == [1])
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +92,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {
         name: value for name, value in given.items() if name in known and isinstance(value, PLAIN)
     }
-    values["normalization"] = NORMS.get(str(given.get("normalization")), "LayerNorm")
+    values["normalization"] = _normalization(given.get("normalization"))
     values.setdefault("norm_epsilon", given.get("layernorm_epsilon", 1e-5))
     if given.get("use_rotary_position_embeddings"):
         values["position_embedding_type"] = "rope"
@@ -81,6 +104,10 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(window, list | tuple) and window and window[0] >= 0:  # tokens before the token itself
         values["window_size"] = window[0] + 1
     return values
+
+
+def _normalization(name: Any) -> str:
+    return NORMS.get(name, name) if isinstance(name, str) else "LayerNorm"
 
 
 def count_in(values: Mapping[str, Any], name: str) -> int | None:

@@ -17,6 +17,8 @@ import torch
 
 from gptpar.checkpoint.exchange.distcp import METADATA
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
+from gptpar.checkpoint.exchange.safe_pickle import is_whole
+from gptpar.checkpoint.exchange.safetensors_file import NAME_OF
 from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
@@ -58,6 +60,10 @@ class MegatronModel:
         """A parameter of ours, or a state of it, in fp32, or in fp64 where theirs is."""
         shape, split = self.infos[name].shape, self.infos[name].split
         parts = [part.read() for part in self.found.states[kind][name]]
+        if not all(part.dtype in NAME_OF and is_whole(part) for part in parts):
+            raise CheckpointError(
+                f"{kind} of {name!r} in {self.found.path} is no plain tensor of {', '.join(map(str, NAME_OF))}"
+            )
         if split is None or len(parts) == 1:
             whole = parts[0].reshape(shape)
         else:
@@ -81,10 +87,13 @@ def open_megatron(folder: Path) -> MegatronModel:
         found = open_rank_files(path)
     version = found.beside.get("checkpoint_version", 0.0)
     if type(version) not in (int, float) or version < 2:
+        told = version if type(version) in (int, float) else "unknown"
         raise CheckpointError(
-            f"{path} is of version {str(version)[:20]} of Megatron's checkpoints, whose QKV rows are in another order; "
+            f"{path} is of version {told} of Megatron's checkpoints, whose QKV rows are in another order; "
             "load and save it with a newer Megatron-LM once"
         )
+    if not found.states[WEIGHTS].get("embedding.weight"):
+        raise CheckpointError(f"{path} has no word embedding: a file of it is missing")
     elements = sum(map(_numel, found.states[WEIGHTS].get("embedding.weight", ())))
     rows = elements // (count_in(vars(found.arguments), "hidden_size") or 1)
     model = model_of(found.arguments, rows, path)

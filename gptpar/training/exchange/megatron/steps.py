@@ -32,7 +32,7 @@ def _places(state: Any) -> Iterator[dict[Any, Any]]:
 
 def steps_of(value: Any) -> int | None:
     """A number of steps, which some optimizers keep as a tensor."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        number = value.item()
-        value = int(number) if number == int(number) else None
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        is_number = not value.is_complex() and bool(torch.isfinite(value))
+        value = int(value.item()) if is_number and value.item() == int(value.item()) else None
     return value if type(value) is int and value >= 0 else None

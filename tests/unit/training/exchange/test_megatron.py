@@ -171,3 +171,51 @@ def test_what_gptpar_does_not_compute_and_what_is_missing_is_told(tmp_path: Path
     second.unlink()
     with pytest.raises(CheckpointError, match="'embedding.weight' is|and the 1 ranks have"):
         convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+
+
+MEANT_OTHERWISE = {
+    "position_embedding_type": "yarn",
+    "rotary_seq_len_interpolation_factor": 4,
+    "softmax_type": "learnable",
+    "qk_l2_norm": True,
+    "no_rope_freq": [1],
+    "window_attn_skip_freq": 2,
+    "window_size": (4, 3),
+    "normalization": "SomeNorm",
+}
+"""Arguments with which Megatron computes something else, each with such a value."""
+
+
+@pytest.mark.parametrize("name", MEANT_OTHERWISE)
+def test_no_argument_that_changes_the_model_is_passed_over(name: str, tmp_path: Path) -> None:
+    _, weights = our_model(GPT2)
+    save_old(tmp_path / "theirs", weights, GPT2)
+    for path in (tmp_path / "theirs").glob("iter_*/*/*.pt"):
+        content = load_torch_file(path)
+        setattr(content["args"], name, MEANT_OTHERWISE[name])
+        path.unlink()  # its tensors are read from it
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=f"gptpar cannot compute .*\n.*{name.replace('_', '-')}"):
+        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+
+
+NO_WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole numbers": lambda weight: weight.to(torch.int8),
+    "complex numbers": lambda weight: weight.to(torch.complex64),
+    "one element, repeated": lambda weight: torch.zeros(()).expand(weight.shape),
+}
+
+
+@pytest.mark.parametrize("kind", NO_WEIGHTS)
+def test_only_whole_tensors_of_floating_point_numbers_are_weights(kind: str, tmp_path: Path) -> None:
+    _, weights = our_model(GPT2)
+    save_old(tmp_path / "theirs", weights, GPT2)
+    for path in (tmp_path / "theirs").glob("iter_*/*/*.pt"):
+        content = load_torch_file(path)
+        embedding = content["model"]["language_model"]["embedding"]["word_embeddings"]
+        embedding["weight"] = NO_WEIGHTS[kind](embedding["weight"])
+        path.unlink()
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match="weights of 'embedding.weight' in .* is no plain tensor of"):
+        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()

@@ -201,7 +201,7 @@ def test_a_box_that_would_run_a_command_is_refused(tmp_path: Path) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     index, place = next((i, p) for i, p in metadata.storage_data.items() if p.relative_path == file.name)
     with open(folder / "__9_9.distcp", "wb") as evil:
-        torch.save(Harm(f"touch {tmp_path / 'harmed'}"), evil)
+        torch.save(Harm(f"touch {tmp_path / 'harmed'}" + " " * 100_000), evil)  # as long as a part would be
     place.relative_path, place.offset, place.length = "__9_9.distcp", 0, (folder / "__9_9.distcp").stat().st_size
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     assert re.search(r"__9_9.distcp is refused: reading it would call \w+\.system", refused(tmp_path))
@@ -280,3 +280,22 @@ def test_what_the_model_lacks_and_has_besides_is_told(tmp_path: Path) -> None:
     state = {**theirs(weights, stacked=True), "decoder.layers.mlp.router.weight": torch.zeros(4, 8, 32)}
     save_torch_dist(tmp_path / "theirs/iter_0000031", state, common_of(GPT2), in_boxes=False)
     assert "tensor 'decoder.layers.mlp.router.weight' has no place in a model as gptpar knows it" in refused(tmp_path)
+
+
+def test_a_part_is_as_long_as_its_elements(tmp_path: Path) -> None:
+    folder = a_checkpoint(tmp_path)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    place = next(iter(metadata.storage_data.values()))
+    place.length = 8
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "is said to have 8 bytes" in refused(tmp_path)
+
+
+def test_a_few_bytes_of_metadata_take_little_memory_and_time(tmp_path: Path) -> None:
+    """An index of pickle's memo far beyond, and tuples that hold one another twice."""
+    metadata = a_checkpoint(tmp_path) / ".metadata"
+    metadata.write_bytes(b"\x80\x02Nr\x00\x65\xcd\x1d.")
+    assert ".metadata" in refused(tmp_path)
+    twice = b"".join(b"q%c0h%ch%c\x86" % (n, n, n) for n in range(40))
+    metadata.write_bytes(b"\x80\x02)" + twice + b".")
+    assert ".metadata" in refused(tmp_path)

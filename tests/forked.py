@@ -1,6 +1,6 @@
-"""Processes that start at once: forked from a server that has imported what tests import, and has computed nothing.
+"""Processes for tests that start quickly: they are forked from a server that has imported the tests' modules.
 
-A process that has computed may have threads, which its forks lack; the server has none.
+The server computes nothing, so it has no threads. A process that has computed may have threads, which its forks lack.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import multiprocessing
 import os
 
 START = os.environ.get("TESTS_START", "forkserver")
-"""``spawn``: each process is an interpreter of its own, with its own seed of hashes, as under torchrun."""
+"""``spawn`` starts a new interpreter for each process, with its own hash seed, as torchrun does."""
 
 FORKED = multiprocessing.get_context(START)
 if START == "forkserver":

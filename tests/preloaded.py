@@ -1,4 +1,4 @@
-"""What the server of :mod:`tests.forked` imports, once for all processes that are forked from it."""
+"""Modules that the server of :mod:`tests.forked` imports, once for all processes that are forked from it."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ import tests.any_module.harness
 import tests.helpers  # noqa: F401
 
 gc.collect()
-gc.freeze()  # no process collects what all of them have
+gc.freeze()  # garbage collection in the forks leaves out the shared objects

@@ -1,4 +1,4 @@
-"""A save in a thread of its own, while training goes on and overwrites what is being saved."""
+"""A save in a thread of its own, while training goes on and overwrites the state being saved."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from gptpar.errors import CheckpointError
 from gptpar.system.snapshot import Snapshot, StateGuard
 
 NUM_COPIERS = max(2, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that copy ahead of the training: one moves 5 to 10 GB/s, and memory takes several."""
+"""Threads that copy ahead of the training. One thread copies 5 to 10 GB/s; memory has bandwidth for several."""
 
 Write = Callable[[Callable[[], None]], Path]
-"""Saves a snapshot; calls what it is given after each piece."""
+"""Saves a snapshot and returns the checkpoint's path; its argument is a function to call after each piece."""
 
 
 class SaveUnderWay:
     """Writes a snapshot. Training waits only before it overwrites bytes that are neither written nor copied yet.
 
     Args:
-        write: every process's has to use a process group that nobody else uses meanwhile.
-        guard: is asked by everything that overwrites what the snapshot holds.
+        iteration: the iteration of the state.
+        snapshot: the state to be written.
+        write: saves the snapshot. Its process group must be one that nobody else uses meanwhile.
+        guard: everything that overwrites tensors of the snapshot asks it first.
 
     Attributes:
-        iteration: of the state.
+        iteration: as given.
         snapshot: as given.
-        seconds: that writing took; 0 until it is over.
-        moved: pieces that this process has written or read back: as long as it grows, the disk answers.
-        error: what ended it instead of the last byte; ``None`` so far.
+        seconds: time that writing took; 0 until the save is over.
+        moved: pieces that this process has written or read back. While the number grows, the disk answers.
+        error: the exception that ended the save; ``None``: none so far.
     """
 
     def __init__(self, iteration: int, snapshot: Snapshot, write: Write, guard: StateGuard):
@@ -52,19 +54,19 @@ class SaveUnderWay:
         started = time.perf_counter()
         try:
             self._path = self._write(self._note_piece)
-        except BaseException as error:  # whoever takes note of the end raises it, or forgives it
+        except BaseException as error:  # `Saver` raises it, or forgives it
             self.error = error
         finally:
             self.seconds = time.perf_counter() - started
-            self.snapshot.close()  # whoever waits to overwrite something need not any more
+            self.snapshot.close()  # wakes whoever waits to overwrite a tensor
 
     def _note_piece(self) -> None:
-        self.moved += 1  # a count that two threads lose has grown all the same
+        self.moved += 1  # two threads may lose a count; the number still grows
         if self._is_cancelled:
             raise CheckpointError("the save was interrupted")
 
     def cancel(self) -> None:
-        """Let it fail after the piece at work, on all processes, and remove what is unfinished."""
+        """Make the save fail on all processes after the present piece, and remove the unfinished checkpoint."""
         self._is_cancelled = True
 
     @property
@@ -73,17 +75,17 @@ class SaveUnderWay:
         return not any(thread.is_alive() for thread in self._threads)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it is over, at most so long; returns :attr:`over`."""
+        """Wait until the save is over, for at most ``seconds``; returns :attr:`over`."""
         give_up = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
             thread.join(None if give_up is None else max(0.0, give_up - time.monotonic()))
         return self.over
 
     def wait_while_moving(self, patience: float) -> bool:
-        """Wait until it is over, as long as this process moves a piece now and then; returns :attr:`over`.
+        """Wait until the save is over, as long as this process moves pieces; returns :attr:`over`.
 
         Args:
-            patience: seconds without a piece after which it is left alone.
+            patience: seconds without a moved piece after which waiting ends.
         """
         moved = -1
         while not self.over and moved != self.moved:
@@ -92,16 +94,16 @@ class SaveUnderWay:
         return self.over
 
     def end(self) -> None:
-        """Take note that it is over, or that nobody waits for it any more."""
+        """Detach the snapshot from the guard: the save is over, or nobody waits for it any more."""
         if self._guard.snapshot is self.snapshot:
             self._guard.snapshot = None
 
     @property
     def path(self) -> Path:
-        """The checkpoint's, once it is over.
+        """The checkpoint's path, once the save is over.
 
         Raises:
-            CheckpointError: on every process, if any failed: see ``save_checkpoint``.
+            CheckpointError: on every process, if any process failed: see ``save_checkpoint``.
         """
         if self.error is not None:
             raise self.error

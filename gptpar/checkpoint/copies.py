@@ -1,7 +1,8 @@
-"""Copies of a run's state in the memories of its machines, of which one may be lost: made whole again from the others.
+"""Copies of a run's state in the memories of its machines; files of a lost machine are restored from the others.
 
-Every machine has a folder of its own, of the same form as a run's checkpoints. Of one copy it holds the manifest, the
-files of its own processes and those of the machine before it (``ring``): all files are there twice.
+Every machine has a folder of its own, with the form of a checkpoint folder. For each copy the folder holds the
+manifest, the files of the machine's own processes, and the files of the machine before it (``ring``). So every file is
+on two machines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gptpar.system.files import read_regular
 from gptpar.topology.tensor_parts import TensorParts
 
 Key = tuple[int, str]
-"""Iteration and digest of the manifest: files of two copies are never put together."""
+"""Iteration and digest of the manifest. The digest keeps files of two different copies apart."""
 
 MAX_NAMED = 4
 
@@ -35,8 +36,8 @@ class _Held:
 
     Attributes:
         manifest_bytes: the manifest's length.
-        names: of all files of the copy.
-        files: names of those that are there with all bytes.
+        names: names of all files of the copy.
+        files: names of the files that the machine has in full length.
     """
 
     manifest_bytes: int
@@ -48,9 +49,9 @@ class Copies:
     """The copies of all machines; every process has one and calls the same methods in the same order.
 
     Args:
-        folder: this machine's.
-        ring: of the folders.
-        report: is told what was lost and what was restored.
+        folder: this machine's folder of copies.
+        ring: the machines.
+        report: prints what was lost and what was restored.
     """
 
     def __init__(self, folder: Path, ring: Ring, report: Report):
@@ -59,12 +60,12 @@ class Copies:
         self._machine = ring.machine_of(self.ranks.rank)
 
     def agree(self) -> Path | None:
-        """Find the newest copy of which each file is on some machine, whatever their bytes are.
+        """Find the newest copy whose files are all on some machine in full length; bytes are not checked yet.
 
-        Every machine has its manifest then, and no newer copy.
+        Afterwards every machine has the manifest of that copy, and no newer copy.
 
         Returns:
-            This machine's folder of it; ``None``: there is none.
+            The copy's folder on this machine; ``None``: there is no such copy.
         """
         held = self._survey()
         for key in sorted({key for of_machine in held for key in of_machine}, reverse=True):
@@ -81,13 +82,13 @@ class Copies:
         return None
 
     def complete(self, tensors: Mapping[str, TensorParts]) -> None:
-        """Bring what this machine's processes will load, and what it is to keep, into its folder, as far as it is lost.
+        """Restore the files that this machine keeps and those that its processes will load, as far as they are lost.
 
-        Every byte that another machine has, too, is proved first; a damaged file is replaced. Where both of a file's
-        holders have lost it, the copy is given up, and an older one is taken, if there is one.
+        Files are proved by their checksums first, and a damaged file is replaced. If no machine has a file whole, that
+        copy is given up, and an older copy is taken, if there is one.
 
         Args:
-            tensors: what this process will load.
+            tensors: the tensors that this process will load.
         """
         while not self.ring.is_alone and (path := self.agree()) is not None:
             if self._complete(path, tensors):
@@ -95,7 +96,7 @@ class Copies:
             self.ranks.lead(partial(folders.remove_checkpoint, path))
 
     def _survey(self) -> list[dict[Key, _Held]]:
-        """What each machine has."""
+        """The copies that each machine has."""
         found = self.ranks.each(lambda: self._own() if self.ranks.leads else {})
         return [found[ranks[0]] for ranks in self.ring.machines]
 
@@ -118,7 +119,7 @@ class Copies:
                 folders.remove_checkpoint(path)
 
     def _spread_manifest(self, iteration: int, parts: list[_Held | None]) -> None:
-        """Give machines without the manifest a folder with it alone; one with another manifest is removed."""
+        """Give each machine that lacks the manifest a folder with only it; a folder with another one goes."""
         lacking = [machine for machine, part in enumerate(parts) if part is None]
         if not lacking:
             return
@@ -170,7 +171,7 @@ class Copies:
         return True
 
     def _sound(self, path: Path, manifest: Manifest) -> list[set[str]]:
-        """Names of each machine's files whose bytes are those that were saved; its processes read a share each."""
+        """Names of each machine's files whose bytes are as saved; the files are divided among its processes."""
         mine = self.ring.machines[self._machine]
         names = sorted(manifest.file_sizes())[mine.index(self.ranks.rank) :: len(mine)]
         found = self.ranks.each(lambda: sound_files(path, manifest, names))
@@ -185,7 +186,7 @@ class Copies:
 
 
 def files_read(manifest: Manifest, tensors: Mapping[str, TensorParts]) -> set[str]:
-    """Names of the files that hold something of these tensors' boxes."""
+    """Names of the files that hold elements of these tensors' boxes."""
     return {
         chunk.file
         for name, tensor in tensors.items()

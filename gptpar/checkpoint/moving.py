@@ -1,4 +1,4 @@
-"""Moving files between processes, block by block, over the process group that these have anyway."""
+"""Copying files between processes, block by block, over the process group that they already have."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ BLOCK_BYTES = 8 << 20
 
 
 def move_files(ranks: Ranks, moves: Sequence[Move], folder: Path) -> None:
-    """Copy files between the processes' folders; each takes two blocks of memory, however many files there are.
+    """Copy files between the processes' folders; a process needs memory for two blocks, however many files there are.
 
-    Every process calls it with the same moves. Files get their names once all of all processes are there.
+    Every process calls this function with the same moves. The files get their final names only once every process has
+    received all of its files.
 
     Args:
-        folder: this process's, from which it sends and into which it takes files.
+        folder: this process's folder, for the files it sends and for those it receives.
 
     Raises:
-        CheckpointError: on every process, if any could not read or write; nothing has come then.
+        CheckpointError: on every process, if any process could not read or write; no file has its final name then.
     """
     problems: list[str] = []
     come: list[_Incoming] = []
@@ -46,10 +47,10 @@ def move_files(ranks: Ranks, moves: Sequence[Move], folder: Path) -> None:
 
 
 def _transfer(sent: list[_Outgoing], taken: list[_Incoming], ranks: Ranks) -> None:
-    """Move all blocks of a process's files of one wave."""
+    """Transfer all blocks of the files that this process sends and receives in one wave."""
     ends = [*sent, *taken]
     for start in range(0, max((end.move.num_bytes for end in ends), default=0), BLOCK_BYTES):
-        # All are under way before any is waited for: in a ring everybody sends and takes.
+        # Begin all before waiting for any: in a ring each process sends and receives.
         requests = [end.begin(start, ranks.group) for end in ends if start < end.move.num_bytes]
         for request in requests:
             request.wait()
@@ -76,7 +77,7 @@ def _under_way(work: dist.Work | None) -> dist.Work:
 
 
 class _End:
-    """One end of a file's way. After an error the blocks go on without the file: the other end waits for them."""
+    """One end of a move. After an error it still transfers blocks, without the file: the other end waits for them."""
 
     flags = 0
 
@@ -96,11 +97,11 @@ class _End:
         return self._buffer[: self.move.num_bytes - start]
 
     def begin(self, start: int, group: dist.ProcessGroup | None) -> dist.Work:
-        """Begin to transfer the block at a place."""
+        """Begin to transfer the block that starts at byte ``start``."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """No block is left."""
+        """Release the buffer and close the file, after the last block."""
         del self._buffer
         if self._fd >= 0:
             os.close(self._fd)
@@ -137,7 +138,7 @@ class _Incoming(_End):
         return _under_way(dist.irecv(self._block(start), self.move.source, group=group))
 
     def keep(self, start: int) -> None:
-        """Write the block that has come."""
+        """Write the block that was received."""
         if start >= self.move.num_bytes or self.error:
             return
         data, done = self._block(start).numpy().data, 0
@@ -148,10 +149,10 @@ class _Incoming(_End):
             self._fail(error.strerror)
 
     def name(self) -> None:
-        """Give the file its name."""
+        """Give the file its final name."""
         os.replace(self._path, self._final)
 
     def forget(self) -> None:
-        """Remove what has no name yet."""
-        with suppress(OSError):  # it has, or there is none
+        """Remove the file if it has no final name yet."""
+        with suppress(OSError):  # it has its final name, or was never made
             os.unlink(self._path)

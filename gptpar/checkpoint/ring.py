@@ -1,4 +1,4 @@
-"""Machines in a ring: each has a folder of its own, and keeps copies of the files of the machine before it. Pure."""
+"""Machines in a ring: each has its own folder, and keeps copies of the files of the machine before it. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gptpar.checkpoint.manifest import file_of
 
 @dataclass(frozen=True)
 class Move:
-    """A file's way from one process's folder into another one's.
+    """A file to be copied from one process's folder into another's.
 
     Attributes:
-        source, target: ranks.
-        name: of the file, in both folders.
-        num_bytes: its length.
+        source, target: ranks of the two processes.
+        name: the file's name, in both folders.
+        num_bytes: the file's length.
     """
 
     source: int
@@ -29,7 +29,7 @@ class Ring:
     """Which processes are on which machine.
 
     Attributes:
-        machines: the ranks of each machine; the last one is before the first.
+        machines: the ranks of each machine. The last machine comes before the first: they are a ring.
     """
 
     machines: tuple[tuple[int, ...], ...]
@@ -39,7 +39,7 @@ class Ring:
         """The machines in the order of their lowest ranks.
 
         Args:
-            names: of each rank's machine.
+            names: the name of each rank's machine.
         """
         ranks: dict[str, list[int]] = {}
         for rank, name in enumerate(names):
@@ -52,15 +52,15 @@ class Ring:
         return len(self.machines) == 1
 
     def machine_of(self, rank: int) -> int:
-        """A process's machine, by its number in the ring."""
+        """The number, in the ring, of a process's machine."""
         return next(number for number, ranks in enumerate(self.machines) if rank in ranks)
 
     def leader_of(self, rank: int) -> int:
-        """The process that acts for a process's machine."""
+        """The lowest rank of a process's machine, which acts for that machine."""
         return self.machines[self.machine_of(rank)][0]
 
     def before(self, machine: int) -> tuple[int, ...]:
-        """The processes of the machine before; none where there is one machine."""
+        """The processes of the machine before this one; empty if there is only one machine."""
         return () if self.is_alone else self.machines[machine - 1]
 
     def kept_by(self, machine: int) -> tuple[int, ...]:
@@ -68,10 +68,10 @@ class Ring:
         return self.machines[machine] + self.before(machine)
 
     def copies(self, sizes: Sequence[int]) -> list[Move]:
-        """How each process's file comes to the next machine.
+        """The moves that copy each process's file to the next machine.
 
         Args:
-            sizes: bytes of each rank's file; 0: it has none.
+            sizes: bytes of each rank's file; 0: the rank has no file.
         """
         return [
             Move(rank, mine[place % len(mine)], file_of(rank), sizes[rank])
@@ -83,10 +83,12 @@ class Ring:
     def repairs(
         self, wanted: Sequence[Collection[str]], held: Sequence[Collection[str]], sizes: Mapping[str, int]
     ) -> list[Move]:
-        """How each machine gets the files that it wants and does not hold; the holders send about as many files each.
+        """The moves that bring each machine the files it wants and does not hold.
+
+        Each file comes from the holder that has sent the fewest so far.
 
         Args:
-            wanted, held: names of files of each machine; of each wanted one somebody holds.
+            wanted, held: names of files, for each machine. Some machine holds each wanted file.
             sizes: bytes of each file.
         """
         moves, sent = [], [0] * len(self.machines)
@@ -101,7 +103,7 @@ class Ring:
 
 
 def waves(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Moves that can be under way at once: each process sends at most one file and takes at most one."""
+    """Groups of moves that can be under way at once: in each, a process sends and receives at most one file."""
     sends: dict[int, set[int]] = {}
     takes: dict[int, set[int]] = {}
     found: list[list[Move]] = []

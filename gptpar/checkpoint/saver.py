@@ -1,4 +1,4 @@
-"""Saves behind the training, one after the other, and what becomes of one that fails or hangs."""
+"""Saves behind the training, one after the other; a failed save is forgiven, and a hung disk is noticed."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from gptpar.topology.groups import Topology
 from gptpar.topology.tensor_parts import TensorParts
 
 FORGIVEN = 2
-"""Saves in a row into one folder that may fail. A disk is full or gone for a while, and training should not end for it;
-but each failed save puts one more interval of work at risk. So for the third one training stands still until it is on
-the disk, and if that fails, too, it ends while three intervals at most are lost."""
+"""How many saves in a row into one folder may fail. A disk may be full or gone for a while, and training should not end
+for that. But each failed save puts one more save interval at risk. So training stands still for the third save. If that
+save fails, too, training ends, and at most three intervals are lost."""
 
 LOOK_SECONDS = 0.5
-"""Between two looks at the save of all processes."""
+"""Time between two looks at the progress of a save on all processes."""
 
 INTERRUPTED_SECONDS = 3.0
-"""For which Ctrl-C waits until an unfinished checkpoint is removed."""
+"""How long Ctrl-C waits for the removal of an unfinished checkpoint."""
 
 MEMORY_LOOK_SECONDS = 1.0
-"""Between two looks whether the machine is short of memory."""
+"""Time between two checks whether the machine is short of memory."""
 
 NO_LIMIT = timedelta(days=365)
-"""Of the collectives of saves. A process that waits in one cannot tell a slow disk of another from a hung one; it is
-:meth:`Saver.finish` that looks whether anybody still moves."""
+"""Timeout of the collectives of saves. A process that waits in a collective cannot tell whether another process's disk
+is slow or hung. :meth:`Saver.finish` checks instead whether any process still moves pieces."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Save:
     """What is to be saved.
 
     Attributes:
-        folder: of the checkpoints.
-        iteration: of the state.
-        tensors: this process's parts, as they stand.
-        write: ``save_checkpoint`` with all but ``process_group``, ``snapshot`` and ``moved``.
+        folder: the folder of checkpoints to save into.
+        iteration: the iteration of the state.
+        tensors: this process's parts, with their present values.
+        write: ``save_checkpoint`` with all arguments given but ``process_group``, ``snapshot`` and ``moved``.
         permit: raises ``FolderTakenError``, on the main process, if the folder is another run's.
-        files_in_memory: how many processes' files it brings into the host's memory, for each process.
-        optional: training goes on without it, however often it fails.
-        unguarded: whether a part is overwritten by somebody who does not ask first, so that it is cloned at once.
+        files_in_memory: how many files, each as large as one process's, the save puts into host memory per process.
+        optional: whether training goes on however often the save fails.
+        unguarded: whether a part may be overwritten without asking the guard first; such a part is cloned at once.
     """
 
     folder: Path
@@ -76,9 +76,9 @@ class Saved:
 
     Attributes:
         stood_s: seconds for which training stood still.
-        written_s: seconds from its begin to its end.
-        most_kept: bytes of host memory for what was overwritten meanwhile.
-        cloned: whether a GPU's part was cloned there.
+        written_s: seconds from the save's begin to its end.
+        most_kept: peak bytes of host memory that held parts overwritten during the save.
+        cloned: whether parts on the GPU were cloned there.
     """
 
     save: Save
@@ -90,20 +90,20 @@ class Saved:
 
 
 class Saver:
-    """Saves on all processes together: each calls the same methods in the same order.
+    """Saves on all processes together: each process calls the same methods in the same order.
 
-    :meth:`poll` and :meth:`abandon` are for each process by itself. One save is under way at a time. Its collectives
-    have a process group of their own.
+    A process calls :meth:`poll` and :meth:`abandon` on its own. One save is under way at a time. Its collectives have
+    a process group of their own.
 
     Args:
         topology: this process's place.
-        guard: is asked by everything that overwrites what is saved, but for what a save calls unguarded.
-        warn: tells of a save that failed.
-        on_saved: is called on each process by itself when it finds that a save is on the disk.
-        alive: is called while processes wait for a save: the launcher must not take them for hung before they say so.
+        guard: everything that overwrites saved tensors asks it first; tensors that a save calls unguarded are excepted.
+        warn: prints the warning of a failed save.
+        on_saved: is called on a process when that process finds that a save is on the disk.
+        alive: is called while processes wait for a save, so that the launcher does not take them for hung.
 
     Attributes:
-        under_way: the save of which this process has not seen the end; ``None``: there is none.
+        under_way: the save whose end this process has not seen; ``None``: there is none.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
         self._begun: Save | None = None  # on all processes alike, until they have come to `finish`
         self.under_way: SaveUnderWay | None = None
-        self._error: BaseException | None = None  # that it ended with here
+        self._error: BaseException | None = None  # of the last save, on this process
         self._stood_s, self._cloned = 0.0, False
         self._failures: dict[Path, int] = {}
         self._newest: dict[Path, int] = {}
@@ -127,16 +127,16 @@ class Saver:
         self._looked, self._ends_at_exit = time.monotonic(), False
 
     def newest(self, folder: Path) -> int | None:
-        """The iteration of the last save into a folder that all processes know to be on the disk."""
+        """The iteration of the newest save into a folder that is on the disk, as all processes know."""
         return self._newest.get(folder)
 
     # Beginning.
 
     def prepare(self, tensors: Iterable[TensorParts]) -> None:
-        """Get host memory for what steps overwrite during a save ready in the background, if there is plenty of it.
+        """Prepare host memory for copies of a save in the background, if the copies need at most half of what is free.
 
         Args:
-            tensors: this process's parts of what will be saved.
+            tensors: this process's parts of the tensors that will be saved.
         """
         on_host = (part for tensor in tensors for _, part in tensor.parts if not part.is_cuda)
         sizes = list(sizes_of_copies(on_host, self._guard.exchanged()))
@@ -145,13 +145,15 @@ class Saver:
             self._spare.prepare(sizes)
 
     def begin(self, save: Save, *, behind: bool, required: bool = False) -> None:
-        """Take the state as it stands, and write it: behind the training, or before this returns.
+        """Take a snapshot of the state, and write it: behind the training, or before this method returns.
 
         Args:
-            required: whether a failure before this returns is an error.
+            save: the state and the folder.
+            behind: whether training may go on meanwhile.
+            required: whether a failure before this method returns is an error.
 
         Raises:
-            CheckpointError: see :meth:`finish`; too many saves before have failed, and so does this one.
+            CheckpointError: see :meth:`finish`; or this save fails after too many failed saves in a row.
         """
         started = time.perf_counter()
         self.finish()
@@ -166,20 +168,20 @@ class Saver:
         self._stood_s = time.perf_counter() - started
         if behind and not self._ends_at_exit:
             self._ends_at_exit = True
-            # Later, and so in what `atexit` has, Python lets nobody begin a thread, and a save needs some.
+            # A save begins threads. Python refuses new threads once handlers of `atexit` run; this handler runs before.
             threading._register_atexit(_end_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
         if not behind:
             self.finish(required=required or is_last)
 
     def _group_of_saves(self) -> dist.ProcessGroup | None:
-        """Made at the first save, once all processes have come to it: making it has no limit of time, either."""
+        """The process group of saves, made once all processes have come to the first save: making it has no timeout."""
         if self._group is None and self._topology.layout.world_size > 1:
             self._topology.any_rank(False)
             self._group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
         return self._group
 
     def _snapshot(self, save: Save, behind: bool) -> tuple[Snapshot, bool]:
-        """The state as it stands, and whether it may be overwritten meanwhile: not where a clone has no room."""
+        """A snapshot of the state, and whether training may go on meanwhile: not if a needed clone has no room."""
         self._cloned, tensors = False, save.tensors
         if not behind:
             return snapshot_of(tensors), True
@@ -193,27 +195,27 @@ class Saver:
         make = partial(snapshot_of, tensors, free, spare=self._spare, exchanged=list(self._guard.exchanged()))
         try:
             snapshot = make(clones=lambda part: (clones and part.is_cuda) or save.unguarded(part))
-        except torch.OutOfMemoryError:  # free memory in pieces that are too small
+        except torch.OutOfMemoryError:  # free memory is fragmented
             return (snapshot_of(tensors), False) if unguarded else (make(), True)
         self._cloned = clones and any(part.is_cuda for part in parts)
         return snapshot, True
 
     def _room_beside(self, save: Save, parts: list[torch.Tensor], unguarded: list[torch.Tensor]) -> int:
-        """Bytes of host memory for copies, beside clones of what is unguarded; negative: they have no room."""
+        """Bytes of host memory left for copies after clones of unguarded parts; negative: the clones have no room."""
         free = room.host_room(self._spare.num_bytes)
         written = save.files_in_memory * sum(part.nbytes for part in parts)
         free = max(0, free - written)
         return free - sum(part.nbytes for part in unguarded if not part.is_cuda)
 
     def _may_clone(self, parts: list[torch.Tensor]) -> bool:
-        """Whether the GPU has room for clones of those of these tensors that are there."""
+        """Whether the GPU has room for clones of the tensors among these that are on it."""
         on_gpu = [part for part in parts if part.is_cuda]
         return not on_gpu or self._device_room.may_clone(on_gpu[0].device, sum(part.nbytes for part in on_gpu))
 
     # Ending.
 
     def poll(self) -> None:
-        """Take note of a save that is over by now; between two, give memory back if the machine is short of it."""
+        """Take note of a save that has ended; between saves, give memory back if the machine is short of it."""
         if self.under_way is not None:
             if self.under_way.over:
                 self._take_note()
@@ -224,13 +226,13 @@ class Saver:
     def finish(self, *, required: bool = False) -> None:
         """Wait on all processes for the save that was begun last, if there is one.
 
-        One that failed is told, and forgiven: older checkpoints are whole, and the next save tries again.
+        A failed save is told and forgiven: older checkpoints are whole, and the next save tries again.
 
         Args:
             required: whether a failure is an error.
 
         Raises:
-            NotSavedError: on every process: it failed and was required, or it hangs.
+            NotSavedError: on every process: the save failed and was required, or it hangs.
             CheckpointError: on every process: the folder is no longer this run's.
         """
         save = self._begun
@@ -262,7 +264,7 @@ class Saver:
             raise NotSavedError(f"{_sentence(error)} {self._not_saved(save)}") from error
 
     def _require_folder(self, save: Save) -> None:
-        """Raise on all processes if the folder is another run's; that nothing can be read there is known."""
+        """Raise on all processes if another run has taken the folder; other errors there are told already."""
         try:
             Ranks(None).lead(save.permit)
         except FolderTakenError:
@@ -271,10 +273,10 @@ class Saver:
             pass
 
     def _wait(self, save: Save, required: bool) -> tuple[bool, bool]:
-        """Wait as long as any process's save moves, in steps: no collective waits for longer than a moment.
+        """Wait as long as any process's save moves pieces. Each step is short, so that no collective waits long.
 
         Returns:
-            (whether it failed on any process, whether on any with an error that is none of checkpoints)
+            (whether the save failed on any process, whether any process's error is not a ``CheckpointError``)
         """
         started, moved_before, since, is_late = time.perf_counter(), -1.0, time.monotonic(), False
         stands = self.under_way is not None and not self.under_way.over
@@ -299,7 +301,7 @@ class Saver:
             is_late = time.monotonic() - since > STILL_SECONDS
 
     def _leave(self, save: Save) -> NoReturn:
-        """Nobody has moved for too long: the thread that waits for the disk is left alone."""
+        """No process has moved a piece for too long: leave the thread that waits for the disk, and raise."""
         if self.under_way is not None:
             self.under_way.end()
             self.under_way = None
@@ -310,7 +312,7 @@ class Saver:
         )
 
     def _take_note(self, required: bool = False) -> None:
-        """This process has seen the end of the save."""
+        """Note that the save has ended on this process: keep its error, or report it as saved."""
         under_way, save, self.under_way = self.under_way, self._begun, None
         assert under_way is not None and save is not None
         under_way.end()
@@ -344,13 +346,13 @@ class Saver:
         )
 
     def abandon(self, patience: float) -> str | None:
-        """Where other processes may be gone: let this one's save end, as long as it moves.
+        """Let this process's save end while it moves pieces, without the other processes: they may be gone.
 
         Args:
-            patience: seconds without a piece after which it is left alone.
+            patience: seconds without a moved piece after which the save is given up.
 
         Returns:
-            A sentence on a save that is not on the disk; ``None``: there is none.
+            A sentence that says which save is not on the disk; ``None``: there is no such save.
         """
         under_way, save, told = self.under_way, self._begun, None
         if under_way is not None and save is not None:
@@ -365,7 +367,7 @@ class Saver:
         return told
 
     def abandon_at_exit(self) -> None:
-        """A script may end without closing anything, while a save is under way."""
+        """Let a save under way end when a script ends without closing anything."""
         if (told := self.abandon(STILL_SECONDS)) is not None:
             self._warn(f"WARNING: {told}")
 

@@ -1,7 +1,8 @@
 """Commands on several machines, started through ssh from one place and stopped together.
 
-Each machine reads from its ssh's stdin the signals that it is to pass on, a word a line, since ssh passes on none. The
-end of that input, as by a lost connection or the death of this process, asks it to save and stop.
+ssh does not pass on signals. So each machine reads names of signals from the stdin of its ssh, one a line, and sends
+them to its command. When that input ends, because the connection is lost or this process dies, the machine's run saves
+and stops.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from gptpar.errors import GptparError
 from gptpar.system.stop import handling
 
 PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "GPTPAR_STOP_SECONDS", "PYTHONPATH", "OMP_NUM_THREADS")
-"""How the names of variables begin that the machines get, too."""
+"""Prefixes of the environment variables that all machines get."""
 POLL_SECONDS = 0.1
 _LISTENING = (
     ' </dev/null & child=$!; exec 3<&0; { while read -r word <&3; do kill -"$word" $child; done; kill -TERM $child; }'
     " >/dev/null 2>&1 & watcher=$!; wait $child; code=$?; kill $watcher 2>/dev/null; exit $code; }"
 )
-"""Behind a command of a shell: while it runs, words of stdin become signals; its end is the shell's."""
+"""Shell text behind a command: words of stdin become signals to it, and the shell exits with its exit code."""
 
 
 def remote_command(words: Sequence[str], visible: str, environment: Mapping[str, str], folder: str) -> str:
-    """What ssh is to run: ``gptpar launch`` in a folder, with this machine's Python and some of its variables.
+    """The command that ssh runs: ``gptpar launch`` in a folder, with this machine's Python and some of its variables.
 
     Args:
-        words: of ``gptpar launch``.
-        visible: the GPUs to be used, as CUDA_VISIBLE_DEVICES says it.
-        environment: PYTHON names another Python; of the others, those of ``PASSED_ON`` are taken.
+        words: arguments of ``gptpar launch``.
+        visible: the GPUs to use, in the form of CUDA_VISIBLE_DEVICES.
+        environment: this machine's variables. PYTHON names another Python; variables of ``PASSED_ON`` are passed on.
+        folder: the folder on the other machine.
     """
     variables = {"PYTHON": environment.get("PYTHON", sys.executable)}
     variables |= {name: value for name, value in sorted(environment.items()) if name.startswith(PASSED_ON)}
@@ -47,18 +49,18 @@ def remote_command(words: Sequence[str], visible: str, environment: Mapping[str,
 
 
 def ssh_words(environment: Mapping[str, str], port: int | None = None) -> list[str]:
-    """How a machine is reached: SSH, by default ``ssh``, without questions."""
+    """The command that reaches a machine: the variable SSH, by default ``ssh``, set to ask no questions."""
     at_port = [] if port is None else ["-p", str(port)]
     return [*shlex.split(environment.get("SSH", "ssh")), "-o", "BatchMode=yes", *at_port]
 
 
 def run_on_hosts(ssh: Sequence[str], commands: Mapping[str, str]) -> int:
-    """Run a command on each host, its output behind its name, until all have ended.
+    """Run a command on each host until all have ended; each line of output begins with the host's name.
 
-    A request to stop is passed on, and so is a second Ctrl-C. A host that fails ends the others.
+    A request to stop is passed on, and so is a second Ctrl-C. If a host fails, the others are stopped.
 
     Returns:
-        The exit code of the first that failed, else 128 and the number of the signal that stopped all, else 0.
+        The exit code of the first host that failed; else 128 plus the number of the signal that stopped all; else 0.
 
     Raises:
         GptparError: ssh cannot be started.
@@ -76,7 +78,7 @@ def run_on_hosts(ssh: Sequence[str], commands: Mapping[str, str]) -> int:
 
 
 class _Hosts:
-    """The ssh of each host."""
+    """The ssh process of each host."""
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -84,7 +86,7 @@ class _Hosts:
         self._stopped = 0
 
     def start(self, host: str, words: Sequence[str]) -> None:
-        """In a session of its own: a terminal's Ctrl-C reaches this process alone, which passes it on once."""
+        """Start ssh in a session of its own. A terminal's Ctrl-C reaches only this process, which passes it on once."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, bufsize=0, start_new_session=True
@@ -92,11 +94,11 @@ class _Hosts:
         self._processes[host] = process
         self._readers.append(threading.Thread(target=_copy, args=(host, process), daemon=True))
         self._readers[-1].start()
-        if self._stopped:  # before this one was there
+        if self._stopped:  # the request came before this host started
             self._tell(process, "TERM")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The first request lets all save; a Ctrl-C after that ends them at once."""
+        """Pass a request to stop on: the first lets all hosts save; a later Ctrl-C stops them at once."""
         if not self._stopped:
             self._stopped = 128 + number
             _say("stopping all hosts; each saves first")
@@ -110,7 +112,7 @@ class _Hosts:
             self._tell(process, word)
 
     def wait(self) -> int:
-        """Until all have ended and what they printed is shown."""
+        """Wait until all hosts have ended and their output is shown; returns the exit code."""
         failed, status, running = "", 0, dict(self._processes)
         while running:
             for host, process in list(running.items()):
@@ -131,12 +133,12 @@ class _Hosts:
 
     def _tell(self, process: subprocess.Popen[bytes], word: str) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the host has ended
             os.write(process.stdin.fileno(), f"{word}\n".encode())
 
 
 def _copy(host: str, process: subprocess.Popen[bytes]) -> None:
-    """Show a host's output line by line; what nobody can read any more is still taken."""
+    """Show a host's output line by line. If the terminal is gone, still read it, so that the host does not block."""
     assert process.stdout is not None
     for line in process.stdout:
         with contextlib.suppress(OSError, ValueError):  # the terminal may be gone

@@ -1,7 +1,8 @@
-"""The files of DeepSpeed's CSV monitor: one for each curve, two columns, samples and value.
+"""The files of DeepSpeed's CSV monitor: one file for each curve, with two columns, samples and value.
 
-A file is named after its curve, ``Train/Samples/lr`` -> ``Train_Samples_lr.csv``, and its header has the curve's last
-word. Rows end as Python's csv module ends them. Facts: deepspeed/monitor/csv_monitor.py, DeepSpeed 0.19.
+A file is named after its curve, ``Train/Samples/lr`` -> ``Train_Samples_lr.csv``. The header of its second column is
+the last word of the curve. Rows have the line ends of Python's csv module. Source: deepspeed/monitor/csv_monitor.py,
+DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -22,25 +23,29 @@ CURVES: dict[str, Callable[[IterationRecord], float | None]] = {
     "Train/Samples/lr": lambda record: record.learning_rate,
     LOSS_SCALE: lambda record: record.loss_scale,
 }
-"""Curve -> its value in a step."""
+"""Curve -> the function that takes its value from a step's record."""
 
 
 def open_curve(folder: Path, name: str, resume_samples: int = 0) -> RecordFile:
-    """The file of a curve, made where missing; a run that goes on from a sample takes the rows beyond it away."""
+    """Open the file of a curve, or make it.
+
+    Args:
+        resume_samples: samples consumed by the state that a run goes on from; rows of later samples are dropped.
+    """
     path = folder / f"{name.replace('/', '_')}.csv"
     prepare = partial(_cut_after, path, resume_samples) if resume_samples else None
     return RecordFile(path, prepare=prepare, header=row("step", name.rpartition("/")[2]))
 
 
 def row(samples: int | str, value: float | str | None) -> bytes:
-    """A row of a file."""
+    """One row of a CSV file, with its line end."""
     text = io.StringIO()
     csv.writer(text).writerow([samples, value])
     return text.getvalue().encode()
 
 
 def _cut_after(path: Path, samples: int) -> None:
-    """Drop the rows of later samples, atomically; a last row that a crash left without its end goes, too."""
+    """Drop the rows of later samples, atomically; an incomplete last row, left by a crash, is dropped, too."""
     if not path.is_file():
         return
     with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:

@@ -1,4 +1,4 @@
-"""Tensors as regions of memory that a snapshot keeps or lets go as a whole, and as the pieces in which it is read."""
+"""Tensors as regions of memory, which a snapshot keeps or releases whole, and as pieces, which a save reads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from gptpar.system.blocks import row_major_blocks, span
 
 PIECE_BYTES = 8 << 20
-"""What is copied, read and written at a time."""
+"""Bytes that are copied, read and written at a time."""
 
 
 class RegionState(Enum):
     """Where a region's bytes are."""
 
     LIVE = auto()
-    """The bytes are where training will overwrite them."""
+    """The bytes are in memory that training will overwrite."""
     COPYING = auto()
     KEPT = auto()
     """The bytes are in memory that the snapshot has borrowed, or got in exchange."""
@@ -29,11 +29,11 @@ class RegionState(Enum):
 
 @dataclass(eq=False, slots=True)
 class Borrowed:
-    """A block of the spare memory that holds regions, or that was given away for one that does.
+    """A block that holds regions: taken from the spare memory, or given by its owner in exchange for such a block.
 
     Attributes:
-        block: to be given back when no region needs it any more.
-        num_regions: that need it.
+        block: goes back to the spare memory when no region needs it any more.
+        num_regions: number of regions that need the block.
     """
 
     block: torch.Tensor
@@ -42,14 +42,16 @@ class Borrowed:
 
 @dataclass(eq=False, slots=True)
 class MemoryRegion:
-    """Memory that is kept or let go as a whole.
+    """Memory that a snapshot keeps or releases whole.
 
     Attributes:
-        source: where the bytes are; ``None``: nobody needs them any more.
-        start, stop: addresses that nobody may overwrite; equal: nobody else has this memory.
-        readers: threads that read memory of the training just now.
-        num_unread: pieces that the save has not read.
-        borrowed: where the bytes are kept.
+        source: the tensor that has the bytes; ``None``: nobody needs them any more.
+        start, stop: addresses that must not be overwritten; equal if nobody else uses this memory.
+        num_bytes: bytes of the region.
+        num_unread: pieces that the save has not read yet.
+        state: where the bytes are.
+        readers: threads that are reading the bytes from training's memory now.
+        borrowed: the block that keeps the bytes.
     """
 
     source: torch.Tensor | None
@@ -63,12 +65,12 @@ class MemoryRegion:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether others have this memory, too."""
+        """Whether training uses this memory, too."""
         return self.stop > self.start
 
     @property
     def is_live(self) -> bool:
-        """Whether the bytes are still needed where training will overwrite them."""
+        """Whether the bytes are still needed in memory that training will overwrite."""
         return self.state in (RegionState.LIVE, RegionState.COPYING)
 
 
@@ -77,7 +79,9 @@ class Piece:
     """At most ``PIECE_BYTES`` of a tensor's row-major bytes.
 
     Attributes:
-        index: its place among the pieces of its region.
+        region: the region that has the piece.
+        index: the piece's place among the pieces of its region.
+        num_bytes: the piece's bytes.
     """
 
     region: MemoryRegion
@@ -87,7 +91,7 @@ class Piece:
 
 @torch.no_grad()
 def pieces_of(tensor: torch.Tensor, clone: bool) -> Iterator[Piece]:
-    """A contiguous tensor's pieces are regions of their own; another tensor, or a clone, is one region."""
+    """A tensor's pieces. If it is contiguous, each piece is a region; another tensor, or a clone, is one region."""
     tensor = tensor.detach()
     if clone:
         tensor = tensor.clone()
@@ -103,7 +107,7 @@ def pieces_of(tensor: torch.Tensor, clone: bool) -> Iterator[Piece]:
 
 
 def outside(regions: Iterable[MemoryRegion], blocks: Iterable[torch.Tensor]) -> list[MemoryRegion]:
-    """The regions that are in none of these blocks of memory."""
+    """The regions that lie outside all of these blocks of memory."""
     spans = sorted(map(span, blocks))
     starts = [start for start, _ in spans]
 
@@ -115,7 +119,7 @@ def outside(regions: Iterable[MemoryRegion], blocks: Iterable[torch.Tensor]) -> 
 
 
 def sizes_of_copies(tensors: Iterable[torch.Tensor], exchanged: Iterable[torch.Tensor] = ()) -> Iterator[int]:
-    """Bytes of each block of memory that a snapshot of these tensors borrows where all of them are overwritten.
+    """Bytes of each block of memory that a snapshot of these tensors borrows if all of them are overwritten.
 
     Args:
         exchanged: see :class:`~gptpar.system.snapshot.Snapshot`.

@@ -1,13 +1,13 @@
 """Host memory that copies borrow and give back, so that the system need not zero its pages again.
 
 The system zeroes each page of new memory when it is first written. That is several times slower than the copy itself,
-and whoever is about to overwrite the original waits meanwhile. So blocks keep their pages between two saves, also where
-the saves are hours apart: pages that were given back would have to come again just when the next save needs them, and
-getting them earlier, by a guess of when that will be, would take the memory from the others again. They go back when
-somebody needs them: when the machine is short of memory (:meth:`SpareMemory.limit_to`).
+and the training step that is about to overwrite the original waits meanwhile. So blocks keep their pages between two
+saves, even if the saves are hours apart. Pages that were given back would have to be zeroed again just when the next
+save needs them. Pages go back only when the machine is short of memory (:meth:`SpareMemory.limit_to`).
 
-A process may have 65,530 mappings by Linux's default (``vm.max_map_count``). One for each block of 8 MiB would end at a
-few hundred GB. So blocks are cut from large mappings, which stay when the pages of a block go back.
+Linux allows a process 65,530 mappings by default (``vm.max_map_count``). With one mapping for each block of 8 MiB a
+process would reach that limit at a few hundred GB. So blocks are cut from large mappings. A mapping stays when pages of
+its blocks go back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from gptpar.system import pages
 
 MAPPING_BYTES = 256 << 20
-"""What blocks are cut from; a larger block has a mapping of its own."""
+"""Size of the mappings that blocks are cut from; a larger block has a mapping of its own."""
 
 
 class SpareMemory:
@@ -31,8 +31,8 @@ class SpareMemory:
         limit: bytes beyond which free blocks go back to the system; lent blocks stay lent.
 
     Attributes:
-        limit: as given, or as set anew.
-        num_bytes: of all blocks that may have pages, lent or not.
+        limit: as given, or as set by :meth:`limit_to`.
+        num_bytes: bytes of all blocks that may have pages, lent or free.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -44,10 +44,10 @@ class SpareMemory:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 of any contents: a block that was given back, or a new one.
+        """A block, [num_bytes] uint8 of any contents: one that was given back, or a new one.
 
         Raises:
-            MemoryError, OSError, RuntimeError: the system has no more.
+            MemoryError, OSError, RuntimeError: the system has no more memory.
         """
         with self._lock:
             if self._free[num_bytes]:
@@ -59,7 +59,7 @@ class SpareMemory:
             return block
 
     def _cut(self, num_bytes: int) -> torch.Tensor:
-        """A block of addresses that nobody has used."""
+        """Cut a new block from a mapping; its pages are untouched."""
         size = pages.whole_pages(num_bytes)
         if size > self._uncut.numel():
             self._uncut = pages.untouched(max(size, MAPPING_BYTES))
@@ -67,7 +67,7 @@ class SpareMemory:
         return block
 
     def give_back(self, block: torch.Tensor) -> None:
-        """Let others take a block that :meth:`take` returned."""
+        """Return a block of :meth:`take`, so that it can be taken again."""
         with self._lock:
             self._free[block.numel()].append(block)
             self._shrink_to(self.limit)
@@ -79,7 +79,7 @@ class SpareMemory:
             self._shrink_to(num_bytes)
 
     def _shrink_to(self, num_bytes: int) -> None:
-        """Give pages of free blocks back to the system until no more than this is left, as far as there are any."""
+        """Give pages of free blocks back to the system until at most ``num_bytes`` are left, or no block is free."""
         for size, blocks in self._free.items():
             while blocks and self.num_bytes > num_bytes:
                 pages.release(blocks[-1])
@@ -87,7 +87,7 @@ class SpareMemory:
                 self.num_bytes -= size
 
     def prepare(self, sizes: Iterable[int]) -> threading.Thread:
-        """Make blocks of these sizes, up to the limit, in a thread that touches each page once."""
+        """Begin a thread that makes blocks of these sizes, up to the limit, and touches each page once."""
         thread = threading.Thread(target=self._make, args=(list(sizes),), name="gptpar-spare-memory", daemon=True)
         thread.start()
         return thread

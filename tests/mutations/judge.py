@@ -1,4 +1,4 @@
-"""What tests say of a mutation: pytest in a process forked from this one, which has imported torch and its like."""
+"""Runs the tests of a mutation with pytest, in a fork of this process, which has imported torch and other packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMPORTED = (
     *("pytest", "torch", "torch.distributed.run", "torch.utils.checkpoint", "torch._dynamo", "numpy", "tensorboard"),
     *("matplotlib.pyplot", "sentencepiece", "einops", "regex", "tiktoken"),
 )
-"""What tests need of other packages."""
+"""Other packages that tests import."""
 POLL_S = 0.05
 
 
@@ -30,8 +30,9 @@ class Task:
     """Tests to run in a copy of the checkout, with a mutation or with none.
 
     Attributes:
-        arguments: pytest's.
-        limit_s: seconds after which they count as hung.
+        mutation: the change to the copy; ``None``: the copy is unchanged.
+        arguments: arguments of pytest.
+        limit_s: seconds after which the tests count as hung.
     """
 
     mutation: Mutation | None
@@ -41,11 +42,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests said.
+    """The outcome of a task.
 
     Attributes:
-        status: pytest's exit status; ``None`` where it did not end in time, negative after a signal.
-        failure: id of the first test that failed, with its error; else the end of the output.
+        status: pytest's exit status; ``None`` if pytest did not end in time, negative after a signal.
+        failure: id and error of the first failed test; without one, the last line of the output.
+        seconds: time that the tests took.
     """
 
     status: int | None
@@ -54,7 +56,7 @@ class Verdict:
 
 
 def preload() -> None:
-    """Import what no mutation changes, once for all tasks."""
+    """Import packages that no mutation changes, once for all tasks."""
     for name in IMPORTED:
         importlib.import_module(name)
 
@@ -79,7 +81,7 @@ class _Running:
         self.task, self._started = task, time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="gptpar-mutation-")
         self._copy, self._output = Path(self._folder.name, "checkout"), Path(self._folder.name, "output")
-        for name in COPIED:  # with compiled files: their times still fit, but for the file that is changed
+        for name in COPIED:  # compiled files stay valid: only the mutated file has a new time
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
             (self._copy / name).parent.mkdir(exist_ok=True)
             copy(ROOT / name, self._copy / name)
@@ -97,7 +99,7 @@ class _Running:
         if not ended and seconds < self.task.limit_s:
             return None
         if not ended:
-            os.killpg(self._pid, signal.SIGKILL)  # the processes that a test has started, too
+            os.killpg(self._pid, signal.SIGKILL)  # also ends processes that a test has started
             os.waitpid(self._pid, 0)
         output = self._output.read_text(errors="replace")
         failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
@@ -109,7 +111,7 @@ class _Running:
 
 
 def _be_pytest(arguments: Sequence[str], copy: Path, output: Path) -> None:
-    """In the child: run the tests of the copy, and end."""
+    """In the child: run the copy's tests with pytest, and exit."""
     status = 70
     try:
         os.setsid()

@@ -1,7 +1,8 @@
 """Folders of torch.distributed.checkpoint: ``.metadata`` says where each box of each tensor is, in files ``*.distcp``.
 
-``.metadata`` is a pickle, and each box is a file of ``torch.save`` within a file. torch's own reader unpickles whatever
-``.metadata`` names; here it may name torch's descriptions of tensors only, which are read by their fields.
+``.metadata`` is a pickle. A ``.distcp`` file holds boxes one after the other, each in the format of ``torch.save``.
+torch's own reader unpickles whatever ``.metadata`` names. This reader allows only the names of torch's descriptions of
+tensors, and reads the fields of these.
 Format: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from reprlib import repr as brief  # of objects within objects, a few
+from reprlib import repr as brief  # shortens nested objects
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ ALLOWED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor, and where in a file it is."""
+    """A box of a tensor, and its place in a file."""
 
     box: Box
     file: str
@@ -58,7 +59,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class BoxedTensor:
-    """A tensor; its boxes tile it."""
+    """A tensor that is stored as boxes, which tile it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -69,10 +70,10 @@ class DistcpFolder:
     """A folder whose ``.metadata`` has been read and checked.
 
     Args:
-        path: of the folder.
+        path: the folder's path.
 
     Attributes:
-        tensors: by name; other objects are left unread.
+        tensors: the tensors by name; other objects are left unread.
 
     Raises:
         CheckpointError: with what is wrong, or what cannot be read.
@@ -89,7 +90,7 @@ class DistcpFolder:
             raise CheckpointError("\n".join(problems))
 
     def _missing(self) -> Iterator[str]:
-        """Files that are not there, or end before a box does."""
+        """A sentence for each file that is missing or ends before its last box does."""
         stops: dict[str, int] = {}
         for one in (one for tensor in self.tensors.values() for one in tensor.boxes):
             stops[one.file] = max(stops.get(one.file, 0), one.start + one.length)
@@ -104,12 +105,12 @@ class DistcpFolder:
                 yield f"{self._path / name} has {size:,} bytes, and {needed}: it was cut short"
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """A tensor, put together from its boxes, or what is at an index of its first dim, in host memory.
+        """A tensor in host memory, put together from its boxes; with ``index``, only that index of its first dim.
 
-        The box that was read last is kept: several layers may be stored as one.
+        The box that was read last stays in memory, because several layers may be stored as one tensor.
 
         Raises:
-            CheckpointError: a file would run code or is damaged, or has another tensor than ``.metadata`` says.
+            CheckpointError: a file would run code, is damaged, or has another tensor than ``.metadata`` says.
         """
         tensor = self.tensors[name]
         origin, shape = (0,) * len(tensor.shape), tensor.shape
@@ -140,15 +141,15 @@ def _tensors(metadata: Any) -> Iterator[tuple[str, BoxedTensor]]:
     """The tensors that ``.metadata`` describes.
 
     Raises:
-        ValueError: a description that cannot be.
-        AttributeError, TypeError, LookupError: one of another form.
+        ValueError: a description is impossible.
+        AttributeError, TypeError, LookupError: a description has another form.
     """
     places: dict[tuple[str, tuple[int, ...]], Record] = {}
     for index, place in metadata.storage_data.items():
         if index.__dict__.get("offset") is not None:
             places[_text(index.fqn), _counts(index.offset)] = place
     for name, entry in metadata.state_dict_metadata.items():
-        if "chunks" in entry.__dict__:  # else it is an object
+        if "chunks" in entry.__dict__:  # without chunks the entry is an object
             yield _text(name), _tensor(name, entry, places)
 
 

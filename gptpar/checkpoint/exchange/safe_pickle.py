@@ -1,10 +1,10 @@
-"""Reading pickles of strangers: tensors and plain values, and nothing of theirs is run.
+"""Reads tensors and plain values from pickles of strangers without running any of their code.
 
-Files of ``torch.save`` go through torch's restricted unpickler, which builds only what is allowed. Beside what torch
-allows that is ``argparse.Namespace``, in which Megatron-LM keeps its arguments, and :class:`Record` for what is read by
-its fields. In the place of objects that no weight needs (enums among the arguments, random states) is put
-:class:`LeftOut`, an empty object. A file that names anything else is refused before it is read. A bare pickle is read
-by the same rules.
+Files of ``torch.save`` go through torch's restricted unpickler, which builds only allowed objects. gptpar allows two
+classes beside those that torch allows: ``argparse.Namespace``, in which Megatron-LM keeps its arguments, and
+:class:`Record`, whose fields are read. :class:`LeftOut`, an empty object, replaces objects that no weight needs (enums
+among the arguments, random states). A file that names anything else is refused before it is read. Bare pickles are
+read by the same rules.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ LEFT_UNREAD = (
     *("megatron.", "deepspeed.", "transformer_engine.", "apex.", "nemo.", "numpy."),
     *("_codecs.encode", "pathlib.", "signal.Signals"),
 )
-"""Beginnings of the names of objects that :class:`LeftOut` replaces; they are neither imported nor called."""
+"""Prefixes of names. :class:`LeftOut` replaces objects of these names, which are neither imported nor called."""
 
 MAX_NAMED = 4
 
 
 class LeftOut:
-    """Takes the place of an object of another program's class."""
+    """Replaces an object of another program's class, and holds nothing."""
 
     def __init__(self, *_: object, **__: object):
         pass
@@ -48,10 +48,10 @@ class LeftOut:
 
 
 class Record:
-    """In the place of an object whose fields are read.
+    """Replaces an object whose fields are read.
 
     Attributes:
-        state: of an object whose state is no dictionary; else its fields are attributes.
+        state: the object's state if that is no dictionary. A dictionary's items become attributes instead.
     """
 
     state: object = None
@@ -71,16 +71,16 @@ REAL: dict[str, Any] = {
     "_io.BytesIO": io.BytesIO,
     "deepspeed.utils.tensor_fragment.fragment_address": Record,
 }
-"""What is built of a name that torch does not allow of itself."""
+"""Name in a pickle -> the class built for it, for names that torch does not allow by itself."""
 
 
 def load_torch_file(path: Path) -> Any:
     """The contents of a file that ``torch.save`` wrote; tensors stay on the disk until they are read.
 
-    A file in torch's format of before 2020, in which GPT-2's own weights are, is read whole.
+    A file in torch's format of before 2020 is read whole. GPT-2's own weights have this format.
 
     Raises:
-        CheckpointError: it would run code, or is damaged.
+        CheckpointError: the file would run code, or is damaged.
     """
     with _explained(path):
         if _is_of_old_format(path):
@@ -91,10 +91,10 @@ def load_torch_file(path: Path) -> Any:
 
 
 def load_torch_part(path: Path, start: int, length: int) -> Any:
-    """The contents of some bytes of a file, which ``torch.save`` wrote there, read into memory.
+    """The contents of a range of bytes that ``torch.save`` wrote into a file, read into memory.
 
     Raises:
-        CheckpointError: they would run code, or are damaged.
+        CheckpointError: the bytes would run code, or are damaged.
     """
     with _explained(path), open(path, "rb", buffering=0) as file:
         part: Any = FilePart(file, start, length)
@@ -104,11 +104,11 @@ def load_torch_part(path: Path, start: int, length: int) -> Any:
 
 
 _BROKEN = (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, MemoryError, struct.error)
-"""What torch and pickle raise for a file that is damaged."""
+"""Errors that torch and pickle raise for a damaged file."""
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether memory holds every element: a few bytes can describe a tensor that repeats one element at will."""
+    """Whether memory holds every element. A few bytes may describe a huge tensor that repeats one element."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
@@ -118,16 +118,16 @@ def load_pickle(path: Path, allowed: Mapping[str, Any]) -> Any:
     """The contents of a bare pickle.
 
     Args:
-        allowed: what is built of a name; names of :data:`LEFT_UNREAD` are left out.
+        allowed: name -> the object built for it. :class:`LeftOut` replaces names of :data:`LEFT_UNREAD`.
 
     Raises:
-        CheckpointError: it names something else, or is damaged.
+        CheckpointError: the pickle names anything else, or is damaged.
     """
     with _explained(path):
         return _Unpickler(path, allowed).load()
 
 
-class _Unpickler(pickle._Unpickler):  # that of C makes room for as many objects as a few bytes say
+class _Unpickler(pickle._Unpickler):  # the C version allocates as many objects as a few bytes ask for
     def __init__(self, path: Path, allowed: Mapping[str, Any]):
         super().__init__(io.BytesIO(read_regular(path)))
         self._path, self._allowed = path, allowed
@@ -142,7 +142,7 @@ class _Unpickler(pickle._Unpickler):  # that of C makes room for as many objects
 
 
 class FilePart(io.RawIOBase):
-    """Some bytes of a file, as a file that can be read."""
+    """A range of a file's bytes, as a file object that can be read."""
 
     def __init__(self, file: BinaryIO | io.RawIOBase, start: int, length: int):
         self._file, self._start, self._length, self._place = file, start, length, 0
@@ -170,17 +170,17 @@ class FilePart(io.RawIOBase):
 
 
 def _is_of_old_format(path: Path) -> bool:
-    """Whether a file begins as ``torch.save`` began one before it wrote zip archives."""
+    """Whether a file begins like the files that ``torch.save`` wrote before it wrote zip archives."""
     begin = pickle.dumps(MAGIC_NUMBER, 2)
     with open(path, "rb") as file:
         return file.read(len(begin)) == begin
 
 
 def _allowed(path: Path, file: Any) -> list[Any]:
-    """What is built of each name in a file that torch does not allow of itself.
+    """The object built for each name in a file that torch does not allow by itself.
 
     Raises:
-        CheckpointError: a name that may run anything.
+        CheckpointError: the file has a name that may run anything.
     """
     wanted = get_unsafe_globals_in_checkpoint(file)
     if forbidden := [name for name in wanted if name not in REAL and not name.startswith(LEFT_UNREAD)]:
@@ -190,19 +190,19 @@ def _allowed(path: Path, file: Any) -> list[Any]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What goes wrong with a file, as a sentence.
+    """Turn errors in reading a file into a sentence that names the file.
 
     Raises:
-        CheckpointError: something did.
+        CheckpointError: the file could not be read, or was refused.
     """
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EINVAL and error.filename is None:  # torch's, of an archive that ends too early
+        if error.errno == errno.EINVAL and error.filename is None:  # torch raises it for an archive that ends too early
             raise CheckpointError(f"{path} is no file of torch.save, or damaged: it may have been cut short") from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's own text goes on with how to run it nevertheless
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest of torch's text says how to run it all the same
         raise CheckpointError(
             _refusal(path, [named[1]]) if named else f"{path} is refused: {_first_line(error)}"
         ) from None

@@ -19,14 +19,14 @@ class WeightFile(Protocol):
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The file's path."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """By name."""
+        """Number format and shape of each tensor, by name."""
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
-        """One tensor, into a view of as many elements."""
+        """Read one tensor into ``target``, a view of as many elements."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TorchFile:
         }
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
-        """One tensor, into a view of as many elements; its bytes come from the disk now."""
+        """Read one tensor from the disk into ``target``, a view of as many elements."""
         target.copy_(self.values[name].detach().reshape(target.shape))
 
 
@@ -53,7 +53,7 @@ def open_torch(path: Path) -> TorchFile:
     """Open a ``.bin`` file.
 
     Raises:
-        CheckpointError: it would run code, is damaged, or holds something else than named tensors.
+        CheckpointError: the file would run code, is damaged, or holds anything but named tensors.
     """
     content = load_torch_file(path)
     if not isinstance(content, dict) or not all(
@@ -64,10 +64,10 @@ def open_torch(path: Path) -> TorchFile:
 
 
 def open_all(paths: Iterable[Path]) -> dict[str, WeightFile]:
-    """Which file has which tensor.
+    """Open weight files; returns tensor name -> the file that has the tensor.
 
     Raises:
-        CheckpointError: with what is wrong in all files; a tensor that stands in two of them is wrong, too.
+        CheckpointError: with all problems of all files; a tensor in two files is a problem, too.
     """
     places: dict[str, WeightFile] = {}
     problems = []

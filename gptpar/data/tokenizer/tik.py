@@ -1,8 +1,8 @@
 """Megatron-LM's TikTokenizer: a byte-level BPE run by tiktoken, whose first ids are special tokens.
 
-The model's file is a JSON list in the order of the merges, each entry with its ``rank`` and its bytes in base64
-(``token_bytes``); the first 256 are the single bytes. An id is a rank plus the number of special tokens. Facts:
-megatron/core/tokenizers/text/libraries/tiktoken_tokenizer.py.
+The model's file is a JSON list of tokens in the order of the merges. Each entry has its ``rank`` and its bytes in
+base64 (``token_bytes``). The first 256 tokens are the single bytes. A token's id is its rank plus the number of special
+tokens. Source: megatron/core/tokenizers/text/libraries/tiktoken_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ PATTERNS = {
         *(r"\p{N}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", *_BLANKS),
     ),
 }
-"""``--tiktoken-pattern`` -> how text is cut before merging, alternatives in their order."""
+"""``--tiktoken-pattern`` -> regular expressions that split text before merging, in their order as alternatives."""
 
 
 class TikTokenizer(TokenizerBase):
     """The ids of Megatron-LM's tokenizer of this name; `eod` is the id of "</s>".
 
-    A special token that is written in a text is encoded as ordinary characters, where Megatron-LM would give its id.
+    A special token that is written in a text is encoded as ordinary characters. Megatron-LM would give its id instead.
 
     Args:
-        vocab_size: number of ids, special ones included; what the file has beyond is not used.
+        vocab_size: number of ids, special tokens included. Further tokens of the file are not used.
     """
 
     name = "TikTokenizer"
@@ -81,7 +81,7 @@ class TikTokenizer(TokenizerBase):
         self._bytes = [*(name.encode() for name in (*SPECIAL, *others)), *ranks]
 
     def encode(self, text: str) -> list[int]:
-        utf8(text)  # tiktoken would put U+FFFD without a word
+        utf8(text)  # raises for text that tiktoken would replace with U+FFFD silently
         return self._encoding.encode_ordinary(text)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -97,7 +97,7 @@ def _parse(content: bytes, path: str) -> list[bytes]:
     """The tokens' bytes by rank.
 
     Raises:
-        TokenizerError: the file is no such list.
+        TokenizerError: the file is not a list of tokens in the order of their ranks.
     """
     try:
         entries = json.loads(content)

@@ -1,5 +1,5 @@
-"""Checkpoints of Megatron-LM and Megatron-DeepSpeed: weights, and the optimizer's state where it can be had.
+"""Reads checkpoints of Megatron-LM and Megatron-DeepSpeed: weights, and the optimizer's state where it can be read.
 
-A file of this folder for each form of theirs gives what is :class:`~gptpar.training.exchange.megatron.found.Found`;
-``convert.py`` makes a checkpoint of it.
+This folder has a file for each of their formats. Each returns :class:`~gptpar.training.exchange.megatron.found.Found`,
+and ``convert.py`` makes a checkpoint of it.
 """

@@ -1,4 +1,4 @@
-"""The model and the run that Megatron's arguments describe."""
+"""The model that Megatron's arguments describe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ABSENT_HERE = {
     "qk_l2_norm": "queries and keys of length 1",
     "window_attn_skip_freq": "sliding windows in some layers alone",
 }
-"""Arguments of Megatron that must be off."""
+"""Arguments of Megatron that must be off, and what each turns on."""
 
 PLAIN = (bool, int, float, str)
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "LayerNorm": "LayerNorm", "RMSNorm": "RMSNorm"}
@@ -37,10 +37,10 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
     """The model that Megatron's arguments describe.
 
     Args:
-        rows: of the vocabulary.
+        rows: rows of the word embedding, padding included.
 
     Raises:
-        CheckpointError: with all reasons why gptpar cannot compute the same.
+        CheckpointError: with all reasons why gptpar cannot compute the same model.
     """
     given = vars(arguments)
     problems = list(_absent(given))
@@ -61,7 +61,7 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
 
 
 def _absent(given: Mapping[str, Any]) -> Iterator[str]:
-    """What Megatron's model has and gptpar has not."""
+    """A sentence for each feature of Megatron's model that gptpar does not have."""
     on = {name: what for name, what in ABSENT_HERE.items() if _is_on(given, name)}
     yield from (f"it has {what} (--{name.replace('_', '-')})" for name, what in on.items())
     if given.get("rotary_seq_len_interpolation_factor") not in (None, 1):
@@ -74,7 +74,7 @@ def _absent(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unknown_words(values: Mapping[str, Any]) -> Iterator[str]:
-    """Values that are none of a flag's choices."""
+    """A sentence for each value that is not among its flag's choices."""
     choices = {spec.name: spec.metadata["choices"] for spec in fields(ModelFlags) if spec.metadata}
     for name, value in values.items():
         if choices.get(name) and value not in choices[name]:
@@ -82,12 +82,12 @@ def _unknown_words(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_on(given: Mapping[str, Any], name: str) -> bool:
-    """Megatron-DeepSpeed's default of ``--num-experts`` is a list of one expert, which is none."""
+    """Whether an argument is on. ``num_experts = [1]``, Megatron-DeepSpeed's default, is off."""
     return bool(given.get(name)) and not (name == "num_experts" and given[name] == [1])
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's arguments as fields of our flags: most have one name."""
+    """Megatron's arguments as fields of our flags; most have the same name there."""
     known = {spec.name for spec in fields(ModelFlags)} - {"preset", "make_vocab_size_divisible_by", "window_pattern"}
     values: dict[str, Any] = {
         name: value for name, value in given.items() if name in known and isinstance(value, PLAIN)
@@ -101,7 +101,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given.get("group_query_attention"):
         values["num_query_groups"] = given.get("num_key_value_heads") or given.get("num_attention_heads")
     window = given.get("window_size")
-    if isinstance(window, list | tuple) and window and window[0] >= 0:  # tokens before the token itself
+    if isinstance(window, list | tuple) and window and window[0] >= 0:  # Megatron leaves out the token itself
         values["window_size"] = window[0] + 1
     return values
 
@@ -111,6 +111,6 @@ def _normalization(name: Any) -> str:
 
 
 def count_in(values: Mapping[str, Any], name: str) -> int | None:
-    """A whole number that a stranger's checkpoint gives, if it is one."""
+    """The value of a name in a stranger's checkpoint if it is a whole number, not negative; else ``None``."""
     value = values.get(name)
     return value if type(value) is int and value >= 0 else None

@@ -1,8 +1,7 @@
-"""A checkpoint of ours from one of Megatron's, tensor by tensor.
+"""Makes a checkpoint of ours from one of Megatron's, tensor by tensor.
 
-Their QKV rows are ordered by group, as ours are, since version 2 of their checkpoints. A rank's part of a parameter has
-the elements of the part that our parameter's declared placement gives to that tensor rank; so parts are joined along
-the declared dim.
+Since version 2 of Megatron's checkpoints QKV rows are ordered by group, as ours are. A tensor rank there has the same
+split of a parameter as our parameter's declared placement gives it here. So splits are joined along the declared dim.
 """
 
 from __future__ import annotations
@@ -39,9 +38,11 @@ _CHECKPOINT = r"(?:iter_|global_step)(\d{1,18})(_universal)?"
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A checkpoint of which every tensor is known to be there, in the right size.
+    """A checkpoint that has been opened; each tensor of the model is there and has the right size.
 
     Attributes:
+        found: the files' contents.
+        model: the model that the checkpoint's arguments describe.
         infos: our global name -> shape and placement.
     """
 
@@ -50,14 +51,14 @@ class MegatronModel:
     infos: Mapping[str, ParameterInfo]
 
     def tensors(self) -> Iterator[StreamedTensor]:
-        """All of our checkpoint, in the order in which theirs is read best."""
+        """All tensors of our checkpoint, in the order in which Megatron's files are read fastest."""
         for kind, parts in self.found.states.items():
             for name in parts:
                 if name in self.infos:
                     yield StreamedTensor(f"{kind}/{name}", partial(self.tensor, kind, name))
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """A parameter of ours, or a state of it, in fp32, or in fp64 where theirs is."""
+        """A parameter of ours, or an optimizer state of it: fp64 if Megatron's tensor is fp64, else fp32."""
         shape, split = self.infos[name].shape, self.infos[name].split
         parts = [part.read() for part in self.found.states[kind][name]]
         if not all(part.dtype in NAME_OF and is_whole(part) for part in parts):
@@ -106,10 +107,10 @@ def open_megatron(folder: Path) -> MegatronModel:
 
 
 def import_megatron(source: Path, target: Path) -> Path:
-    """Make a checkpoint of one of Megatron's; the source stays as it is.
+    """Make a checkpoint of ours from one of Megatron's; the source stays as it is.
 
-    With the optimizer's state it is of the same iteration, and a run goes on from it. With weights alone it is of
-    iteration 0.
+    With the optimizer's state the new checkpoint has the same iteration, and a run can go on from it. With weights
+    alone it has iteration 0.
 
     Args:
         target: a new folder of checkpoints.
@@ -137,7 +138,10 @@ def import_megatron(source: Path, target: Path) -> Path:
 
 
 def _newest(folder: Path) -> Path:
-    """The newest checkpoint in a folder of some, of two forms of one the universal one; else the folder itself."""
+    """The newest checkpoint in a folder of checkpoints; else the folder itself.
+
+    Of a checkpoint and its universal form the universal one is taken.
+    """
     inside = [path for path in folder.iterdir() if path.is_dir()]
     found = [(re.fullmatch(_CHECKPOINT, path.name), path) for path in inside]
     numbered = [(int(name[1]), name[2] or "", path) for name, path in found if name]
@@ -146,14 +150,14 @@ def _newest(folder: Path) -> Path:
 
 
 def _vocab_size(found: Found) -> int | None:
-    """Token ids without padding, where the checkpoint says it."""
+    """The number of token ids without padding; ``None``: the checkpoint does not say it."""
     info = found.beside.get("universal_checkpoint_info")
     of_info = count_in(info, "original_vocab_size") if isinstance(info, dict) else None
     return of_info or count_in(vars(found.arguments), "vocab_size")
 
 
 def _mismatches(found: Found, kind: str, infos: Mapping[str, ParameterInfo], tied: bool) -> Iterator[str]:
-    """What is missing, has no place, or does not have as many elements as our parameter."""
+    """A sentence for each tensor that is missing, has no place in the model, or has another number of elements."""
     states, of_kind = found.states[kind], "" if kind == WEIGHTS else f"{kind} of "
     names = states.keys() - ({"output.weight"} if tied else set())
     yield from (f"{of_kind}{name!r} is missing" for name in sorted(infos.keys() - names))

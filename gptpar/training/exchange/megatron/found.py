@@ -1,4 +1,4 @@
-"""What the files of a checkpoint of Megatron hold, whichever form they have; tensors are read when asked for."""
+"""The contents of one of Megatron's checkpoints, in any of its formats; tensors are read when asked for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class RankPart:
-    """One tensor rank's part of a parameter, or of a state of it.
+    """One tensor rank's split of a parameter, or of an optimizer state of it.
 
     Attributes:
-        read: returns it in host memory.
+        shape: the split's shape.
+        read: returns the split in host memory.
     """
 
     shape: tuple[int, ...]
@@ -27,7 +28,7 @@ class RankPart:
 
 
 Parts = dict[str, list[RankPart]]
-"""Our global name -> each tensor rank's part; several layers that are stored as one follow each other."""
+"""Our global name -> each tensor rank's split. Layers that are stored as one tensor follow each other."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Found:
     """A checkpoint whose files have been opened.
 
     Attributes:
-        path: its folder.
-        arguments: of the run that saved it.
-        beside: what it says beside the tensors: ``iteration``, ``checkpoint_version``, the scheduler's state.
-        num_ranks: tensor ranks that have a part of a parameter each.
-        states: kind -> parts; weights alone, or moments and fp32 weights as well.
-        steps: updates that the moments have seen; ``None``: the weights are all that could be had.
+        path: the checkpoint's folder.
+        arguments: the arguments of the run that saved it.
+        beside: its values beside the tensors: ``iteration``, ``checkpoint_version``, the scheduler's state.
+        num_ranks: tensor ranks; each has a split of every parameter.
+        states: kind -> splits. With the optimizer's state the weights are fp32, and the moments are there.
+        steps: the number of updates of the moments; ``None``: only weights could be read.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Megatron's names of weights: of Megatron-LM's older layers, of Megatron Core's and of its fused ones."""
+"""Our names of Megatron's weights: those of Megatron-LM's older layers, of Megatron Core's and of its fused layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS = {
     "output_layer.weight": "output.weight",
     "lm_head.weight": "output.weight",
 }
-"""Names around the blocks; a name without ``weight`` stands for all of its parameters."""
+"""Megatron's name -> ours, outside the blocks; a name without ``weight`` stands for all parameters of its module."""
 
 OURS_IN_BLOCK = {
     "input_layernorm": "attention_norm",
@@ -38,10 +38,10 @@ OURS_IN_BLOCK = {
     "mlp.dense_4h_to_h": "mlp.down",
     "mlp.linear_fc2": "mlp.down",
 }
-"""Names within a block; the first fits."""
+"""Megatron's name -> ours, within a block; the first match counts."""
 
 EVERY_LAYER = "layers.*."
-"""Begins the name of a parameter of all layers, which are stored as one tensor."""
+"""The prefix of a parameter whose layers are all stored as one tensor."""
 
 _PREFIX = re.compile(r"(module|model|language_model|embedding|encoder|decoder|transformer|tied_modules\.embed)\.")
 _PLACE = re.compile(r"(\d{1,9})\.(.+)")
@@ -49,13 +49,16 @@ _LAYER = re.compile(r"layers\.(?:(\d+)\.)?(.+)")
 
 
 def our_name(theirs: str, counted: int = 0) -> str:
-    """Our global name of a parameter of theirs, or one that begins with :data:`EVERY_LAYER`.
+    """Our global name of one of Megatron's parameters.
+
+    The name begins with :data:`EVERY_LAYER` if one tensor has all layers.
 
     Args:
-        counted: blocks in the stages before this one, which number theirs from 0.
+        theirs: Megatron's name.
+        counted: number of blocks in earlier stages. Each stage numbers its own blocks from 0.
 
     Raises:
-        CheckpointError: none of our parameters is the same.
+        CheckpointError: no parameter of ours corresponds to it.
     """
     name = theirs
     while found := _PREFIX.match(name):
@@ -72,10 +75,10 @@ def our_name(theirs: str, counted: int = 0) -> str:
 
 
 def names_in_model(names: Collection[str]) -> dict[str, str]:
-    """Names of parameters in a pipeline, which begin with a place among all layers -> as they are in a model.
+    """Each parameter's name in DeepSpeed's pipeline module -> its name in a model.
 
-    Blocks are the places that have an attention, in order. A place with ``weight`` or ``bias`` alone is the last norm.
-    Other names stay as they are.
+    A name in a pipeline begins with a number, the place of its layer. Places with an attention are the blocks, in
+    order. A place with ``weight`` or ``bias`` alone is the final norm. Names without a place stay as they are.
     """
     placed = {name: (int(found[1]), found[2]) for name in names if (found := _PLACE.fullmatch(name))}
     blocks = sorted({place for place, inner in placed.values() if inner.startswith(("self_attention.", "attention."))})

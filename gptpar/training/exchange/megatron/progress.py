@@ -1,4 +1,4 @@
-"""Where a run of Megatron's stands, in the words of our checkpoints."""
+"""The progress and schedule of one of Megatron's runs, as our checkpoints store them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gptpar.training.progress import Progress
 
 
 def progress_meta(found: Found, seq_length: int) -> dict[str, Any]:
-    """The meta of a run that goes on; see ``meta_of`` of ``training/resume.py``.
+    """The meta that lets a run go on; see ``meta_of`` in ``training/resume.py``.
 
     The loss scale of fp16 begins anew.
 
     Raises:
-        CheckpointError: the checkpoint does not say how far its run is.
+        CheckpointError: the checkpoint does not say its iteration or its consumed samples.
     """
     given, beside = vars(found.arguments), found.beside
     named = (beside.get(name) for name in ("opt_param_scheduler", "lr_scheduler"))
@@ -47,7 +47,7 @@ def _schedule(values: Mapping[str, Any], seq_length: int) -> Schedule:
     """The schedule of a run.
 
     Args:
-        values: the arguments, and what the scheduler's state says instead.
+        values: the arguments, overridden by the scheduler's state.
     """
 
     def number(*names: str) -> float:

@@ -1,10 +1,10 @@
-"""A file for each tensor rank and each stage, or layer.
+"""Reads formats with one file for each tensor rank and each stage, or each layer.
 
     iter_0000010/mp_rank_TT[_PPP]/model_optim_rng.pt       Megatron-LM, tensor rank TT, pipeline rank PPP
     global_step10/mp_rank_TT_model_states.pt               Megatron-DeepSpeed without a pipeline, ZeRO up to stage 2
     global_step10/layer_LL-model_TT-model_states.pt        Megatron-DeepSpeed with a pipeline
 
-Beside the latter two DeepSpeed saves the optimizer's state, fp32 weights included; see ``zero_states.py``.
+In the last two formats DeepSpeed also saves the optimizer's state, with fp32 weights; see ``zero_states.py``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FILES = (
     ("layer_*.pt", r"layer_(?P<place>\d+)-model_(?P<tensor>\d+)-model_states\.pt"),
     ("mp_rank_*.pt", r"mp_rank_(?P<tensor>\d+)(?P<place>)_model_states\.pt"),
 )
-"""Files of weights, by tensor rank and by stage or layer; the first form of which there are some is taken."""
+"""Glob and name of each format's files of weights. The first format with any file is taken."""
 
 
 def open_rank_files(path: Path) -> Found:
     """Open the files of one checkpoint.
 
     Raises:
-        CheckpointError: a rank's file is missing or cannot be read, or holds something else.
+        CheckpointError: a rank's file is missing, cannot be read, or holds no model.
     """
     ranks = _files(path)
     arguments: object = None
@@ -64,7 +64,7 @@ def open_rank_files(path: Path) -> Found:
 
 
 def model_states(path: Path) -> tuple[Any, Mapping[str, Any]]:
-    """The arguments in a folder of DeepSpeed, and what is beside them.
+    """The arguments in a checkpoint folder of DeepSpeed, and the values beside them.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -75,10 +75,10 @@ def model_states(path: Path) -> tuple[Any, Mapping[str, Any]]:
 
 
 def with_arguments(arguments: object, path: Path) -> Namespace:
-    """The arguments of the run, which every checkpoint must have.
+    """Check that a checkpoint has its run's arguments, and return them.
 
     Raises:
-        CheckpointError: this one does not.
+        CheckpointError: it has none.
     """
     if not isinstance(arguments, Namespace):
         raise CheckpointError(f"{path} does not hold the arguments of the run, which describe the model")
@@ -89,7 +89,7 @@ def _files(path: Path) -> dict[int, list[Path]]:
     """Each tensor rank's files in the order of the forward pass.
 
     Raises:
-        CheckpointError: there are none, or a rank's file is missing.
+        CheckpointError: the folder has no such files, or a rank's file is missing.
     """
     forms = ({file: re.fullmatch(name, str(file.relative_to(path))) for file in path.glob(how)} for how, name in FILES)
     form = next((form for form in forms if any(form.values())), {})
@@ -108,7 +108,7 @@ def _models_in(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The state of one model, or of the one layer that a file of DeepSpeed's pipelines holds, named as in a model.
 
     Raises:
-        CheckpointError: of several virtual stages: their layers alternate between files.
+        CheckpointError: the file has several virtual stages; the order of their layers alternates between files.
     """
     if "model0" in content:
         raise CheckpointError("its stages have several virtual stages each; save it once without them")
@@ -125,7 +125,7 @@ def _models_in(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of nested dictionaries, as Megatron-LM's older models save themselves."""
+    """Names and tensors of nested dictionaries, the form in which Megatron-LM's older models save themselves."""
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""How many updates an optimizer's state has seen."""
+"""Reads the number of updates from an optimizer's state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def steps_in(state: Any) -> int | None:
-    """Updates that an optimizer's state dictionary counts, for all parameters, by group or by parameter.
+    """The number of updates in an optimizer's state dictionary, which counts them in all, by group or by parameter.
 
     Returns:
-        ``None`` where it does not say.
+        The number; ``None``: the dictionary has none.
     """
     inner = state.get("optimizer", state) if isinstance(state, dict) else None
     found = (steps_of(place.get(name)) for place in _places(inner) for name in ("common_step", "step"))
@@ -31,7 +31,7 @@ def _places(state: Any) -> Iterator[dict[Any, Any]]:
 
 
 def steps_of(value: Any) -> int | None:
-    """A number of steps, which some optimizers keep as a tensor."""
+    """A number of steps, given as a number or a tensor; ``None``: the value is neither."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
         is_number = not value.is_complex() and bool(torch.isfinite(value))
         value = int(value.item()) if is_number and value.item() == int(value.item()) else None

@@ -1,11 +1,12 @@
-"""Megatron-LM's torch_dist format, whatever layout saved it.
+"""Reads Megatron-LM's torch_dist format, saved in any layout.
 
     iter_0000010/common.pt                  arguments, iteration, scheduler, the optimizer's counters
     iter_0000010/.metadata, __R_I.distcp    tensors, in torch.distributed.checkpoint's format
 
-A tensor is there as a whole, under Megatron Core's name of it; those of the layers are one tensor with a first dim for
-the layers (``decoder.layers.mlp.linear_fc2.weight``), or one for each layer. States of the optimizer have the same
-names after ``optimizer.state.exp_avg.`` and so on, and the same shapes if they were saved fully reshardable.
+Each tensor is stored whole, under Megatron Core's name. A parameter of the layers is either one tensor whose first dim
+is the layers (``decoder.layers.mlp.linear_fc2.weight``), or one tensor for each layer. The optimizer's states have the
+same names after a prefix such as ``optimizer.state.exp_avg.``. They have the same shapes if they were saved fully
+reshardable.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def open_torch_dist(path: Path) -> Found:
 
 
 def _with_optimizer(folder: DistcpFolder, keys: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]] | None:
-    """Each kind's tensors by name, in fp32, if all of them are there in the weights' shapes."""
+    """Kind -> its tensors by name, with weights of fp32; ``None`` unless all kinds have the weights' shapes."""
     weights = keys[WEIGHTS]
     shapes = {name: folder.tensors[name].shape for name in weights}
     is_fp32 = all(folder.tensors[name].dtype in (torch.float32, torch.float64) for name in weights)
@@ -66,10 +67,10 @@ def _with_optimizer(folder: DistcpFolder, keys: Mapping[str, Mapping[str, str]])
 
 
 def _parts(folder: DistcpFolder, keys: Mapping[str, str]) -> Parts:
-    """Parts by our name; the layers of one tensor follow each other.
+    """Tensors by our name; the layers of one tensor follow each other.
 
     Raises:
-        CheckpointError: a tensor that none of our parameters is.
+        CheckpointError: a tensor corresponds to no parameter of ours.
     """
     return {ours: [part] for name, key in keys.items() for ours, part in _layers(folder, our_name(name), key)}
 

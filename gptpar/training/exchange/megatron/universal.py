@@ -1,12 +1,12 @@
-"""DeepSpeed's universal checkpoints, of Megatron-DeepSpeed's runs in any layout: weights and optimizer state, whole.
+"""Reads DeepSpeed's universal checkpoints, which hold whole weights and optimizer states of Megatron-DeepSpeed's runs.
 
     global_step10_universal/mp_rank_00_model_states.pt           arguments, iteration, scheduler
     global_step10_universal/zero/NAME/fp32.pt, exp_avg.pt, ...   a parameter, or a state of it: {"param": tensor}
     global_step10_universal/zero/NAME/step.pt                    updates, where the optimizer counts them by parameter
     global_step10_universal/zero/optimizer_state.pt              else here, in the parameter groups
 
-NAME is that of the parameter in the module that was trained. In a pipeline it begins with the place among all layers.
-The vocabulary has no padding: rows of zeros stand for it, as in DeepSpeed when it loads.
+NAME is the parameter's name in the trained module. In a pipeline it begins with the place of its layer among all
+layers. These checkpoints leave out the padding of the vocabulary. Rows of zeros replace it here, as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -55,10 +55,13 @@ def open_universal(path: Path) -> Found:
 
 
 def _part(file: Path, rows: int | None) -> RankPart:
-    """The tensor of a file, filled up with rows of zeros.
+    """The tensor of a file, padded with rows of zeros.
+
+    Args:
+        rows: rows with padding; ``None``: the tensor has none.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the file has no tensor.
     """
     shape = tuple(_tensor(file).shape)
     if rows is not None and shape and shape[0] < rows:
@@ -82,10 +85,10 @@ def _tensor(file: Path) -> torch.Tensor:
 
 
 def _steps(zero: Path, folders: Iterable[Path]) -> int | None:
-    """Updates so far.
+    """The number of updates; ``None``: the checkpoint does not say it.
 
     Raises:
-        CheckpointError: parameters have seen different numbers of them.
+        CheckpointError: parameters have different numbers of updates.
     """
     counts = {_step(file) for one in folders if (file := one / "step.pt").is_file()}
     if len(counts) > 1:

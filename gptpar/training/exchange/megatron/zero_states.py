@@ -1,10 +1,10 @@
-"""Optimizer state of Megatron-DeepSpeed's ZeRO-1 and ZeRO-2: a file for each data rank and each model rank.
+"""Reads the optimizer state of Megatron-DeepSpeed's ZeRO-1 and ZeRO-2: a file for each data rank and model rank.
 
     global_step10/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt
 
-A file has a flat vector of each state for each parameter group, and which elements of it are of which parameter. The
-pieces of the data ranks, one after the other, are a tensor rank's part of the parameter, row by row. Model rank MM is
-stage times tensor ranks plus tensor rank.
+For each parameter group a file has one flat vector of each state, and says which elements belong to which parameter.
+The elements of all data ranks, one rank after the other, are a tensor rank's split of the parameter in row-major order.
+Model rank MM is stage * number of tensor ranks + tensor rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS = (WEIGHTS, *MOMENTS)
 
 @dataclass(frozen=True)
 class ZeroStates:
-    """Parts by kind, and the updates that they have seen."""
+    """The states of all parameters by kind, and the number of updates."""
 
     states: Mapping[str, Parts]
     steps: int
@@ -37,7 +37,7 @@ class ZeroStates:
 
 @dataclass
 class _Pieces:
-    """What the data ranks of one tensor rank have of a parameter's state, in order."""
+    """The elements of one parameter's state on one tensor rank, from its data ranks in order."""
 
     stage: int
     flat: list[torch.Tensor] = field(default_factory=list)
@@ -50,13 +50,13 @@ def open_zero_states(path: Path, num_ranks: int) -> ZeroStates | None:
     """Open the optimizer's files of a checkpoint; tensors stay on the disk.
 
     Args:
-        num_ranks: tensor ranks.
+        num_ranks: number of tensor ranks.
 
     Returns:
-        ``None`` where there are none, or not of this form.
+        The states; ``None``: there are no such files, or they have another form.
 
     Raises:
-        CheckpointError: a file cannot be read, or holds something else; ranks that have taken different steps.
+        CheckpointError: a file cannot be read or is damaged, or the files have different numbers of updates.
     """
     pieces: dict[tuple[str, str, int], _Pieces] = {}
     steps = set()
@@ -85,7 +85,7 @@ def _files(path: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _parts(pieces: Mapping[tuple[str, str, int], _Pieces]) -> dict[str, Parts]:
-    """Parts by kind and our name, in the order of tensor ranks."""
+    """Splits by kind and our name, in the order of tensor ranks."""
     ours = {name: our_name(theirs) for name, theirs in names_in_model({name for _, name, _ in pieces}).items()}
     states: dict[str, Parts] = {kind: {} for kind in KINDS}
     for kind, name, rank in sorted(pieces, key=lambda place: place[2]):
@@ -94,7 +94,7 @@ def _parts(pieces: Mapping[tuple[str, str, int], _Pieces]) -> dict[str, Parts]:
 
 
 def _state(file: Path) -> dict[str, Any] | None:
-    """The optimizer's state in a file, if it is of ZeRO-1 or ZeRO-2 with its parameters named."""
+    """The optimizer's state in a file; ``None`` unless ZeRO-1 or ZeRO-2 saved it with names of parameters."""
     content = load_torch_file(file)
     state = content.get("optimizer_state_dict") if isinstance(content, dict) else None
     wanted = {"base_optimizer_state": dict, "single_partition_of_fp32_groups": list, "param_slice_mappings": list}
@@ -103,10 +103,10 @@ def _state(file: Path) -> dict[str, Any] | None:
 
 
 def _slices(state: dict[str, Any], file: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Kind, parameter and elements of each state of each parameter that a file has some of.
+    """Kind, parameter's name and elements, for each state of each parameter in a file.
 
     Raises:
-        CheckpointError: it does not have what it says.
+        CheckpointError: the file lacks a vector or elements that it names.
     """
     try:
         groups = state["base_optimizer_state"]["state"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from gptpar.data.build import unigram_entropy
+from gptpar.data.identity import corpus_identity
 from gptpar.data.indexed import IndexedDataset
-from gptpar.errors import GptparError
+from gptpar.errors import CheckpointError, GptparError
 from gptpar.reporting.metrics_file import FILE_NAME, read_metrics
 from gptpar.reporting.series import series
 from gptpar.system.command_line import Parser
@@ -51,4 +53,22 @@ def main(argv: list[str]) -> int:
             f"token frequencies alone would give {entropy:.3f} (the corpus's unigram entropy): "
             f"the model is {abs(entropy - reached):.3f} nats {side} that"
         )
+        if _is_another_corpus(args.run, args.data_path):
+            print(
+                f"WARNING: {args.data_path} is not the corpus that the run was trained on, or it was damaged since.",
+                file=sys.stderr,
+            )
     return 0
+
+
+def _is_another_corpus(run: Path, prefix: str) -> bool:
+    """Whether the run's newest checkpoint knows a corpus of this name, and none with these contents."""
+    from gptpar.checkpoint import load_meta  # brings torch: a second, which other uses need not pay
+
+    try:
+        corpora = load_meta(run)["corpora"].values()
+        named = [one for corpus in corpora for one in corpus if Path(one["prefix"]).name == Path(prefix).name]
+        known = [one["sha256"] for one in named]
+    except (CheckpointError, LookupError, TypeError, AttributeError):
+        return False  # the checkpoint says nothing of its corpora
+    return bool(known) and corpus_identity(prefix)["sha256"] not in known

@@ -44,7 +44,7 @@ def data_axis_of(
 
 
 def settings_of(options: EngineOptions, dtypes: Collection[torch.dtype], world: int) -> EngineSettings:
-    """The number formats in which the engine keeps and transfers numbers.
+    """The number formats of the engine's state and of its messages.
 
     Args:
         options: of the engine.

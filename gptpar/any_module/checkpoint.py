@@ -102,8 +102,8 @@ def save(
         The checkpoint's path.
 
     Raises:
-        CheckpointError: on every process: as ``gptpar.checkpoint.save_checkpoint``; or JSON cannot hold some values,
-            all of which it names; or the folder is another program's. Earlier checkpoints stay.
+        CheckpointError: on every process. Its causes are those of ``gptpar.checkpoint.save_checkpoint``, values that
+            JSON cannot hold (the error names all of them), and a folder of another program. Earlier checkpoints stay.
     """
     ranks, folder, behind = Ranks(None), Path(save_dir), engine.options.async_save
     saver.finish()

@@ -1,4 +1,4 @@
-// Divides vectors into blocks, for threads that each take one block at a time.
+// Decides how vectors are divided into blocks, of which threads take one at a time.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// One object of a type for each process.
+// Gives each process one object of a type; a forked child gets a new one.
 
 #pragma once
 

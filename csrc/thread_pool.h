@@ -1,4 +1,4 @@
-// A pool of threads that take blocks of work from a shared counter, and stay between calls.
+// A pool of threads that take blocks of work from a shared counter; an idle thread looks for work, then sleeps.
 //
 // Why not OpenMP: torch brings its own OpenMP runtime, and a second one in the process can clash with it. A team of
 // OpenMP threads belongs to the thread that opens the parallel region, so the training loop and the updating thread

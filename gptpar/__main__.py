@@ -1,4 +1,4 @@
-"""``python -m gptpar VERB ...``"""
+"""The entry point of ``python -m gptpar VERB ...``: runs the verb, and ends worker processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors meant for the person at the keyboard: the command line prints the message alone, without a traceback."""
+"""The errors meant for the user: the command line prints the message alone, without a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module's micro-batches, and the loss in its output."""
+"""Calls a module with its micro-batches, and decides how the value that it returns becomes a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters that are trained, their groups, and the groups' hyperparameters.
+"""Takes the parameters to train, their groups and hyperparameters from the user's optimizer or the configuration.
 
 A client's optimizer has precedence over the configuration's. The engine takes over its parameter groups, and updates
 them itself with AdamW. So the client's optimizer has to be AdamW, or Adam without weight decay, which is the same.

@@ -1,4 +1,4 @@
-"""The parts of an engine for any module."""
+"""``EngineParts``: the record of all parts that ``gptpar.initialize`` makes an engine of."""
 
 from __future__ import annotations
 

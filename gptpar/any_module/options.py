@@ -1,4 +1,4 @@
-"""The configuration of ``gptpar.initialize``, checked and completed. Pure, except that it reads the file.
+"""Reads the configuration of ``gptpar.initialize``, checks and completes it. Pure, except that it reads the file.
 
 The configuration is DeepSpeed's JSON with a section of our own, ``"gptpar"``. It is read as the command line reads
 ``--deepspeed_config``: by one tree of keys, with the same defaults of DeepSpeed, and unknown keys are problems.

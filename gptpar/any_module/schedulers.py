@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules as torch's schedulers, over the ``param_groups`` of the returned optimizer.
+"""DeepSpeed's learning-rate schedules as torch schedulers over the ``param_groups`` of the returned optimizer.
 
 The formulas, with the names and defaults of their parameters, are those of :mod:`gptpar.optim.step_schedules`.
 """

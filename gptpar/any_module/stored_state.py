@@ -1,4 +1,4 @@
-"""The state in an engine's checkpoint beside its tensors, checked before use: anybody may have written it."""
+"""The state in an engine's checkpoint beside its tensors (counters, scheduler, groups), checked before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds an engine's checkpoints in a folder by their tags, DeepSpeed's names of checkpoints.
+"""The tags of an engine's checkpoints (DeepSpeed's names of checkpoints), and finding a checkpoint by its tag.
 
     save_dir/iter_0000100/               a checkpoint (gptpar.checkpoint), which contains its tag
     save_dir/latest                      the tag that is loaded by default, as DeepSpeed writes it

@@ -1,4 +1,4 @@
-"""A user's model and batches, named on the command line: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``.
+"""Loads a user's model and batches, named on the command line: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``.
 
 The function takes no arguments and returns ``model, make_batch``, or ``model, make_batch, loss_fn``:
 

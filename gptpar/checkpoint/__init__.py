@@ -1,4 +1,4 @@
-"""Checkpoints that cannot lie: whole or absent, proved when read, one for every layout, without pickle."""
+"""The checkpoint format, saving, loading and verification: whole files or none, CRC-32, any layout, no pickle."""
 
 from gptpar.checkpoint.folders import HINT_NAME, edited_hint, find_checkpoints, latest
 from gptpar.checkpoint.load import LoadedCheckpoint, load_checkpoint, load_meta, read_tensors

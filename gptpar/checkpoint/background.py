@@ -1,4 +1,4 @@
-"""A save in a thread of its own, while training goes on and overwrites the state being saved."""
+"""The thread that writes a save while training goes on and overwrites the state being saved."""
 
 from __future__ import annotations
 

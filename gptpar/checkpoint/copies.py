@@ -1,4 +1,4 @@
-"""Copies of a run's state in the memories of its machines; files of a lost machine are restored from the others.
+"""The copies of a run's state in the memories of its machines, and how a lost machine's files are restored.
 
 Every machine has a folder of its own, with the form of a checkpoint folder. For each copy the folder holds the
 manifest, the files of the machine's own processes, and the files of the machine before it (``ring``). So every file is

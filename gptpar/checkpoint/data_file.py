@@ -1,4 +1,4 @@
-"""Writing a checkpoint's data file from several threads, past the system's cache where the file system allows it.
+"""Writes a checkpoint's data file from several threads, past the system's cache where the file system allows it.
 
 Through the cache, the disk would rest until much is dirty, and the last flush would take as long as all writes. Direct
 writes take whole blocks of the disk only; the bytes before a piece's first and after its last whole block go through

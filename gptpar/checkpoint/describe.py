@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as plain values for programs and for people."""
+"""Describes a checkpoint's contents (``gptpar inspect``) as plain values for programs and people."""
 
 from __future__ import annotations
 

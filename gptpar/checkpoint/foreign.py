@@ -1,4 +1,4 @@
-"""Checkpoints that other programs saved, told by the names of their files; nothing is opened or unpickled.
+"""Recognises checkpoints of other programs by the names of their files; nothing is opened or unpickled.
 
 A run must neither take such a folder for an empty one nor write into it.
 """

@@ -1,4 +1,4 @@
-"""Loading: every byte is proved before it is used, and a damaged checkpoint gives way to an older one."""
+"""Loads a checkpoint: proves every byte before use, and falls back from a damaged checkpoint to an older one."""
 
 from __future__ import annotations
 

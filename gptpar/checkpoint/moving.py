@@ -1,4 +1,4 @@
-"""Copying files between processes, block by block, over the process group that they already have."""
+"""Copies files between processes, block by block, over the process group that they already have."""
 
 from __future__ import annotations
 

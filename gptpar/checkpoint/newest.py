@@ -1,4 +1,4 @@
-"""The newest checkpoint among several folders: one that all machines share, fast local ones, folders in memory."""
+"""Finds the newest checkpoint among several folders: the shared one, local ones, and folders in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the pieces of a checkpoint's files, and doing so, or anything else, in a few threads."""
+"""Reads the pieces of a checkpoint's data files, and runs calls in a few threads."""
 
 from __future__ import annotations
 

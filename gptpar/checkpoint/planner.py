@@ -1,4 +1,4 @@
-"""Who writes which box of which tensor, and who reads which: torch.distributed.checkpoint's plans for tensors in parts.
+"""Decides which process writes or reads which box of which tensor, as torch.distributed.checkpoint's planners.
 
 The default planners know plain tensors and DTensors, one box a rank. Ours know `TensorParts`, any boxes on any rank.
 """

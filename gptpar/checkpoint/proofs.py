@@ -1,4 +1,4 @@
-"""What a re-read of a checkpoint found, remembered beside the checkpoint and never inside it.
+"""Remembers what a re-read of a checkpoint found, in a file beside the checkpoint.
 
     root/.verified/iter_0000010.json    when every byte was read, and the damage that was found
 

@@ -1,4 +1,4 @@
-"""Doing things together: an error on one rank becomes the same error on all, so no rank waits for ever."""
+"""Lets processes save and load together: an error on one rank becomes the same error on all ranks."""
 
 from __future__ import annotations
 

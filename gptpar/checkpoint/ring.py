@@ -1,4 +1,4 @@
-"""Machines in a ring: each has its own folder, and keeps copies of the files of the machine before it. Pure."""
+"""Decides which machine keeps copies of which machine's files: the machines form a ring. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a save may use for copies of the state while training goes on."""
+"""Limits the host and GPU memory that a save may use for copies of the state while training goes on."""
 
 from __future__ import annotations
 

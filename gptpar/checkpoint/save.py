@@ -1,4 +1,4 @@
-"""Saving: a checkpoint appears whole, under its final name, or not at all."""
+"""Saves a checkpoint: it appears whole, under its final name, or not at all; old checkpoints are removed."""
 
 from __future__ import annotations
 

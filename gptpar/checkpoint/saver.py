@@ -1,4 +1,4 @@
-"""Saves behind the training, one after the other; a failed save is forgiven, and a hung disk is noticed."""
+"""``Saver`` starts saves in the background, decides how many failures it forgives, and notices a hung disk."""
 
 from __future__ import annotations
 

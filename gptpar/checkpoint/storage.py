@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's planner over a storage that needs no memory and proves what it reads.
+"""The storage of torch.distributed.checkpoint: writes pieces with their CRC-32, and proves pieces that it reads.
 
 The planner decides who writes which box and how boxes map between layouts; this module moves the bytes.
 (torch's own FileSystemWriter clones every view of a flat buffer and checks nothing on load.)

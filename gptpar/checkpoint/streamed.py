@@ -1,4 +1,4 @@
-"""Writing a checkpoint tensor by tensor, by one process, where no layout holds all of it: a conversion's result."""
+"""Writes a checkpoint tensor by tensor from one process: the result of a conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether boxes tile a tensor. Pure."""
+"""Finds boxes that overlap: the boxes of a whole tensor may not. Pure."""
 
 from __future__ import annotations
 

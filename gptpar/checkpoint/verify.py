@@ -1,4 +1,4 @@
-"""Proving a checkpoint: every byte is read back from the disk and held against its CRC-32."""
+"""Verifies a checkpoint: reads every byte back from the disk and compares its CRC-32."""
 
 from __future__ import annotations
 

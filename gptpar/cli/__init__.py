@@ -1,4 +1,4 @@
-"""The command line: ``gptpar VERB ...``"""
+"""The command line ``gptpar VERB ...``: the list of verbs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer that a checkpoint names; its files may have been moved since."""
+"""Finds the tokenizer that a checkpoint names where its files have been moved since."""
 
 from __future__ import annotations
 

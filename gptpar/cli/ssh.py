@@ -1,4 +1,4 @@
-"""Commands on several machines, started through ssh from one place and stopped together.
+"""Runs commands on several machines through ssh, and stops them together.
 
 ssh does not pass on signals. So each machine reads names of signals from the stdin of its ssh, one a line, and sends
 them to its command. When that input ends, because the connection is lost or this process dies, the machine's run saves

@@ -1,4 +1,4 @@
-"""Configuration: what is typed, what the program runs on, and the door between them.
+"""``Flags``, the typed flags with open fields, and ``Config``, the complete configuration that they become.
 
 ``Flags`` is what a command line says. Its fields are the flags; those that nobody typed are ``None`` or a default, and
 some only stand for others (``--use-distributed-optimizer``, ``--preset``). It is read by this room alone and by those

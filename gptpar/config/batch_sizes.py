@@ -1,4 +1,4 @@
-"""The global batch as a function of the samples consumed. Pure."""
+"""The global batch size as a function of the samples consumed: ramp-up, and sizes by tokens. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that are understood although nothing here depends on them.
+"""The flags of Megatron-LM and Megatron-DeepSpeed that are accepted without effect, or refused, and why.
 
 Each maps to (number of values it takes, why it changes nothing here).
 """

@@ -1,4 +1,4 @@
-"""The last step of the door: from flags, with everything filled in that follows from others, to a ``Config``. Pure."""
+"""Turns checked flags into a complete ``Config``, and pads the vocabulary. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that hold the words of ``--data-path``, as Megatron-LM reads them. Pure but for reading."""
+"""Reads the files that hold the words of ``--data-path``, as Megatron-LM does. Pure but for reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration as fields of the command line. Pure but for reading the file."""
+"""Puts a DeepSpeed file's values into the flags, and reports contradictions. Pure but for reading the file."""
 
 from __future__ import annotations
 

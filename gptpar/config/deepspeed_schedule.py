@@ -1,4 +1,4 @@
-"""The ``scheduler`` of a DeepSpeed configuration beside the command line's flags. Pure."""
+"""Reconciles the ``scheduler`` of a DeepSpeed file with the command line's flags. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a dataclass field becomes a command-line flag."""
+"""``flag`` declares a dataclass field that becomes a command-line flag, with its help and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, generated from the configuration's dataclasses.
+"""Makes the command-line parser from the configuration's dataclasses, and reads the flags.
 
 Names and meanings are Megatron-LM's. Nothing stops at the first mistake: unknown flags, values that do not parse and
 unknown words are collected, so that the caller can report them together with every other problem.

@@ -1,4 +1,4 @@
-"""JSON as people write it: with comments and trailing commas. Pure.
+"""Reads JSON with comments and trailing commas. Pure.
 
 DeepSpeed reads more than that, for it parses with the hjson library: lines without commas, keys without quotes. Where
 that library is installed it is asked last; guessing what it would make of a text is left to it.

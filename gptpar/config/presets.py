@@ -1,4 +1,4 @@
-"""Models by their usual names (GPT-2 small; GPT-3, Brown et al. 2020, table 2.1; 10B as in ZeRO-Offload).
+"""The presets: shapes of models by their usual names (GPT-2 small; GPT-3, Brown et al. 2020, table 2.1; 10B).
 
 A preset may set any option of the model; what is typed beside it counts.
 """

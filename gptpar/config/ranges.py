@@ -1,4 +1,4 @@
-"""Numbers beyond the limits that their flags declare. Pure."""
+"""Finds numbers beyond the limits that their flags declare. Pure."""
 
 from __future__ import annotations
 

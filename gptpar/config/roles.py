@@ -1,4 +1,4 @@
-"""What the layers of a GPT are for, and the order in which they come."""
+"""The roles of a GPT's layers (embedding, block, LM head, ...), and their order."""
 
 from __future__ import annotations
 

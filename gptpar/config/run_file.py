@@ -1,4 +1,4 @@
-"""A run's flags in a TOML file: ``--config FILE`` reads it, and a run writes one that repeats it.
+"""Reads the TOML file of ``--config FILE``, and writes the file that repeats a run.
 
 Keys are flags without the dashes in front (``num-layers``; ``num_layers`` is the same), flat or in the sections that
 ``--help`` shows. A switch is ``true`` or ``false``; a flag with several values is a list.

@@ -1,4 +1,4 @@
-"""How long the parts of the learning-rate schedule are, in one unit. Pure."""
+"""Converts the lengths of the learning-rate schedule's parts to one unit. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every reason why a configuration cannot run, found before any long work starts. Pure but for looking at paths."""
+"""Collects all problems of a configuration before long work starts. Pure but for looking at paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a flag takes, and what a text means as its value: one reader for command lines and files. Pure."""
+"""Reads the text of a flag's value, for command lines and files alike. Pure."""
 
 from __future__ import annotations
 

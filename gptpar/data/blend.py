@@ -1,4 +1,4 @@
-"""Several corpora read as one, in the proportions and the order of Megatron's BlendedDataset."""
+"""``BlendedDataset`` reads several corpora as one, in the proportions and the order of Megatron's."""
 
 from __future__ import annotations
 

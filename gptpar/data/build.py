@@ -1,4 +1,4 @@
-"""Training, validation and test data from plain arguments."""
+"""Builds training, validation and test data from plain arguments, and synthetic data (``MockDataset``)."""
 
 from __future__ import annotations
 

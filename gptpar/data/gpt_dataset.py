@@ -1,4 +1,4 @@
-"""Samples of fixed length cut from one corpus, in exactly the order of Megatron's GPTDataset.
+"""Cuts a corpus into samples of fixed length, in exactly the order of Megatron's GPTDataset.
 
 The split's sequences are repeated for as many epochs as the samples need, shuffled, and laid end to end. Sample k
 consists of the tokens [k S, k S + S + extra) of that line. A second shuffle gives the order in which samples are read.

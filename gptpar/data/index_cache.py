@@ -1,4 +1,4 @@
-"""Large index arrays on disk: built once, published atomically, mapped read-only by every rank of a node.
+"""Caches large index arrays on disk: built once, published atomically, mapped read-only by every rank of a node.
 
 Each array is a file `<key>-<name>.npy`; `<key>.json`, written last, has the CRC-32 of each. Every process that opens
 the arrays reads them once to compare (100 million entries of 4 bytes: about 0.25 s). So damage, such as zeros after a

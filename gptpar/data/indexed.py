@@ -1,4 +1,4 @@
-"""Megatron's tokenized corpus: `<prefix>.bin` holds the tokens, `<prefix>.idx` the place of each sequence.
+"""Reads and writes Megatron's tokenized corpus: `<prefix>.bin` has the tokens, `<prefix>.idx` each sequence's place.
 
 The .idx file is little-endian and without padding: magic, u64 version, u8 dtype code, u64 S sequences, u64 D document
 entries, int32[S] lengths in tokens, int64[S] byte offsets into .bin, int64[D] document index (document k holds the

@@ -1,4 +1,4 @@
-"""One rank's micro-batches, which threads read in advance."""
+"""Makes one rank's micro-batches (labels, masks, positions), which threads read in advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents that are too long for memory: their texts are read in parts."""
+"""Reads JSON lines that are too long for memory in parts."""
 
 from __future__ import annotations
 

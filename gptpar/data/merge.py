@@ -1,4 +1,4 @@
-"""Join tokenized corpora into one."""
+"""Joins tokenized corpora into one."""
 
 from __future__ import annotations
 

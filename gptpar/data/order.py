@@ -1,4 +1,4 @@
-"""The samples that each data-parallel rank reads: pure functions of the number of samples that the run has consumed.
+"""Decides which samples each data-parallel rank reads: a function of the number of samples consumed so far.
 
 A global batch at `consumed` is cut into micro-batches: micro-batch j of rank r holds the places
 [consumed + j mbs dp + r mbs, + mbs) of the run. An order maps these places to samples.

@@ -1,4 +1,4 @@
-"""Tokenize a corpus into .bin/.idx files.
+"""Tokenizes a corpus into .bin/.idx files, and reports broken lines.
 
 The files are byte for byte those of Megatron-LM's preprocess_data.py with the same flags, for any number of
 workers.

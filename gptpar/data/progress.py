@@ -1,4 +1,4 @@
-"""The progress of reading a corpus, in one line: how far, how fast, and how long it will still take."""
+"""Prints the progress of reading a corpus: how far, how fast, and the time left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real corpus made of this Python's own standard library.
+"""Makes a corpus of this Python's own standard library.
 
 It needs no download and no licence, takes a few seconds, and is large enough to train and check a small model.
 """

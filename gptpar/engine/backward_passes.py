@@ -1,4 +1,4 @@
-"""The backward pass that runs in this process, whichever engine began it."""
+"""Keeps the backward pass that runs in this process, whichever engine began it."""
 
 from __future__ import annotations
 

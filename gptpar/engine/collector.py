@@ -1,4 +1,4 @@
-"""Each parameter's gradient as autograd produces it, added to its unit's flat sum."""
+"""Adds each parameter's gradient to its unit's flat sum as soon as autograd produces it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process's place on the data axis, as sharding sees it."""
+"""``DataAxis``: this process's place on the data axis, and what ZeRO shards over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps of a pipeline of layers over sharded parameters, gradients and optimizer state."""
+"""``Engine``: training steps of a pipeline of layers over sharded parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers sharded parameters in time for the forward and backward passes."""
+"""Gathers sharded parameters before a layer needs them, one layer ahead, and releases them."""
 
 from __future__ import annotations
 

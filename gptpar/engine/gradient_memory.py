@@ -1,4 +1,4 @@
-"""The memory of gradient sums: each unit's sum over micro-batches, and this process's shard of the reduced sum."""
+"""Allocates the gradient sums: each unit's sum over micro-batches, and this process's shard of the reduced sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's gradients: collected from autograd, reduced over the data axis, routed to the optimizers."""
+"""Connects the stations of a step's gradients: collector, reducer and router."""
 
 from __future__ import annotations
 

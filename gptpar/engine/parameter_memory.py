@@ -1,4 +1,4 @@
-"""The memory of the model's parameters: this process's shards, and the whole units that layers compute with."""
+"""Allocates the model's parameters: this process's shards, and the whole units that layers compute with."""
 
 from __future__ import annotations
 

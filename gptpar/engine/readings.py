@@ -1,4 +1,4 @@
-"""Numbers and times of a device's work, without waiting for it."""
+"""Reads numbers and times of a device's work without waiting for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of gradients over the data axis, while the backward pass still runs."""
+"""Sums gradients over the data axis while the backward pass still runs."""
 
 from __future__ import annotations
 

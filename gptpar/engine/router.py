@@ -1,4 +1,4 @@
-"""Routes final gradients to the device's optimizer and to the subscriber."""
+"""Sums final gradients over the tensor axis, and routes them to the device's optimizer and to the subscriber."""
 
 from __future__ import annotations
 

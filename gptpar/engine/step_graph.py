@@ -1,4 +1,4 @@
-"""Forward and backward of a step as CUDA graphs.
+"""Records the forward and backward passes of a step as CUDA graphs, and replays them.
 
 Pipeline and tensor parallelism divide a step into hundreds of short kernels, and the host that launches them one by one
 becomes the limit. A CUDA graph records the kernels and transfers once and launches them together. Where the host has to

@@ -1,4 +1,4 @@
-"""Lays out each layer's parameters in one flat range, a unit. Pure.
+"""Lays out each layer's parameters in one flat range, a unit, and decides which of them decay. Pure.
 
 A unit is reduced, gathered and released at a time. Its padding lets the data axis divide it into equal shards.
 """

@@ -1,4 +1,4 @@
-"""Imports the Triton kernels where Triton is installed; torch for CPUs comes without it."""
+"""Imports the Triton kernels where Triton is installed; a GPU build of torch without Triton gets a warning."""
 
 from __future__ import annotations
 

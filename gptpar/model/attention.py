@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries and rotary positions.
+"""Causal self-attention: projections, grouped queries, rotary positions, query and key norms, output gate.
 
 Legend: B batch, S sequence, N = B x S tokens, D model width, G key/value heads ("groups"), Q query heads of one group,
 K head width.

@@ -1,4 +1,4 @@
-"""One transformer block.
+"""One transformer block: the MLP and its activation, and the order of norms, attention, MLP and sums.
 
 Legend: B batch, S sequence, N tokens, D model width, F this rank's part of the MLP's width.
 """

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: the one place where queries meet keys.
+"""Scaled dot-product attention (the kernel call), and the masks of documents and windows.
 
 Another kernel, or attention that splits the sequence over processes, would replace :func:`core_attention`.
 

@@ -1,4 +1,4 @@
-"""Dropout whose masks are the same in every layout.
+"""Draws dropout masks that are the same in every layout.
 
 A mask is a function of (seed, iteration, place of the micro-batch in the global batch, layer, kind, global token or
 head). It does not depend on how many processes split a layer, on the layer's stage, or on whether the layer is compiled

@@ -1,4 +1,4 @@
-"""Number formats by the names that flags give them."""
+"""The number formats by the names that flags give them."""
 
 from __future__ import annotations
 

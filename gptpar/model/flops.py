@@ -1,4 +1,4 @@
-"""Counts of floating-point operations of a GPT, from its shape alone.
+"""Counts a GPT's floating-point operations and its MFU, from its shape; has the peaks of GPUs.
 
 Two definitions of a model's FLOPs are in use: attention over the whole square (PaLM, arXiv 2204.02311 appendix B;
 nanoGPT, torchtitan) or over its causal half (Megatron-LM since 2025, llm.c). The utilisations that they give differ by

@@ -1,4 +1,4 @@
-"""A GPT's layers, from the first to the last."""
+"""Lists a GPT's layers from the first to the last."""
 
 from __future__ import annotations
 

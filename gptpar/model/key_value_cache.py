@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a model has read, so that the next token costs one token's computation.
+"""Caches keys and values of the tokens that a model has read, so that a next token costs one token's work.
 
 Each row of a batch is a text. A token's position in the text is its place in the cache. So rows of different lengths
 need no padding: a token sees the places up to its own, and no later one is read.

@@ -1,4 +1,4 @@
-"""A model is a list of layer specifications; a layer is built only where it runs."""
+"""``LayerSpec`` describes one layer of a model, which is built only where it runs."""
 
 from __future__ import annotations
 

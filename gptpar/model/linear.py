@@ -1,4 +1,4 @@
-"""The linear layers of a GPT's blocks. All are made here: another number format or kernel changes this file alone.
+"""Makes a block's linear layers: decides their number format, their kernel, and who sums a bias's gradient.
 
 The gradient of a linear layer's bias is the sum of its output's gradient over all tokens. Some functions that read the
 output form that sum together with the output's gradient (:mod:`gptpar.kernels.bias_gradient`), which saves a pass over

@@ -1,4 +1,4 @@
-"""Memory of a transformer layer's activations.
+"""Counts the bytes of activations that a transformer layer keeps for its backward pass.
 
 Sources: the activation formulas of arXiv 2205.05198 (Korthikanti et al.) and Megatron-LM's theoretical_memory_usage.py,
 generalised to grouped queries, SwiGLU and wider activations. Attention is assumed to run in a fused kernel (torch's

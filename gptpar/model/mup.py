@@ -1,4 +1,4 @@
-"""muP: hyperparameters that were tuned on a narrow model hold for a wide one (Yang et al. 2022, arXiv 2203.03466).
+"""muP's rules: what tuned hyperparameters are multiplied by in a wider model (Yang et al. 2022, arXiv 2203.03466).
 
 The rules are those of the paper's table 8, for Adam, with the ratio m = hidden size / base hidden size. They do not
 change the base model (m = 1):

@@ -1,4 +1,4 @@
-"""Normalisation layers.
+"""Normalisation layers: LayerNorm, RMSNorm, and the norm over all heads.
 
 Every tensor rank holds their parameters whole, except those of the norm over all heads. The builder of a norm says how
 its gradient is placed, which depends on what it normalises (:class:`~gptpar.tensor_parallel.axis.TensorAxis`).

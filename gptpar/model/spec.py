@@ -1,4 +1,4 @@
-"""A model as data: its layers, the role of each, and what they cost."""
+"""``ModelSpec``: a model's layers, their roles, and counts of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets: the optimizer's state in host memory, in ranges that are each updated and copied at a time."""
+"""The CPU optimizer's buckets: their size, and their state in host memory or in files (``--optimizer-nvme-path``)."""
 
 from __future__ import annotations
 

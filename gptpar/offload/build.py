@@ -1,4 +1,4 @@
-"""Builds the CPU optimizer from the configuration, as far as the machine's memory allows."""
+"""Builds the CPU optimizer from the configuration, and refuses it where host memory or disk is too small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A log of what happens to the CPU optimizer's buckets, in order: for tests and for debugging.
+"""Logs what happens to the CPU optimizer's buckets, in order: for tests and for debugging.
 
 Nothing is recorded unless a log is given to :class:`~gptpar.offload.host_optimizer.HostOptimizer`.
 """

@@ -1,4 +1,4 @@
-"""Fits the CPU optimizer to the machine: its cores, its copies to the device, and its double buffers."""
+"""Fits the CPU optimizer to the machine: its cores, its transfers, and the share of host memory that it may take."""
 
 from __future__ import annotations
 

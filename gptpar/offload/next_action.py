@@ -1,4 +1,4 @@
-"""Decides what the updating thread does next, from the buckets' states."""
+"""Decides the updating thread's next action from the buckets' states, and when it speculates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies gradients to the host and new parameters to the device.
+"""Copies gradients to the host and new parameters to the device, through rings of pinned buffers.
 
 On a GPU both are copied through pinned memory on their own streams, in both directions at once. If the device is the
 CPU itself, nothing is copied.

@@ -1,4 +1,4 @@
-"""The CPU optimizer's thread: it passes each gradient from its D2H copy to the kernel, and copies the result back.
+"""The CPU optimizer's thread: passes gradients from D2H copies to the kernel, copies results back, and backs off.
 
 The kernel works on one bucket while Python sends the previous bucket's parameters and prepares the next bucket.
 """

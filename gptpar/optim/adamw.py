@@ -1,4 +1,4 @@
-"""AdamW's description."""
+"""``ADAMW``: AdamW as an elementwise optimizer, made of its update and its state vectors."""
 
 from __future__ import annotations
 

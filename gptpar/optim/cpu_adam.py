@@ -1,4 +1,4 @@
-"""AdamW on the CPU in one pass over memory (csrc/cpu_adam.cpp), or by torch where there is no compiler."""
+"""AdamW on the CPU in one pass (csrc/cpu_adam.cpp, or torch without a compiler), and its number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines an elementwise optimizer by its state vectors, its hyperparameters, and its update.
+"""The interface of elementwise optimizers (state vectors, hyperparameters, update), and clipping's divisor.
 
 An optimizer is elementwise if the new value of an element depends on that element's own weight, gradient and state
 alone. Then the owner of any range of a flat vector can update that range, on the device or on the CPU. The engine, the

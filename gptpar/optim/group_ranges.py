@@ -1,4 +1,4 @@
-"""Ranges of flat vectors in which an update treats every element alike."""
+"""``GroupRange``: elements of a flat vector in one optimizer group; the optimizer groups of a GPT."""
 
 from __future__ import annotations
 

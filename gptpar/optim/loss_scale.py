@@ -1,4 +1,4 @@
-"""Loss scales for fp16."""
+"""The loss scale of fp16: constant, or growing and shrinking by Megatron's rule."""
 
 from __future__ import annotations
 

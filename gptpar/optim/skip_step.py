@@ -1,4 +1,4 @@
-"""Skip-step: a step whose loss or gradient norm is far above those of the last steps changes nothing.
+"""The rule for outliers: a step whose loss or gradient norm is far above those of the last steps changes nothing.
 
 The rule is that of OLMo-core's ``SkipStepOptimizer``. With the losses ``l`` and gradient norms ``n`` of the W steps
 before it (128 by default), a step is an *outlier* if::

@@ -1,4 +1,4 @@
-"""Kernels for any elementwise optimizer from torch's operators; device and CPU give the same bits."""
+"""Kernels for any elementwise optimizer, made of torch's operators; device and CPU give the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divides layers into the parts (virtual stages) of a pipeline: pure arithmetic.
+"""Decides where the layers are cut into the virtual stages of a pipeline: pure arithmetic.
 
 A partition is a list of boundaries: part k holds layers ``bounds[k] .. bounds[k + 1] - 1``. In an interleaved pipeline
 there are more parts than stages: stage r runs parts r, r + num_stages, r + 2 num_stages, ...

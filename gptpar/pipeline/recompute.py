@@ -1,4 +1,4 @@
-"""Activation recomputation: free a layer's activations and compute them again in the backward pass.
+"""Activation recomputation: frees a layer's activations and computes them again in the backward pass.
 
 Only the layer's input is kept. Two policies save the input's device memory, too. Either each tensor-parallel process
 keeps a part of the input, which all of them hold (DeepSpeed's ``partition_activations``), or the input is kept in host

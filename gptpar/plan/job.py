@@ -1,4 +1,4 @@
-"""A configuration on a layout, and what follows from both: the layers of each stage, and the sizes of their units.
+"""``Job``: the layers of each stage and the sizes of their units, from a configuration on a layout.
 
 Nothing is allocated: layers are built on the meta device, and one layer of each kind is enough for any depth.
 """

@@ -1,4 +1,4 @@
-"""Memory of each stage's processes at the peak of a step.
+"""Predicts the memory of each stage's processes at the peak of a step.
 
 Weights, gradients and optimizer state are counted from the very units that the run lays out; activations by the bytes
 that a block keeps (:mod:`gptpar.model.memory`) times the micro-batches that the schedule holds at once. What lives only

@@ -1,4 +1,4 @@
-"""Plans: the memory and the time of a configuration on a cluster."""
+"""``Planner`` makes plans: the memory and the time of a configuration on a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remedies for a plan that does not fit: single changes of the configuration, and the last resorts."""
+"""Proposes remedies for a plan that does not fit: single changes of the configuration, and the last resorts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as text, as JSON and as a picture."""
+"""Formats a plan and a search as text and JSON, and draws them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for the best layout: every candidate of the space is judged by memory and time."""
+"""Searches the best layout: judges every candidate of the space by memory and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of gradients that follow from a parameter table. Pure."""
+"""Counts the bytes of gradients that follow from a parameter table. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines that a run prints, in Megatron-LM's order and formats, so that existing log parsers work unchanged.
+"""Formats the lines that a run prints, in Megatron-LM's order, so that existing log parsers work unchanged.
 
 Fields that Megatron-LM does not print (tokens/s, MFU, progress, ETA) follow its last field.
 """

@@ -1,4 +1,4 @@
-"""The files of DeepSpeed's CSV monitor: one file for each curve, with two columns, samples and value.
+"""Writes the files of DeepSpeed's CSV monitor: one file for each curve, with two columns, samples and value.
 
 A file is named after its curve, ``Train/Samples/lr`` -> ``Train_Samples_lr.csv``. The header of its second column is
 the last word of the curve. Rows have the line ends of Python's csv module. Source: deepspeed/monitor/csv_monitor.py,

@@ -1,4 +1,4 @@
-"""The curves of a run: read from its ``metrics.jsonl``, and smoothed."""
+"""Reads a run's curves from its ``metrics.jsonl``, and smooths them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: the run's history, one strict JSON object in each line.
+"""Writes and reads ``metrics.jsonl``, the run's history: one strict JSON object in each line.
 
 A training line holds the keys that ``iteration_object`` lists. An evaluation line holds ``iteration``,
 ``consumed_samples``, ``consumed_tokens`` and either ``validation_loss`` or ``test_loss``. A task's line holds ``task``

@@ -1,4 +1,4 @@
-"""A file of records in which a full disk leaves neither half a record nor a gap."""
+"""Writes a file of records in which a full disk leaves neither half a record nor a gap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of one key in the lines of a ``metrics.jsonl``."""
+"""Reads the values of one key from the lines of a ``metrics.jsonl``."""
 
 from __future__ import annotations
 

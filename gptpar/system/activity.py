@@ -1,4 +1,4 @@
-"""A record of what each worker is doing that outlives the worker, so that a message about its death can say where."""
+"""Notes what each worker is doing, in a record that outlives it, for the message about its death."""
 
 from __future__ import annotations
 

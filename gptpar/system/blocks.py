@@ -1,4 +1,4 @@
-"""A tensor's row-major bytes, in blocks of limited size, and copies of them."""
+"""Cuts a tensor's row-major bytes into blocks of limited size, and copies them."""
 
 from __future__ import annotations
 

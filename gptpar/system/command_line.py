@@ -1,4 +1,4 @@
-"""What every command has: a parser that suggests a flag for a typo, exit codes, and errors without tracebacks."""
+"""The parser, exit codes and error output of every command; suggests a flag for a typo."""
 
 from __future__ import annotations
 

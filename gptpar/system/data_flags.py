@@ -1,4 +1,4 @@
-"""Flags for corpora and tokenizers, which several commands read alike. Pure."""
+"""Flags of corpora and tokenizers, which several commands read alike. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing files so that neither a reader nor a crash ever leaves or sees half of one."""
+"""Writes files atomically: neither a reader nor a crash sees half of one."""
 
 from __future__ import annotations
 

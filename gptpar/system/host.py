@@ -1,4 +1,4 @@
-"""The machine's memory and cores that this process may use, and its place among the processes of a run."""
+"""The memory and cores that this process may use, and its place among the run's processes on the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signs of life of workers: their notes of activity, and the bytes that they read and write."""
+"""Detects signs of life of workers: notes of activity, and the bytes that they read and write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits that the system sets this process: cores, memory of its control groups, locked memory."""
+"""Reads the limits that the system sets this process: cores, memory of its control groups, locked memory."""
 
 from __future__ import annotations
 

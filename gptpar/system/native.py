@@ -1,4 +1,4 @@
-"""Loads the C++ helpers of ``csrc/`` through ctypes, and compiles each once if there is no library yet.
+"""Compiles the C++ helpers of ``csrc/`` once (flags, cache), and loads them through ctypes.
 
 A helper is one ``csrc/<name>.cpp`` with a plain C ABI: it includes no Python or torch header, so any C++17
 compiler builds it in about a second and the result serves every Python version. Kernels choose their

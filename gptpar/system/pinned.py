@@ -1,4 +1,4 @@
-"""Page-locked host memory, which a GPU can read and write while the CPU does other work."""
+"""Allocates page-locked host memory, which a GPU can read and write while the CPU does other work."""
 
 from __future__ import annotations
 

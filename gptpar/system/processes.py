@@ -1,4 +1,4 @@
-"""Processes: whether one still runs, given its number or a description of it, and which processes it has started."""
+"""Tells whether a process still runs, and which processes it has started."""
 
 from __future__ import annotations
 

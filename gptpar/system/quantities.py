@@ -1,4 +1,4 @@
-"""Counts and sizes as people write them: ``1.5B`` tokens, ``80GiB`` of memory."""
+"""Reads counts and sizes as people write them: ``1.5B`` tokens, ``80GiB`` of memory."""
 
 from __future__ import annotations
 

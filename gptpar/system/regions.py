@@ -1,4 +1,4 @@
-"""Tensors as regions of memory, which a snapshot keeps or releases whole, and as pieces, which a save reads."""
+"""Divides tensors into regions of memory, which a snapshot keeps or releases, and pieces, which a save reads."""
 
 from __future__ import annotations
 

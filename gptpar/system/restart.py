@@ -1,4 +1,4 @@
-"""Messages around a restart: what the launcher tells new workers, and what workers leave for the next ones."""
+"""Messages around a restart: what the launcher tells new workers, and what workers leave for their successors."""
 
 from __future__ import annotations
 

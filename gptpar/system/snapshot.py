@@ -1,4 +1,4 @@
-"""The state of one moment, which a save reads while training goes on and overwrites it.
+"""``Snapshot``: the state at a save's moment, read later; ``StateGuard`` is asked before the state is overwritten.
 
 Nothing is copied when a snapshot is taken: the bytes of the moment are where they were. Whoever is about to overwrite
 some asks first (:meth:`StateGuard.before_write`). What the save has not read by then is copied where memory has room,

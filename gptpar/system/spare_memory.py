@@ -1,4 +1,4 @@
-"""Host memory that copies borrow and give back, so that the system need not zero its pages again.
+"""Lends host memory to copies and takes it back, so that the system need not zero its pages again.
 
 The system zeroes each page of new memory when it is first written. That is several times slower than the copy itself,
 and the training step that is about to overwrite the original waits meanwhile. So blocks keep their pages between two

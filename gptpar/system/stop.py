@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: before training they raise an exception, during training the loop reads a note."""
+"""Receives the signals that ask a run to stop: an exception before training, a note during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process's place on the tensor axis, and the placement of parameters that follows from it."""
+"""Decides which rows of a weight or vocabulary each tensor rank holds, and which gradients the ranks sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives over the tensor axis along the tokens (dim 0), and functions of autograd that are made of them.
+"""Collectives over the tensor axis along the tokens (dim 0), and autograd functions made of them.
 
 Legend: N all tokens of the micro-batch (under sequence parallelism a rank holds N / t of them), D width.
 """

@@ -1,4 +1,4 @@
-"""The process groups of a layout's axes, and this process's place on each."""
+"""Makes the process groups of a layout's axes, and tells this process's place on each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values as a function of (seed, global parameter name) alone.
+"""Draws initial values from (seed, global parameter name) alone.
 
 Each parameter's full tensor is drawn on the CPU in fp32 from a generator of its own, so that neither the layout, nor
 the device, nor the order of construction changes a single value.

@@ -1,4 +1,4 @@
-"""The grid of ranks, as pure arithmetic on named axes."""
+"""The grid of ranks: which rank has which place on the tensor, data and pipeline axes, as pure arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The placement of a parameter's value and gradient on the axes of processes, declared beside the layer that owns it.
+"""Declares a parameter's placement: how its value is split, and over which axes its gradient is summed.
 
 A layer declares each of its own parameters in an attribute ``declared``:
 

@@ -1,4 +1,4 @@
-"""Joining the other processes of a run, from the variables that torchrun, mpirun or srun set."""
+"""Checks the environment variables of torchrun, mpirun or srun (RANK, ...), and joins the other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: all that speaks against it, told at once, before anything is built."""
+"""Decides whether a run may go on from a checkpoint, and reports all that speaks against it at once."""
 
 from __future__ import annotations
 

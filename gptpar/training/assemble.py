@@ -1,4 +1,4 @@
-"""From a configuration to a run that is ready to train, and back to nothing in order."""
+"""Builds a run from its configuration, closes it in order, and explains errors of full memory."""
 
 from __future__ import annotations
 

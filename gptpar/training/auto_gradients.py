@@ -1,4 +1,4 @@
-"""``--offload-gradients auto`` on the GPU that is there."""
+"""Decides ``--offload-gradients auto`` on the GPU that is there."""
 
 from __future__ import annotations
 

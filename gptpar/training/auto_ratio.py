@@ -1,4 +1,4 @@
-"""``--cpu-optimizer-ratio auto``: the smallest host share with which the rest fits the GPU."""
+"""Decides ``--cpu-optimizer-ratio auto``: the smallest host share with which the rest fits the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of itself before the first step."""
+"""The start banner's contents: what a run says of itself before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large each global batch is, and how many there are. Pure."""
+"""``BatchPlan``: the size of each global batch and the number of steps, by the samples consumed. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's tokenizer, data sets and loaders, from its configuration."""
+"""Makes a run's tokenizer, data sets and loaders from its configuration, and counts the samples it needs."""
 
 from __future__ import annotations
 

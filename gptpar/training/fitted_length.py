@@ -1,4 +1,4 @@
-"""``--train-minutes``: how many steps fit, decided once from the time that the first ones really took."""
+"""``--train-minutes``: decides how many steps fit, once, from the time that the first ones really took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a checkpoint, whole or split over processes, without optimizer: to evaluate it, or to make text."""
+"""Loads a checkpoint's model without optimizer, whole or split over processes: to evaluate it, or to make text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of a GPT run: its layers cut into stages, its place on each axis, its CPU optimizer."""
+"""Builds the engine of a GPT run: pipeline, parameter table, memory, CPU optimizer."""
 
 from __future__ import annotations
 

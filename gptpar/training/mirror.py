@@ -1,4 +1,4 @@
-"""The memory mirror: copies of the state in the machines' memories, which outlive the processes.
+"""The memory mirror: saves copies of the state to the machines' memories, which outlive the processes.
 
 A copy is a checkpoint like any other, in a folder in memory: pieces with CRC-32, published by one rename, loaded by the
 same code into any layout. While one is written the one before it stays. Of several machines each keeps the files of its

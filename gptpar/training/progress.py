@@ -1,4 +1,4 @@
-"""How far a run is: what a checkpoint must know to go on exactly there."""
+"""``Progress``: a run's counters (steps, samples, tokens), which a checkpoint keeps."""
 
 from __future__ import annotations
 

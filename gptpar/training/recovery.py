@@ -1,4 +1,4 @@
-"""How restarted workers go on: the state that they load, and the times of the restart."""
+"""Decides from which state restarted workers go on, and prints the times of the restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns finished steps into records for the console, TensorBoard, metrics.jsonl and W&B."""
+"""Turns finished steps into records with speeds, MFU and time left, for the console and all logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how a run goes on from one."""
+"""Decides what a GPT's checkpoint holds, from which one a run goes on, and restores the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pretraining run: what it is made of, and its loop."""
+"""``Run``: a pretraining run's loop, and what happens after each step."""
 
 from __future__ import annotations
 

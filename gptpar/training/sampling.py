@@ -1,4 +1,4 @@
-"""Continue prompts with a trained model: token after token from its logits."""
+"""Continues prompts with a trained model: token after token from its logits."""
 
 from __future__ import annotations
 

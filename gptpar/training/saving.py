@@ -1,4 +1,4 @@
-"""The times and folders of a run's saves, and the save that is under way while the run trains."""
+"""Decides when and to which folders a run saves, and follows the save that is under way."""
 
 from __future__ import annotations
 

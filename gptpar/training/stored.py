@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, checked before it is used: a stranger, or a later version, may have written it."""
+"""Checks a checkpoint's description of its run before use: a stranger, or a later version, may have written it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The computation of one step on one process: forward and backward over micro-batches, then the update."""
+"""``Trainer``: one step on one process, forward and backward over micro-batches, then the update."""
 
 from __future__ import annotations
 

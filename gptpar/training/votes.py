@@ -1,4 +1,4 @@
-"""Requests to stop or to save, which processes exchange at the end of a step as one number in a sum. Pure."""
+"""Lets processes agree at the end of a step to stop or to save: their requests are one number in a sum. Pure."""
 
 from __future__ import annotations
 

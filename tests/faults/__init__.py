@@ -1,1 +1,1 @@
-"""Faults injected into real runs: kills, signals, full disks, damaged and malicious files. Does each run survive?"""
+"""Faults injected into real runs, in a file for each subject: kills, full disks, damaged files. Do the runs survive?"""

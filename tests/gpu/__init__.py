@@ -1,0 +1,1 @@
+"""Tests that need a GPU: kernels, transfers, recorded steps, offload."""

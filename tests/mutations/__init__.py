@@ -1,1 +1,1 @@
-"""Mistakes that a colleague could make, put into the code one at a time: does the suite catch each of them?"""
+"""Mutations: mistakes put into the code one at a time, in a file for each subject. Does the suite catch each one?"""

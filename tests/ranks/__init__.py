@@ -1,0 +1,1 @@
+"""Tests of what several processes do together, on CPUs with gloo."""

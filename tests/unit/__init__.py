@@ -1,0 +1,1 @@
+"""Tests of single modules, in a folder for each package."""

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: ``.metadata`` says where each box of each tensor is, in files ``*.distcp``.
+"""Reads folders of torch.distributed.checkpoint (``.metadata`` and files ``*.distcp``).
 
 ``.metadata`` is a pickle. A ``.distcp`` file holds boxes one after the other, each in the format of ``torch.save``.
 torch's own reader unpickles whatever ``.metadata`` names. This reader allows only the names of torch's descriptions of

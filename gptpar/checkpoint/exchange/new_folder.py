@@ -1,4 +1,4 @@
-"""A folder that appears whole, under its final name, or not at all."""
+"""Writes a new folder that appears whole, under its final name, or not at all: for conversions and exports."""
 
 from __future__ import annotations
 

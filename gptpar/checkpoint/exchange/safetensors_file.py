@@ -1,4 +1,4 @@
-"""Files in the safetensors format: 8 bytes with the header's length, a JSON header, then the tensors' bytes.
+"""Reads and writes safetensors files: the header's length in 8 bytes, a JSON header, the tensors' bytes.
 
 A file may come from a stranger. Therefore every number of the header is checked before a tensor is read or memory is
 taken.

@@ -1,4 +1,4 @@
-"""Files of weights by tensor name: safetensors, and the older ``.bin`` files of ``torch.save``."""
+"""Reads weight files by tensor name: safetensors, and the older ``.bin`` files of ``torch.save``."""
 
 from __future__ import annotations
 

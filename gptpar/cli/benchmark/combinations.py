@@ -1,4 +1,4 @@
-"""A sweep's combinations: all combinations of the values that its flags list, some of which are refused."""
+"""Makes a sweep's combinations of the values that its flags list, and refuses contradictory ones."""
 
 from __future__ import annotations
 

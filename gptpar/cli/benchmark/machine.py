@@ -1,4 +1,4 @@
-"""Facts of the machine for a result line: its name, the date, the commit, and the memory that was used."""
+"""The machine's facts in a result line of a benchmark: name, date, commit, and peak memory."""
 
 from __future__ import annotations
 

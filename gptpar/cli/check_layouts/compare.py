@@ -1,4 +1,4 @@
-"""Compares trainings with the reference: a row for each, and the verdict."""
+"""Compares trainings with the reference, within tolerances: a row for each, and the verdict."""
 
 from __future__ import annotations
 

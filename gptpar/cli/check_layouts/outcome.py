@@ -1,4 +1,4 @@
-"""The outcome of a training, to be compared."""
+"""``Outcome``: a training's losses, gradients and weights as whole tensors, which check-layouts compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a case, and gathers whole tensors from its processes."""
+"""Trains a GPT in one layout for check-layouts, and gathers whole tensors from its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line of what the doctor found."""
+"""``Finding``: one line of what the doctor found."""
 
 from __future__ import annotations
 

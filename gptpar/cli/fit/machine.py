@@ -1,4 +1,4 @@
-"""The machine, as far as the choice of a run's flags depends on it: GPUs or CPU number formats, and free memory."""
+"""Measures the machine for ``gptpar fit``: GPUs or the CPU's number formats, speed, and free memory."""
 
 from __future__ import annotations
 

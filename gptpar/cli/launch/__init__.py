@@ -1,4 +1,4 @@
-"""Start one worker for each visible GPU, unless torchrun or SLURM has started them already, and end them in order.
+"""Starts one worker for each visible GPU, unless torchrun or SLURM has started them already, and ends them in order.
 
 On one machine the launcher is ours (``supervisor``); with ``--max-restarts`` it starts the workers again after a death.
 On several machines the launcher is torchrun (``machines``). torchrun kills its workers 30 seconds after a signal, in

@@ -1,4 +1,4 @@
-"""How a worker failed, as a record and as a sentence."""
+"""Describes how a worker failed, as a record and as a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job of a launcher, from torchrun's flags or from a verb."""
+"""``LaunchJob``: what a launcher starts, from torchrun's flags or a verb, and ``--hang-seconds``."""
 
 from __future__ import annotations
 

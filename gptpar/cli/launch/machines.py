@@ -1,4 +1,4 @@
-"""Several machines: torchrun runs in this process and gets no signals, because the relay takes them."""
+"""Starts workers on several machines by torchrun in this process; the relay takes torchrun's signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder in this machine's memory that outlives the workers, and that the launcher removes after the run."""
+"""Makes the folder in this machine's memory that outlives the workers, and removes it after the run."""
 
 from __future__ import annotations
 

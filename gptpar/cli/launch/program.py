@@ -1,4 +1,4 @@
-"""The program of the workers: a module, a script or an executable, in a new interpreter or in this one."""
+"""The program that workers run: a module, a script or an executable, in a new interpreter or in this one."""
 
 from __future__ import annotations
 

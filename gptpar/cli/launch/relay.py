@@ -1,4 +1,4 @@
-"""Requests to stop: the relay passes them on to the workers, which save and end by themselves.
+"""Passes signals on to the workers, and decides how long the launcher waits before it kills them.
 
 It kills workers only if they show no sign of life, or after a second Ctrl-C.
 """

@@ -1,4 +1,4 @@
-"""The store where the workers of one machine meet, which listens on this machine alone."""
+"""The store where the workers of one machine meet; it listens on the loopback address alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers of one machine: started together, watched, and started again after a death.
+"""Starts the workers of one machine, watches them, and starts them again after a death.
 
 A restart ends all workers. When one worker has died, the others wait in a collective that cannot finish, and neither
 NCCL nor gloo ends the wait. SIGKILL ends these workers at once, and the system has taken back their GPU memory when it

@@ -1,4 +1,4 @@
-"""A process that has imported everything and done nothing: its forks are workers that need not import.
+"""Forks workers from a process that has imported everything, so that a restart needs no imports.
 
 Importing torch and gptpar takes seconds, on a busy machine most of a restart. Forking a process that has imported them
 takes hundredths of a second. Forking is dangerous where a fork copies only half of a state: threads (the copy has one

@@ -1,4 +1,4 @@
-"""How a worker knows its launcher, and ends after the launcher's death."""
+"""Tells a worker which launcher started it, and ends the worker after the launcher's death."""
 
 from __future__ import annotations
 

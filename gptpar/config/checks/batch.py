@@ -1,4 +1,4 @@
-"""Batches and the length of the run."""
+"""Checks batch sizes, ramp-up, intervals, and the length of the run in steps, samples or minutes."""
 
 from __future__ import annotations
 

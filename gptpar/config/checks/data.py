@@ -1,4 +1,4 @@
-"""Data, tokenizer and files."""
+"""Checks data sources, the seed, tasks, and that files and folders exist."""
 
 from __future__ import annotations
 

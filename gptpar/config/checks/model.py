@@ -1,4 +1,4 @@
-"""The model's shape."""
+"""Checks the model's shape: heads, widths, norms, windows, rotary positions, vocabulary, muP."""
 
 from __future__ import annotations
 

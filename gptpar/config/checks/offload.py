@@ -1,4 +1,4 @@
-"""Optimizer offload."""
+"""Checks the CPU optimizer's flags, and lists what forbids ``--offload-gradients``."""
 
 from __future__ import annotations
 

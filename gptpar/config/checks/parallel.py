@@ -1,4 +1,4 @@
-"""How the processes share the work: tensor, sequence, pipeline and data parallelism."""
+"""Checks tensor, sequence, pipeline and data parallelism, and the ZeRO stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number formats and the loss scale."""
+"""Checks number formats and the loss scale, and lists what forbids CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation recomputation."""
+"""Checks activation recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run can go on after a death as its flags say."""
+"""Checks whether a run can go on after a worker's death as its flags say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rate, weight decay and the optimizer's numbers."""
+"""Checks learning rate, warmup, weight decay, betas, and the lengths of the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch and the length of the run."""
+"""Flags of the batch and of the length of the run."""
 
 from __future__ import annotations
 

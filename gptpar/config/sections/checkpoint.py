@@ -1,4 +1,4 @@
-"""Where a run is saved and resumed from."""
+"""Flags of saving and resuming: folders, intervals, what is kept."""
 
 from __future__ import annotations
 

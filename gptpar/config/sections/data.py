@@ -1,4 +1,4 @@
-"""Where tokens come from."""
+"""Flags of the data: paths, splits, loaders, seed, masks of documents."""
 
 from __future__ import annotations
 

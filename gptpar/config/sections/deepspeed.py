@@ -1,4 +1,4 @@
-"""Whether a DeepSpeed configuration is read."""
+"""Flags that name a DeepSpeed configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that go wrong: steps that are skipped, what is kept of them, and what is watched."""
+"""Flags of outliers that are skipped, and of the norms and replicas that are watched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation, and what is written where."""
+"""Flags of evaluation, of the console and of logs (TensorBoard, CSV, Weights & Biases)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model's shape and options."""
+"""Flags of the model's shape and options."""
 
 from __future__ import annotations
 

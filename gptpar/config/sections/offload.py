@@ -1,4 +1,4 @@
-"""Optimizer state, parameters and gradients in host memory, or on a disk, instead of the GPU's memory."""
+"""Flags of optimizer state, parameters and gradients in host memory or on a disk."""
 
 from __future__ import annotations
 

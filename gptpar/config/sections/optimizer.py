@@ -1,4 +1,4 @@
-"""The optimizer and its schedules."""
+"""Flags of the optimizer, its learning rate and weight decay, and their schedules."""
 
 from __future__ import annotations
 

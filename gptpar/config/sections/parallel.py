@@ -1,4 +1,4 @@
-"""How the processes share the work."""
+"""Flags of tensor, pipeline and data parallelism, and of ZeRO."""
 
 from __future__ import annotations
 

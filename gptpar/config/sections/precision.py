@@ -1,4 +1,4 @@
-"""Number formats, and how a step is launched."""
+"""Flags of number formats, the loss scale, compilation and CUDA graphs."""
 
 from __future__ import annotations
 

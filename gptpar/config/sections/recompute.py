@@ -1,4 +1,4 @@
-"""Activation recomputation."""
+"""Flags of activation recomputation."""
 
 from __future__ import annotations
 

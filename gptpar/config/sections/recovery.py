@@ -1,4 +1,4 @@
-"""How a run goes on by itself after a worker has died."""
+"""Flags of restarts after a worker's death, and of copies in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer."""
+"""Flags of the tokenizer."""
 
 from __future__ import annotations
 

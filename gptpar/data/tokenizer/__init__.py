@@ -1,4 +1,4 @@
-"""Tokenizers by Megatron-LM's names. A tokenizer's library is imported only when the tokenizer is built."""
+"""The list of tokenizers by Megatron-LM's names. A tokenizer's library is imported only when the tokenizer is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SentencePiece models (Kudo and Richardson, 2018, arXiv:1808.06226)."""
+"""Tokenizers of SentencePiece models (Kudo and Richardson, 2018, arXiv:1808.06226), Llama 2's included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model families of Hugging Face transformers: from a ``config.json`` to a GPT's flags, and back.
+"""The list of Hugging Face model families: from a ``config.json`` to a GPT's flags, and back.
 
 Each family has a file of its own. It says which flags make a GPT compute the model of a ``config.json``, which
 ``config.json`` describes a GPT, and how transformers names and stores the weights. Every field that the computation

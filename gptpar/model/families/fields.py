@@ -1,4 +1,4 @@
-"""Reads a ``config.json``: fields with transformers' defaults, options that must have one value, rotary positions."""
+"""Reads a ``config.json``'s rotary positions, windows and activations, and refuses values that gptpar lacks."""
 
 from __future__ import annotations
 

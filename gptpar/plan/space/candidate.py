@@ -1,4 +1,4 @@
-"""A candidate: changes to a configuration, with a name; how they are applied, printed as flags, and refused."""
+"""``Candidate``: changes to a configuration, with a name; how they are applied, printed as flags, and refused."""
 
 from __future__ import annotations
 

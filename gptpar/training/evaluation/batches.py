@@ -1,4 +1,4 @@
-"""Micro-batches of token rows, and their padding.
+"""Plans micro-batches of token rows for an evaluation, and pads them.
 
 Rows are sorted by length, so that there is little padding. Padding is on the right, where no token of the row sees it.
 """

@@ -1,4 +1,4 @@
-"""Loading a checkpoint's model in a layout for evaluation, without optimizer and gradients."""
+"""Loads a checkpoint's model in a layout for evaluation, without optimizer and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks in a pretraining run: the interval of their evaluation, and the records of their scores."""
+"""Evaluates tasks during a pretraining run: their interval, and the records of their scores."""
 
 from __future__ import annotations
 

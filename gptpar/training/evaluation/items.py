@@ -1,4 +1,4 @@
-"""The items of a task: lines of a JSON file, in the forms in which the data sets are published.
+"""Reads a task's items: lines of a JSON file, in the forms in which the data sets are published.
 
 | form | fields of a line |
 |---|---|

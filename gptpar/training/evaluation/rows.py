@@ -1,4 +1,4 @@
-"""Rows of tokens from texts; the last tokens of a row are scored.
+"""Turns texts into rows of tokens; the last tokens of a row are scored.
 
 The rules are those of lm-evaluation-harness (lm_eval/api/model.py, ``_encode_pair``; lm_eval/models/huggingface.py;
 lm_eval/utils.py, ``get_rolling_token_windows``):

@@ -1,4 +1,4 @@
-"""A task: its rows, and its scores from the log-likelihoods of these.
+"""``Task``: a task's rows, and its scores from the log-likelihoods of these.
 
 Let l_i be the sum of the natural logarithms of the probabilities of choice i's tokens, given the query:
 

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder, tensor by tensor."""
+"""Writes a checkpoint as a Hugging Face folder, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model on the disk, opened and checked: its configuration, and where its weights are."""
+"""Opens and checks a Hugging Face folder: its configuration, and where its weights are."""
 
 from __future__ import annotations
 

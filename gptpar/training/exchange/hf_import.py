@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a checkpoint, or into the parameters of a run."""
+"""Copies a Hugging Face folder's weights into a checkpoint, or into the parameters of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files beside the weights of an imported Hugging Face folder, kept in the folder of its checkpoints.
+"""Keeps the files beside the weights of an imported Hugging Face folder, for a later export.
 
     SAVE/huggingface/config.json, generation_config.json, tokenizer.json, ...   byte for byte
     SAVE/huggingface/safetensors_headers.json                                   the headers of its weight files

@@ -1,4 +1,4 @@
-"""The meta of a converted checkpoint."""
+"""Makes the meta (run description) of a converted checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's tokenizer as the files that transformers, vLLM and lm-eval read."""
+"""Makes the tokenizer files of an export, which transformers, vLLM and lm-eval read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are weights that several processes hold still equal, bit for bit?
+"""Compares weights that several processes hold: are they still equal, bit for bit?
 
 Data-parallel processes hold copies of the model's parameters, tensor-parallel ranks hold copies of norms and biases,
 and two pipeline stages hold copies of a tied embedding. All processes make the same updates from the same sums, so

@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder.
+"""Lets one run at a time write into a folder: the owner's claim and its signs of life.
 
     root/owner-1.json    host, process and start of the run; its modification time is the last sign of life
 

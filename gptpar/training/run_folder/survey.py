@@ -1,4 +1,4 @@
-"""What a run folder holds, as JSON; only read, never changed, so that a run may go on writing meanwhile."""
+"""Lists what a run folder holds, as JSON; it only reads, so that a run may go on writing meanwhile."""
 
 from __future__ import annotations
 

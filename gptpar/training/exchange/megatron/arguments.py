@@ -1,4 +1,4 @@
-"""The model that Megatron's arguments describe."""
+"""Makes a model's configuration from Megatron's arguments, and refuses those that gptpar lacks."""
 
 from __future__ import annotations
 

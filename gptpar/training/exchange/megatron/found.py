@@ -1,4 +1,4 @@
-"""The contents of one of Megatron's checkpoints, in any of its formats; tensors are read when asked for."""
+"""``Found``: the contents of a Megatron checkpoint in any of its formats; tensors are read when asked for."""
 
 from __future__ import annotations
 

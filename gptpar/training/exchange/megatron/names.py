@@ -1,4 +1,4 @@
-"""Our names of Megatron's weights: those of Megatron-LM's older layers, of Megatron Core's and of its fused layers."""
+"""Maps Megatron's names of weights to ours: older layers, Megatron Core's and its fused layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress and schedule of one of Megatron's runs, as our checkpoints store them."""
+"""Converts the progress and schedule of a Megatron run to the form of our checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads formats with one file for each tensor rank and each stage, or each layer.
+"""Reads Megatron checkpoints with one file for each tensor rank and each stage, or each layer.
 
     iter_0000010/mp_rank_TT[_PPP]/model_optim_rng.pt       Megatron-LM, tensor rank TT, pipeline rank PPP
     global_step10/mp_rank_TT_model_states.pt               Megatron-DeepSpeed without a pipeline, ZeRO up to stage 2

@@ -1,4 +1,4 @@
-"""Reads the number of updates from an optimizer's state."""
+"""Reads the number of updates from the optimizer's state in a Megatron checkpoint."""
 
 from __future__ import annotations
 

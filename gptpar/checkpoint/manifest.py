@@ -1,4 +1,4 @@
-"""``manifest.json``, a checkpoint's table of contents: where every byte of every tensor lies. Reading checks it.
+"""``manifest.json``, a checkpoint's table of contents: where every byte of every tensor lies.
 
 JSON on purpose: nothing on the load path unpickles, so a checkpoint from a stranger cannot run code. Every
 field is checked before it is used, and a SHA-256 over the contents catches damage to the manifest itself. (It is no

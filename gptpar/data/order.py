@@ -1,4 +1,4 @@
-"""Decides which samples each data-parallel rank reads: a function of the number of samples consumed so far.
+"""Decides which samples each data-parallel rank reads: a pure function of the samples consumed so far.
 
 A global batch at `consumed` is cut into micro-batches: micro-batch j of rank r holds the places
 [consumed + j mbs dp + r mbs, + mbs) of the run. An order maps these places to samples.

@@ -1,4 +1,4 @@
-"""Allocates host memory in huge pages, where the system has them.
+"""Allocates host memory in huge pages, where the system has them: they need fewer address translations.
 
 That matters to the CPU optimizer, which reads four streams and writes four at once.
 """

@@ -1,4 +1,4 @@
-"""Moves what a run leaves in its folder when it goes back to a branch, a run of its own.
+"""Branches: when a run goes back, its later checkpoints and logs are moved into a run folder of their own.
 
     root/branches/1-from-0000010/iter_0000020/    the checkpoints after iteration 10, each moved by one rename
     root/branches/1-from-0000010/metrics.jsonl    the whole history up to there

@@ -1,4 +1,4 @@
-"""Copies a module's values into the engine's memory; until that exists, they may wait in host memory."""
+"""Copies a module's values into the engine's memory; before, they may wait in a limited share of host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of a run's checkpoint folders: finding, publishing, moving aside and removing them.
+"""The names of a run's checkpoint folders: finding, publishing and removing them, and which saves are dead.
 
     root/iter_0000010/manifest.json, rank00000.bin   a whole checkpoint; appears by one rename
     root/iter_0000020.tmp-<host>-<pid>-<random>/     a save in progress, or one that died

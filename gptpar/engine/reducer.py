@@ -1,4 +1,4 @@
-"""Sums gradients over the data axis while the backward pass still runs."""
+"""Sums gradients over the data axis while the backward pass still runs, a limited number at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of the training progress (Megatron's schedules).
+"""Megatron's schedules of learning rate (cosine, linear, WSD, ...) and weight decay, as pure functions of progress.
 
 Progress is measured in samples, or in tokens if any of the token flags is given. The step that starts at progress n
 uses ``learning_rate(n)``: with a warm-up the first step uses the initial rate, as in Megatron. The ``scheduler`` of a

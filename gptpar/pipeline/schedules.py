@@ -1,4 +1,4 @@
-"""The order in which each stage of a pipeline computes, sends and receives: pure generators of instructions.
+"""The order in which each stage of a pipeline computes, sends and receives (1F1B, interleaved): pure generators.
 
 Each of ``num_stages`` stages runs ``num_virtual_stages`` virtual stages of the model. Virtual stage c of stage s is
 number ``c * num_stages + s`` in the model. A micro-batch passes through all virtual stages in the order of these

@@ -1,4 +1,4 @@
-"""The rule of each flag on resuming: whether a difference from the checkpoint is refused, told or free.
+"""The rule of each flag on resuming: whether a difference from the checkpoint is refused, told or allowed.
 
 Layout, offload, recomputation and logging may differ: a checkpoint is one for all of them. What makes another model of
 the same weights, or another order of the samples, may not, unless the user says so.

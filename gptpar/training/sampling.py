@@ -1,4 +1,4 @@
-"""Continues prompts with a trained model: token after token from its logits."""
+"""Continues prompts with a trained model, token after token: temperature, top-k and top-p, seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides when and to which folders a run saves, and follows the save that is under way."""
+"""Decides when and to which folders a run saves, and how many local saves stay; follows the save under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads tensors and plain values from pickles of strangers without running any of their code.
+"""Reads tensors and plain values from strangers' pickles: only allowed types, and none of their code runs.
 
 Files of ``torch.save`` go through torch's restricted unpickler, which builds only allowed objects. gptpar allows two
 classes beside those that torch allows: ``argparse.Namespace``, in which Megatron-LM keeps its arguments, and

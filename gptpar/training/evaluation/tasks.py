@@ -1,4 +1,4 @@
-"""``Task``: a task's rows, and its scores from the log-likelihoods of these.
+"""``Task``: a task's rows, its scores (accuracy, bits per byte), and the choice of a sample of its items.
 
 Let l_i be the sum of the natural logarithms of the probabilities of choice i's tokens, given the query:
 

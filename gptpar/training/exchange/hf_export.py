@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a Hugging Face folder, tensor by tensor."""
+"""Writes a checkpoint as a Hugging Face folder: number format, sizes of shards, configuration, tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes and reads the bundle of an outlier, ``SAVE/spikes/iter_0001234/``, for the search of its cause.
+"""Writes and reads bundles of outliers (``SAVE/spikes/iter_0001234/``), and limits their number.
 
 ``spike.json`` holds the step's loss and norm, the window before the step, the origin of its samples, each layer's norms
 and the configuration. ``tokens.npy`` holds the batch's tokens, [samples, S + 1] (-1 is padding). The first

@@ -1,4 +1,4 @@
-"""Lets one run at a time write into a folder: the owner's claim and its signs of life.
+"""Lets one run at a time write into a folder: the owner's claim, its signs of life, and when it counts as dead.
 
     root/owner-1.json    host, process and start of the run; its modification time is the last sign of life
 

@@ -15,6 +15,7 @@ from gptpar.any_module.deferred import Recording
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_guard import ReadGuard
+from gptpar.any_module.tied_weight import tied_unit
 from gptpar.any_module.units import FlatUnit, UnitPlan
 from gptpar.any_module.values import move_aside, take_values, value_of
 from gptpar.engine.data_axis import DataAxis, wait_without_limit
@@ -136,7 +137,8 @@ def build_engine(
     values = {name: value_of(name, parameter, recording) for name, parameter in stage.parameters.items()}
     with all_or_none(topology.layout.world_size):  # memory may be short on one machine only
         parameters = ParameterMemory([*table.units, *frozen], axis, settings.dtype, device, on_host=on_host)
-        host = _host_optimizer(table, parameters, settings, options, device)
+        tied_weight = tied_unit(stage, table, options, topology.layout.world_size)
+        host = _host_optimizer(table, parameters, settings, options, device, tied_weight)
     engine = Engine(
         stage.stages,
         table,
@@ -199,17 +201,19 @@ def _host_optimizer(
     settings: EngineSettings,
     options: EngineOptions,
     device: torch.device,
+    tied_weight: Unit | None,
 ) -> HostOptimizer | None:
     pieces, offload = table.offloaded(), options.offload
     elements = sum(piece.length for piece in pieces)
     if not elements:
         return None
-    room = 0
+    room, partial_unit = 0, None if tied_weight is None else tied_weight.name
     if offload.folder is None:
         room = room_for_speculation(
             elements,
             options.update.state_bytes(settings.wide.itemsize),
             offload.speculation,
+            sum(piece.length * settings.dtype.itemsize for piece in pieces if piece.unit == partial_unit),
             asker="gptpar.initialize",
             option='"speculation": "on"',
             remedy="lower zero_optimization.offload_optimizer.ratio, or use more processes with ZeRO",
@@ -225,4 +229,5 @@ def _host_optimizer(
         folder=offload.folder,
         threads=offload.threads,
         speculated_elements=room,
+        partial_unit=partial_unit,
     )

@@ -14,6 +14,7 @@ from gptpar.any_module.graph import RecordedWork, wants_graph
 from gptpar.any_module.module_stage import ROOT, ModuleStage
 from gptpar.any_module.options import EngineOptions
 from gptpar.any_module.step_work import StepResult, StepWork
+from gptpar.any_module.tied_weight import TiedWeight
 from gptpar.any_module.training_engine import TrainingEngine
 from gptpar.errors import GptparError
 
@@ -44,7 +45,8 @@ class ModuleEngine(TrainingEngine):
         options: EngineOptions,
         loss_fn: LossFunction | None = None,
     ):
-        work = StepWork(stage, parts.engine, self.forward, loss_fn, parts.activity)
+        tied_weight = TiedWeight.of(stage, parts.engine, parts.host)
+        work = StepWork(stage, parts.engine, self.forward, loss_fn, parts.activity, tied_weight)
         super().__init__(stage.module, work, parts, groups, options)
         self._stage = stage
         self._recorded: RecordedWork | None = None

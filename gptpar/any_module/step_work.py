@@ -10,6 +10,7 @@ import torch
 
 from gptpar.any_module.batches import Batches, LossFunction, call_with, loss_of, mean_of
 from gptpar.any_module.module_stage import ModuleStage
+from gptpar.any_module.tied_weight import TiedWeight
 from gptpar.engine.engine import Engine
 from gptpar.errors import GptparError
 from gptpar.system.activity import Activity
@@ -58,6 +59,7 @@ class StepWork:
         call: the module, or a function that calls it.
         loss_fn: see :func:`~gptpar.any_module.batches.loss_of`.
         activity: records what this process is doing.
+        tied_weight: submits a part of its gradient early; ``None``: there is none.
 
     Attributes:
         scale: the incoming gradient of each loss, on the device, so that replays read its present value.
@@ -70,7 +72,9 @@ class StepWork:
         call: Callable[..., Any],
         loss_fn: LossFunction | None,
         activity: Activity,
+        tied_weight: TiedWeight | None = None,
     ):
+        self._tied_weight = tied_weight
         self._stage, self._engine, self._call, self._loss_fn, self._activity = stage, engine, call, loss_fn, activity
         self.scale = torch.ones((), dtype=engine.settings.wide, device=engine.device)
         self._no_loss = torch.zeros_like(self.scale)
@@ -101,6 +105,8 @@ class StepWork:
             self._engine.graph_breaks.at(self._engine.finish)
         self._is_first = False
         gradients.begin_backward(0, last=last)
+        if self._tied_weight is not None:
+            self._tied_weight.begin_backward(last=last)
         hook = loss.register_hook(lambda _: collector.enter_backward(torch._C._current_graph_task_id()))
         try:
             with self._stage.backward(), self._activity.lost_ranks_explained():
@@ -111,6 +117,8 @@ class StepWork:
                     gradients.finish()
         finally:
             hook.remove()
+            if self._tied_weight is not None:
+                self._tied_weight.end_backward()
             self._engine.gatherer.let_all_go()
 
     def __call__(self, batches: Batches) -> StepResult:

@@ -71,10 +71,14 @@ class GradientMemory:
         for unit in self._divided.values() if self.ahead else ():
             self.sum_of(unit)
 
+    def dtype_of(self, unit: Unit) -> torch.dtype:
+        """The dtype of a temporary sum: that of the gradient if nothing will be added to it."""
+        return (unit.dtype or self._arriving_dtype) if self._alone and self.single else self._dtype
+
     def sum_of(self, unit: Unit) -> torch.Tensor:
         """[unit.length] the sum of this process's gradients; its padding is zero."""
         if unit.name not in self._sums:
-            dtype = (unit.dtype or self._arriving_dtype) if self._alone and self.single else self._dtype
+            dtype = self.dtype_of(unit)
             # Memory taken ahead may still hold the last step's gradient, which the subscriber reads: only the padding
             # is zeroed here.
             ahead = self.ahead and unit.name in self._divided

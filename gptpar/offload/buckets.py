@@ -13,7 +13,7 @@ import torch
 
 from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
 from gptpar.offload.events import What
-from gptpar.offload.index_ranges import outside
+from gptpar.offload.index_ranges import between, outside
 from gptpar.offload.step_request import StepHyperparameters
 from gptpar.offload.transfers import D2HCopy, H2DCopy, StagingBuffer
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
@@ -53,16 +53,27 @@ class Buffers:
         return _buffers_in(block, list(self.vectors), len(self.weights), self.weights.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PartialRanges:
     """The ranges (:mod:`~gptpar.offload.index_ranges`) of a partial gradient that may still change, and the others.
 
     The training loop computes both when it submits the gradient: in the updating thread, numpy would wait for Python's
-    lock.
+    lock. If nobody knows in advance what will change, nothing is left open, and the final gradient comes with a list of
+    what has changed.
+
+    Attributes:
+        left_open: the ranges that are not speculated.
+        closed: all others.
+        changed: returns the ranges in which the final gradient differs; ``None``: it differs in ``left_open`` at most.
     """
 
-    open: np.ndarray
+    left_open: np.ndarray
     closed: np.ndarray
+    changed: Callable[[], np.ndarray] | None = None
+
+    def to_complete(self) -> np.ndarray:
+        """The ranges to compute once the gradient is final."""
+        return self.left_open if self.changed is None else self.changed()
 
 
 @dataclass(slots=True)
@@ -123,6 +134,15 @@ class Bucket:
     def take_partial(self, grad: D2HCopy, open_ranges: np.ndarray) -> None:
         """Use a gradient that is final outside of ``open_ranges``."""
         self.grad, self.partial = grad, PartialRanges(open_ranges, outside(open_ranges, self.stop - self.start))
+
+    def take_changes(self, changed: Callable[[], np.ndarray]) -> None:
+        """Note where the final gradient differs from the partial one, if the bucket has a partial one.
+
+        Args:
+            changed: returns ranges of the unit, which the device may still be computing.
+        """
+        if self.partial is not None:
+            self.partial.changed = lambda: between(changed(), self.start, self.stop) - self.start
 
     def take(self, grad: D2HCopy) -> None:
         """Use a gradient; if there is an earlier one, keep it as ``newer`` until the thread is done with that."""

@@ -7,8 +7,9 @@ two times, with the same result:
 - After the backward pass, the global gradient norm and so the clipping factor are known: update in place.
 - Before that, if the bucket has a double buffer: assume that nothing will be clipped, and write the new values to the
   double buffer ("speculate"). If the assumption was right, the two buffers are swapped ("commit"). If it was wrong, the
-  step is computed again from the old values, and the optimizer does not speculate for some steps ("back off"). In a
-  partial gradient, the elements that may still change are left out until the gradient is final.
+  step is computed again from the old values, and the optimizer does not speculate for some steps ("back off"). With a
+  partial gradient, the elements that change later are computed once the gradient is final: those that may change are
+  left out until then, or those that did change are computed again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.profiler import record_function
 from gptpar.offload.bucket_state import HAS_FINAL, BucketState, ForbiddenEvent
 from gptpar.offload.buckets import Bucket, add_double_buffers, buckets_of, bytes_of, parts_of
 from gptpar.offload.events import EventLog, What
-from gptpar.offload.index_ranges import between
+from gptpar.offload.index_ranges import NOTHING, between
+from gptpar.offload.row_comparison import RowComparison
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.switch_interval import SWITCH_INTERVAL
 from gptpar.offload.transfers import Transfers
@@ -94,6 +96,7 @@ class HostOptimizer(UpdatingThread):
         self.waited_s, self.num_elements = 0.0, sum(partition.length for partition in partitions)
         self.partial_unit: str | None = None
         self._open_ranges: dict[str, np.ndarray] = {}
+        self._comparisons: dict[str, RowComparison] = {}
         self.add_double_buffers(speculated_elements)
         if partial_unit is not None:
             self._prepare_partial(partial_unit)
@@ -125,6 +128,14 @@ class HostOptimizer(UpdatingThread):
         """Announce the ranges in which a unit's partial gradient may still change in the coming step."""
         self._open_ranges[unit] = ranges
 
+    def compare_partial(self, unit: str, width: int, first: int) -> None:
+        """Find what changes after a unit's partial gradient by comparison, in place of :meth:`expect_open_ranges`.
+
+        Args:
+            width, first: see :class:`~gptpar.offload.row_comparison.RowComparison`.
+        """
+        self._comparisons[unit] = RowComparison(width, first, self._transfers)
+
     def submit_gradient(self, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
         """Take a unit's gradient from the device. Its memory must not change until the unit's next gradient.
 
@@ -132,15 +143,19 @@ class HostOptimizer(UpdatingThread):
 
         Args:
             formed: ``None``: the gradient is final. Otherwise it is partial: only its first ``formed`` elements are
-                computed, and they may still change in the ranges of :meth:`expect_open_ranges`. The optimizer may
-                speculate with them. More elements may be submitted later, and the final gradient has to be; all may
-                use the same memory.
+                computed, and they may still change, in the ranges of :meth:`expect_open_ranges` or as
+                :meth:`compare_partial` finds, which needs all elements at once and their memory until then. The
+                optimizer may speculate with them. More elements may be submitted later, and the final gradient has
+                to be; without comparison all may use the same memory.
 
         Raises:
             ForbiddenEvent: the unit's last step is not done.
         """
         with self._changed:
             open_ranges = self._open_ranges.pop(unit, None) if formed is None else self._open_ranges.get(unit)
+            if unit in self._comparisons:
+                open_ranges = NOTHING
+                self._compare(unit, grad, is_final=formed is None)
             for bucket in self._of_unit[unit]:
                 if bucket.due:
                     raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
@@ -154,6 +169,16 @@ class HostOptimizer(UpdatingThread):
                     self._advance(bucket, What.SUBMITTED_PARTIAL)
             self._changed.notify_all()
         self._transfers.hold_back()  # without the lock, which the thread needs while this waits
+
+    def _compare(self, unit: str, grad: torch.Tensor, *, is_final: bool) -> None:
+        """Note a partial gradient, or tell the buckets that have one where the final one differs."""
+        with_partial = [bucket for bucket in self._of_unit[unit] if bucket.partial is not None]
+        if not is_final:
+            self._comparisons[unit].take_partial(grad)
+        elif with_partial:
+            changed = self._comparisons[unit].changed(grad)
+            for bucket in with_partial:
+                bucket.take_changes(changed)
 
     def _takes_partial(self, bucket: Bucket, formed: int) -> bool:
         """Whether a bucket can speculate with a partial gradient, and has none yet."""

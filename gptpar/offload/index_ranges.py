@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+NOTHING = np.empty((0, 2), dtype=np.int64)
+"""No element."""
+
 
 def ranges_of_rows(rows: np.ndarray, num_rows: int, width: int) -> np.ndarray:
     """The elements of some rows of a matrix [num_rows, width]; neighbouring rows are one range.
@@ -11,9 +14,15 @@ def ranges_of_rows(rows: np.ndarray, num_rows: int, width: int) -> np.ndarray:
     Args:
         rows: row numbers, in any order, also repeated.
     """
-    marked = np.zeros(num_rows + 2, dtype=np.int8)  # with an unmarked row at either end
-    marked[rows + 1] = 1
-    return np.flatnonzero(np.diff(marked)).reshape(-1, 2) * width
+    marked = np.zeros(num_rows, dtype=np.int8)
+    marked[rows] = 1
+    return ranges_of_marked(marked, width)
+
+
+def ranges_of_marked(marked: np.ndarray, width: int) -> np.ndarray:
+    """The elements of the rows [num_rows] that are 1 (int8, else 0); neighbouring rows are one range."""
+    edges = np.diff(marked, prepend=np.int8(0), append=np.int8(0))
+    return np.flatnonzero(edges).reshape(-1, 2) * width
 
 
 def between(ranges: np.ndarray, low: int, high: int) -> np.ndarray:

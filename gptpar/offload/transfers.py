@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 
 from gptpar.system.pinned import PinnedMemory, as_device_memory
@@ -133,6 +134,13 @@ class Transfers(Protocol):
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
         """Begin to copy a scalar from device to host, for another thread to read."""
 
+    def read_flags(self, flags: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Begin to copy flags [n] (bool) to the host, once a step.
+
+        Returns:
+            A function that waits for them and returns them as int8, valid until the next step's.
+        """
+
     def close(self) -> None:
         """Wait for all copies and free the memory; afterwards no copy can be made."""
 
@@ -161,6 +169,9 @@ class SameMemory:
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
         return _CpuScalar(number)
+
+    def read_flags(self, flags: torch.Tensor) -> Callable[[], np.ndarray]:
+        return flags.view(torch.int8).numpy
 
     def close(self) -> None: ...
 
@@ -250,6 +261,7 @@ class GpuTransfers:
         self._pinned = [PinnedMemory((incoming + outgoing) * slot_bytes)]
         # Allocated as pinned, not registered later: so the GPU sees it at the same address as the host.
         self._numbers = itertools.cycle(torch.zeros(NUMBERS * 8, dtype=torch.uint8, pin_memory=True).split(8))
+        self._flags = torch.empty(0, dtype=torch.int8)
         slots = [(slot, torch.cuda.Event()) for slot in self._pinned[0].data.split(slot_bytes)]
         self.free: list[StagingBuffer] = [*slots[:incoming]]
         self._out = slots[incoming:]
@@ -292,6 +304,20 @@ class GpuTransfers:
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
         return _GpuScalar(number.to(self._device), next(self._numbers))
+
+    def read_flags(self, flags: torch.Tensor) -> Callable[[], np.ndarray]:
+        if len(self._flags) != len(flags):
+            self._flags = torch.zeros(len(flags), dtype=torch.int8, pin_memory=True)
+        here = self._flags
+        torch.mul(flags.view(torch.int8), 1, out=as_device_memory(here))  # by a kernel, as in _GpuScalar
+        there = torch.cuda.Event()
+        there.record()
+
+        def read() -> np.ndarray:
+            there.synchronize()
+            return here.numpy()
+
+        return read
 
     def close(self) -> None:
         for stream in (self.d2h_stream, self.urgent_stream, self._reserved, self._h2d_stream):

@@ -207,7 +207,7 @@ class UpdatingThread:
             return What.SKIPPED
         if bucket.speculated_with is None:
             return What.UPDATE_BEGUN
-        has_open_ranges = bucket.partial is not None and len(bucket.partial.open) > 0
+        has_open_ranges = bucket.partial is not None and len(bucket.partial.to_complete()) > 0
         return event_of_step(bucket.state, bucket.speculated_with == hyperparameters, has_open_ranges)
 
     def _follow(self, bucket: Bucket, event: What, hyperparameters: StepHyperparameters | None) -> bool:
@@ -225,7 +225,7 @@ class UpdatingThread:
         self._advance(bucket, event)
         if event is What.COMPLETION_BEGUN:
             assert bucket.partial is not None
-            self._begin(bucket, hyperparameters, What.COMMITTED, aside=True, only=bucket.partial.open)
+            self._begin(bucket, hyperparameters, What.COMMITTED, aside=True, only=bucket.partial.to_complete())
             return False
         block = bucket.buffers.block
         aside = bucket.double_buffer is not None and block is not None and self.guard.needs(block)

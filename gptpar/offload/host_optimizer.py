@@ -267,7 +267,7 @@ class HostOptimizer(UpdatingThread):
     @property
     def backs_off(self) -> bool:
         """Whether the coming step does not speculate, because a recent speculation was wrong."""
-        return self._steps_to_back_off > 0
+        return self._back_off.steps > 0
 
     # Between steps.
 

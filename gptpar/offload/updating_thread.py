@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from gptpar.offload.back_off import BackOff
 from gptpar.offload.bucket_state import HOLDS_SPECULATION, BucketState, event_of_step
 from gptpar.offload.buckets import Bucket, Buffers
 from gptpar.offload.events import EventLog, What
@@ -25,9 +26,6 @@ from gptpar.optim.elementwise import Done, HostKernel
 from gptpar.system.snapshot import StateGuard
 
 POLL_SECONDS = 2e-4
-
-BACK_OFF_STEPS = 10
-"""Steps without speculation after a wrong one: a step that clips is often followed by others."""
 
 NUM_LATEST_UPDATES = 1 << 14
 """Number of updates whose times are kept: several steps of the largest models."""
@@ -67,7 +65,7 @@ class UpdatingThread:
     a bucket's buffers, steps         thread                           while it is due, or speculates
     a bucket's sent                   thread sets it, loop clears it   the loop waits for "not due" before
     ``_request``, ``_expected``       loop; thread clears the former   under the lock
-    ``_steps_to_back_off``            thread                           the loop reads it without the lock
+    ``_back_off``                     thread                           the loop reads it without the lock
     ================================  ===============================  ========================================
 
     Args:
@@ -106,7 +104,7 @@ class UpdatingThread:
         self.latest_updates: deque[tuple[str, float, float]] = deque(maxlen=NUM_LATEST_UPDATES)
         self._request: StepRequest | None = None
         self._expected: StepHyperparameters | None = None
-        self._steps_to_back_off = 0
+        self._back_off = BackOff()
         self._at_work: _AtWork | None = None
         self._groups: Sequence[Any] = ()
         self._groups_are_of: tuple[StepHyperparameters | None, int] = (None, 0)
@@ -175,11 +173,11 @@ class UpdatingThread:
             bucket.use_newer()
             bucket.partial = None
             self._advance(bucket, What.PARTIAL_DROPPED)
-        return [] if self._steps_to_back_off else speculable(self._buckets)
+        return [] if self._back_off.steps else speculable(self._buckets)
 
     def _take_step(self, request: StepRequest) -> None:
         hyperparameters = request.clipped(self._clip_grad)
-        redone = False
+        redone, ahead = False, self.num_ahead
         self._finish_update()
         for bucket in self._buckets:
             bucket.use_newer()
@@ -194,7 +192,7 @@ class UpdatingThread:
         if self.log is not None:
             self.log.record(What.STEP_TAKEN)
         self.num_redone += redone
-        self._steps_to_back_off = BACK_OFF_STEPS if redone else max(0, self._steps_to_back_off - 1)
+        self._back_off.after_step(wrong=redone, right=self.num_ahead > ahead)
         with self._changed:
             if self._request is request:  # the loop may have requested the next step since the last bucket was done
                 self._request = None

@@ -66,9 +66,9 @@ OFFLOAD = [
     Mutation(
         "back-off-forgotten",
         THREAD,
-        "self._steps_to_back_off = BACK_OFF_STEPS if redone else max(0, self._steps_to_back_off - 1)",
-        "self._steps_to_back_off = max(0, self._steps_to_back_off - 1)",
-        ("tests/unit/offload/test_bucket_state.py::test_after_a_wrong_speculation_it_backs_off_for_ten_steps",),
+        "self._back_off.after_step(wrong=redone, right=self.num_ahead > ahead)",
+        "self._back_off.after_step(wrong=False, right=self.num_ahead > ahead)",
+        ("tests/unit/offload/test_bucket_state.py::test_wrong_speculations_back_off_longer_and_longer",),
     ),
     Mutation(
         "skipped-step-counted-by-the-CPU-optimizer",

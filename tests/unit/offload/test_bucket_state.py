@@ -235,16 +235,18 @@ def test_waiting_again_costs_nothing_and_changes_nothing() -> None:
     host.close()
 
 
-def test_after_a_wrong_speculation_it_backs_off_for_ten_steps() -> None:
+def test_wrong_speculations_back_off_longer_and_longer() -> None:
+    """For 1, 2, 4, 8 and then always 10 steps; after a right one, for 1 step again."""
     log = EventLog()
     host = make_host(CpuAdam(1), speculated=128, pieces=TWO_PIECES[:1], log=log)
-    speculated = []
-    for step in range(13):
+    speculated, wrong = [], {0, 2, 5, 10, 19, 30, 43}
+    for step in range(46):
         host.expect_step(RATES, 1.0)
         host.submit_gradient("first", torch.ones(128))
         wait_until(lambda: host.backs_off or bool(starts_of(log, What.SPECULATION_BEGUN)))
-        host.step(torch.tensor(0.5 if step else 2.0), RATES, 1.0)
+        before = len(log.of(What.SPECULATION_BEGUN))
+        host.step(torch.tensor(2.0 if step in wrong else 0.5), RATES, 1.0)
         host.finish()
-        speculated.append(len(log.of(What.SPECULATION_BEGUN)))
-    assert speculated == [1] * 11 + [2, 3] and host.num_redone == 1
+        speculated += [step] * (before > sum(1 for _ in speculated))
+    assert speculated == [0, 2, 5, 10, 19, 30, 41, 42, 43, 45] and host.num_redone == 7
     host.close()

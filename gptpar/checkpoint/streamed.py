@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import folders
-from gptpar.checkpoint.data_file import DataFile, WritingBuffers
+from gptpar.checkpoint.data_file import AlignedBuffers, DataFile
 from gptpar.checkpoint.manifest import MANIFEST_NAME, Chunk, Manifest, TensorEntry
 from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.errors import CheckpointError
@@ -65,7 +65,7 @@ def write_checkpoint(root: Path, iteration: int, tensors: Iterable[StreamedTenso
 
 
 def _write(path: Path, tensors: Iterable[StreamedTensor]) -> dict[str, TensorEntry]:
-    file, buffers, place = DataFile(path), WritingBuffers(NUM_THREADS, pinned=False), 0
+    file, buffers, place = DataFile(path), AlignedBuffers(NUM_THREADS, pinned=False), 0
     entries: dict[str, TensorEntry] = {}
     try:
         for one in tensors:
@@ -77,7 +77,7 @@ def _write(path: Path, tensors: Iterable[StreamedTensor]) -> dict[str, TensorEnt
     return entries
 
 
-def _write_tensor(file: DataFile, buffers: WritingBuffers, tensor: torch.Tensor, place: int) -> TensorEntry:
+def _write_tensor(file: DataFile, buffers: AlignedBuffers, tensor: torch.Tensor, place: int) -> TensorEntry:
     data, shape = tensor.contiguous().view(-1).view(torch.uint8), tuple(tensor.shape)
     cuts = range(0, len(data), PIECE_BYTES)
     calls = [partial(_write_piece, file, buffers, data[at : at + PIECE_BYTES], place + at) for at in cuts]
@@ -85,7 +85,7 @@ def _write_tensor(file: DataFile, buffers: WritingBuffers, tensor: torch.Tensor,
     return TensorEntry(tensor.dtype, shape, (chunk,))
 
 
-def _write_piece(file: DataFile, buffers: WritingBuffers, data: torch.Tensor, place: int) -> tuple[int, int]:
+def _write_piece(file: DataFile, buffers: AlignedBuffers, data: torch.Tensor, place: int) -> tuple[int, int]:
     """Write a piece; returns its length and its CRC-32."""
     with buffers.take(place, len(data)) as buffer:
         buffer.copy_(data)

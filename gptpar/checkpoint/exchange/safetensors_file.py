@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from gptpar.checkpoint.data_file import DataFile, WritingBuffers
+from gptpar.checkpoint.assembly import NewTensor
+from gptpar.checkpoint.data_file import DataFile
 from gptpar.checkpoint.manifest import MAX_COUNT, MAX_DIMS
-from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
+from gptpar.checkpoint.patches import ParameterView, Patch
 from gptpar.errors import CheckpointError, printable
-from gptpar.system.snapshot import PIECE_BYTES
 
 MAX_HEADER_BYTES = 100_000_000
 """As the format's own library allows."""
@@ -242,53 +242,42 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str
 
 
 class SafetensorsWriter:
-    """A new file with a given header; its tensors are written in any order.
+    """A new file with a given header, whose tensors are put together by an :class:`~.assembly.Assembly`.
 
     Args:
         path: where no file is yet.
         header: what :func:`header_of` gives, or what a file had.
-        buffers: of the pieces being written, for several writers together; ``None``: its own.
 
     Raises:
         CheckpointError: by all methods, where the system refuses.
         ValueError: by the constructor: the header is none.
     """
 
-    def __init__(self, path: Path, header: str, buffers: WritingBuffers | None = None):
+    def __init__(self, path: Path, header: str):
         self.tensors = tensors_of_header(header)
-        self._path, start = path, header.encode()
+        start = header.encode()
         self._data_start = 8 + len(start)
-        self._buffers = buffers or WritingBuffers(NUM_THREADS, pinned=False)
         self._file = DataFile(path)
         self._file.write(0, memoryview(len(start).to_bytes(8, "little") + start))
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Write a tensor piece by piece, converted to the format that the header names.
+    def place(self, name: str) -> int:
+        """Where a tensor's bytes begin in the file."""
+        return self._data_start + self.tensors[name].start
 
-        Args:
-            values: any view whose elements, row by row, are the tensor's.
+    def new_tensor(self, name: str, view: ParameterView) -> NewTensor:
+        """A tensor of the file, made of a view of a parameter and converted to the format that the header names.
+
+        Raises:
+            CheckpointError: the view has another number of elements.
         """
         stored = self.tensors[name]
-        dtype, whole = DTYPES[stored.dtype], values.unsqueeze(0) if values.dim() == 0 else values
-        rows = len(whole)
-        if prod(whole.shape) * dtype.itemsize != stored.stop - stored.start:
-            raise CheckpointError(
-                f"{self._path}: tensor {name!r} of shape {list(stored.shape)} got {list(values.shape)}"
-            )
-        if not rows:
-            return
-        row_bytes = (stored.stop - stored.start) // rows
-        step = max(1, PIECE_BYTES // max(1, row_bytes))
+        if prod(view.shape) != prod(stored.shape):
+            raise CheckpointError(f"tensor {name!r} of shape {list(stored.shape)} got {list(view.shape)}")
 
-        def piece(first: int) -> None:
-            part = whole[first : first + step].to(dtype).contiguous().view(-1).view(torch.uint8)
-            place = self._data_start + stored.start + first * row_bytes
-            for at in range(0, len(part), PIECE_BYTES):  # a row may be longer
-                data = part[at : at + PIECE_BYTES]
-                with self._buffers.take(place + at, len(data)) as buffer:
-                    self._file.write(place + at, buffer.copy_(data).numpy().data)
+        def patches(start: int, values: torch.Tensor) -> dict[str, list[Patch]]:
+            return {name: view.of_elements(start, values)}
 
-        run_parallel([lambda first=first: piece(first) for first in range(0, rows, step)])  # type: ignore[misc]
+        return NewTensor(self._file, self.place(name), DTYPES[stored.dtype], prod(view.shape), patches)
 
     def close(self, *, sync: bool = True) -> None:
         """Return when the file is on the disk."""

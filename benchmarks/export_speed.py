@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint
+from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint, write_each
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
@@ -76,7 +76,8 @@ def make_checkpoint(root: Path, model: ModelConfig) -> Path:
     tensors = (
         StreamedTensor(f"weights/{name}", partial(torch.randn, shape)) for name, shape in shapes_of(model).items()
     )
-    return write_checkpoint(root, 0, tensors, converted_meta(model, TokenizerConfig(), "nothing", vocab_size=VOCAB))
+    meta = converted_meta(model, TokenizerConfig(), "nothing", vocab_size=VOCAB)
+    return write_checkpoint(root, 0, partial(write_each, tensors), meta)
 
 
 def plain_writes(path: Path, num_bytes: int, *, direct: bool) -> None:

@@ -11,16 +11,15 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from gptpar.checkpoint.data_file import DataFile, aligned_as, aligned_memory
-from gptpar.checkpoint.manifest import PIECE_BYTES
+from gptpar.checkpoint.data_file import DataFile, aligned_as, aligned_memory, piece_starts
 from gptpar.checkpoint.patches import Patch, copy_common
 
-Patches = Mapping[Hashable, Sequence[Patch]]
+Patches = Mapping[str, Sequence[Patch]]
 """Name of a view -> its patches in a block."""
 
 
@@ -68,10 +67,7 @@ class NewTensor:
         checked: bool = False,
     ):
         self.file, self.place, self.dtype, self.patches, self.checked = file, place, dtype, patches, checked
-        stop = place + num_elements * dtype.itemsize
-        whole = range(place - place % PIECE_BYTES + PIECE_BYTES, stop, PIECE_BYTES)
-        self._starts = [0, *((at - place) // dtype.itemsize for at in whole)]
-        self._starts = sorted({start for start in self._starts if start < num_elements})
+        self._starts = piece_starts(place, num_elements, dtype.itemsize)
         stops = [*self._starts[1:], num_elements]
         self.blocks = [Block(self, start, stop - start) for start, stop in zip(self._starts, stops, strict=False)]
 
@@ -116,9 +112,7 @@ class Assembly:
         self._free: list[torch.Tensor] = []
         self.most_begun = 0
 
-    def fill(
-        self, tensor: NewTensor, view: Hashable, patches: Sequence[Patch], ranges: Iterable[tuple[int, int]]
-    ) -> None:
+    def fill(self, tensor: NewTensor, view: str, patches: Sequence[Patch], ranges: Iterable[tuple[int, int]]) -> None:
         """Give a tensor's blocks what patches of one of its views have for them.
 
         Args:

@@ -64,12 +64,25 @@ def aligned_as(memory: torch.Tensor, place: int, num_bytes: int, itemsize: int) 
     return memory[first : first + num_bytes]
 
 
+def piece_starts(place: int, num_elements: int, itemsize: int) -> list[int]:
+    """The first element of each part of a tensor that is read or written at once.
+
+    Parts begin where the file's pieces of 8 MiB do, so that whole blocks of the disk are read or written.
+
+    Args:
+        place: of the tensor's bytes in the file.
+    """
+    whole = range(place - place % PIECE_BYTES + PIECE_BYTES, place + num_elements * itemsize, PIECE_BYTES)
+    starts = dict.fromkeys([0, *((at - place) // itemsize for at in whole)])
+    return [start for start in starts if start < num_elements]
+
+
 class SourceFile:
     """A file that several threads read at once.
 
     Args:
-        past_cache: read from the disk what the system's cache does not have, and do not put it there. That costs a
-            quarter of the processor's time, and pays where nobody else reads the same file.
+        past_cache: read from the disk what the system's cache does not have, and do not put it there. The processor
+            works less. It is of use where no other process reads the same file.
 
     Raises:
         OSError: by all methods, where the system refuses.
@@ -93,20 +106,18 @@ class SourceFile:
             target: past the cache only if it is of :func:`aligned_as`.
         """
         view, done = target.numpy().data, 0
-        if self._direct >= 0 and (target.data_ptr() - place) % BLOCK_BYTES == 0:
-            done = self._cached(place, view)
-            if done < len(view):
-                done = self._read_blocks(place, target)
+        if self._direct >= 0 and (target.data_ptr() - place) % BLOCK_BYTES == 0 and not self._is_cached(place):
+            done = self._read_blocks(place, target)
         while done < len(view) and (count := os.preadv(self._fd, [view[done:]], place + done)):
             done += count
         return done
 
-    def _cached(self, place: int, view: memoryview) -> int:
-        """Bytes that the system's cache has."""
+    def _is_cached(self, place: int) -> bool:
+        """Whether the system's cache has the byte at ``place``, and so probably what follows."""
         try:
-            return os.preadv(self._fd, [view], place, os.RWF_NOWAIT)
-        except OSError:  # nothing, or a file system that cannot tell
-            return 0
+            return os.preadv(self._fd, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+        except OSError:  # it has not, or the file system cannot tell
+            return False
 
     def _read_blocks(self, place: int, target: torch.Tensor) -> int:
         """Read whole blocks of the disk around the bytes; returns the number of bytes, 0 if the system refuses."""

@@ -86,12 +86,7 @@ class ParameterView:
 
     def of_elements(self, start: int, values: torch.Tensor) -> list[Patch]:
         """Patches of the view's consecutive elements ``values`` [n], of which the first one is number ``start``."""
-        patches, first = [], 0
-        for box in flat_boxes(self.shape, start, start + len(values)):
-            count = prod(box[1])
-            patches.append(Patch(box, values[first : first + count].view(box[1])))
-            first += count
-        return patches
+        return [Patch(box, part) for box, part in boxes_of(self.shape, start, values)]
 
     def elements(self, patches: Iterable[Patch]) -> Iterator[tuple[int, int]]:
         """Number of the first and of the last element of each patch, counted in the view."""
@@ -124,6 +119,16 @@ class ParameterView:
                 steps[axis.dim] = axis.step * step
             offset += index * step
         return values.as_strided(part[1], steps, offset)
+
+
+def boxes_of(shape: tuple[int, ...], start: int, values: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of consecutive elements ``values`` [n] of a row-major array, of which the first is number ``start``."""
+    parts, first = [], 0
+    for box in flat_boxes(shape, start, start + len(values)):
+        count = prod(box[1])
+        parts.append((box, values[first : first + count].view(box[1])))
+        first += count
+    return parts
 
 
 def _ends(box: Box, strides: Sequence[int], offset: int) -> tuple[int, int]:
@@ -166,7 +171,8 @@ def copy_common(sources: Iterable[Patch], targets: Sequence[Patch]) -> int:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+    contiguous = target.is_contiguous() and source.is_contiguous()
+    if contiguous and target.dtype == source.dtype and target.device.type == "cpu":
         copy_bytes(target, source)
     else:
         target.copy_(source)

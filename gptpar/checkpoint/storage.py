@@ -36,6 +36,7 @@ from torch.futures import Future
 
 from gptpar.checkpoint.data_file import AlignedBuffers, DataFile
 from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint, Manifest, TensorEntry, file_of
+from gptpar.checkpoint.patches import boxes_of
 from gptpar.checkpoint.pieces import NUM_THREADS, ChunkFiles, run_parallel
 from gptpar.checkpoint.planner import item_bytes, tensor_data
 from gptpar.checkpoint.tiling import overlap
@@ -236,30 +237,31 @@ def read_pieces(
     if problems := damaged_files(path, manifest):
         raise DamagedCheckpoint("\n".join(problems))
 
-    def read(name: str, chunk: Chunk, index: int, start: int, stop: int) -> None:
-        dtype, first, parts = manifest.tensors[name].dtype, 0, []
+    def read(name: str, chunk: Chunk, index: int, start: int) -> None:
+        dtype = manifest.tensors[name].dtype
         with files.read(name, chunk, index, dtype.itemsize) as piece:
-            values = piece.view(dtype)
-            for lows, sizes in flat_boxes(chunk.sizes, start, stop):
-                box = tuple(low + at for low, at in zip(lows, chunk.offsets, strict=True)), sizes
-                parts.append((box, values[first : first + prod(sizes)].view(sizes)))
-                first += prod(sizes)
-            give(name, parts)
+            parts = boxes_of(chunk.sizes, start, piece.view(dtype))
+            give(name, [((_moved(lows, chunk.offsets), sizes), values) for (lows, sizes), values in parts])
 
     with ChunkFiles(path, past_cache=True) as files:
         files.open({chunk.file for name in names for chunk in manifest.tensors[name].chunks if chunk.pieces})
         run_parallel([partial(read, name, *one) for name in names for one in _in_order(manifest.tensors[name])])
 
 
-def _in_order(entry: TensorEntry) -> list[tuple[Chunk, int, int, int]]:
-    """The pieces of a tensor's chunks, by where they begin in the tensor."""
-    found = [(chunk, *one) for chunk in entry.chunks for one in _pieces(chunk, entry.dtype.itemsize)]
+def _in_order(entry: TensorEntry) -> list[tuple[Chunk, int, int]]:
+    """The pieces of a tensor's chunks (number and first element), by where they begin in the tensor."""
+    found = [(chunk, *one[:2]) for chunk in entry.chunks for one in _pieces(chunk, entry.dtype.itemsize)]
 
-    def begin(one: tuple[Chunk, int, int, int]) -> tuple[int, ...]:
-        lows, _ = next(flat_boxes(one[0].sizes, *one[2:]))
-        return tuple(low + at for low, at in zip(lows, one[0].offsets, strict=True))
+    def begin(one: tuple[Chunk, int, int]) -> tuple[int, ...]:
+        chunk, _, start = one
+        lows, _ = next(flat_boxes(chunk.sizes, start, start + 1))
+        return _moved(lows, chunk.offsets)
 
     return sorted(found, key=begin)
+
+
+def _moved(lows: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(low + offset for low, offset in zip(lows, offsets, strict=True))
 
 
 def _pieces(chunk: Chunk, itemsize: int) -> Iterator[tuple[int, int, int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint.assembly import NewTensor
-from gptpar.checkpoint.data_file import DataFile
+from gptpar.checkpoint.data_file import AlignedBuffers, DataFile, SourceFile, piece_starts
 from gptpar.checkpoint.manifest import MAX_COUNT, MAX_DIMS
 from gptpar.checkpoint.patches import ParameterView, Patch
 from gptpar.errors import CheckpointError, printable
@@ -83,44 +84,31 @@ class SafetensorsFile:
         """Where the tensors' bytes begin in the file."""
         return 8 + len(self.header.encode())
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, in host memory.
+    def part_starts(self, name: str) -> list[int]:
+        """See :class:`~gptpar.checkpoint.exchange.weight_files.WeightFile`."""
+        stored = self.tensors[name]
+        return piece_starts(self.data_start + stored.start, prod(stored.shape), DTYPES[stored.dtype].itemsize)
+
+    @contextmanager
+    def part(
+        self, name: str, start: int, stop: int, buffers: AlignedBuffers, *, past_cache: bool
+    ) -> Iterator[torch.Tensor]:
+        """See :class:`~gptpar.checkpoint.exchange.weight_files.WeightFile`.
 
         Raises:
-            CheckpointError: the tensor's format is not one of ``DTYPES``, or the file has shrunk.
+            CheckpointError: the file cannot be read, or has shrunk.
         """
-        stored = self.tensors[name]
-        if stored.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {printable(name)!r} is {stored.dtype}; weights are read in {', '.join(DTYPES)}"
-            )
-        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        self._fill(name, tensor)
-        return tensor
-
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """One tensor, into a view of as many elements; where that is memory of its form, without another copy.
-
-        Raises:
-            CheckpointError: as :meth:`read`.
-        """
-        if target.is_contiguous() and DTYPES.get(self.tensors[name].dtype) == target.dtype:
-            self._fill(name, target)
-        else:
-            target.copy_(self.read(name).reshape(target.shape))
-
-    def _fill(self, name: str, tensor: torch.Tensor) -> None:
-        stored = self.tensors[name]
-        if not tensor.numel():
-            return
-        view, done = tensor.view(-1).view(torch.uint8).numpy().data, 0
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.data_start + stored.start)
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise CheckpointError(f"{self.path} ends inside tensor {printable(name)!r}: it was cut short")
-                done += count
+        dtype = DTYPES[self.tensors[name].dtype]
+        place = self.data_start + self.tensors[name].start + start * dtype.itemsize
+        with buffers.take(place, (stop - start) * dtype.itemsize, dtype.itemsize) as memory:
+            try:
+                with closing(SourceFile(self.path, past_cache=past_cache)) as file:
+                    count = file.read(place, memory)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+            if count < len(memory):
+                raise CheckpointError(f"{self.path} ends inside tensor {printable(name)!r}: it was cut short")
+            yield memory.view(dtype)
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:

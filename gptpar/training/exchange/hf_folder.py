@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.exchange.safetensors_file import DTYPES
 from gptpar.checkpoint.exchange.weight_files import WeightFile, open_all
+from gptpar.checkpoint.patches import ParameterView
+from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.config import Flags, ModelConfig, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
@@ -62,14 +68,42 @@ class HfModel:
     model: ModelConfig
     parameters: Mapping[str, list[tuple[HfTensor, Source]]]
 
-    def parameter(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One of our parameters, in host memory: fp32, or fp64 if a tensor of it is fp64."""
-        sources = self.parameters[name]
-        wide = any(source.dtype == torch.float64 for _, source in sources)
-        ours = torch.empty(shape, dtype=torch.float64 if wide else torch.float32)
-        for tensor, source in sources:
-            source.file.read_into(source.name, tensor.view(ours))
-        return ours
+    def dtype(self, name: str) -> torch.dtype:
+        """The number format of one of our parameters: fp32, or fp64 if a tensor of it is fp64."""
+        wide = any(source.dtype == torch.float64 for _, source in self.parameters[name])
+        return torch.float64 if wide else torch.float32
+
+    def views(self, name: str, shape: tuple[int, ...]) -> dict[str, ParameterView]:
+        """The place of each of transformers' tensors, by its name, in one of our parameters."""
+        return {tensor.name: ParameterView(shape, tensor.view) for tensor, _ in self.parameters[name]}
+
+    def read(
+        self, names: Iterable[str], give: Callable[[str, str, int, torch.Tensor], None], *, past_cache: bool
+    ) -> None:
+        """Read parameters of ours part by part, in several threads.
+
+        Args:
+            give: is called with our name, transformers' name, the number of the first element in transformers' tensor,
+                and the elements; these are in memory until it returns.
+            past_cache: see :class:`~gptpar.checkpoint.data_file.SourceFile`.
+
+        Raises:
+            CheckpointError: a file cannot be read, or has shrunk.
+        """
+        buffers = AlignedBuffers(NUM_THREADS)
+
+        def read(ours: str, tensor: HfTensor, source: Source, start: int, stop: int) -> None:
+            with source.file.part(source.name, start, stop, buffers, past_cache=past_cache) as values:
+                give(ours, tensor.name, start, values)
+
+        run_parallel(
+            [
+                partial(read, ours, tensor, source, start, stop)
+                for ours in names
+                for tensor, source in self.parameters[ours]
+                for start, stop in pairwise([*source.file.part_starts(source.name), prod(tensor.shape)])
+            ]
+        )
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from gptpar.checkpoint.exchange.distcp import METADATA
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
 from gptpar.checkpoint.exchange.safe_pickle import is_whole
 from gptpar.checkpoint.exchange.safetensors_file import NAME_OF
-from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint
+from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint, write_each
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_model
@@ -133,7 +133,7 @@ def import_megatron(source: Path, target: Path) -> Path:
         meta |= progress_meta(found, opened.model.seq_length)
         iteration = meta["progress"]["iteration"]
     with new_folder(target) as folder:
-        path = write_checkpoint(folder, iteration, opened.tensors(), meta)
+        path = write_checkpoint(folder, iteration, partial(write_each, opened.tensors()), meta)
     return target / path.name
 
 

@@ -17,6 +17,9 @@ from gptpar.checkpoint.patches import boxes_of
 from gptpar.errors import CheckpointError, printable
 from gptpar.topology.tensor_parts import box_view
 
+MAX_SHARED = 4
+"""Tensors may share the bytes of one; tied embeddings do."""
+
 
 class WeightFile(Protocol):
     """A file that has been opened and checked; tensors are read in parts."""
@@ -85,6 +88,12 @@ def open_torch(path: Path) -> TorchFile:
         isinstance(name, str) and isinstance(value, torch.Tensor) and is_whole(value) for name, value in content.items()
     ):
         raise CheckpointError(f"{path} holds something else than whole tensors by name")
+    claimed, there = sum(tensor.nbytes for tensor in content.values()), path.stat().st_size
+    if claimed > MAX_SHARED * there:
+        raise CheckpointError(
+            f"{path} is refused: its {len(content):,} tensors claim {claimed:,} bytes, and the file has {there:,}: "
+            "they share bytes"
+        )
     return TorchFile(path, content)
 
 

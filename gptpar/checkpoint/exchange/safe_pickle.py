@@ -107,6 +107,7 @@ def load_torch_part(path: Path, start: int, length: int) -> Any:
     with _explained(path), open(path, "rb", buffering=0) as file:
         part: Any = FilePart(file, start, length)
         _require_bounded(path, part)
+        part.seek(0)
         with safe_globals(_allowed(path, part)):
             part.seek(0)
             return torch.load(part, map_location="cpu", weights_only=True)
@@ -125,7 +126,17 @@ def _require_bounded(path: Path, file: Any) -> None:
         raise CheckpointError(f"{path} is refused: {error}") from None
 
 
-_BROKEN = (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, MemoryError, struct.error)
+_BROKEN = (
+    zipfile.BadZipFile,
+    struct.error,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    MemoryError,
+)
 """Errors that torch and pickle raise for a damaged file."""
 
 
@@ -223,7 +234,7 @@ def _explained(path: Path) -> Iterator[None]:
         if error.errno == errno.EINVAL and error.filename is None:  # torch raises it for an archive that ends too early
             raise CheckpointError(f"{path} is no file of torch.save, or damaged: it may have been cut short") from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest of torch's text says how to run it all the same
         raise CheckpointError(
             _refusal(path, [named[1]]) if named else f"{path} is refused: {_first_line(error)}"

@@ -236,11 +236,11 @@ CONTRADICTIONS = {
     ),
     "another width than the tensors'": (
         {"hidden_size": 16, "kv_channels": 4, "ffn_hidden_size": 64},
-        "'embedding.weight' is [128, 16] in the model, and the 2 ranks have [[32, 32], [32, 32]]",
+        "'layers.0.attention_norm.weight' is [16] in the model, and the 2 ranks have [[32], [32]]",
     ),
     "a wider one": ({"hidden_size": 64}, "'final_norm.weight' is [64] in the model, and the 2 ranks have [[32], [32]]"),
     "a width that is a text": ({"hidden_size": "32"}, "its arguments are not those of a GPT: "),
-    "far more layers than bytes": ({"num_layers": 9000}, " bytes, and its arguments describe 458,"),
+    "far more layers than bytes": ({"num_layers": 9000}, " bytes, and its arguments describe 457,354,496 bytes"),
 }
 
 

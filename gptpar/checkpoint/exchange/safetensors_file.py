@@ -120,7 +120,10 @@ def open_safetensors(path: Path) -> SafetensorsFile:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            begin = file.read(8)
+            if begin == b"version ":
+                raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull")
+            length = int.from_bytes(begin, "little")
             if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(f"{path} is no safetensors file: {size:,} bytes, whose header claims {length:,}")
             text = file.read(length)

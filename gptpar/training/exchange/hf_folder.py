@@ -186,19 +186,54 @@ def open_hf(folder: Path) -> HfModel:
     try:
         files = open_all(_weight_files(folder))
     except CheckpointError as error:
-        problems.append(str(error))
+        problems += [str(error), "copy or download these files again, and the others from the same place"]
     if problems or fields is None or model is None:
         raise CheckpointError(f"{folder} cannot be read as a Hugging Face model:\n" + "\n".join(problems))
     kind = fields["model_type"]
     found = _matched(kind, model, files)
-    if problems := list(_mismatches(kind, model, found, files)):
+    if problems := list(_mismatches(kind, model, found, files)) or list(_untied_head(kind, model, files)):
         told = [*problems[:MAX_LISTED], *([f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED))]
+        told.append(_remedy(kind, found))
         raise CheckpointError(f"the weights in {folder} are not those of its {CONFIG}:\n" + "\n".join(told))
     parameters: dict[str, list[tuple[HfTensor, Source]]] = {}
     for tensor, source in found:
         assert source is not None
         parameters.setdefault(tensor.ours, []).append((tensor, source))
     return HfModel(folder, kind, fields, model, parameters)
+
+
+def _remedy(kind: str, found: list[tuple[HfTensor, Source | None]]) -> str:
+    """What to do where weights and configuration differ."""
+    lacking = {tensor.name for tensor, source in found if source is None}
+    if lacking == {f"{FAMILIES[kind].names.ends['output']}.weight"}:
+        return (
+            "without an LM head of its own a model has tied embeddings: if it was trained so, set tie_word_embeddings "
+            f"to true in a copy of its {CONFIG}"
+        )
+    return f"take {CONFIG} and all weight files from the same model"
+
+
+def _untied_head(kind: str, model: ModelConfig, files: Mapping[str, WeightFile]) -> Iterator[str]:
+    """A sentence if embeddings are said to be tied, and the files have an LM head with other values."""
+    head, rows = (f"{FAMILIES[kind].names.ends[end]}.weight" for end in ("output", "embedding"))
+    rows = rows if rows in files else rows.removeprefix(FAMILIES[kind].names.base)
+    if not model.tied or head not in files or rows not in files:
+        return
+    stored, other, buffers = files[rows].tensors[rows], files[head].tensors[head], AlignedBuffers(2)
+    same, size = (stored.shape, stored.dtype) == (other.shape, other.dtype), 2**20
+    for start in range(0, prod(stored.shape) if same else 0, size):
+        stop = min(prod(stored.shape), start + size)
+        with (
+            files[head].part(head, start, stop, buffers, past_cache=False) as ours,
+            files[rows].part(rows, start, stop, buffers, past_cache=False) as theirs,
+        ):
+            if not (same := torch.equal(ours, theirs)):
+                break
+    if not same:
+        yield (
+            f"{CONFIG} says tie_word_embeddings, and {head!r} has other values than {rows!r}: set it to false in a "
+            "copy of the folder, or take the tensor out"
+        )
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""New tensors put together block by block, of sources that have their elements in another order.
+"""Puts new tensors together block by block, from sources that have their elements in another order.
 
 Each source is read once, piece by piece; a piece gives every block the elements that it has for it. A block is written
 when it has all of its elements, and its memory then serves another block. So memory holds the blocks that are begun:

@@ -1,4 +1,4 @@
-"""Copies between a parameter and another order of its elements, of which a block at a time is in memory. Pure.
+"""Copies between a parameter and a view of it that is stored as a tensor of its own, a block at a time. Pure.
 
 A view of a parameter (rows of it, a transposed matrix, each group's queries) is written as a tensor of its own, or was
 read as one. A block in memory has a box of the parameter, or consecutive elements of the view. Either is a list of

@@ -1,4 +1,4 @@
-"""What reading a stranger's pickle would cost: memory and time must be in proportion to its bytes.
+"""Refuses pickles of strangers whose reading takes memory or time out of proportion to their bytes.
 
 A few bytes can repeat an object by its number. Tuples of tuples then have a hash that takes all of the C stack, or time
 exponential in their number, and a call that copies its argument can be repeated. Python does not limit either.

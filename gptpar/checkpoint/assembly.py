@@ -24,7 +24,7 @@ Patches = Mapping[str, Sequence[Patch]]
 
 
 @dataclass(eq=False)
-class Block:
+class FileBlock:
     """Consecutive elements of a new tensor.
 
     Attributes:
@@ -69,9 +69,9 @@ class NewTensor:
         self.file, self.place, self.dtype, self.patches, self.checked = file, place, dtype, patches, checked
         self._starts = piece_starts(place, num_elements, dtype.itemsize)
         stops = [*self._starts[1:], num_elements]
-        self.blocks = [Block(self, start, stop - start) for start, stop in zip(self._starts, stops, strict=False)]
+        self.blocks = [FileBlock(self, start, stop - start) for start, stop in zip(self._starts, stops, strict=False)]
 
-    def touching(self, ranges: Iterable[tuple[int, int]]) -> list[Block]:
+    def touching(self, ranges: Iterable[tuple[int, int]]) -> list[FileBlock]:
         """The blocks that have elements of any of the ranges (number of the first element, of the last one)."""
         found = {
             number
@@ -91,7 +91,7 @@ class _Begun:
         missing: number of elements that are not there yet.
     """
 
-    block: Block
+    block: FileBlock
     memory: torch.Tensor
     data: torch.Tensor
     patches: Patches
@@ -107,7 +107,7 @@ class Assembly:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begun: dict[Block, _Begun] = {}
+        self._begun: dict[FileBlock, _Begun] = {}
         self._complete: deque[_Begun] = deque()
         self._free: list[torch.Tensor] = []
         self.most_begun = 0
@@ -126,7 +126,7 @@ class Assembly:
                 if not one.missing:
                     self._complete.append(self._begun.pop(block))
 
-    def _begin(self, block: Block) -> _Begun:
+    def _begin(self, block: FileBlock) -> _Begun:
         with self._lock:
             if block not in self._begun:
                 memory, tensor = self._free.pop() if self._free else aligned_memory(), block.tensor

@@ -9,6 +9,8 @@ cache, so that the source is read from the disk; ``cached`` leaves it there.
 
 - ``plain``: one file, 8 MiB at a time by four threads, and an fsync; through the system's cache, and past it.
   ``of_plain`` compares with the faster one.
+- ``copy``: the checkpoint's bytes to one file, both past the system's cache, by four threads, and an fsync: what the
+  disk gives to reads and writes together. ``of_copy`` compares with it. With ``cached`` the reads are from the cache.
 - ``export``: a checkpoint of random weights to a folder of safetensors files.
 - ``import``: that folder to a checkpoint.
 """
@@ -28,11 +30,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint
+from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint, write_each
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
@@ -73,7 +76,8 @@ def make_checkpoint(root: Path, model: ModelConfig) -> Path:
     tensors = (
         StreamedTensor(f"weights/{name}", partial(torch.randn, shape)) for name, shape in shapes_of(model).items()
     )
-    return write_checkpoint(root, 0, tensors, converted_meta(model, TokenizerConfig(), "nothing", vocab_size=VOCAB))
+    meta = converted_meta(model, TokenizerConfig(), "nothing", vocab_size=VOCAB)
+    return write_checkpoint(root, 0, partial(write_each, tensors), meta)
 
 
 def plain_writes(path: Path, num_bytes: int, *, direct: bool) -> None:
@@ -86,6 +90,27 @@ def plain_writes(path: Path, num_bytes: int, *, direct: bool) -> None:
         list(pool.map(lambda place: os.pwrite(fd, data, place), range(0, num_bytes, PIECE_BYTES)))
     os.fsync(fd)
     os.close(fd)
+
+
+def plain_copy(folder: Path, path: Path, num_bytes: int, *, cached: bool) -> None:
+    """Copy a checkpoint's data file, as :func:`plain_writes` writes."""
+    memories, direct = SimpleQueue[memoryview](), 0 if cached else os.O_DIRECT
+    for _ in range(4):
+        memories.put(memoryview(mmap.mmap(-1, PIECE_BYTES)))
+    source = os.open(next(folder.glob("*.bin")), os.O_RDONLY | direct)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+
+    def copy(place: int) -> None:
+        memory = memories.get()
+        os.preadv(source, [memory], place)
+        os.pwrite(target, memory, place)
+        memories.put(memory)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(copy, range(0, num_bytes, PIECE_BYTES)))
+    os.fsync(target)
+    os.close(source)
+    os.close(target)
 
 
 def export(checkpoint: Path, target: Path, dtype: torch.dtype) -> None:
@@ -144,6 +169,7 @@ def main() -> None:
     found: list[tuple[dict[str, Any], int, Callable[[], Any]]] = [
         ({"what": "plain"}, exported, partial(plain_writes, out, whole, direct=False)),
         ({"what": "plain", "direct": True}, exported, partial(plain_writes, out, whole, direct=True)),
+        ({"what": "copy"}, sum(sizes) * 4, partial(plain_copy, checkpoint, out, sum(sizes) * 4, cached=args.cached)),
         ({"what": "export", "dtype": args.dtype}, exported, partial(export, checkpoint, out, dtype)),
         ({"what": "import"}, sum(sizes) * 4, partial(import_hf, folder, out)),
     ]
@@ -153,14 +179,16 @@ def main() -> None:
             os.sync() if args.cached else drop_from_cache(args.folder)
             measured[number].append(in_own_process(found[number][2]))
             shutil.rmtree(out) if out.is_dir() else out.unlink()
-    plain = 0.0
+    plain = copied = 0.0
     for number, results in measured.items():
         what, num_bytes, _ = found[number]
         medians = {key: statistics.median(one[key] for one in results) for key in results[0]}
         speed = num_bytes / 1e9 / medians["seconds"]
         plain = max(plain, speed) if what["what"] == "plain" else plain
+        copied = speed if what["what"] == "copy" else copied
         line = {**what, "family": args.family, "cached": args.cached, "gigabytes": round(num_bytes / 1e9, 3)}
         line |= {"gb_per_s": round(speed, 3), "of_plain": round(speed / plain, 3)}
+        line |= {"of_copy": round(speed / copied, 3)} if copied else {}
         line |= {"seconds": round(medians["seconds"], 3), "all_seconds": [round(one["seconds"], 3) for one in results]}
         line |= {"cpu_seconds": round(medians["cpu_seconds"], 3)}
         line |= {"extra_memory_bytes": int(medians["extra_memory_bytes"]), "largest_tensor_bytes": max(sizes) * 4}

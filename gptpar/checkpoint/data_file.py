@@ -1,4 +1,4 @@
-"""Writes a checkpoint's data file from several threads, past the system's cache where the file system allows it.
+"""Reads and writes files from several threads, past the system's cache where the file system allows it.
 
 Through the cache, the disk would rest until much is dirty, and the last flush would take as long as all writes. Direct
 writes take whole blocks of the disk only; the bytes before a piece's first and after its last whole block go through
@@ -26,28 +26,113 @@ BLOCK_BYTES = max(4096, mmap.PAGESIZE)
 MIN_DIRECT_BYTES = 256 << 10
 
 
-class WritingBuffers:
-    """Room for a piece each, for several threads: the pieces that are being written just now.
+class AlignedBuffers:
+    """Room for a piece each, for several threads: the pieces that are being read or written just now.
 
     Args:
         pinned: whether a GPU copies into them.
     """
 
-    def __init__(self, number: int, *, pinned: bool):
+    def __init__(self, number: int, *, pinned: bool = False):
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(number):
-            memory = torch.empty(PIECE_BYTES + 2 * BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
-            self._free.put(memory[-memory.data_ptr() % BLOCK_BYTES :])
+            self._free.put(aligned_memory(pinned=pinned))
 
     @contextmanager
-    def take(self, place: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """[num_bytes] of uint8 for what will be written at ``place`` of a file: aligned in memory as it is there."""
+    def take(self, place: int, num_bytes: int, itemsize: int = 1) -> Iterator[torch.Tensor]:
+        """[num_bytes] of uint8 for the bytes at ``place`` of a file; see :func:`aligned_as`."""
         buffer = self._free.get()
         try:
-            first = place % BLOCK_BYTES
-            yield buffer[first : first + num_bytes]
+            yield aligned_as(buffer, place, num_bytes, itemsize)
         finally:
             self._free.put(buffer)
+
+
+def aligned_memory(*, pinned: bool = False) -> torch.Tensor:
+    """Room for a piece and the rest of its first and last block, from a block's beginning on."""
+    memory = torch.empty(PIECE_BYTES + 3 * BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    return memory[-memory.data_ptr() % BLOCK_BYTES :]
+
+
+def aligned_as(memory: torch.Tensor, place: int, num_bytes: int, itemsize: int) -> torch.Tensor:
+    """A part of aligned memory for the bytes at a place of a file: aligned as they are there.
+
+    Args:
+        itemsize: bytes of an element; the elements are aligned in memory even where they are not in the file.
+    """
+    first = place % BLOCK_BYTES // itemsize * itemsize
+    return memory[first : first + num_bytes]
+
+
+def piece_starts(place: int, num_elements: int, itemsize: int) -> list[int]:
+    """The first element of each part of a tensor that is read or written at once.
+
+    Parts begin where the file's pieces of 8 MiB do, so that whole blocks of the disk are read or written.
+
+    Args:
+        place: of the tensor's bytes in the file.
+    """
+    whole = range(place - place % PIECE_BYTES + PIECE_BYTES, place + num_elements * itemsize, PIECE_BYTES)
+    starts = dict.fromkeys([0, *((at - place) // itemsize for at in whole)])
+    return [start for start in starts if start < num_elements]
+
+
+class SourceFile:
+    """A file that several threads read at once.
+
+    Args:
+        past_cache: read from the disk what the system's cache does not have, and do not put it there. The processor
+            works less. It is of use where no other process reads the same file.
+
+    Raises:
+        OSError: by all methods, where the system refuses.
+    """
+
+    def __init__(self, path: Path, *, past_cache: bool = False):
+        self._fd, self._direct = os.open(path, os.O_RDONLY), -1
+        if past_cache and hasattr(os, "O_DIRECT") and hasattr(os, "RWF_NOWAIT"):
+            with suppress(OSError):  # a file system without direct reads
+                self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
+
+    def drop_cached(self) -> None:
+        """Let the system forget its copy of the file, so that what is read next is what the disk holds."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(self, place: int, target: torch.Tensor) -> int:
+        """Fill ``target`` [bytes], uint8, with the bytes at ``place``; returns their number, fewer at the file's end.
+
+        Args:
+            target: past the cache only if it is of :func:`aligned_as`.
+        """
+        view, done = target.numpy().data, 0
+        if self._direct >= 0 and (target.data_ptr() - place) % BLOCK_BYTES == 0 and not self._is_cached(place):
+            done = self._read_blocks(place, target)
+        while done < len(view) and (count := os.preadv(self._fd, [view[done:]], place + done)):
+            done += count
+        return done
+
+    def _is_cached(self, place: int) -> bool:
+        """Whether the system's cache has the byte at ``place``, and so probably what follows."""
+        try:
+            return os.preadv(self._fd, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+        except OSError:  # it has not, or the file system cannot tell
+            return False
+
+    def _read_blocks(self, place: int, target: torch.Tensor) -> int:
+        """Read whole blocks of the disk around the bytes; returns the number of bytes, 0 if the system refuses."""
+        first = place % BLOCK_BYTES
+        length = -(-(first + len(target)) // BLOCK_BYTES) * BLOCK_BYTES
+        blocks = target.as_strided((length,), (1,), target.storage_offset() - first)
+        try:
+            return min(len(target), max(0, os.preadv(self._direct, [blocks.numpy().data], place - first) - first))
+        except OSError:
+            return 0
+
+    def close(self) -> None:
+        for fd in (self._fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
 
 
 class DataFile:
@@ -66,7 +151,7 @@ class DataFile:
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
 
     def write(self, place: int, data: memoryview) -> None:
-        """Write all of ``data``, of a buffer of :class:`WritingBuffers`, at ``place``."""
+        """Write all of ``data``, of a buffer of :class:`AlignedBuffers`, at ``place``."""
         first, last = -place % BLOCK_BYTES, (place + len(data)) // BLOCK_BYTES * BLOCK_BYTES - place
         with self._explained():
             if self._direct < 0 or last - first < MIN_DIRECT_BYTES:

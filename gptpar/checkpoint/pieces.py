@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
 
-from gptpar.checkpoint.manifest import PIECE_BYTES, Chunk, DamagedCheckpoint
+from gptpar.checkpoint.data_file import AlignedBuffers, SourceFile
+from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint
 
 NUM_THREADS = 4
 
@@ -22,45 +20,39 @@ T = TypeVar("T")
 
 
 class ChunkFiles:
-    """The data files of one checkpoint, opened when first needed and safe to read from several threads."""
+    """The data files of one checkpoint, opened when first needed and safe to read from several threads.
 
-    def __init__(self, path: Path, *, from_disk: bool = False):
-        """`from_disk` drops the system's cached copies first: what is read is then what the disk holds."""
+    Args:
+        from_disk: drop the system's cached copies first: what is read is then what the disk holds.
+        past_cache: see :class:`~gptpar.checkpoint.data_file.SourceFile`.
+    """
+
+    def __init__(self, path: Path, *, from_disk: bool = False, past_cache: bool = False):
         self._path = path
-        self._from_disk = from_disk
-        self._fds: dict[str, int] = {}
+        self._from_disk, self._past_cache = from_disk, past_cache
+        self._files: dict[str, SourceFile] = {}
         # One buffer per thread for good: allocators keep what short-lived ones leave behind, per thread.
-        self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for _ in range(NUM_THREADS):
-            self._buffers.put(torch.empty(PIECE_BYTES, dtype=torch.uint8))
+        self._buffers = AlignedBuffers(NUM_THREADS)
 
     def __enter__(self) -> ChunkFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
+        for file in self._files.values():
+            file.close()
 
     def open(self, names: set[str]) -> None:
-        for name in sorted(names - self._fds.keys()):
+        for name in sorted(names - self._files.keys()):
             try:
-                self._fds[name] = fd = os.open(self._path / name, os.O_RDONLY)
+                self._files[name] = file = SourceFile(self._path / name, past_cache=self._past_cache)
             except OSError as error:
                 raise DamagedCheckpoint(f"{self._path / name} cannot be opened: {error.strerror}") from None
-            if self._from_disk and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if self._from_disk:
+                file.drop_cached()
 
     @contextmanager
-    def buffer(self) -> Iterator[torch.Tensor]:
-        """Room for one piece (uint8, host), for one of the threads of `run_parallel`."""
-        buffer = self._buffers.get()
-        try:
-            yield buffer
-        finally:
-            self._buffers.put(buffer)
-
-    def read(self, tensor_name: str, chunk: Chunk, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Piece `index` of a chunk as uint8 (a view of `buffer`), proved by its CRC-32.
+    def read(self, tensor_name: str, chunk: Chunk, index: int, itemsize: int = 1) -> Iterator[torch.Tensor]:
+        """Piece `index` of a chunk (uint8, host), proved by its CRC-32, in the memory of a thread of `run_parallel`.
 
         Raises:
             DamagedCheckpoint: naming file, tensor and bytes.
@@ -68,19 +60,16 @@ class ChunkFiles:
         length, crc = chunk.pieces[index]
         start = chunk.start + sum(size for size, _ in chunk.pieces[:index])
         where = f"{self._path / chunk.file}: tensor {tensor_name!r}, bytes {start}..{start + length}"
-        piece = buffer[:length]
-        view, done = piece.numpy().data, 0
-        while done < length:
+        with self._buffers.take(start, length, itemsize) as piece:
             try:
-                count = os.preadv(self._fds[chunk.file], [view[done:]], start + done)
+                done = self._files[chunk.file].read(start, piece)
             except OSError as error:
                 raise DamagedCheckpoint(f"{where}: cannot be read: {error.strerror}") from None
-            if count == 0:
+            if done < length:
                 raise DamagedCheckpoint(f"{where}: the file ends at byte {start + done}")
-            done += count
-        if (found := zlib.crc32(view)) != crc:
-            raise DamagedCheckpoint(f"{where}: damaged, CRC-32 is {found:08x} and was {crc:08x} when saved")
-        return piece
+            if (found := zlib.crc32(piece.numpy().data)) != crc:
+                raise DamagedCheckpoint(f"{where}: damaged, CRC-32 is {found:08x} and was {crc:08x} when saved")
+            yield piece
 
 
 def run_parallel(calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -94,23 +83,3 @@ def run_parallel(calls: Sequence[Callable[[], T]]) -> list[T]:
             pool.shutdown(cancel_futures=True)
             raise
     return [future.result() for future in futures]
-
-
-def one_ahead(sizes: Mapping[str, int], read: Callable[[str], T], write: Callable[[str, T], None]) -> None:
-    """Write what was read of each name, in order, and meanwhile read the next one.
-
-    Both are in memory together only where they are not more than the largest one.
-
-    Args:
-        sizes: bytes that what is read takes.
-    """
-    names, room = list(sizes), max(sizes.values(), default=0)
-    with ThreadPoolExecutor(1) as pool:
-        ahead: Future[T] | None = None
-        for name, following in zip_longest(names, names[1:]):
-            value = read(name) if ahead is None else ahead.result()
-            ahead = None
-            if following is not None and sizes[name] + sizes[following] <= room:
-                ahead = pool.submit(read, following)
-            write(name, value)
-            del value  # before the next one is read

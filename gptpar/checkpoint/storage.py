@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -34,11 +34,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from gptpar.checkpoint.data_file import DataFile, WritingBuffers
-from gptpar.checkpoint.manifest import Chunk, Manifest, TensorEntry, file_of
+from gptpar.checkpoint.data_file import AlignedBuffers, DataFile
+from gptpar.checkpoint.manifest import Chunk, DamagedCheckpoint, Manifest, TensorEntry, file_of
+from gptpar.checkpoint.patches import boxes_of
 from gptpar.checkpoint.pieces import NUM_THREADS, ChunkFiles, run_parallel
 from gptpar.checkpoint.planner import item_bytes, tensor_data
 from gptpar.checkpoint.tiling import overlap
+from gptpar.checkpoint.verify import damaged_files
 from gptpar.errors import CheckpointError
 from gptpar.system.snapshot import Piece, Snapshot
 from gptpar.topology.tensor_parts import Box, box_view, flat_boxes
@@ -118,7 +120,7 @@ class ChunkWriter(StorageWriter):
         name = file_of(self._rank)
         pieces = [self._snapshot.pieces(tensor) for tensor in tensors]
         places = list(itertools.accumulate((one.num_bytes for of_item in pieces for one in of_item), initial=0))
-        buffers = WritingBuffers(NUM_THREADS, pinned=any(tensor.is_cuda for tensor in tensors))
+        buffers = AlignedBuffers(NUM_THREADS, pinned=any(tensor.is_cuda for tensor in tensors))
         file = DataFile(self._path / name)
         try:
             each = zip((one for of_item in pieces for one in of_item), places, strict=False)
@@ -135,7 +137,7 @@ class ChunkWriter(StorageWriter):
             start += item_bytes(item)
         return results
 
-    def _write_piece(self, file: DataFile, buffers: WritingBuffers, piece: Piece, place: int) -> int:
+    def _write_piece(self, file: DataFile, buffers: AlignedBuffers, piece: Piece, place: int) -> int:
         """Write a piece; returns its CRC-32. It is read at once, so that training may overwrite it meanwhile."""
         with buffers.take(place, piece.num_bytes) as buffer:
             self._snapshot.read(piece, buffer)
@@ -220,6 +222,48 @@ class ChunkReader(StorageReader):
         return True
 
 
+def read_pieces(
+    path: Path, manifest: Manifest, names: Iterable[str], give: Callable[[str, list[tuple[Box, torch.Tensor]]], None]
+) -> None:
+    """Read tensors of a checkpoint piece by piece, past the system's cache, in several threads.
+
+    Args:
+        names: tensors, in the order in which their pieces are read.
+        give: is called with a tensor's name, and boxes of the tensor with their elements in memory; not for longer.
+
+    Raises:
+        DamagedCheckpoint: naming file, tensor and bytes; a file that is too short is found first.
+    """
+    if problems := damaged_files(path, manifest):
+        raise DamagedCheckpoint("\n".join(problems))
+
+    def read(name: str, chunk: Chunk, index: int, start: int) -> None:
+        dtype = manifest.tensors[name].dtype
+        with files.read(name, chunk, index, dtype.itemsize) as piece:
+            parts = boxes_of(chunk.sizes, start, piece.view(dtype))
+            give(name, [((_moved(lows, chunk.offsets), sizes), values) for (lows, sizes), values in parts])
+
+    with ChunkFiles(path, past_cache=True) as files:
+        files.open({chunk.file for name in names for chunk in manifest.tensors[name].chunks if chunk.pieces})
+        run_parallel([partial(read, name, *one) for name in names for one in _in_order(manifest.tensors[name])])
+
+
+def _in_order(entry: TensorEntry) -> list[tuple[Chunk, int, int]]:
+    """The pieces of a tensor's chunks (number and first element), by where they begin in the tensor."""
+    found = [(chunk, *one[:2]) for chunk in entry.chunks for one in _pieces(chunk, entry.dtype.itemsize)]
+
+    def begin(one: tuple[Chunk, int, int]) -> tuple[int, ...]:
+        chunk, _, start = one
+        lows, _ = next(flat_boxes(chunk.sizes, start, start + 1))
+        return _moved(lows, chunk.offsets)
+
+    return sorted(found, key=begin)
+
+
+def _moved(lows: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(low + offset for low, offset in zip(lows, offsets, strict=True))
+
+
 def _pieces(chunk: Chunk, itemsize: int) -> Iterator[tuple[int, int, int]]:
     """Number, first element and the one after the last of each piece of a chunk."""
     start = 0
@@ -244,8 +288,8 @@ def _read_piece(
     copies = list(_copies(chunk.sizes, start, stop, targets))
     if not copies:
         return
-    with files.buffer() as buffer:
-        values = files.read(name, chunk, index, buffer).view(dtype)
+    with files.read(name, chunk, index, dtype.itemsize) as piece:
+        values = piece.view(dtype)
         for first, box, part, target in copies:
             source = values[first : first + prod(box[1])].view(box[1])
             target.copy_(box_view(source, part, box[0]))

@@ -1,10 +1,9 @@
-"""Writes a checkpoint tensor by tensor from one process: the result of a conversion."""
+"""Writes a checkpoint from one process, where no layout holds all of it: the result of a conversion."""
 
 from __future__ import annotations
 
 import shutil
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import Any
 import torch
 
 from gptpar.checkpoint import folders
-from gptpar.checkpoint.data_file import DataFile, WritingBuffers
-from gptpar.checkpoint.manifest import MANIFEST_NAME, Chunk, Manifest, TensorEntry
-from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
+from gptpar.checkpoint.assembly import Assembly, NewTensor
+from gptpar.checkpoint.data_file import DataFile
+from gptpar.checkpoint.manifest import MANIFEST_NAME, Chunk, Manifest, TensorEntry, file_of
+from gptpar.checkpoint.patches import ParameterView, Patch, boxes_of
+from gptpar.checkpoint.pieces import run_parallel
 from gptpar.errors import CheckpointError
 from gptpar.system.files import write_synced
-from gptpar.system.snapshot import PIECE_BYTES
-
-_FILE = "rank00000.bin"
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,72 @@ class StreamedTensor:
     make: Callable[[], torch.Tensor]
 
 
-def write_checkpoint(root: Path, iteration: int, tensors: Iterable[StreamedTensor], meta: dict[str, Any]) -> Path:
+class StreamedCheckpoint:
+    """The data file of a checkpoint that is being written, one tensor after the other.
+
+    Args:
+        path: the new file's path.
+
+    Attributes:
+        assembly: fills the tensors' blocks, and writes them.
+
+    Raises:
+        CheckpointError: by all methods, where the system refuses.
+    """
+
+    def __init__(self, path: Path):
+        self.assembly = Assembly()
+        self._name, self._place, self._file = path.name, 0, DataFile(path)
+        self._tensors: dict[str, tuple[tuple[int, ...], NewTensor]] = {}
+
+    def add(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, views: Mapping[str, ParameterView]
+    ) -> NewTensor:
+        """The next tensor of the file, to be filled from views that have all of its elements."""
+
+        def patches(start: int, values: torch.Tensor) -> dict[str, list[Patch]]:
+            boxes = boxes_of(shape, start, values)
+            return {key: [one for part in boxes for one in view.of_parameter(*part)] for key, view in views.items()}
+
+        numel = torch.Size(shape).numel()
+        tensor = NewTensor(self._file, self._place, dtype, numel, patches, checked=True)
+        self._tensors[name] = shape, tensor
+        self._place += numel * dtype.itemsize
+        return tensor
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Add a tensor that is in memory, and write it."""
+        shape = tuple(values.shape)
+        view, origin = ParameterView(shape, lambda whole: whole), (0,) * len(shape)
+        tensor, patches = self.add(name, shape, values.dtype, {name: view}), view.of_parameter((origin, shape), values)
+
+        def write_block(start: int) -> None:
+            self.assembly.fill(tensor, name, patches, [(start, start)])
+            self.assembly.write_complete()
+
+        run_parallel([partial(write_block, block.start) for block in tensor.blocks])
+
+    def finish(self) -> dict[str, TensorEntry]:
+        """The manifest's entries, once all is on the disk."""
+        self.assembly.require_empty()
+        self._file.sync()
+        return {name: self._entry(*one) for name, one in self._tensors.items()}
+
+    def _entry(self, shape: tuple[int, ...], tensor: NewTensor) -> TensorEntry:
+        pieces = tuple((block.num_bytes, block.crc) for block in tensor.blocks)
+        return TensorEntry(tensor.dtype, shape, (Chunk((0,) * len(shape), shape, self._name, tensor.place, pieces),))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_checkpoint(
+    root: Path, iteration: int, fill: Callable[[StreamedCheckpoint], None], meta: dict[str, Any]
+) -> Path:
     """Write ``root/iter_...``; it appears whole or not at all.
 
     Args:
+        fill: adds the tensors, and fills them.
         meta: as ``save_checkpoint`` takes it.
 
     Returns:
@@ -54,7 +114,12 @@ def write_checkpoint(root: Path, iteration: int, tensors: Iterable[StreamedTenso
     temporary = folders.temporary_path(root, iteration)
     temporary.mkdir()
     try:
-        entries = _write(temporary / _FILE, tensors)
+        file = StreamedCheckpoint(temporary / file_of(0))
+        try:
+            fill(file)
+            entries = file.finish()
+        finally:
+            file.close()
         write_synced(temporary / MANIFEST_NAME, Manifest(iteration, entries, meta).to_json())
         folders.publish(temporary, final)
     except BaseException:
@@ -64,31 +129,7 @@ def write_checkpoint(root: Path, iteration: int, tensors: Iterable[StreamedTenso
     return final
 
 
-def _write(path: Path, tensors: Iterable[StreamedTensor]) -> dict[str, TensorEntry]:
-    file, buffers, place = DataFile(path), WritingBuffers(NUM_THREADS, pinned=False), 0
-    entries: dict[str, TensorEntry] = {}
-    try:
-        for one in tensors:
-            entries[one.name] = entry = _write_tensor(file, buffers, one.make(), place)
-            place += entry.nbytes
-        file.sync()
-    finally:
-        file.close()
-    return entries
-
-
-def _write_tensor(file: DataFile, buffers: WritingBuffers, tensor: torch.Tensor, place: int) -> TensorEntry:
-    data, shape = tensor.contiguous().view(-1).view(torch.uint8), tuple(tensor.shape)
-    cuts = range(0, len(data), PIECE_BYTES)
-    calls = [partial(_write_piece, file, buffers, data[at : at + PIECE_BYTES], place + at) for at in cuts]
-    chunk = Chunk((0,) * len(shape), shape, _FILE, place, tuple(run_parallel(calls)))
-    return TensorEntry(tensor.dtype, shape, (chunk,))
-
-
-def _write_piece(file: DataFile, buffers: WritingBuffers, data: torch.Tensor, place: int) -> tuple[int, int]:
-    """Write a piece; returns its length and its CRC-32."""
-    with buffers.take(place, len(data)) as buffer:
-        buffer.copy_(data)
-        view = buffer.numpy().data
-        file.write(place, view)
-        return len(data), zlib.crc32(view)
+def write_each(tensors: Iterable[StreamedTensor], file: StreamedCheckpoint) -> None:
+    """Write tensors one after the other; one is in memory at a time."""
+    for one in tensors:
+        file.write(one.name, one.make())

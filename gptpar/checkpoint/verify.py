@@ -99,13 +99,13 @@ def damaged_on_any_rank(ranks: Ranks, path: Path, manifest: Manifest) -> list[st
 
 def _check_chunk(files: ChunkFiles, name: str, chunk: Chunk, moved: Callable[[], None]) -> list[str]:
     problems = []
-    with files.buffer() as buffer:
-        for index in range(len(chunk.pieces)):
-            try:
-                files.read(name, chunk, index, buffer)
-            except DamagedCheckpoint as error:
-                problems.append(str(error))
-            moved()
+    for index in range(len(chunk.pieces)):
+        try:
+            with files.read(name, chunk, index):
+                pass
+        except DamagedCheckpoint as error:
+            problems.append(str(error))
+        moved()
     return problems
 
 

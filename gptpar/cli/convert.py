@@ -123,6 +123,8 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
         raise CheckpointError(f"{', '.join(given)}: for checkpoints of gptpar only, and {args.source} holds none")
     if not args.source.exists():
         raise CheckpointError(f"{args.source} does not exist")
+    if args.source.resolve() in args.target.resolve().parents:
+        raise CheckpointError(f"{args.target} lies in {args.source}, which stays as it is: choose another folder")
     found = foreign_checkpoint(args.source)
     match converter_of(found) if found else None:
         case "megatron":
@@ -131,4 +133,7 @@ def _convert_foreign(args: argparse.Namespace) -> Path:
             return import_hf(args.source, args.target)
     if (args.source / "config.json").is_file():  # its error says what is missing there, or wrong
         return import_hf(args.source, args.target)
-    raise CheckpointError(f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert")
+    raise CheckpointError(
+        f"{args.source} holds {found or 'no checkpoint'}, which gptpar cannot convert: give a checkpoint of gptpar or "
+        "Megatron, or a Hugging Face folder with config.json and its weights"
+    )

@@ -80,10 +80,10 @@ EXCHANGE = [
         (OPTIMIZER_STATE,),
     ),
     Mutation(
-        "the-next-parameter-is-read-whatever-its-size",
-        "gptpar/checkpoint/pieces.py",
-        "sizes[name] + sizes[following] <= room:",
-        "True:",
-        ("tests/unit/checkpoint/test_pieces.py",),
+        "one-index-of-a-view-is-taken-for-none",
+        "gptpar/checkpoint/patches.py",
+        "if low <= 0 < high:",
+        "if low < 0 < high:",
+        ("tests/unit/checkpoint/test_patches.py",),
     ),
 ]

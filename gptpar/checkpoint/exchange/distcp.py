@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from reprlib import repr as brief  # shortens nested objects
@@ -31,6 +32,24 @@ _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
+
+
+def _size(values: Any) -> tuple[int, ...]:
+    """What ``torch.Size`` makes of numbers; of anything else it makes nothing, so that no call copies a long list.
+
+    Raises:
+        ValueError: these are no sizes.
+    """
+    if not isinstance(values, list | tuple) or len(values) > MAX_DIMS:
+        raise ValueError("a torch.Size is made of something else than a few numbers")
+    return _counts(tuple(values))
+
+
+def _empty() -> dict[Any, Any]:
+    """What an ``OrderedDict`` begins as; its items follow in the pickle."""
+    return {}
+
+
 ALLOWED: dict[str, Any] = {
     **{
         f"{_OF_TORCH}metadata.{name}": Record
@@ -41,9 +60,9 @@ ALLOWED: dict[str, Any] = {
     },
     **{f"{_OF_TORCH}filesystem.{name}": Record for name in ("_StorageInfo", "_StoragePrefix")},
     **{f"torch.{str(dtype).removeprefix('torch.')}": dtype for dtype in _DTYPES},
-    "torch.Size": tuple,
+    "torch.Size": _size,
     "torch.serialization._get_layout": LeftOut,
-    "collections.OrderedDict": dict,
+    "collections.OrderedDict": _empty,
 }
 
 
@@ -86,7 +105,7 @@ class DistcpFolder:
             self.tensors = dict(_tensors(load_pickle(path / METADATA, ALLOWED)))
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise CheckpointError(f"{path / METADATA} is damaged: {printable(str(error)[:200])}") from None
-        if problems := list(self._missing()):
+        if problems := [*self._missing(), *self._shared()]:
             raise CheckpointError("\n".join(problems))
 
     def _missing(self) -> Iterator[str]:
@@ -103,6 +122,21 @@ class DistcpFolder:
             if size < stop:
                 needed = f"{METADATA} places tensors up to {stop:,}"
                 yield f"{self._path / name} has {size:,} bytes, and {needed}: it was cut short"
+
+    def _shared(self) -> Iterator[str]:
+        """A sentence if boxes share bytes: each would read them again, as often as ``.metadata`` likes."""
+        claims = sorted(
+            (one.file, one.start, one.start + one.length, name)
+            for name, tensor in self.tensors.items()
+            for one in tensor.boxes
+        )
+        for (file, _, stop, name), (next_file, start, _, other) in pairwise(claims):
+            if file == next_file and start < stop:
+                yield (
+                    f"{self._path / METADATA} is damaged: it gives byte {start:,} of {file} to tensor "
+                    f"{printable(name[:80])!r} and to {printable(other[:80])!r}"
+                )
+                return
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """A tensor in host memory, put together from its boxes; with ``index``, only that index of its first dim.

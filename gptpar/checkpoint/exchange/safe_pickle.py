@@ -25,6 +25,11 @@ from typing import Any, BinaryIO
 import torch
 from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint, safe_globals
 
+from gptpar.checkpoint.exchange.bounded_pickle import (
+    BoundedUnpickler,
+    require_bounded_archive,
+    require_bounded_pickles,
+)
 from gptpar.errors import CheckpointError, printable
 from gptpar.system.files import read_regular
 
@@ -84,8 +89,11 @@ def load_torch_file(path: Path) -> Any:
     """
     with _explained(path):
         if _is_of_old_format(path):
+            with open(path, "rb") as file:
+                require_bounded_pickles(file, path.stat().st_size)
             with safe_globals([argparse.Namespace]):
                 return torch.load(path, map_location="cpu", weights_only=True)
+        _require_bounded(path, path)
         with safe_globals(_allowed(path, path)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
@@ -98,12 +106,37 @@ def load_torch_part(path: Path, start: int, length: int) -> Any:
     """
     with _explained(path), open(path, "rb", buffering=0) as file:
         part: Any = FilePart(file, start, length)
+        _require_bounded(path, part)
+        part.seek(0)
         with safe_globals(_allowed(path, part)):
             part.seek(0)
             return torch.load(part, map_location="cpu", weights_only=True)
 
 
-_BROKEN = (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, MemoryError, struct.error)
+def _require_bounded(path: Path, file: Any) -> None:
+    """Make sure that reading an archive takes memory and time in proportion to its bytes.
+
+    Raises:
+        CheckpointError: it takes more.
+        pickle.UnpicklingError: it takes more.
+    """
+    try:
+        require_bounded_archive(file)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is refused: {error}") from None
+
+
+_BROKEN = (
+    zipfile.BadZipFile,
+    struct.error,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    MemoryError,
+)
 """Errors that torch and pickle raise for a damaged file."""
 
 
@@ -127,7 +160,7 @@ def load_pickle(path: Path, allowed: Mapping[str, Any]) -> Any:
         return _Unpickler(path, allowed).load()
 
 
-class _Unpickler(pickle._Unpickler):  # the C version allocates as many objects as a few bytes ask for
+class _Unpickler(BoundedUnpickler):
     def __init__(self, path: Path, allowed: Mapping[str, Any]):
         super().__init__(io.BytesIO(read_regular(path)))
         self._path, self._allowed = path, allowed
@@ -201,7 +234,7 @@ def _explained(path: Path) -> Iterator[None]:
         if error.errno == errno.EINVAL and error.filename is None:  # torch raises it for an archive that ends too early
             raise CheckpointError(f"{path} is no file of torch.save, or damaged: it may have been cut short") from None
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))  # the rest of torch's text says how to run it all the same
         raise CheckpointError(
             _refusal(path, [named[1]]) if named else f"{path} is refused: {_first_line(error)}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -18,11 +19,11 @@ from typing import Any
 
 import torch
 
-from gptpar.checkpoint.data_file import DataFile, WritingBuffers
+from gptpar.checkpoint.assembly import NewTensor
+from gptpar.checkpoint.data_file import AlignedBuffers, DataFile, SourceFile, piece_starts
 from gptpar.checkpoint.manifest import MAX_COUNT, MAX_DIMS
-from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
+from gptpar.checkpoint.patches import ParameterView, Patch
 from gptpar.errors import CheckpointError, printable
-from gptpar.system.snapshot import PIECE_BYTES
 
 MAX_HEADER_BYTES = 100_000_000
 """As the format's own library allows."""
@@ -83,44 +84,31 @@ class SafetensorsFile:
         """Where the tensors' bytes begin in the file."""
         return 8 + len(self.header.encode())
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, in host memory.
+    def part_starts(self, name: str) -> list[int]:
+        """See :class:`~gptpar.checkpoint.exchange.weight_files.WeightFile`."""
+        stored = self.tensors[name]
+        return piece_starts(self.data_start + stored.start, prod(stored.shape), DTYPES[stored.dtype].itemsize)
+
+    @contextmanager
+    def part(
+        self, name: str, start: int, stop: int, buffers: AlignedBuffers, *, past_cache: bool
+    ) -> Iterator[torch.Tensor]:
+        """See :class:`~gptpar.checkpoint.exchange.weight_files.WeightFile`.
 
         Raises:
-            CheckpointError: the tensor's format is not one of ``DTYPES``, or the file has shrunk.
+            CheckpointError: the file cannot be read, or has shrunk.
         """
-        stored = self.tensors[name]
-        if stored.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {printable(name)!r} is {stored.dtype}; weights are read in {', '.join(DTYPES)}"
-            )
-        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        self._fill(name, tensor)
-        return tensor
-
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """One tensor, into a view of as many elements; where that is memory of its form, without another copy.
-
-        Raises:
-            CheckpointError: as :meth:`read`.
-        """
-        if target.is_contiguous() and DTYPES.get(self.tensors[name].dtype) == target.dtype:
-            self._fill(name, target)
-        else:
-            target.copy_(self.read(name).reshape(target.shape))
-
-    def _fill(self, name: str, tensor: torch.Tensor) -> None:
-        stored = self.tensors[name]
-        if not tensor.numel():
-            return
-        view, done = tensor.view(-1).view(torch.uint8).numpy().data, 0
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.data_start + stored.start)
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise CheckpointError(f"{self.path} ends inside tensor {printable(name)!r}: it was cut short")
-                done += count
+        dtype = DTYPES[self.tensors[name].dtype]
+        place = self.data_start + self.tensors[name].start + start * dtype.itemsize
+        with buffers.take(place, (stop - start) * dtype.itemsize, dtype.itemsize) as memory:
+            try:
+                with closing(SourceFile(self.path, past_cache=past_cache)) as file:
+                    count = file.read(place, memory)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+            if count < len(memory):
+                raise CheckpointError(f"{self.path} ends inside tensor {printable(name)!r}: it was cut short")
+            yield memory.view(dtype)
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
@@ -132,7 +120,10 @@ def open_safetensors(path: Path) -> SafetensorsFile:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
+            begin = file.read(8)
+            if begin == b"version ":
+                raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull")
+            length = int.from_bytes(begin, "little")
             if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(f"{path} is no safetensors file: {size:,} bytes, whose header claims {length:,}")
             text = file.read(length)
@@ -242,53 +233,42 @@ def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str
 
 
 class SafetensorsWriter:
-    """A new file with a given header; its tensors are written in any order.
+    """A new file with a given header, whose tensors are put together by an :class:`~.assembly.Assembly`.
 
     Args:
         path: where no file is yet.
         header: what :func:`header_of` gives, or what a file had.
-        buffers: of the pieces being written, for several writers together; ``None``: its own.
 
     Raises:
         CheckpointError: by all methods, where the system refuses.
         ValueError: by the constructor: the header is none.
     """
 
-    def __init__(self, path: Path, header: str, buffers: WritingBuffers | None = None):
+    def __init__(self, path: Path, header: str):
         self.tensors = tensors_of_header(header)
-        self._path, start = path, header.encode()
+        start = header.encode()
         self._data_start = 8 + len(start)
-        self._buffers = buffers or WritingBuffers(NUM_THREADS, pinned=False)
         self._file = DataFile(path)
         self._file.write(0, memoryview(len(start).to_bytes(8, "little") + start))
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Write a tensor piece by piece, converted to the format that the header names.
+    def place(self, name: str) -> int:
+        """Where a tensor's bytes begin in the file."""
+        return self._data_start + self.tensors[name].start
 
-        Args:
-            values: any view whose elements, row by row, are the tensor's.
+    def new_tensor(self, name: str, view: ParameterView) -> NewTensor:
+        """A tensor of the file, made of a view of a parameter and converted to the format that the header names.
+
+        Raises:
+            CheckpointError: the view has another number of elements.
         """
         stored = self.tensors[name]
-        dtype, whole = DTYPES[stored.dtype], values.unsqueeze(0) if values.dim() == 0 else values
-        rows = len(whole)
-        if prod(whole.shape) * dtype.itemsize != stored.stop - stored.start:
-            raise CheckpointError(
-                f"{self._path}: tensor {name!r} of shape {list(stored.shape)} got {list(values.shape)}"
-            )
-        if not rows:
-            return
-        row_bytes = (stored.stop - stored.start) // rows
-        step = max(1, PIECE_BYTES // max(1, row_bytes))
+        if prod(view.shape) != prod(stored.shape):
+            raise CheckpointError(f"tensor {name!r} of shape {list(stored.shape)} got {list(view.shape)}")
 
-        def piece(first: int) -> None:
-            part = whole[first : first + step].to(dtype).contiguous().view(-1).view(torch.uint8)
-            place = self._data_start + stored.start + first * row_bytes
-            for at in range(0, len(part), PIECE_BYTES):  # a row may be longer
-                data = part[at : at + PIECE_BYTES]
-                with self._buffers.take(place + at, len(data)) as buffer:
-                    self._file.write(place + at, buffer.copy_(data).numpy().data)
+        def patches(start: int, values: torch.Tensor) -> dict[str, list[Patch]]:
+            return {name: view.of_elements(start, values)}
 
-        run_parallel([lambda first=first: piece(first) for first in range(0, rows, step)])  # type: ignore[misc]
+        return NewTensor(self._file, self.place(name), DTYPES[stored.dtype], prod(view.shape), patches)
 
     def close(self, *, sync: bool = True) -> None:
         """Return when the file is on the disk."""

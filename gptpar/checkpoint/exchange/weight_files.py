@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from gptpar.checkpoint.data_file import AlignedBuffers, piece_starts
 from gptpar.checkpoint.exchange.safe_pickle import is_whole, load_torch_file
 from gptpar.checkpoint.exchange.safetensors_file import NAME_OF, TensorInfo, open_safetensors
+from gptpar.checkpoint.patches import boxes_of
 from gptpar.errors import CheckpointError, printable
+from gptpar.topology.tensor_parts import box_view
+
+MAX_SHARED = 4
+"""Tensors may share the bytes of one; tied embeddings do."""
 
 
 class WeightFile(Protocol):
-    """A file that has been opened and checked; tensors are read one by one."""
+    """A file that has been opened and checked; tensors are read in parts."""
 
     @property
     def path(self) -> Path:
@@ -25,8 +32,13 @@ class WeightFile(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Number format and shape of each tensor, by name."""
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Read one tensor into ``target``, a view of as many elements."""
+    def part_starts(self, name: str) -> list[int]:
+        """The first element of each part in which a tensor is best read."""
+
+    def part(
+        self, name: str, start: int, stop: int, buffers: AlignedBuffers, *, past_cache: bool
+    ) -> AbstractContextManager[torch.Tensor]:
+        """[stop - start] elements of a tensor, row by row; in memory of ``buffers`` if they must be read into some."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +56,25 @@ class TorchFile:
             for name, value in self.values.items()
         }
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Read one tensor from the disk into ``target``, a view of as many elements."""
-        target.copy_(self.values[name].detach().reshape(target.shape))
+    def part_starts(self, name: str) -> list[int]:
+        """See :class:`WeightFile`."""
+        value = self.values[name]
+        return piece_starts(0, value.numel(), value.itemsize)
+
+    @contextmanager
+    def part(
+        self, name: str, start: int, stop: int, buffers: AlignedBuffers, *, past_cache: bool
+    ) -> Iterator[torch.Tensor]:
+        """See :class:`WeightFile`; the system reads the file when the elements are used, always through its cache."""
+        value = self.values[name].detach()
+        if value.is_contiguous():
+            yield value.view(-1)[start:stop]
+            return
+        with buffers.take(0, (stop - start) * value.itemsize, value.itemsize) as memory:
+            elements, shape = memory.view(value.dtype), tuple(value.shape)
+            for box, target in boxes_of(shape, start, elements):
+                target.copy_(box_view(value, box, (0,) * len(shape)))
+            yield elements
 
 
 def open_torch(path: Path) -> TorchFile:
@@ -60,6 +88,12 @@ def open_torch(path: Path) -> TorchFile:
         isinstance(name, str) and isinstance(value, torch.Tensor) and is_whole(value) for name, value in content.items()
     ):
         raise CheckpointError(f"{path} holds something else than whole tensors by name")
+    claimed, there = sum(tensor.nbytes for tensor in content.values()), path.stat().st_size
+    if claimed > MAX_SHARED * there:
+        raise CheckpointError(
+            f"{path} is refused: its {len(content):,} tensors claim {claimed:,} bytes, and the file has {there:,}: "
+            "they share bytes"
+        )
     return TorchFile(path, content)
 
 

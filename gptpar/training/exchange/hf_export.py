@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from gptpar.checkpoint import Manifest, read_manifest, read_tensors
-from gptpar.checkpoint.data_file import WritingBuffers
+from gptpar.checkpoint import Manifest, read_manifest
+from gptpar.checkpoint.assembly import Assembly, NewTensor
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
 from gptpar.checkpoint.exchange.safetensors_file import DTYPES as STORED_DTYPES
 from gptpar.checkpoint.exchange.safetensors_file import SafetensorsWriter, header_of
-from gptpar.checkpoint.pieces import NUM_THREADS, one_ahead
+from gptpar.checkpoint.patches import ParameterView
+from gptpar.checkpoint.storage import read_pieces
 from gptpar.config import ModelConfig
 from gptpar.errors import CheckpointError, ConfigError, TokenizerError, printable
 from gptpar.model.families import FAMILIES, HfTensor, config_of, differences, tensors_of
 from gptpar.system.files import write_synced
+from gptpar.topology.tensor_parts import Box
 from gptpar.training.exchange.hf_folder import CONFIG, INDEX, WEIGHTS, model_of, shapes_of
 from gptpar.training.exchange.kept import Kept, kept_in
 from gptpar.training.exchange.tokenizer_files import tokenizer_files
@@ -73,7 +75,7 @@ class Export:
     def write(self, target: Path) -> None:
         """Write the folder; it appears whole or not at all.
 
-        Memory: the largest parameter, or two smaller ones, and a few pieces of 8 MiB.
+        Memory: a few pieces of 8 MiB, and the parameters that are being transposed.
 
         Raises:
             CheckpointError: the target exists, the disk refuses, or the checkpoint is damaged.
@@ -81,31 +83,33 @@ class Export:
         with new_folder(target) as folder:
             for name, text in self.texts.items():
                 write_synced(folder / name, text)
-            buffers, writers = WritingBuffers(NUM_THREADS, pinned=False), []
+            writers: list[SafetensorsWriter] = []
             try:
                 for name, header in self.headers.items():
-                    writers.append(SafetensorsWriter(folder / name, header, buffers))
+                    writers.append(SafetensorsWriter(folder / name, header))
                 self._write_weights(writers)
             finally:
                 for writer in writers:
                     writer.close()
 
     def _write_weights(self, writers: Sequence[SafetensorsWriter]) -> None:
-        places = {name: writer for writer in writers for name in writer.tensors}
-        by_parameter: dict[str, list[str]] = {}
-        for name in places:
-            by_parameter.setdefault(self.tensors[name].ours, []).append(name)
+        """Write parameter by parameter, in the order of the files, so that few blocks are begun at a time."""
+        parameters: dict[str, list[tuple[str, ParameterView, NewTensor]]] = {}
+        for writer in writers:
+            for name in sorted(writer.tensors, key=writer.place):
+                ours = f"weights/{self.tensors[name].ours}"
+                view = ParameterView(self.manifest.tensors[ours].shape, self.tensors[name].view)
+                parameters.setdefault(ours, []).append((name, view, writer.new_tensor(name, view)))
+        assembly = Assembly()
 
-        def read(ours: str) -> torch.Tensor:
-            stored = f"weights/{ours}"
-            return read_tensors(self.path, [stored], self.manifest)[stored]
+        def give(ours: str, parts: Sequence[tuple[Box, torch.Tensor]]) -> None:
+            for name, view, tensor in parameters[ours]:
+                patches = [patch for box, values in parts for patch in view.of_parameter(box, values)]
+                assembly.fill(tensor, name, patches, view.elements(patches))
+            assembly.write_complete()
 
-        def write(ours: str, parameter: torch.Tensor) -> None:
-            for name in by_parameter[ours]:
-                places[name].write(name, self.tensors[name].view(parameter))
-
-        sizes = {ours: self.manifest.tensors[f"weights/{ours}"].nbytes for ours in by_parameter}
-        one_ahead(sizes, read, write)
+        read_pieces(self.path, self.manifest, parameters, give)
+        assembly.require_empty()
 
 
 def prepare_export(path: Path, target: Path, options: ExportOptions = ExportOptions()) -> Export:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gptpar.checkpoint.data_file import AlignedBuffers
 from gptpar.checkpoint.exchange.safetensors_file import DTYPES
 from gptpar.checkpoint.exchange.weight_files import WeightFile, open_all
+from gptpar.checkpoint.patches import ParameterView
+from gptpar.checkpoint.pieces import NUM_THREADS, run_parallel
 from gptpar.config import Flags, ModelConfig, TokenizerConfig
 from gptpar.config.checks.model import check_model
 from gptpar.config.complete import complete_model
@@ -62,14 +68,42 @@ class HfModel:
     model: ModelConfig
     parameters: Mapping[str, list[tuple[HfTensor, Source]]]
 
-    def parameter(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One of our parameters, in host memory: fp32, or fp64 if a tensor of it is fp64."""
-        sources = self.parameters[name]
-        wide = any(source.dtype == torch.float64 for _, source in sources)
-        ours = torch.empty(shape, dtype=torch.float64 if wide else torch.float32)
-        for tensor, source in sources:
-            source.file.read_into(source.name, tensor.view(ours))
-        return ours
+    def dtype(self, name: str) -> torch.dtype:
+        """The number format of one of our parameters: fp32, or fp64 if a tensor of it is fp64."""
+        wide = any(source.dtype == torch.float64 for _, source in self.parameters[name])
+        return torch.float64 if wide else torch.float32
+
+    def views(self, name: str, shape: tuple[int, ...]) -> dict[str, ParameterView]:
+        """The place of each of transformers' tensors, by its name, in one of our parameters."""
+        return {tensor.name: ParameterView(shape, tensor.view) for tensor, _ in self.parameters[name]}
+
+    def read(
+        self, names: Iterable[str], give: Callable[[str, str, int, torch.Tensor], None], *, past_cache: bool
+    ) -> None:
+        """Read parameters of ours part by part, in several threads.
+
+        Args:
+            give: is called with our name, transformers' name, the number of the first element in transformers' tensor,
+                and the elements; these are in memory until it returns.
+            past_cache: see :class:`~gptpar.checkpoint.data_file.SourceFile`.
+
+        Raises:
+            CheckpointError: a file cannot be read, or has shrunk.
+        """
+        buffers = AlignedBuffers(NUM_THREADS)
+
+        def read(ours: str, tensor: HfTensor, source: Source, start: int, stop: int) -> None:
+            with source.file.part(source.name, start, stop, buffers, past_cache=past_cache) as values:
+                give(ours, tensor.name, start, values)
+
+        run_parallel(
+            [
+                partial(read, ours, tensor, source, start, stop)
+                for ours in names
+                for tensor, source in self.parameters[ours]
+                for start, stop in pairwise([*source.file.part_starts(source.name), prod(tensor.shape)])
+            ]
+        )
 
 
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -152,19 +186,54 @@ def open_hf(folder: Path) -> HfModel:
     try:
         files = open_all(_weight_files(folder))
     except CheckpointError as error:
-        problems.append(str(error))
+        problems += [str(error), "copy or download these files again, and the others from the same place"]
     if problems or fields is None or model is None:
         raise CheckpointError(f"{folder} cannot be read as a Hugging Face model:\n" + "\n".join(problems))
     kind = fields["model_type"]
     found = _matched(kind, model, files)
-    if problems := list(_mismatches(kind, model, found, files)):
+    if problems := list(_mismatches(kind, model, found, files)) or list(_untied_head(kind, model, files)):
         told = [*problems[:MAX_LISTED], *([f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED))]
+        told.append(_remedy(kind, found))
         raise CheckpointError(f"the weights in {folder} are not those of its {CONFIG}:\n" + "\n".join(told))
     parameters: dict[str, list[tuple[HfTensor, Source]]] = {}
     for tensor, source in found:
         assert source is not None
         parameters.setdefault(tensor.ours, []).append((tensor, source))
     return HfModel(folder, kind, fields, model, parameters)
+
+
+def _remedy(kind: str, found: list[tuple[HfTensor, Source | None]]) -> str:
+    """What to do where weights and configuration differ."""
+    lacking = {tensor.name for tensor, source in found if source is None}
+    if lacking == {f"{FAMILIES[kind].names.ends['output']}.weight"}:
+        return (
+            "without an LM head of its own a model has tied embeddings: if it was trained so, set tie_word_embeddings "
+            f"to true in a copy of its {CONFIG}"
+        )
+    return f"take {CONFIG} and all weight files from the same model"
+
+
+def _untied_head(kind: str, model: ModelConfig, files: Mapping[str, WeightFile]) -> Iterator[str]:
+    """A sentence if embeddings are said to be tied, and the files have an LM head with other values."""
+    head, rows = (f"{FAMILIES[kind].names.ends[end]}.weight" for end in ("output", "embedding"))
+    rows = rows if rows in files else rows.removeprefix(FAMILIES[kind].names.base)
+    if not model.tied or head not in files or rows not in files:
+        return
+    stored, other, buffers = files[rows].tensors[rows], files[head].tensors[head], AlignedBuffers(2)
+    same, size = (stored.shape, stored.dtype) == (other.shape, other.dtype), 2**20
+    for start in range(0, prod(stored.shape) if same else 0, size):
+        stop = min(prod(stored.shape), start + size)
+        with (
+            files[head].part(head, start, stop, buffers, past_cache=False) as ours,
+            files[rows].part(rows, start, stop, buffers, past_cache=False) as theirs,
+        ):
+            if not (same := torch.equal(ours, theirs)):
+                break
+    if not same:
+        yield (
+            f"{CONFIG} says tie_word_embeddings, and {head!r} has other values than {rows!r}: set it to false in a "
+            "copy of the folder, or take the tensor out"
+        )
 
 
 def _weight_files(folder: Path) -> list[Path]:

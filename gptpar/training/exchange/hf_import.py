@@ -8,8 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
-from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint
+from gptpar.checkpoint.patches import copy_common
+from gptpar.checkpoint.streamed import StreamedCheckpoint, write_checkpoint
 from gptpar.config import TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.topology.tensor_parts import TensorParts
@@ -40,16 +43,27 @@ def import_hf(source: Path, target: Path) -> Path:
     tokenizer = tokenizer_in(source)
     if tokenizer is None:
         tokenizer = TokenizerConfig(vocab_size=model.model.padded_vocab_size)
-    shapes = shapes_of(model.model)
-    tensors = (
-        StreamedTensor(f"weights/{name}", partial(model.parameter, name, shapes[name])) for name in model.parameters
-    )
     size = tokenizer.vocab_size or model.model.padded_vocab_size
     meta = converted_meta(model.model, _moved(tokenizer, target), f"huggingface {model.kind}", vocab_size=size)
     with new_folder(target) as folder:
         keep(model, folder)
-        path = write_checkpoint(folder, 0, tensors, meta)
+        path = write_checkpoint(folder, 0, partial(_write_weights, model), meta)
     return target / path.name
+
+
+def _write_weights(model: HfModel, file: StreamedCheckpoint) -> None:
+    """Write all parameters; memory holds a few pieces of 8 MiB, and the parameters that are being transposed."""
+    shapes = shapes_of(model.model)
+    views = {name: model.views(name, shapes[name]) for name in model.parameters}
+    new = {name: file.add(f"weights/{name}", shapes[name], model.dtype(name), views[name]) for name in views}
+
+    def give(ours: str, theirs: str, start: int, values: torch.Tensor) -> None:
+        view = views[ours][theirs]
+        patches = view.of_elements(start, values)
+        file.assembly.fill(new[ours], theirs, patches, view.elements_of_parameter(patches))
+        file.assembly.write_complete()
+
+    model.read(new, give, past_cache=True)
 
 
 def tokenizer_in(folder: Path) -> TokenizerConfig | None:
@@ -91,6 +105,12 @@ def fill_from_hf(model: HfModel, weights: Mapping[str, TensorParts]) -> None:
     ]
     if problems:
         raise CheckpointError("\n".join(problems))
-    for name, parts in weights.items():
-        if parts.num_held:
-            parts.fill(model.parameter(name, shapes[name]))
+    held = [name for name, parts in weights.items() if parts.num_held]
+    views = {name: model.views(name, shapes[name]) for name in held}
+
+    def give(ours: str, theirs: str, start: int, values: torch.Tensor) -> None:
+        view = views[ours][theirs]
+        for offsets, part in weights[ours].parts:
+            copy_common(view.of_elements(start, values), view.of_parameter((offsets, tuple(part.shape)), part))
+
+    model.read(held, give, past_cache=False)  # other processes read the same files

@@ -68,10 +68,24 @@ def take_shape_of_hf(parsed: ParsedFlags) -> None:
 def _take_shape(parsed: ParsedFlags, kind: str, theirs: ModelFlags, folder: str) -> None:
     """Fill the model's flags, but for what a run may set otherwise and does; note what conflicts."""
     parsed.problems += _conflicts(parsed, theirs)
+    too_long = list(_too_long(parsed, theirs))
+    parsed.problems += too_long
     typed = {name for name in OF_TRAINING if f"model.{name}" in parsed.given}
+    typed -= {"seq_length"} if too_long else set()  # the same is not told again with another remedy
     names = (spec.name for spec in dataclasses.fields(ModelFlags) if spec.name not in typed)
     parsed.flags = parsed.flags.update("model", **{name: getattr(theirs, name) for name in names})
     parsed.derived.append(Derived("model", kind, f"--load-hf {folder}"))
+
+
+def _too_long(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:
+    """A sentence if ``--seq-length`` goes past the model's positions; no flag can add some."""
+    length, positions = parsed.flags.model.seq_length, theirs.max_position_embeddings
+    if "model.seq_length" not in parsed.given or not length or not positions or length <= positions:
+        return
+    remedy = f"use at most {positions}"
+    if theirs.position_embedding_type != "learned_absolute":  # nothing is stored for a position
+        remedy += f", or set max_position_embeddings to {length} in a copy of its config.json"
+    yield f"--seq-length {length} goes past the {positions} positions of the model of --load-hf: {remedy}."
 
 
 def _conflicts(parsed: ParsedFlags, theirs: ModelFlags) -> Iterator[str]:

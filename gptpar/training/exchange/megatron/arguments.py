@@ -50,6 +50,7 @@ def model_of(arguments: Namespace, rows: int, path: Path) -> ModelConfig:
         problems.append(f"it has {printable(str(layers)[:80])} layers; there can be 1 to {MAX_LAYERS:,}")
         values["num_layers"] = 1
     problems += _unknown_words(values)
+    problems += _uneven(given)
     try:
         flags = ModelFlags(**values)
         problems += check_model(Flags(model=flags))
@@ -71,6 +72,18 @@ def _absent(given: Mapping[str, Any]) -> Iterator[str]:
     window = given.get("window_size")
     if isinstance(window, list | tuple) and len(window) > 1 and window[1] not in (0, -1):
         yield "its attention windows reach tokens that come later (--window-size)"
+
+
+def _uneven(given: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each number that must divide another one and does not."""
+    for name, by in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_query_groups")):
+        whole, count = given.get(name), given.get(by)
+        used = given.get("kv_channels") is None if name == "hidden_size" else bool(given.get("group_query_attention"))
+        if used and type(whole) is int and type(count) is int and (count < 1 or whole % count):
+            yield (
+                f"its arguments contradict each other: --{name.replace('_', '-')} {whole} is no multiple of "
+                f"--{by.replace('_', '-')} {count}"
+            )
 
 
 def _unknown_words(values: Mapping[str, Any]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from gptpar.checkpoint.exchange.distcp import METADATA
 from gptpar.checkpoint.exchange.new_folder import new_folder, why_not_new
 from gptpar.checkpoint.exchange.safe_pickle import is_whole
 from gptpar.checkpoint.exchange.safetensors_file import NAME_OF
-from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint
+from gptpar.checkpoint.streamed import StreamedTensor, write_checkpoint, write_each
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.errors import CheckpointError
 from gptpar.model.gpt import gpt_model
@@ -33,6 +33,8 @@ from gptpar.training.exchange.megatron.universal import open_universal
 from gptpar.training.exchange.meta import converted_meta
 
 MAX_LISTED = 8
+MAX_GROWTH = 16
+"""Bytes of our checkpoint for each byte of Megatron's; weights of 8 bits grow to 4 times their bytes."""
 _CHECKPOINT = r"(?:iter_|global_step)(\d{1,18})(_universal)?"
 
 
@@ -99,11 +101,29 @@ def open_megatron(folder: Path) -> MegatronModel:
     rows = elements // (count_in(vars(found.arguments), "hidden_size") or 1)
     model = model_of(found.arguments, rows, path)
     infos = Stage(gpt_model(model).specs).infos()
+    _require_proportion(path, 4 * len(found.states) * sum(info.shape.numel() for info in infos.values()))
     problems = [problem for kind in found.states for problem in _mismatches(found, kind, infos, model.tied)]
     if problems:
         told = "\n".join(problems[:MAX_LISTED])
         raise CheckpointError(f"the weights in {path} are not those of its arguments:\n{told}")
     return MegatronModel(found, model, infos)
+
+
+def _require_proportion(path: Path, num_bytes: int) -> None:
+    """Many names may share the bytes of one tensor, and padding takes none: a small folder could fill any disk.
+
+    Args:
+        num_bytes: of the checkpoint to be made.
+
+    Raises:
+        CheckpointError: the folder has far fewer bytes.
+    """
+    there = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if num_bytes > MAX_GROWTH * there:
+        raise CheckpointError(
+            f"{path} has {there:,} bytes, and its arguments describe {num_bytes:,} bytes of tensors in fp32: its names "
+            "share bytes, or its arguments are not those of its weights"
+        )
 
 
 def import_megatron(source: Path, target: Path) -> Path:
@@ -133,7 +153,7 @@ def import_megatron(source: Path, target: Path) -> Path:
         meta |= progress_meta(found, opened.model.seq_length)
         iteration = meta["progress"]["iteration"]
     with new_folder(target) as folder:
-        path = write_checkpoint(folder, iteration, opened.tensors(), meta)
+        path = write_checkpoint(folder, iteration, partial(write_each, opened.tensors()), meta)
     return target / path.name
 
 

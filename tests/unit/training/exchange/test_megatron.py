@@ -219,3 +219,42 @@ def test_only_whole_tensors_of_floating_point_numbers_are_weights(kind: str, tmp
     with pytest.raises(CheckpointError, match="weights of 'embedding.weight' in .* is no plain tensor of"):
         convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
+
+
+CONTRADICTIONS = {
+    "a width that heads do not divide": (
+        {"hidden_size": 30, "kv_channels": None},
+        "its arguments contradict each other: --hidden-size 30 is no multiple of --num-attention-heads 4",
+    ),
+    "no heads": (
+        {"num_attention_heads": 0, "kv_channels": None},
+        "its arguments contradict each other: --hidden-size 32 is no multiple of --num-attention-heads 0",
+    ),
+    "groups that do not divide heads": (
+        {"group_query_attention": True, "num_query_groups": 3},
+        "its arguments contradict each other: --num-attention-heads 4 is no multiple of --num-query-groups 3",
+    ),
+    "another width than the tensors'": (
+        {"hidden_size": 16, "kv_channels": 4, "ffn_hidden_size": 64},
+        "'layers.0.attention_norm.weight' is [16] in the model, and the 2 ranks have [[32], [32]]",
+    ),
+    "a wider one": ({"hidden_size": 64}, "'final_norm.weight' is [64] in the model, and the 2 ranks have [[32], [32]]"),
+    "a width that is a text": ({"hidden_size": "32"}, "its arguments are not those of a GPT: "),
+    "far more layers than bytes": ({"num_layers": 9000}, " bytes, and its arguments describe 457,354,496 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_arguments_that_contradict_each_other_or_the_tensors_are_told(name: str, tmp_path: Path) -> None:
+    changed, told = CONTRADICTIONS[name]
+    _, weights = our_model(GPT2)
+    save_old(tmp_path / "theirs", weights, GPT2)
+    for file in (tmp_path / "theirs/iter_0000030").glob("*/model_optim_rng.pt"):
+        content = load_torch_file(file)
+        vars(content["args"]).update(changed)
+        torch.save(content, tmp_path / "new")
+        (tmp_path / "new").replace(file)
+    with pytest.raises(CheckpointError) as error:
+        convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    assert told in str(error.value)
+    assert not (tmp_path / "run").exists()

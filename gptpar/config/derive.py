@@ -88,6 +88,11 @@ def _derive_position_embedding(notes: _Notes) -> None:
 
 def _derive_model(notes: _Notes) -> None:
     _derive_position_embedding(notes)
+    if notes.flags.model.glu_activation is not None and not notes.flags.model.swiglu:
+        notes.replace("model", "swiglu", True, f"--glu-activation {notes.flags.model.glu_activation}")
+        if notes.flags.model.hidden_size:
+            width = 4 * notes.flags.model.hidden_size
+            notes.fill("model", "ffn_hidden_size", width, "4 x hidden, as --glu-activation has it")
     if notes.flags.model.squared_relu:
         notes.replace("model", "mlp_activation", "squared_relu", "--squared-relu")
     model = notes.flags.model
@@ -111,6 +116,9 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
     tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     if p.sequence_parallel and tensor == 1:  # as in Megatron, which warns
         notes.replace("parallel", "sequence_parallel", False, "--tensor-model-parallel-size is 1: nothing to split")
+    if notes.flags.precision.deterministic_mode and tensor > 1 and p.tp_comm_overlap:
+        reason = "--deterministic-mode: products fused with transfers are not proved to add in one order"
+        notes.replace("parallel", "tp_comm_overlap", False, reason)
     if p.model_parallel_size > 1:
         reason = f"{world_size} processes / ({tensor} tensor x {pipeline} pipeline)"
         notes.add("data parallel size", data_parallel, reason)

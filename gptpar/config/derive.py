@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gptpar.config import DataConfig, Flags, LoggingConfig
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.presets import PRESETS
+from gptpar.config.sections.parallel import SHARDED
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,10 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
     if num_layers and per_chunk and pipeline > 0 and num_layers % (pipeline * per_chunk) == 0:
         reason = f"{num_layers} layers / ({pipeline} stages x {per_chunk} layers in a virtual stage)"
         notes.fill("parallel", "num_virtual_stages_per_pipeline_rank", num_layers // (pipeline * per_chunk), reason)
-    if p.no_pipeline_parallel and data_parallel > 1:
+    strategy = p.data_parallel_sharding_strategy or SHARDED[-1]
+    if p.use_megatron_fsdp and strategy in SHARDED:
+        notes.fill("parallel", "zero_stage", SHARDED.index(strategy), f"--use-megatron-fsdp, {strategy}")
+    elif p.no_pipeline_parallel and data_parallel > 1:
         reason = f"--no-pipeline-parallel with {data_parallel} data-parallel processes"
         notes.fill("parallel", "zero_stage", 3, reason)
     elif p.use_distributed_optimizer:

@@ -16,9 +16,11 @@ from typing import Any
 
 from gptpar.config import Flags
 from gptpar.config.compat import (
+    ABSENT,
     ACCEPTED,
     ALMOST_THE_SAME,
     ANY,
+    ANY_NUMBER,
     CLOSE_ENOUGH,
     DENSE,
     EXPERTS,
@@ -135,6 +137,10 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
             _limited(name, values, parsed)
         elif name in PLANNED:
             _planned(name, values, parsed)
+        elif what := next((what for start, what in ABSENT.items() if name.startswith(start)), None):
+            parsed.problems.append(
+                f"{' '.join([name, *values])[:MAX_ECHOED]}: {what} is not part of gptpar; leave it out."
+            )
         elif name.startswith("-"):
             near = MEANT.get(name) or _mistyped(name, parser)
             hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
@@ -159,7 +165,7 @@ def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
     """A flag on which nothing depends."""
     wanted, why = ACCEPTED[name]
     parsed.without_effect.append(f"{name}: {why}")
-    if len(values) != wanted:
+    if wanted not in (ANY_NUMBER, len(values)):
         parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
 
 

@@ -41,6 +41,8 @@ SAID_BY_OTHERS = {
     "num_layers_per_virtual_pipeline_stage": f"{PIPELINE} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
     "no_pipeline_parallel": "--no-pipeline-parallel",
     "use_distributed_optimizer": "--use-distributed-optimizer",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "data_parallel_sharding_strategy": "--use-megatron-fsdp --data-parallel-sharding-strategy optim",
     "recompute_activations": "--recompute-activations",
     "checkpoint_activations": "--checkpoint-activations",
     "activations_checkpoint_method": "--activations-checkpoint-method block",

@@ -69,6 +69,7 @@ TAKEN_AWAY = {
         "--num-virtual-stages-per-pipeline-rank",
     ),
     *("--num-layers-per-virtual-pipeline-stage", "--partition-activations", "--distribute-saved-activations"),
+    *("--padded-vocab-size", "--patch-tokenizer-type", "--extra-vocab-size", "--dataset", "--max-padding-length"),
     *("--num-workers", "--dataloader-type", "--log-interval", "--group-query-attention", "--sequence-parallel"),
 }
 """Data, folders and sizes of a script, with what measures the run in them."""
@@ -76,6 +77,8 @@ OTHER_PROGRAMS = ("CONFIG_", "${", "per_device_train_batch_size", "pipe-parallel
 """Words of templates, of the Trainer's arguments, and of GPT-NeoX's own files, which are no configurations."""
 ENTRY = re.compile(r"(^|/)(pretrain_(gpt|llama|qwen|mistral)|finetune_llama)\w*\.py$")
 """The program that a launch starts, with Megatron's flags for a decoder."""
+ARGUMENTS = {"--lr": "1e-4", "--min-lr": "0"}
+"""Rates that a script's user gives as its arguments, and others in their place."""
 LAUNCHERS = ("deepspeed", "torchrun", "python", "python3", "accelerate")
 COUNTED = {"nvidia-smi": 8, "ds_ssh": 10, "scontrol": 8, "hostname": 1, "whoami": 1}
 """Programs whose lines of output scripts count, or take a name from, and how many they print."""
@@ -215,11 +218,11 @@ def with_config(words: list[str], work: Path) -> Iterator[str]:
 def judge_script(words: list[str]) -> list[str]:
     """The problems of a script's flags once data and sizes are small."""
     kept, taken = [], False
-    for word in words:
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
             taken = word.partition("=")[0] in TAKEN_AWAY
         if not taken:
-            kept.append(word)
+            kept += [word, ARGUMENTS[word]] if word in ARGUMENTS and following.startswith("--") else [word]
     small = [*SIZES, *DATA, "--micro-batch-size=2", "--train-iters", "3"]
     plain: dict[str, Any] = {}
     if "--deepspeed_config" in kept:

@@ -28,7 +28,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-flash-attn-v2": (0, SDPA),
     "--attention-backend": (1, SDPA),
     "--transformer-impl": (1, "there is one implementation"),
-    "--use-mcore-models": (0, "there is one implementation"),
+    **dict.fromkeys(("--use-mcore-models", "--enable-experimental"), (0, "there is one implementation")),
     "--no-masked-softmax-fusion": (0, COMPILED),
     "--no-bias-gelu-fusion": (0, "GELU is Megatron's fused one, with tanh; its unfused one is --mlp-activation gelu"),
     "--no-bias-dropout-fusion": (0, COMPILED),
@@ -164,6 +164,7 @@ DENSE: dict[str, tuple[str, ...]] = {
 --num-experts asks for, so without them every value is harmless."""
 
 _DISTILLATION, _REINFORCEMENT = "knowledge distillation", "reinforcement learning"
+_ENCODER = "a model with an encoder"
 _LATENT, _LINEAR, _CONTEXT = "multi-latent attention", "linear attention", "context parallelism"
 ABSENT: dict[str, str] = {
     **dict.fromkeys(("--fp8-", "--fp4-"), "training in FP8 or FP4 (see --bf16)"),
@@ -176,6 +177,9 @@ ABSENT: dict[str, str] = {
     **dict.fromkeys(("--linear-", "--experimental-attention-variant"), _LINEAR),
     **dict.fromkeys(("--ds-sequence-parallel-fpdt", "--hierarchical-context-parallel-sizes"), _CONTEXT),
     **dict.fromkeys(("--mamba-", "--hybrid-", "--is-hybrid-model"), "the Mamba architecture"),
+    **dict.fromkeys(("--patch-size", "--vision-", "--disable-vision-class-token", "--mrope-section"), "a vision model"),
+    **dict.fromkeys(("--encoder-num-layers", "--decoder-num-layers"), _ENCODER),
+    **dict.fromkeys(("--encoder-seq-length", "--decoder-seq-length"), _ENCODER),
     "--mtp-": "multi-token prediction",
     "--fim-": "fill-in-the-middle training",
     "--retro-": "retrieval",
@@ -222,6 +226,8 @@ MEANT: dict[str, str] = {
     "--decoder-first-pipeline-num-layers": "--partition-method",
     "--decoder-last-pipeline-num-layers": "--partition-method",
     "--pipeline-model-parallel-layout": "--partition-method",
+    "--reset-progress": "--finetune",
+    "--eval-only": "--skip-train",
     "--check-for-spiky-loss": "--skip-step-sigma",
     **{f"--{split}-weighted-split-paths{end}": f"--{split}-data-path" for split in SPLITS for end in ("", "-path")},
 }

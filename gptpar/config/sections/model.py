@@ -75,6 +75,7 @@ class ModelOptions:
     pad_vocab_size_to: int | None = flag(
         None,
         "rows of the embedding, in place of a multiple: the same for tokenizers of different sizes",
+        names=("--padded-vocab-size",),
         least=1,
         most=10_000_000,
     )

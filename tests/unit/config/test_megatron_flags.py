@@ -82,6 +82,8 @@ def test_a_parallelism_that_is_not_there_is_refused() -> None:
         ("--hidden-size-teacher 8", "knowledge distillation"),
         ("--ds-sequence-parallel-fpdt-chunk-size 65536", "context parallelism"),
         ("--random-ltd", "random layer-token dropping"),
+        ("--patch-size 16", "a vision model"),
+        ("--encoder-seq-length 512", "a model with an encoder"),
         ("--mtp-num-layers 1", "multi-token prediction"),
         ("--use-bnb-optimizer", "an 8-bit optimizer (see --cpu-optimizer)"),
         ("--skip-train-iteration-range 3-5 8-9", "leaving out the data of some steps (see --skip-step-sigma)"),

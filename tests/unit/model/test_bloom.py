@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
+
 import pytest
 import torch
 
+from gptpar.errors import ConfigError
 from gptpar.model.attention import head_slopes, with_distances
 from gptpar.model.block import Block
+from gptpar.model.families import config_of
 from gptpar.model.gpt import gpt_model
 from gptpar.model.key_value_cache import cached
 from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.model.norm import LayerNorm, ResidualLayerNorm, RMSNorm, WidthRMSNorm
 from gptpar.pipeline import Stage
+from gptpar.training.exchange.megatron.arguments import model_of
 from tests.helpers import random_tokens, tiny_config
 
 BLOOM = "--position-embedding-type alibi --embed-layernorm --norm-epsilon 1e-5"
@@ -144,3 +150,15 @@ def test_the_channels_take_memory() -> None:
         for kind in ("none", "alibi")
     ]
     assert sizes[1] - sizes[0] == 2 * (8 * (4 + 4 + 4 + 4) + 32)
+
+
+@pytest.mark.parametrize("flag", ["--apply-layernorm-1p", "--embed-layernorm", "--position-embedding-type alibi"])
+def test_no_family_is_said_to_compute_the_same(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)no model of transformers computes.*{flag.split()[0]} is"):
+        config_of(tiny_config(flag).model, 64)
+
+
+def test_megatrons_norms_less_one_are_taken() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "kv_channels": 8}
+    arguments = Namespace(**sizes, ffn_hidden_size=128, max_position_embeddings=16, apply_layernorm_1p=True)
+    assert model_of(arguments, 64, Path("x")).apply_layernorm_1p

@@ -3,7 +3,7 @@
     python -m tests.published FOLDER... [--verbose]
 
 FOLDER holds other projects' files, such as checkouts; nothing of them is kept. A ``.json`` counts as a configuration
-if it has keys of DeepSpeed's and is no template, which its script fills. A ``.sh`` or ``.slurm`` is run with stubs in
+if it has keys of DeepSpeed's and is no template, which its script fills. A shell script is run with stubs in
 place of the launchers, and counts if one of them was to start ``pretrain_gpt.py`` or its like. What a script's author
 has and nobody else, data, vocabularies, folders and sizes, is replaced; everything else is judged as it stands. Nothing
 is trained: a file starts if its configuration resolves.
@@ -79,7 +79,7 @@ ENTRY = re.compile(r"(^|/)(pretrain_(gpt|llama|qwen|mistral)|finetune_llama)\w*\
 """The program that a launch starts, with Megatron's flags for a decoder."""
 ARGUMENTS = {"--lr": "1e-4", "--min-lr": "0"}
 """Rates that a script's user gives as its arguments, and others in their place."""
-LAUNCHERS = ("deepspeed", "torchrun", "python", "python3", "accelerate")
+LAUNCHERS = ("deepspeed", "torchrun", "mpirun", "python", "python3", "accelerate")
 COUNTED = {"nvidia-smi": 8, "ds_ssh": 10, "scontrol": 8, "hostname": 1, "whoami": 1}
 """Programs whose lines of output scripts count, or take a name from, and how many they print."""
 TOOLS = (
@@ -246,7 +246,7 @@ def main() -> None:
         for path in configurations(folder):
             problems = judge_configuration(path)
             tell(found, "configurations", path.relative_to(folder), problems, args.verbose)
-        for path in sorted(one for end in ("sh", "slurm") for one in folder.rglob(f"*.{end}")):
+        for path in sorted(one for end in ("sh", "slurm", "sbatch") for one in folder.rglob(f"*.{end}")):
             for words in command_lines(path) if ".py" in path.read_text(errors="replace") else ():
                 tell(found, "launches", path.relative_to(folder), judge_script(words), args.verbose)
     print(*(f"{name}: {count}" for name, count in sorted(found.items())), sep="\n")

@@ -28,7 +28,9 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-flash-attn-v2": (0, SDPA),
     "--attention-backend": (1, SDPA),
     "--transformer-impl": (1, "there is one implementation"),
-    **dict.fromkeys(("--use-mcore-models", "--enable-experimental"), (0, "there is one implementation")),
+    **dict.fromkeys(
+        ("--use-mcore-models", "--use-legacy-models", "--enable-experimental"), (0, "there is one implementation")
+    ),
     "--no-masked-softmax-fusion": (0, COMPILED),
     "--no-bias-gelu-fusion": (0, "GELU is Megatron's fused one, with tanh; its unfused one is --mlp-activation gelu"),
     "--no-bias-dropout-fusion": (0, COMPILED),
@@ -140,8 +142,10 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--sync-tp-duplicated-parameters": (0, "copies of a weight get the same gradient"),
     "--valid-num-workers": (1, "see --num-workers"),
     **dict.fromkeys(("--log-level", "--log-level-replica", "--logging-level"), (1, "see --log-interval")),
-    "--enable-zbh1-pipeline": (0, SCHEDULES),
-    "--enable-zbh1-exact-semantics": (0, SCHEDULES),
+    **dict.fromkeys(("--enable-zbh1-pipeline", "--enable-zbh1-exact-semantics"), (0, SCHEDULES)),
+    **dict.fromkeys(("--enable-zb-runtime", "--enable-zero-bubble", "--zero-bubble-v-schedule"), (0, SCHEDULES)),
+    **dict.fromkeys(("--no-pre-communication-optimization", "--measure-activation-memory"), (0, SCHEDULES)),
+    "--zero-bubble-max-pending-backward": (1, SCHEDULES),
 }
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"

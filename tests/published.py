@@ -77,8 +77,8 @@ OTHER_PROGRAMS = ("CONFIG_", "${", "per_device_train_batch_size", "pipe-parallel
 """Words of templates, of the Trainer's arguments, and of GPT-NeoX's own files, which are no configurations."""
 ENTRY = re.compile(r"(^|/)(pretrain_(gpt|llama|qwen|mistral)|finetune_llama)\w*\.py$")
 """The program that a launch starts, with Megatron's flags for a decoder."""
-ARGUMENTS = {"--lr": "1e-4", "--min-lr": "0"}
-"""Rates that a script's user gives as its arguments, and others in their place."""
+ARGUMENTS = {"--lr": "1e-4", "--min-lr": "0", "--save-interval": "1000", "--norm-epsilon": "1e-5"}
+"""Numbers that a script's user gives as its arguments, and others in their place."""
 LAUNCHERS = ("deepspeed", "torchrun", "mpirun", "python", "python3", "accelerate")
 COUNTED = {"nvidia-smi": 8, "ds_ssh": 10, "scontrol": 8, "hostname": 1, "whoami": 1}
 """Programs whose lines of output scripts count, or take a name from, and how many they print."""
@@ -87,7 +87,7 @@ TOOLS = (
     "realpath readlink"
 )
 """What a script may call besides: nothing that fetches, installs or removes."""
-OWN = re.compile(r"&>>?\s*[^\s\"']+|^\s*(source|cd|pushd|clear|set -e)\b[^;\n]*;?", re.MULTILINE)
+OWN = re.compile(r"&>>?\s*[^\s\"']+|^\s*(source|cd|pushd|clear|set -\w+)\b[^;\n]*;?", re.MULTILINE)
 """What only its author has: folders of logs and programs, and a script that stops without them."""
 PLACEHOLDER = re.compile(r"(?<=[=\s])<[A-Za-z][^<>|&;\n]*>")
 """What a script's user is to fill in."""

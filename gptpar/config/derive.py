@@ -127,6 +127,11 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
     if num_layers and per_chunk and pipeline > 0 and num_layers % (pipeline * per_chunk) == 0:
         reason = f"{num_layers} layers / ({pipeline} stages x {per_chunk} layers in a virtual stage)"
         notes.fill("parallel", "num_virtual_stages_per_pipeline_rank", num_layers // (pipeline * per_chunk), reason)
+    _derive_zero_stage(notes, data_parallel)
+
+
+def _derive_zero_stage(notes: _Notes, data_parallel: int) -> None:
+    p = notes.flags.parallel
     strategy = p.data_parallel_sharding_strategy or SHARDED[-1]
     if p.use_megatron_fsdp and strategy in SHARDED:
         notes.fill("parallel", "zero_stage", SHARDED.index(strategy), f"--use-megatron-fsdp, {strategy}")

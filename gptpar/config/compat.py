@@ -233,7 +233,7 @@ MEANT: dict[str, str] = {
     "--pipeline-model-parallel-layout": "--partition-method",
     "--use-z-loss": "--z-loss-weight",
     "--reset-progress": "--finetune",
-    "--eval-only": "--skip-train",
+    **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),
     "--check-for-spiky-loss": "--skip-step-sigma",
     **{f"--{split}-weighted-split-paths{end}": f"--{split}-data-path" for split in SPLITS for end in ("", "-path")},
 }

@@ -3,10 +3,10 @@
     python -m tests.published FOLDER... [--verbose]
 
 FOLDER holds other projects' files, such as checkouts; nothing of them is kept. A ``.json`` counts as a configuration
-if it has keys of DeepSpeed's and is no template, which its script fills. A ``.sh`` or ``.slurm`` is run with stubs in
-place of the launchers, and counts if one of them was to start ``pretrain_gpt.py``. What a script's author has and
-nobody else, data, vocabularies, folders and sizes, is replaced; everything else is judged as it stands. Nothing is
-trained: a file starts if its configuration resolves.
+if it has keys of DeepSpeed's and is no template, which its script fills. A shell script is run with stubs in
+place of the launchers, and counts if one of them was to start ``pretrain_gpt.py`` or its like. What a script's author
+has and nobody else, data, vocabularies, folders and sizes, is replaced; everything else is judged as it stands. Nothing
+is trained: a file starts if its configuration resolves.
 """
 
 from __future__ import annotations
@@ -61,10 +61,25 @@ TAKEN_AWAY = {
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--global-batch-size", "--train-samples"),
     *("--micro-batch-size", "--rampup-batch-size", "--train-iters", "--train-tokens", "--lr-warmup-samples"),
     *("--lr-decay-samples", "--lr-warmup-iters", "--lr-decay-iters", "--lr-warmup-tokens", "--lr-decay-tokens"),
+    *(f"--{split}-weighted-split-paths{end}" for split in ("train", "valid", "test") for end in ("", "-path")),
+    *(
+        "--pad-vocab-size-to",
+        "--kill-switch-path",
+        "--tokenizer-name-or-path",
+        "--num-virtual-stages-per-pipeline-rank",
+    ),
+    *("--num-layers-per-virtual-pipeline-stage", "--partition-activations", "--distribute-saved-activations"),
+    *("--padded-vocab-size", "--patch-tokenizer-type", "--extra-vocab-size", "--dataset", "--max-padding-length"),
     *("--num-workers", "--dataloader-type", "--log-interval", "--group-query-attention", "--sequence-parallel"),
 }
 """Data, folders and sizes of a script, with what measures the run in them."""
-LAUNCHERS = ("deepspeed", "torchrun", "python", "python3", "accelerate")
+OTHER_PROGRAMS = ("CONFIG_", "${", "per_device_train_batch_size", "pipe-parallel-size")
+"""Words of templates, of the Trainer's arguments, and of GPT-NeoX's own files, which are no configurations."""
+ENTRY = re.compile(r"(^|/)(pretrain_(gpt|llama|qwen|mistral)|finetune_llama)\w*\.py$")
+"""The program that a launch starts, with Megatron's flags for a decoder."""
+ARGUMENTS = {"--lr": "1e-4", "--min-lr": "0", "--save-interval": "1000", "--norm-epsilon": "1e-5"}
+"""Numbers that a script's user gives as its arguments, and others in their place."""
+LAUNCHERS = ("deepspeed", "torchrun", "mpirun", "python", "python3", "accelerate")
 COUNTED = {"nvidia-smi": 8, "ds_ssh": 10, "scontrol": 8, "hostname": 1, "whoami": 1}
 """Programs whose lines of output scripts count, or take a name from, and how many they print."""
 TOOLS = (
@@ -72,7 +87,7 @@ TOOLS = (
     "realpath readlink"
 )
 """What a script may call besides: nothing that fetches, installs or removes."""
-OWN = re.compile(r"&>>?\s*[^\s\"']+|^\s*(source|cd|pushd|clear|set -e)\b[^;\n]*;?", re.MULTILINE)
+OWN = re.compile(r"&>>?\s*[^\s\"']+|^\s*(source|cd|pushd|clear|set -\w+)\b[^;\n]*;?", re.MULTILINE)
 """What only its author has: folders of logs and programs, and a script that stops without them."""
 PLACEHOLDER = re.compile(r"(?<=[=\s])<[A-Za-z][^<>|&;\n]*>")
 """What a script's user is to fill in."""
@@ -89,7 +104,8 @@ def configurations(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.rglob("*.json")):
         try:
             text = path.read_text(errors="replace")
-            if "TEMPLATE" not in path.name and len(text) < 50_000 and any(f'"{sign}"' in text for sign in SIGNS):
+            other = "TEMPLATE" in path.name or any(word in text for word in OTHER_PROGRAMS)
+            if not other and len(text) < 50_000 and any(f'"{sign}"' in text for sign in SIGNS):
                 yield path
         except OSError:
             continue
@@ -131,7 +147,7 @@ def world_of(plain: Mapping[str, Any], otherwise: int) -> int:
 
 
 def command_lines(script: Path) -> list[list[str]]:
-    """The words behind ``pretrain_gpt.py`` of each launch that the script makes, with stubs for the launchers.
+    """The words behind the program of each launch that the script makes, with stubs for the launchers.
 
     A script that starts nothing without arguments is given some.
     """
@@ -159,7 +175,12 @@ def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
             shutil.copyfile(template, folder / template.parent.name / template.name)
         (work / "dataset").mkdir(exist_ok=True)
         (work / "tmp").mkdir(exist_ok=True)
-        (work / "pretrain_gpt.py").touch()
+        from_the_root = work / script.parent.parent.name
+        if from_the_root != work and not from_the_root.exists():  # as its folder is called where it is to be started
+            from_the_root.mkdir()
+            (from_the_root / script.parent.name).symlink_to(work)
+        for above in (work, folder):
+            (above / "pretrain_gpt.py").touch()
         text = PLACEHOLDER.sub("filled_in", script.read_text(errors="replace"))
         (work / script.name).write_text(OWN.sub("", text))
         environment = {"PATH": str(stubs), "HOME": name, "WORDS": str(folder / "words")}
@@ -176,8 +197,8 @@ def launches_of(script: Path, num_arguments: int) -> Iterator[list[str]]:
             return
         for launch in (folder / "words").read_text(errors="replace").split("\n\0"):
             words = launch.split("\0")
-            entry = next((i for i, word in enumerate(words) if word.endswith("pretrain_gpt.py")), None)
-            if entry is not None:
+            entry = next((i for i, word in enumerate(words) if ENTRY.search(word)), None)
+            if entry is not None and "--num-layers" in words:
                 yield [*with_config(words[entry + 1 :], work)]
 
 
@@ -197,11 +218,11 @@ def with_config(words: list[str], work: Path) -> Iterator[str]:
 def judge_script(words: list[str]) -> list[str]:
     """The problems of a script's flags once data and sizes are small."""
     kept, taken = [], False
-    for word in words:
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
         if word.startswith("--"):
             taken = word.partition("=")[0] in TAKEN_AWAY
         if not taken:
-            kept.append(word)
+            kept += [word, ARGUMENTS[word]] if word in ARGUMENTS and following.startswith("--") else [word]
     small = [*SIZES, *DATA, "--micro-batch-size=2", "--train-iters", "3"]
     plain: dict[str, Any] = {}
     if "--deepspeed_config" in kept:
@@ -225,8 +246,8 @@ def main() -> None:
         for path in configurations(folder):
             problems = judge_configuration(path)
             tell(found, "configurations", path.relative_to(folder), problems, args.verbose)
-        for path in sorted(one for end in ("sh", "slurm") for one in folder.rglob(f"*.{end}")):
-            for words in command_lines(path) if "pretrain_gpt.py" in path.read_text(errors="replace") else ():
+        for path in sorted(one for end in ("sh", "slurm", "sbatch") for one in folder.rglob(f"*.{end}")):
+            for words in command_lines(path) if ".py" in path.read_text(errors="replace") else ():
                 tell(found, "launches", path.relative_to(folder), judge_script(words), args.verbose)
     print(*(f"{name}: {count}" for name, count in sorted(found.items())), sep="\n")
 

@@ -48,6 +48,7 @@ def save_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
     keep: int | None = None,
+    retain: int | None = None,
     replaces: Sequence[Path] = (),
     report: Report = print_report,
     permit: Callable[[], None] | None = None,
@@ -72,6 +73,7 @@ def save_checkpoint(
         keep: delete all but the newest `keep` checkpoints up to this iteration, once one of those kept has been
             re-read from the disk and proved whole; None keeps all. Later iterations belong to another history: they
             are neither counted nor deleted.
+        retain: with `keep`, iterations that are divisible by this are never deleted.
         replaces: checkpoints in `root` to be deleted, once the new one has been re-read and proved whole. Rank 0's.
         report: rank 0 tells here of what it cleaned, moved aside or kept.
         permit: rank 0 asks before it writes, publishes or deletes anything, and at the end, whether the folder is
@@ -105,7 +107,7 @@ def save_checkpoint(
     _write(ranks, final, iteration, held, table, meta, permit, snapshot or snapshot_of(held))
     ranks.lead(lambda: _update_hint(root, iteration, report))
     if keep is not None:
-        _retain(ranks, root, iteration, keep, report, permit)
+        _retain(ranks, root, iteration, keep, retain, report, permit)
     if old := ranks.lead(lambda: list(replaces)):
         if _existing_is_whole(ranks, final, report):
             _remove_all(ranks, old, permit)
@@ -282,8 +284,16 @@ def _update_hint(root: Path, iteration: int, report: Report) -> None:
         report(f"could not update {root / folders.HINT_NAME}: {error.strerror}")
 
 
-def _retain(ranks: Ranks, root: Path, iteration: int, keep: int, report: Report, permit: Callable[[], None]) -> None:
-    """Delete this history's checkpoints but the newest `keep`, if a whole one remains."""
+def _retain(
+    ranks: Ranks,
+    root: Path,
+    iteration: int,
+    keep: int,
+    retain: int | None,
+    report: Report,
+    permit: Callable[[], None],
+) -> None:
+    """Delete this history's checkpoints but the newest `keep` and the multiples of `retain`, if a whole one remains."""
     found = ranks.lead(lambda: folders.find_checkpoints(root))
     if len(found) <= keep:
         return
@@ -293,7 +303,8 @@ def _retain(ranks: Ranks, root: Path, iteration: int, keep: int, report: Report,
         if not any(_existing_is_whole(ranks, path, report) for path in kept):
             ranks.lead(lambda: report(f"kept all of {root}: none of the newest {keep} could be proved whole"))
             return
-    _remove_all(ranks, own[keep:], permit)
+    retained = {path for number, path in found if retain is not None and number % retain == 0}
+    _remove_all(ranks, [path for path in own[keep:] if path not in retained], permit)
 
 
 def _remove_all(ranks: Ranks, paths: Sequence[Path], permit: Callable[[], None]) -> None:

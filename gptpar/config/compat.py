@@ -1,9 +1,11 @@
 """The flags of Megatron-LM and Megatron-DeepSpeed that are accepted without effect, or refused, and why.
 
-Each maps to (number of values it takes, why it changes nothing here).
+Each maps to (number of values it takes or ``ANY_NUMBER``, why it changes nothing here).
 """
 
 from __future__ import annotations
+
+from gptpar.config.data_files import SPLITS
 
 ALWAYS = "this is always so here"
 SDPA = "torch picks the attention kernel"
@@ -17,13 +19,18 @@ SCHEDULES = "a pipeline has 1F1B or the interleaved schedule; it changes no numb
 ONE_FORMAT = "there is one checkpoint format"
 LESS_MEMORY = "it changes no number; see --recompute-granularity and --cpu-parameters"
 ALL_FP32 = "master weights, moments and gradient sums are always fp32"
+PROFILED = "gptpar benchmark --trace records steps, and an outer profiler needs no flag"
+ANY_NUMBER = -1
+"""Of values."""
 
 ACCEPTED: dict[str, tuple[int, str]] = {
     "--use-flash-attn": (0, SDPA),
     "--use-flash-attn-v2": (0, SDPA),
     "--attention-backend": (1, SDPA),
     "--transformer-impl": (1, "there is one implementation"),
-    "--use-mcore-models": (0, "there is one implementation"),
+    **dict.fromkeys(
+        ("--use-mcore-models", "--use-legacy-models", "--enable-experimental"), (0, "there is one implementation")
+    ),
     "--no-masked-softmax-fusion": (0, COMPILED),
     "--no-bias-gelu-fusion": (0, "GELU is Megatron's fused one, with tanh; its unfused one is --mlp-activation gelu"),
     "--no-bias-dropout-fusion": (0, COMPILED),
@@ -56,6 +63,7 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--no-load-rng": (0, "random states are derived from seed and iteration, none are saved"),
     "--ckpt-format": (1, ONE_FORMAT),
     "--distributed-timeout": (1, "see --distributed-timeout-minutes"),
+    "--use-mpi": (0, "mpirun says it in the environment"),
     "--local-rank": (1, "torchrun says it in the environment"),
     "--local_rank": (1, "torchrun says it in the environment"),
     "--timing-log-option": (1, "iteration time and throughput are always measured"),
@@ -122,13 +130,23 @@ ACCEPTED: dict[str, tuple[int, str]] = {
     "--tile-factor": (1, LESS_MEMORY),
     "--use-pin-memory": (0, "host memory that a GPU reads or writes is always pinned"),
     "--profile-backward": (0, "the whole step is always timed"),
+    "--rerun-mode": (1, "no step is computed a second time"),
+    **dict.fromkeys(("--profile", "--use-pytorch-profiler", "--record-memory-history"), (0, PROFILED)),
+    **dict.fromkeys(("--profile-step-start", "--profile-step-end"), (1, PROFILED)),
+    **dict.fromkeys(("--log-straggler", "--disable-straggler-on-startup"), (0, "each process is timed by itself")),
+    **dict.fromkeys(("--straggler-ctrlr-port", "--straggler-minmax-count"), (1, "each process is timed by itself")),
+    "--profile-ranks": (ANY_NUMBER, PROFILED),
+    "--init-model-with-meta-device": (0, ALWAYS),
+    **dict.fromkeys(("--use-nccl-ub", "--fsdp-double-buffer", "--fsdp-manual-registration"), (0, COLLECTIVES)),
     "--sgd-momentum": (1, "it is for SGD"),
     "--abort-on-unmet-fused-kernel-constraints": (0, COMPILED),
     "--sync-tp-duplicated-parameters": (0, "copies of a weight get the same gradient"),
     "--valid-num-workers": (1, "see --num-workers"),
     **dict.fromkeys(("--log-level", "--log-level-replica", "--logging-level"), (1, "see --log-interval")),
-    "--enable-zbh1-pipeline": (0, SCHEDULES),
-    "--enable-zbh1-exact-semantics": (0, SCHEDULES),
+    **dict.fromkeys(("--enable-zbh1-pipeline", "--enable-zbh1-exact-semantics"), (0, SCHEDULES)),
+    **dict.fromkeys(("--enable-zb-runtime", "--enable-zero-bubble", "--zero-bubble-v-schedule"), (0, SCHEDULES)),
+    **dict.fromkeys(("--no-pre-communication-optimization", "--measure-activation-memory"), (0, SCHEDULES)),
+    "--zero-bubble-max-pending-backward": (1, SCHEDULES),
 }
 
 NO_EXPERTS = "mixture-of-experts is not part of gptpar"
@@ -150,8 +168,40 @@ DENSE: dict[str, tuple[str, ...]] = {
 """Mixture-of-experts flag -> its values that still describe a dense model. ``ANY``: the flag only tunes experts, which
 --num-experts asks for, so without them every value is harmless."""
 
+_DISTILLATION, _REINFORCEMENT = "knowledge distillation", "reinforcement learning"
+_ENCODER = "a model with an encoder"
+_LATENT, _LINEAR, _CONTEXT = "multi-latent attention", "linear attention", "context parallelism"
+ABSENT: dict[str, str] = {
+    **dict.fromkeys(("--fp8-", "--fp4-"), "training in FP8 or FP4 (see --bf16)"),
+    **dict.fromkeys(("--kd", "--mos", "--load-teacher", "--num-layers-teacher"), _DISTILLATION),
+    **dict.fromkeys(("--hidden-size-teacher", "--num-attention-heads-teacher"), _DISTILLATION),
+    "--num-experts-teacher": _DISTILLATION,
+    **dict.fromkeys(("--rl-", "--grpo-", "--langrl-", "--perform-rl-step"), _REINFORCEMENT),
+    **dict.fromkeys(("--multi-latent-attention", "--q-lora-rank", "--kv-lora-rank", "--qk-head-dim"), _LATENT),
+    **dict.fromkeys(("--qk-pos-emb-head-dim", "--v-head-dim"), _LATENT),
+    **dict.fromkeys(("--linear-", "--experimental-attention-variant"), _LINEAR),
+    **dict.fromkeys(("--ds-sequence-parallel-fpdt", "--hierarchical-context-parallel-sizes"), _CONTEXT),
+    **dict.fromkeys(("--mamba-", "--hybrid-", "--is-hybrid-model"), "the Mamba architecture"),
+    **dict.fromkeys(("--patch-size", "--vision-", "--disable-vision-class-token", "--mrope-section"), "a vision model"),
+    **dict.fromkeys(("--encoder-num-layers", "--decoder-num-layers"), _ENCODER),
+    **dict.fromkeys(("--encoder-seq-length", "--decoder-seq-length"), _ENCODER),
+    "--mtp-": "multi-token prediction",
+    "--fim-": "fill-in-the-middle training",
+    "--retro-": "retrieval",
+    "--inference-": "an inference server (see gptpar generate)",
+    "--random-ltd": "random layer-token dropping",
+    "--data-efficiency-": "curriculum learning",
+    "--curriculum-learning": "curriculum learning",
+    "--use-bnb-optimizer": "an 8-bit optimizer (see --cpu-optimizer)",
+    "--compression-training": "compression",
+    "--rotary-interleaved": "the interleaved form of rotary positions",
+    "--use-rope-scaling": "scaled rotary positions",
+    "--skip-train-iteration-range": "leaving out the data of some steps (see --skip-step-sigma)",
+    "--error-injection-": "the injection of errors",
+}
+"""How flags for what is not there begin, and what they ask for."""
+
 LIMITED: dict[str, tuple[tuple[str, ...], str]] = {
-    "--rerun-mode": (("disabled",), "no step is computed a second time"),
     "--num-distributed-optimizer-instances": (
         ("1",),
         "the optimizer is always divided over all data-parallel processes",
@@ -177,9 +227,15 @@ MEANT: dict[str, str] = {
     "--load-tag": "--ckpt-step",
     "--non-persistent-save-interval": "--save-local-interval",
     "--use-mup": "--mup",
-    "--use-torch-fsdp2": "--zero-stage",
-    "--use-megatron-fsdp": "--zero-stage",
-    "--data-parallel-sharding-strategy": "--zero-stage",
+    "--apply-wd-to-qk-layernorm": "--weight-decay-override",
+    "--decoder-first-pipeline-num-layers": "--partition-method",
+    "--decoder-last-pipeline-num-layers": "--partition-method",
+    "--pipeline-model-parallel-layout": "--partition-method",
+    "--use-z-loss": "--z-loss-weight",
+    "--reset-progress": "--finetune",
+    **dict.fromkeys(("--eval-only", "--no-train"), "--skip-train"),
+    "--check-for-spiky-loss": "--skip-step-sigma",
+    **{f"--{split}-weighted-split-paths{end}": f"--{split}-data-path" for split in SPLITS for end in ("", "-path")},
 }
 """Another program's flag -> the one that means nearly the same."""
 CLOSE_ENOUGH, ALMOST_THE_SAME = 0.75, 0.92

@@ -12,9 +12,9 @@ from gptpar.config import Config, Flags, ModelConfig, ModelFlags, TokenizerConfi
 T = TypeVar("T")
 
 
-def padded_vocab(vocab_size: int, multiple: int) -> int:
-    """The vocabulary rounded up to a multiple; never a function of the layout."""
-    return -(-vocab_size // multiple) * multiple
+def padded_vocab(vocab_size: int, multiple: int, rows: int | None = None) -> int:
+    """Rows of the embedding: as given, else the vocabulary rounded up to a multiple; never a function of the layout."""
+    return -(-vocab_size // multiple) * multiple if rows is None else rows
 
 
 def complete(flags: Flags) -> Config:
@@ -34,7 +34,7 @@ def complete(flags: Flags) -> Config:
 
 def complete_model(flags: ModelFlags, tokenizer: TokenizerConfig) -> ModelConfig:
     """The model; its vocabulary is that of a checkpoint, or of ``--vocab-size``."""
-    padded = padded_vocab(tokenizer.vocab_size or 0, flags.make_vocab_size_divisible_by)
+    padded = padded_vocab(tokenizer.vocab_size or 0, flags.make_vocab_size_divisible_by, flags.pad_vocab_size_to)
     filled = dataclasses.replace(
         flags,
         max_position_embeddings=flags.max_position_embeddings or flags.seq_length,

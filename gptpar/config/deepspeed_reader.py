@@ -19,6 +19,8 @@ from gptpar.config.deepspeed_table import DEFAULTS_SINCE, IGNORED, OPTIMIZERS, D
 from gptpar.config.jsonc import JsonError, read_object
 
 MAX_LISTED = 12
+MISTYPED = 0.85
+"""How alike (0 to 1) an unknown key and a known one must be: ``comment`` is not ``comet``."""
 WITHOUT_UNKNOWN = ("zero_optimization.", "fp16.", "bf16.", "bfloat16.", "optimizer.", "scheduler.", "gptpar.")
 """Sections in which DeepSpeed (the last one: gptpar) refuses keys that it does not know; elsewhere it ignores them."""
 
@@ -142,7 +144,7 @@ class KeyReader:
         if name in anywhere:
             return anywhere[name]
         for paths in (beside, anywhere):
-            if near := difflib.get_close_matches(name, paths, n=1, cutoff=0.75 if paths is anywhere else 0.6):
+            if near := difflib.get_close_matches(name, paths, n=1, cutoff=MISTYPED):
                 return paths[near[0]]
         return ""
 

@@ -153,8 +153,7 @@ _OPTIMIZER = (
     Key("optimizer.params.adam_w_mode", Sets(truth), of=ADAM),
     Key("optimizer.params.torch_adam", NoEffect("the fused kernels are chosen here"), of=ADAM),
     Key("optimizer.params.amsgrad", Only(_FALSE, "AMSGrad is not part of gptpar: leave it out"), of=ADAM),
-    Key("optimizer.params.bias_correction", Only((True,), "Adam's bias correction is always on: leave it out"),
-        of=ADAM),
+    Key("optimizer.params.bias_correction", Sets(truth, "optimizer.adam_bias_correction"), of=ADAM),
     Key("optimizer.params.fp32_optimizer_states", Only((True,), _FP32_STATE)),
 )
 

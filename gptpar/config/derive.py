@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gptpar.config import DataConfig, Flags, LoggingConfig
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
 from gptpar.config.presets import PRESETS
+from gptpar.config.sections.parallel import SHARDED
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,11 @@ def _derive_position_embedding(notes: _Notes) -> None:
 
 def _derive_model(notes: _Notes) -> None:
     _derive_position_embedding(notes)
+    if notes.flags.model.glu_activation is not None and not notes.flags.model.swiglu:
+        notes.replace("model", "swiglu", True, f"--glu-activation {notes.flags.model.glu_activation}")
+        if notes.flags.model.hidden_size:
+            width = 4 * notes.flags.model.hidden_size
+            notes.fill("model", "ffn_hidden_size", width, "4 x hidden, as --glu-activation has it")
     if notes.flags.model.squared_relu:
         notes.replace("model", "mlp_activation", "squared_relu", "--squared-relu")
     model = notes.flags.model
@@ -111,6 +117,9 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
     tensor, pipeline = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     if p.sequence_parallel and tensor == 1:  # as in Megatron, which warns
         notes.replace("parallel", "sequence_parallel", False, "--tensor-model-parallel-size is 1: nothing to split")
+    if notes.flags.precision.deterministic_mode and tensor > 1 and p.tp_comm_overlap:
+        reason = "--deterministic-mode: products fused with transfers are not proved to add in one order"
+        notes.replace("parallel", "tp_comm_overlap", False, reason)
     if p.model_parallel_size > 1:
         reason = f"{world_size} processes / ({tensor} tensor x {pipeline} pipeline)"
         notes.add("data parallel size", data_parallel, reason)
@@ -118,7 +127,15 @@ def _derive_parallel(notes: _Notes, world_size: int) -> None:
     if num_layers and per_chunk and pipeline > 0 and num_layers % (pipeline * per_chunk) == 0:
         reason = f"{num_layers} layers / ({pipeline} stages x {per_chunk} layers in a virtual stage)"
         notes.fill("parallel", "num_virtual_stages_per_pipeline_rank", num_layers // (pipeline * per_chunk), reason)
-    if p.no_pipeline_parallel and data_parallel > 1:
+    _derive_zero_stage(notes, data_parallel)
+
+
+def _derive_zero_stage(notes: _Notes, data_parallel: int) -> None:
+    p = notes.flags.parallel
+    strategy = p.data_parallel_sharding_strategy or SHARDED[-1]
+    if p.use_megatron_fsdp and strategy in SHARDED:
+        notes.fill("parallel", "zero_stage", SHARDED.index(strategy), f"--use-megatron-fsdp, {strategy}")
+    elif p.no_pipeline_parallel and data_parallel > 1:
         reason = f"--no-pipeline-parallel with {data_parallel} data-parallel processes"
         notes.fill("parallel", "zero_stage", 3, reason)
     elif p.use_distributed_optimizer:

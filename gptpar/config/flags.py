@@ -16,9 +16,11 @@ from typing import Any
 
 from gptpar.config import Flags
 from gptpar.config.compat import (
+    ABSENT,
     ACCEPTED,
     ALMOST_THE_SAME,
     ANY,
+    ANY_NUMBER,
     CLOSE_ENOUGH,
     DENSE,
     EXPERTS,
@@ -127,22 +129,31 @@ def _unknown(words: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
         while i < len(words) and not words[i].startswith("--"):
             values.append(words[i])
             i += 1
-        if name in ACCEPTED:
-            _accepted(name, values, parsed)
-        elif name in DENSE or name.startswith(EXPERTS):
-            _experts(name, values, parsed)
-        elif name in LIMITED:
-            _limited(name, values, parsed)
-        elif name in PLANNED:
-            _planned(name, values, parsed)
-        elif name.startswith("-"):
-            near = MEANT.get(name) or _mistyped(name, parser)
-            hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
-            parsed.problems.append(f"unknown flag {name}{hint}")
-            if "." in (meant := parser.dest_of(near)):  # what was meant is not missing as well
-                parsed.refused.add(meant)
+        if name.startswith("-"):
+            _known_elsewhere(name, values, parser, parsed)
         else:
             parsed.problems.append(f"unexpected word {name!r}; values follow a flag.")
+
+
+def _known_elsewhere(name: str, values: Sequence[str], parser: Parser, parsed: ParsedFlags) -> None:
+    """A flag that is no flag of gptpar's."""
+    what = next((what for start, what in ABSENT.items() if name.startswith(start)), None)
+    if name in ACCEPTED:
+        _accepted(name, values, parsed)
+    elif name in DENSE or name.startswith(EXPERTS):
+        _experts(name, values, parsed)
+    elif name in LIMITED:
+        _limited(name, values, parsed)
+    elif name in PLANNED:
+        _planned(name, values, parsed)
+    elif what is not None:
+        parsed.problems.append(f"{' '.join([name, *values])[:MAX_ECHOED]}: {what} is not part of gptpar; leave it out.")
+    else:
+        near = MEANT.get(name) or _mistyped(name, parser)
+        hint = f"; did you mean {near}?" if near else "; see --help for the flags there are."
+        parsed.problems.append(f"unknown flag {name}{hint}")
+        if "." in (meant := parser.dest_of(near)):  # what was meant is not missing as well
+            parsed.refused.add(meant)
 
 
 def _mistyped(name: str, parser: Parser) -> str | None:
@@ -159,7 +170,7 @@ def _accepted(name: str, values: Sequence[str], parsed: ParsedFlags) -> None:
     """A flag on which nothing depends."""
     wanted, why = ACCEPTED[name]
     parsed.without_effect.append(f"{name}: {why}")
-    if len(values) != wanted:
+    if wanted not in (ANY_NUMBER, len(values)):
         parsed.problems.append(f"{name} takes {wanted} value(s), {len(values)} given.")
 
 

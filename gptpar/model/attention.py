@@ -1,4 +1,4 @@
-"""Causal self-attention: projections, grouped queries, rotary positions, query and key norms, output gate.
+"""Causal self-attention: projections, grouped queries, rotary positions or distances, query and key norms, output gate.
 
 Legend: B batch, S sequence, N = B x S tokens, D model width, G key/value heads ("groups"), Q query heads of one group,
 K head width.
@@ -19,10 +19,10 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.bias_gradient import heads_and_gate, split_heads
 from gptpar.model.core_attention import AttentionDropout, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
-from gptpar.model.flops import qkv_width, query_width
+from gptpar.model.flops import DISTANCE_CHANNELS, qkv_width, query_width
 from gptpar.model.linear import Linears, Reader, rotated_width
 from gptpar.model.mup import attention_scale
-from gptpar.model.norm import WidthRMSNorm, make_norm, norm_over_width
+from gptpar.model.norm import WidthRMSNorm, make_norm, norm_arguments, norm_over_width
 from gptpar.tensor_parallel import TensorAxis
 
 
@@ -44,6 +44,61 @@ def rotate(x_BHSK: torch.Tensor, positions_BS: torch.Tensor | None, rotated: int
     cos, sin = angles_B1SR.cos().to(x_BHSK.dtype), angles_B1SR.sin().to(x_BHSK.dtype)
     first, second, rest = x_BHSK.split([rotated // 2, rotated // 2, x_BHSK.shape[-1] - rotated], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+_DIGITS, _BASE = 3, 256
+"""Of a token's position in ALiBi's channels; positions up to 16 million."""
+
+
+def head_slopes(first: int, count: int, num_heads: int, device: torch.device) -> torch.Tensor:
+    """slopes_H of consecutive heads (Press et al. 2022), fp64.
+
+    With p the largest power of two up to the number of heads, head i < p has the slope 2^(-8 (i + 1) / p), and head
+    p + k has 2^(-4 (2 k + 1) / p).
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    heads_H = torch.arange(first, first + count, dtype=torch.float64, device=device)
+    exponents_H = torch.where(heads_H < power, 8 * (heads_H + 1) / power, 4 * (2 * (heads_H - power) + 1) / power)
+    return torch.exp2(-exponents_H)
+
+
+def with_distances(
+    q_BHSK: torch.Tensor,
+    k_BGSK: torch.Tensor,
+    v_BGSK: torch.Tensor,
+    positions_BS: torch.Tensor | None,
+    slopes_H: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values with ``DISTANCE_CHANNELS`` more channels, so that any attention kernel computes ALiBi.
+
+    To the score of a query at position i and a key at position j, the channels add ``slope * j``. Softmax does not
+    change when a row's scores change by the same number, so this equals ALiBi's ``slope * (j - i)``. A key's channels
+    are the position's digits, which 16 bits hold exactly. A query's are the slope and the error of its rounding. The
+    values' channels are zero; the caller drops them from the output.
+
+    Args:
+        positions_BS: of each token; ``None``: 0, 1, 2, ...
+        slopes_H: of this rank's query heads.
+        scale: the factor of the scores, by which slopes are divided.
+    """
+    (batch, heads, length, _), dtype = q_BHSK.shape, q_BHSK.dtype
+    positions = torch.arange(length, device=k_BGSK.device)[None] if positions_BS is None else positions_BS
+    wanted_H = slopes_H / scale
+    rounded_H = wanted_H.to(dtype)
+    rest_H = (wanted_H - rounded_H.to(wanted_H.dtype)).to(dtype)
+    of_queries, of_keys = [], []
+    for digit in range(_DIGITS):
+        factor = _BASE ** (digit / 2)  # half of the digit's weight on each side: fp16 ends at 65,504
+        of_queries += [rounded_H * factor, rest_H * factor]
+        of_keys += [((positions // _BASE**digit) % _BASE).to(dtype) * factor] * 2
+    unused = DISTANCE_CHANNELS - len(of_keys)
+    of_queries += [torch.zeros_like(rounded_H)] * unused
+    of_keys += [torch.zeros_like(of_keys[0])] * unused
+    q_more = torch.stack(of_queries, -1)[None, :, None].expand(batch, heads, length, -1)
+    k_more = torch.stack(of_keys, -1)[:, None].expand(batch, k_BGSK.shape[1], length, -1)
+    v_more = torch.zeros_like(k_more)
+    return torch.cat((q_BHSK, q_more), -1), torch.cat((k_BGSK, k_more), -1), torch.cat((v_BGSK, v_more), -1)
 
 
 Attend = Callable[..., torch.Tensor]
@@ -81,6 +136,7 @@ class Attention(nn.Module):
         self.first_group = axis.rank * (config.num_query_groups // axis.size)
         self.window, self.gated, self.recompute_core = window, config.attention_output_gate, recompute_core
         self.axis, self.scale = axis, attention_scale(config)
+        self.has_distances = config.position_embedding_type == "alibi"
         self.attend: Attend = core_attention
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.qkv = linears.column(config.hidden_size, qkv_width(config), bias=qkv_bias, reader=Reader.HEADS)
@@ -126,10 +182,22 @@ class Attention(nn.Module):
         if self.dropout and self.training:
             assert seeds is not None, NO_SEEDS
             dropout = AttentionDropout(self.dropout, seeds, self.first_group, self.num_groups)
-        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, dropout, self.window, self.scale)
+        scale = self.scale
+        if self.has_distances:
+            scale = scale or self.head_width**-0.5  # of the head without the channels for distances
+            slopes_H = self._slopes(q_BHSK)
+            q_BHSK, k_BGSK, v_BGSK = with_distances(q_BHSK, k_BGSK, v_BGSK, positions_BS, slopes_H, scale)
+        y_BHSK = self.attend(q_BHSK, k_BGSK, v_BGSK, document_ids_BS, dropout, self.window, scale)
+        if self.has_distances:
+            y_BHSK = y_BHSK[..., : self.head_width]
         if gate_BHSK is not None:
             y_BHSK = y_BHSK * gate_BHSK.sigmoid()
         return rearrange(y_BHSK, "b h s k -> (b s) (h k)")
+
+    def _slopes(self, q_BHSK: torch.Tensor) -> torch.Tensor:
+        """slopes_H of this rank's query heads."""
+        first = self.first_group * self.queries_per_group
+        return head_slopes(first, q_BHSK.shape[1], self.num_groups * self.queries_per_group, q_BHSK.device)
 
     def _normed(self, q_BHSK: torch.Tensor, k_BGSK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys, normalised if the model normalises them."""
@@ -148,11 +216,12 @@ def _norms(config: ModelConfig, axis: TensorAxis) -> tuple[nn.Module | None, nn.
     """The norms of queries and of keys; ``None`` if the model has none."""
     if not config.qk_layernorm:
         return None, None
-    kind, width, eps = config.normalization, config.kv_channels, config.norm_epsilon
+    width = config.kv_channels
     if config.qk_layernorm_scope == "width":
+        how = norm_arguments(config)
         return (
-            WidthRMSNorm(config.num_attention_heads * width, eps=eps, axis=axis),
-            WidthRMSNorm(config.num_query_groups * width, eps=eps, axis=axis),
+            WidthRMSNorm(config.num_attention_heads * width, axis=axis, **how),
+            WidthRMSNorm(config.num_query_groups * width, axis=axis, **how),
         )
-    norm = partial(make_norm, kind, width, eps, axis.gradient_inside_layers)
+    norm = partial(make_norm, config, width, axis.gradient_inside_layers)
     return norm(), norm()

@@ -90,8 +90,7 @@ class Block(nn.Module):
         self.parallel, before, after = config.use_parallel_residual, *PLACEMENTS[config.norm_placement]
         fused = config.normalization == "LayerNorm" and "layernorm" not in recompute_modules and not self.parallel
         linears = Linears(config, axis, residual_norm=fused and before and not after)
-        width, eps = config.hidden_size, config.norm_epsilon
-        norm = partial(make_norm, config.normalization, width, eps, axis.gradient_between_layers)
+        norm = partial(make_norm, config, config.hidden_size, axis.gradient_between_layers)
         self.attention_norm = norm(residual=fused) if before else None
         self.attention = Attention(linears, window=window, recompute_core="core_attn" in recompute_modules)
         self.attention_post_norm = norm() if after else None

@@ -16,6 +16,7 @@ from gptpar.config import ModelConfig
 from gptpar.kernels.plain_loss import CROSS_ENTROPY, LossTerms, capped
 from gptpar.model import mup
 from gptpar.model.dropout import EMBEDDINGS, HiddenDropout, LayerSeeds
+from gptpar.model.norm import make_norm
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 from gptpar.tensor_parallel.collectives import copy_to, gather_tokens
 from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, losses_of_tokens
@@ -24,15 +25,17 @@ from gptpar.topology.placement import REPLICATED, ParameterSpec
 
 
 class PositionEmbedding(nn.Module):
-    """Adds learned position embeddings if the model has them, then applies dropout."""
+    """Normalises token embeddings and adds learned position embeddings, if the model does that; then dropout."""
 
     def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE):
         super().__init__()
         self.axis = axis
+        between = axis.gradient_between_layers
+        self.norm = make_norm(config, config.hidden_size, between) if config.embed_layernorm else None
         self.weight: nn.Parameter | None = None
         if config.position_embedding_type == "learned_absolute":
             init = Normal(config.init_method_std)
-            self.declared = {"weight": ParameterSpec(init, REPLICATED, axis.gradient_between_layers)}
+            self.declared = {"weight": ParameterSpec(init, REPLICATED, between)}
             self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.dropout = HiddenDropout(config.hidden_dropout, EMBEDDINGS, axis)
 
@@ -40,6 +43,8 @@ class PositionEmbedding(nn.Module):
         self, x_ND: torch.Tensor, positions_BS: torch.Tensor | None, seq_length: int, seeds: LayerSeeds | None = None
     ) -> torch.Tensor:
         """Returns y_ND; with dropout, training needs the layer's seeds."""
+        if self.norm is not None:
+            x_ND = self.norm(x_ND)
         if self.weight is not None:
             x_ND = self._add(self.weight, x_ND, positions_BS, seq_length)
         return self.dropout(x_ND, seeds)

@@ -33,6 +33,18 @@ def gated_width(model: ModelConfig) -> int:
     return 2 * query_width(model) if model.attention_output_gate else 0
 
 
+DISTANCE_CHANNELS = 8
+"""Channels that ALiBi adds to a head (:mod:`gptpar.model.attention`): kernels take multiples of eight."""
+
+
+def distance_width(model: ModelConfig) -> int:
+    """Width of the activations that ALiBi adds: channels of queries, keys, values and output, and the output itself."""
+    if model.position_embedding_type != "alibi":
+        return 0
+    heads = 2 * model.num_attention_heads + 2 * model.num_query_groups
+    return DISTANCE_CHANNELS * heads + query_width(model)
+
+
 def num_norms(model: ModelConfig) -> int:
     """Number of norms of hidden states in a block."""
     return 4 if model.norm_placement == "peri" else 2

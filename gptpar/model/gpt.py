@@ -12,7 +12,7 @@ from gptpar.model.dropout import seeds_field
 from gptpar.model.ends import Logits, OutputLayer, PositionEmbedding, output_and_loss
 from gptpar.model.flops import block_flops, head_flops, window_of
 from gptpar.model.layer_spec import LayerSpec, TiedLayerSpec
-from gptpar.model.norm import NORMS
+from gptpar.model.norm import NORMS, norm_arguments
 from gptpar.model.spec import ModelLayer, ModelSpec
 from gptpar.tensor_parallel import ALONE, TensorAxis, VocabParallelEmbedding
 
@@ -61,8 +61,8 @@ def _layers(config: ModelConfig, axis: TensorAxis, recompute_modules: frozenset[
                 number += 1
             case Role.FINAL_NORM:
                 norm, gradient = NORMS[config.normalization], axis.gradient_between_layers
-                width, eps = config.hidden_size, config.norm_epsilon
-                yield ModelLayer(role, LayerSpec(norm, width, eps=eps, gradient=gradient, name="final_norm"))
+                how = norm_arguments(config)
+                yield ModelLayer(role, LayerSpec(norm, config.hidden_size, gradient=gradient, **how, name="final_norm"))
             case Role.LM_HEAD:
                 yield ModelLayer(role, _head(config, axis), head_flops(config))
 

@@ -79,8 +79,9 @@ class Linears:
     def _is_summed_by(self, reader: Reader) -> bool:
         config = self.config
         match reader:
-            case Reader.HEADS:  # rotary positions, norms and gates merge the heads' gradients in kernels of their own
-                return not (rotated_width(config) or config.qk_layernorm or config.attention_output_gate)
+            case Reader.HEADS:  # positions, norms and gates merge the heads' gradients in kernels of their own
+                positions = config.position_embedding_type in ("rope", "alibi")
+                return not (positions or config.qk_layernorm or config.attention_output_gate)
             case Reader.ACTIVATION:
                 return not config.swiglu and config.mlp_activation == "gelu_tanh"
             case Reader.STREAM:  # dropout in between would leave the bias only a part of the stream's gradient

@@ -8,7 +8,7 @@ scaled_dot_product_attention), which stores no s x s matrix.
 from __future__ import annotations
 
 from gptpar.config import ModelConfig
-from gptpar.model.flops import gated_width, normed_width, num_norms, qkv_width, query_width
+from gptpar.model.flops import distance_width, gated_width, normed_width, num_norms, qkv_width, query_width
 
 
 def layer_activation_bytes_per_token(
@@ -36,6 +36,8 @@ def layer_activation_bytes_per_token(
     replicated = inputs * h * size + (2 * h if has_dropout else 0)
     mlp = model.ffn_hidden_size * (3 if model.swiglu else 2)
     # A norm of queries and keys keeps its input, attention its output.
-    split = (qkv_width(model) + normed_width(model) + query_width(model) + gated_width(model) + mlp) * size
+    split = (
+        qkv_width(model) + normed_width(model) + query_width(model) + gated_width(model) + distance_width(model) + mlp
+    ) * size
     replicas = tensor_parallel if sequence_parallel else 1
     return replicated / replicas + split / tensor_parallel

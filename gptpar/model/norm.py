@@ -3,40 +3,61 @@
 Every tensor rank holds their parameters whole, except those of the norm over all heads. The builder of a norm says how
 its gradient is placed, which depends on what it normalises (:class:`~gptpar.tensor_parallel.axis.TensorAxis`).
 
+With ``--apply-layernorm-1p`` the parameter ``weight`` is the factor less one. It begins at 0, where 16-bit numbers are
+dense, and weight decay pulls the factor towards 1.
+
 Legend: B batch, S sequence, H query heads and G key heads of this rank, K head width.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gptpar.config import ModelConfig
 from gptpar.kernels.residual_norm import residual_norm
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.linear_ops import sum_over_ranks
 from gptpar.topology.initial_values import Constant
-from gptpar.topology.placement import REPLICATED, SAME, Gradient, ParameterSpec
+from gptpar.topology.placement import REPLICATED, SAME, Gradient, ParameterSpec, Value
 
 
-class LayerNorm(nn.Module):
+class Norm(nn.Module):
+    """The weight of a norm.
+
+    Args:
+        length: elements of the weight on this rank.
+        value, gradient: the weight's placement.
+        eps: added to the variance.
+        from_one: whether the parameter is the factor less one.
+    """
+
+    def __init__(self, length: int, value: Value, gradient: Gradient, *, eps: float, from_one: bool):
+        super().__init__()
+        self.declared = {"weight": ParameterSpec(Constant(0.0 if from_one else 1.0), value, gradient)}
+        self.eps, self.from_one = eps, from_one
+        self.weight = nn.Parameter(torch.empty(length))
+
+    @property
+    def factor(self) -> torch.Tensor:
+        """What normalised numbers are multiplied by."""
+        return self.weight + 1 if self.from_one else self.weight
+
+
+class LayerNorm(Norm):
     """Layer normalisation (Ba et al. 2016) over the last dimension, with weight and bias."""
 
-    def __init__(self, width: int, *, eps: float, gradient: Gradient):
-        super().__init__()
-        self.declared = {
-            "weight": ParameterSpec(Constant(1.0), REPLICATED, gradient),
-            "bias": ParameterSpec(Constant(0.0), REPLICATED, gradient),
-        }
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width))
+    def __init__(self, width: int, *, eps: float, gradient: Gradient, from_one: bool = False):
+        super().__init__(width, REPLICATED, gradient, eps=eps, from_one=from_one)
+        self.declared["bias"] = ParameterSpec(Constant(0.0), REPLICATED, gradient)
         self.bias = nn.Parameter(torch.empty(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as ``x``."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.factor, self.bias, self.eps)
 
 
 class ResidualLayerNorm(LayerNorm):
@@ -51,34 +72,29 @@ class ResidualLayerNorm(LayerNorm):
             added: what is added to the residual stream; ``None``: nothing.
             added_bias: the bias that ``added`` contains, if its gradient is formed here.
         """
-        return residual_norm(x, added, added_bias, self.weight, self.bias, self.eps)
+        return residual_norm(x, added, added_bias, self.factor, self.bias, self.eps)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Norm):
     """Root-mean-square normalisation (Zhang and Sennrich 2019) over the last dimension, with weight."""
 
-    def __init__(self, width: int, *, eps: float, gradient: Gradient):
-        super().__init__()
-        self.declared = {"weight": ParameterSpec(Constant(1.0), REPLICATED, gradient)}
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width))
+    def __init__(self, width: int, *, eps: float, gradient: Gradient, from_one: bool = False):
+        super().__init__(width, REPLICATED, gradient, eps=eps, from_one=from_one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as ``x``."""
-        return F.rms_norm(x, cast(list[int], self.weight.shape), self.weight, self.eps)
+        return F.rms_norm(x, cast(list[int], self.weight.shape), self.factor, self.eps)
 
 
-class WidthRMSNorm(nn.Module):
+class WidthRMSNorm(Norm):
     """RMSNorm over the channels of all heads together (OLMo et al. 2024); each tensor rank has its own heads.
 
     The caller adds up the ranks' sums of squares (:func:`norm_over_width`).
     """
 
-    def __init__(self, width: int, *, eps: float, axis: TensorAxis):
-        super().__init__()
-        self.declared = {"weight": ParameterSpec(Constant(1.0), axis.split(0, width), SAME)}
-        self.width, self.eps = width, eps
-        self.weight = nn.Parameter(torch.empty(width // axis.size))
+    def __init__(self, width: int, *, eps: float, axis: TensorAxis, from_one: bool = False):
+        super().__init__(width // axis.size, axis.split(0, width), SAME, eps=eps, from_one=from_one)
+        self.width = width
 
     def squares(self, x_BHSK: torch.Tensor) -> torch.Tensor:
         """squares_BS: the sum of squares over this rank's channels, in at least 32 bits."""
@@ -91,8 +107,8 @@ class WidthRMSNorm(nn.Module):
             squares_BS: the sum over the channels of all ranks.
         """
         scale_BS = (squares_BS / self.width + self.eps).rsqrt()
-        weight_H1K = self.weight.view(x_BHSK.shape[1], 1, -1)
-        return (x_BHSK * scale_BS[:, None, :, None] * weight_H1K).to(x_BHSK.dtype)
+        factor_H1K = self.factor.view(x_BHSK.shape[1], 1, -1)
+        return (x_BHSK * scale_BS[:, None, :, None] * factor_H1K).to(x_BHSK.dtype)
 
 
 def norm_over_width(
@@ -106,19 +122,26 @@ def norm_over_width(
     return query_norm(q_BHSK, of_queries_BS), key_norm(k_BGSK, of_keys_BS)
 
 
-NORMS: dict[str, type[nn.Module]] = {
+NORMS: dict[str, type[LayerNorm | RMSNorm]] = {
     "LayerNorm": LayerNorm,
     "RMSNorm": RMSNorm,
 }
 """By the names of ``--normalization``."""
 
 
-def make_norm(kind: str, width: int, eps: float, gradient: Gradient, *, residual: bool = False) -> nn.Module:
-    """A norm by its name in ``NORMS``; with ``residual``, LayerNorm becomes a :class:`ResidualLayerNorm`.
+def norm_arguments(config: ModelConfig) -> dict[str, Any]:
+    """What all norms of a model have in common."""
+    return {"eps": config.norm_epsilon, "from_one": config.apply_layernorm_1p}
+
+
+def make_norm(config: ModelConfig, width: int, gradient: Gradient, *, residual: bool = False) -> Norm:
+    """The norm of a model; with ``residual``, LayerNorm becomes a :class:`ResidualLayerNorm`.
 
     Args:
+        width: of what it normalises.
         gradient: what autograd leaves of its parameters' gradients on each tensor rank.
     """
-    if residual and kind == "LayerNorm":
-        return ResidualLayerNorm(width, eps=eps, gradient=gradient)
-    return NORMS[kind](width, eps=eps, gradient=gradient)
+    kind = NORMS[config.normalization]
+    if residual and kind is LayerNorm:
+        kind = ResidualLayerNorm
+    return kind(width, gradient=gradient, **norm_arguments(config))

@@ -29,12 +29,13 @@ class AdamStep:
     beta2: float
     eps: float
     weight_decay: float
+    bias_correction: float
     step: int
     divisor: float = 1.0
 
     def numbers(self) -> UpdateNumbers:
         """The numbers of the update of each element."""
-        how = AdamHyperparameters(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
+        how = AdamHyperparameters(self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, self.bias_correction)
         return step_numbers(how, self.step, self.divisor)
 
 

@@ -10,13 +10,13 @@ The numbers of a step, in fp64, from the gradient's norm and the step's number t
     N1  divisor = loss_scale * max(1, (norm + 1e-6) / max_norm)         (clipping; max_norm 0: loss_scale)
     N2  scale   = 1 / divisor
     N3  rest1   = 1 - beta1,  rest2 = 1 - beta2,  decay = 1 - lr * weight_decay
-    N4  root    = sqrt(1 - power(beta2, t))
+    N4  root    = sqrt(1 - bias_correction * power(beta2, t))
     N5  floor   = eps * root
-    N6  size    = (lr * root) / (1 - power(beta1, t))
+    N6  size    = (lr * root) / (1 - bias_correction * power(beta1, t))
 
 ``power(b, t)`` (:func:`~gptpar.optim.elementwise.power`) multiplies those of b, b^2, b^4, ... whose binary digit in t
-is 1, from the lowest digit on. Each number is then rounded once to the dtype of the master weights. The elements are
-updated in that dtype::
+is 1, from the lowest digit on. ``bias_correction`` is 1, or 0 to take the moments as they are. Each number is then
+rounded once to the dtype of the master weights. The elements are updated in that dtype::
 
     E1  g = grad * scale
     E2  m = m + rest1 * (g - m)
@@ -51,6 +51,7 @@ class AdamHyperparameters(NamedTuple):
     beta2: float
     eps: float
     weight_decay: float
+    bias_correction: float = 1.0
 
 
 class UpdateNumbers(NamedTuple):
@@ -72,8 +73,8 @@ class UpdateNumbers(NamedTuple):
 
 def step_numbers(how: AdamHyperparameters, step: int, divisor: float) -> UpdateNumbers:
     """N2 to N6 in fp64."""
-    root = math.sqrt(1 - power(how.beta2, step))
-    size = how.lr * root / (1 - power(how.beta1, step))
+    root = math.sqrt(1 - how.bias_correction * power(how.beta2, step))
+    size = how.lr * root / (1 - how.bias_correction * power(how.beta1, step))
     decay = 1 - how.lr * how.weight_decay
     return UpdateNumbers(1 / divisor, 1 - how.beta1, how.beta2, 1 - how.beta2, how.eps * root, size, decay)
 
@@ -85,8 +86,8 @@ def numbers(how: Any, step: Tensor) -> tuple[Tensor, ...]:
         how: :class:`AdamHyperparameters` as fp64 scalar tensors; ``step`` is one, too.
     """
     one = torch.ones_like(step)
-    root = square_root(one - power_of_tensor(how.beta2, step))
-    size = how.lr * root / (one - power_of_tensor(how.beta1, step))
+    root = square_root(one - how.bias_correction * power_of_tensor(how.beta2, step))
+    size = how.lr * root / (one - how.bias_correction * power_of_tensor(how.beta1, step))
     return one - how.beta1, how.beta2, one - how.beta2, how.eps * root, size
 
 

@@ -64,9 +64,9 @@ class TritonAdam:
     """Updates vectors on a GPU with Triton kernels: one computes a step's numbers, the other updates vectors."""
 
     def __init__(self, device: torch.device):
-        self._given = torch.zeros(8, dtype=torch.float64, device=device)
+        self._given = torch.zeros(9, dtype=torch.float64, device=device)
         self._places = self._given.unbind()
-        self._filled: tuple[float, ...] = (0.0,) * 8
+        self._filled: tuple[float, ...] = (0.0,) * 9
         self._numbers = torch.zeros(gpu.adam.NUM_NUMBERS, device=device)
 
     def begin_step(

@@ -118,13 +118,17 @@ class ElementwiseOptimizer:
         Args:
             flags: the configuration's section, with the fields that :attr:`flags` names.
         """
-        values = {field: getattr(flags, flag) for field, flag in self._own.items()}
+        values = {field: float(getattr(flags, flag)) for field, flag in self._own.items()}
         found: Hyperparameters = self.hyperparameters(lr=lr, weight_decay=weight_decay, **values)
         return found
 
     def of_group(self, group: Mapping[str, Any]) -> Hyperparameters:
-        """The hyperparameters of a torch parameter group: its ``betas`` is a pair, and any value may be a tensor."""
-        values = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | dict(group)
+        """The hyperparameters of a torch parameter group: its ``betas`` is a pair, and any value may be a tensor.
+
+        A group need not have a hyperparameter with a default.
+        """
+        pair = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+        values = self.hyperparameters._field_defaults | pair | dict(group)
         found: Hyperparameters = self.hyperparameters(*(float(values[name]) for name in self.hyperparameters._fields))
         return found
 

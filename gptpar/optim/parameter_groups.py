@@ -1,8 +1,8 @@
 """A GPT's parameter groups: what each parameter's learning rate and weight decay are multiplied by.
 
 Matrices decay, biases and vectors do not (Megatron's rule). ``--lr-override`` and ``--weight-decay-override`` give
-other factors by name, and muP scales learning rates (:mod:`gptpar.model.mup`). The parameters of a group have the same
-two factors.
+other factors by name, and muP scales learning rates (:mod:`gptpar.model.mup`). ``--decoupled-lr`` is the rate of the
+token embedding and the output layer. The parameters of a group have the same rate and factors.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ class GroupFactors(NamedTuple):
 
     lr: float = 1.0
     weight_decay: float = 1.0
+    is_decoupled: bool = False
+    """Whether the learning rate is that of the token embedding and the output layer."""
+
+    @property
+    def rate(self) -> tuple[float, bool]:
+        """What the learning rate follows from."""
+        return self.lr, self.is_decoupled
 
 
 class ParameterGroups:
@@ -49,8 +56,10 @@ class ParameterGroups:
         self._lr_overrides = [read_override(word) for word in optimizer.lr_override or ()]
         self._decay_overrides = [read_override(word) for word in optimizer.weight_decay_override or ()]
         self._blocks = frozenset(model.names(Role.BLOCK))
+        ends = (*model.names(Role.EMBEDDING), *model.names(Role.LM_HEAD))
+        self._decoupled = frozenset(ends if optimizer.decoupled_lr is not None else ())
         self.factors = [GroupFactors(), GroupFactors(weight_decay=0.0)]
-        if not (self._lr_overrides or self._decay_overrides or config.model.mup):
+        if not (self._lr_overrides or self._decay_overrides or config.model.mup or self._decoupled):
             return
         names = dict(_parameters(model.specs))
         self._require_matches(list(names))
@@ -67,26 +76,37 @@ class ParameterGroups:
         groups: list[list[int]] = [[number] for number, one in enumerate(self.factors) if one.weight_decay]
         for number, one in enumerate(self.factors):
             if not one.weight_decay:
-                family = next((family for family in groups if self.factors[family[0]].lr == one.lr), None)
+                family = next((family for family in groups if self.factors[family[0]].rate == one.rate), None)
                 groups.append([number]) if family is None else family.append(number)
         return tuple(tuple(family) for family in groups)
 
     def hyperparameters(
-        self, optimizer: ElementwiseOptimizer, flags: OptimizerConfig, lr: float, weight_decay: float
+        self,
+        optimizer: ElementwiseOptimizer,
+        flags: OptimizerConfig,
+        lr: float,
+        weight_decay: float,
+        decoupled_lr: float | None = None,
     ) -> tuple[Hyperparameters, ...]:
         """A step's hyperparameters, by group.
 
         Args:
             lr, weight_decay: as the schedules say.
+            decoupled_lr: of the token embedding and the output layer; ``None``: as ``lr``.
         """
-        return tuple(optimizer.configured(flags, lr * one.lr, weight_decay * one.weight_decay) for one in self.factors)
+        rates = {False: lr, True: lr if decoupled_lr is None else decoupled_lr}
+        return tuple(
+            optimizer.configured(flags, rates[one.is_decoupled] * one.lr, weight_decay * one.weight_decay)
+            for one in self.factors
+        )
 
     def _factors(self, name: str, num_dims: int) -> GroupFactors:
         is_matrix = num_dims > 1 and not name.endswith(".bias")
         in_block = any(name.startswith(f"{block}.") for block in self._blocks) if self._model.mup else False
         lr = _last_match(self._lr_overrides, name, 1.0)
         decay = _last_match(self._decay_overrides, name, 1.0 if is_matrix else 0.0)
-        return GroupFactors(lr * mup.learning_rate_multiplier(self._model, in_block, is_matrix), decay)
+        is_end = any(name.startswith(f"{layer}.") for layer in self._decoupled)
+        return GroupFactors(lr * mup.learning_rate_multiplier(self._model, in_block, is_matrix), decay, is_end)
 
     def _require_matches(self, names: Sequence[str]) -> None:
         flags = {"--lr-override": self._lr_overrides, "--weight-decay-override": self._decay_overrides}

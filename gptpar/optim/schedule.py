@@ -8,7 +8,7 @@ DeepSpeed configuration goes before all this; it counts steps, which follow from
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gptpar.config import Config
 from gptpar.config.batch_sizes import BatchSizes
@@ -24,6 +24,8 @@ class Schedule:
         in_tokens: whether lengths are tokens; else they are samples.
         warmup, decay, wsd_tail: lengths of the learning rate's phases.
         total: length of the run; the weight decay grows over it.
+        decoupled_max, decoupled_min: peak and lowest rate of the token embedding and the output layer; ``None``: they
+            have no rate of their own.
         scheduler: DeepSpeed's, with its ``type``, its ``params`` and the run's ``batch_sizes``; plain values of JSON.
     """
 
@@ -41,6 +43,8 @@ class Schedule:
     total: float
     in_tokens: bool
     scheduler: dict | None = None
+    decoupled_max: float | None = None
+    decoupled_min: float | None = None
 
     def learning_rate(self, progress: float) -> float:
         """The rate for a step that starts after ``progress`` samples (or tokens)."""
@@ -55,6 +59,12 @@ class Schedule:
         if self.style == "inverse-square-root":
             return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1) / max(progress, 1)))
         return self.min_lr + self._coefficient(progress) * (self.max_lr - self.min_lr)
+
+    def decoupled_rate(self, progress: float) -> float:
+        """The rate of the token embedding and the output layer."""
+        if self.decoupled_max is None or self.decoupled_min is None:
+            return self.learning_rate(progress)
+        return replace(self, max_lr=self.decoupled_max, min_lr=self.decoupled_min).learning_rate(progress)
 
     def _coefficient(self, progress: float) -> float:
         if self.style == "WSD":
@@ -116,6 +126,12 @@ def make_schedule(config: Config, train_samples: int) -> Schedule:
         total=lengths.total,
         in_tokens=lengths.in_tokens,
         scheduler=_scheduler(config),
+        decoupled_max=o.decoupled_lr,
+        decoupled_min=None
+        if o.decoupled_lr is None
+        else o.min_lr
+        if o.decoupled_min_lr is None
+        else o.decoupled_min_lr,
     )
 
 

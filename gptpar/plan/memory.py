@@ -14,7 +14,7 @@ from operator import mul
 from gptpar.config.roles import Role
 from gptpar.engine.ranges import Home
 from gptpar.engine.reducer import MAX_IN_FLIGHT
-from gptpar.model.flops import gated_width, normed_width, num_norms, window_of
+from gptpar.model.flops import distance_width, gated_width, normed_width, num_norms, window_of
 from gptpar.model.memory import layer_activation_bytes_per_token
 from gptpar.offload.copying_transfers import copying_bytes, max_bytes_waiting
 from gptpar.offload.transfers import RING_BYTES
@@ -269,7 +269,9 @@ def block_bytes_per_token(job: Job) -> float:
     if job.config.recompute.recompute_granularity == "selective":
         modules = job.config.recompute.recompute_modules
         if "core_attn" in modules:
-            forgotten += ((normed_width(shape) + gated_width(shape)) * size + head_norms) / job.layout.tensor
+            forgotten += (
+                (normed_width(shape) + gated_width(shape) + distance_width(shape)) * size + head_norms
+            ) / job.layout.tensor
         if "mlp" in modules:
             forgotten += shape.ffn_hidden_size * (3 if shape.swiglu else 2) * size / job.layout.tensor
         if "layernorm" in modules:

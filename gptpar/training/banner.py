@@ -75,6 +75,8 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
     kind = "SwiGLU" if m.swiglu else ACTIVATIONS[m.mlp_activation]
     norm = f"{m.normalization}{' (queries and keys, too)' if m.qk_layernorm else ''}"
     rows = f"padded to a multiple of {m.make_vocab_size_divisible_by}"
+    if m.pad_vocab_size_to is not None:
+        rows = "padded by --pad-vocab-size-to"
     if config.checkpoint.load_hf:
         rows = "and the rows of --load-hf"
     pad = f"{vocabulary.size:,} token ids, {rows}"
@@ -97,6 +99,10 @@ def _model(config: Config, vocabulary: Vocabulary) -> list[Row]:
 
 def _options(m: ModelConfig) -> Iterator[str]:
     """What few models have, in words."""
+    if m.apply_layernorm_1p:
+        yield "weights of norms less one"
+    if m.embed_layernorm:
+        yield "normalised embeddings"
     if m.norm_placement != "pre":
         yield f"norms {'after' if m.norm_placement == 'post' else 'before and after'} attention and MLP"
     if m.use_parallel_residual:
@@ -151,7 +157,11 @@ def _rates(optimizer: OptimizerConfig) -> str:
     """The schedule in a few words."""
     if optimizer.scheduler is not None:
         return f"{optimizer.lr}, DeepSpeed's {optimizer.scheduler['type']}"
-    return f"{optimizer.lr} to {optimizer.min_lr}, {optimizer.lr_decay_style}"
+    rates = f"{optimizer.lr} to {optimizer.min_lr}"
+    if optimizer.decoupled_lr is not None:
+        lowest = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        rates += f" (embedding and output layer {optimizer.decoupled_lr} to {lowest})"
+    return f"{rates}, {optimizer.lr_decay_style}"
 
 
 def _last_rate(config: Config, plan: BatchPlan) -> str:

@@ -66,7 +66,13 @@ def with_vocabulary(config: Config, vocabulary: Vocabulary) -> Config:
                 f"{rows:,} rows for them: give the model's own tokenizer"
             )
         return config
-    padded = padded_vocab(vocabulary.size, config.model.make_vocab_size_divisible_by)
+    wanted = config.model.pad_vocab_size_to
+    if wanted is not None and vocabulary.size > wanted:
+        raise DataError(
+            f"the tokenizer has {vocabulary.size:,} ids and --pad-vocab-size-to {wanted} leaves no rows for "
+            f"{vocabulary.size - wanted:,} of them: raise it"
+        )
+    padded = padded_vocab(vocabulary.size, config.model.make_vocab_size_divisible_by, wanted)
     return config.update("model", padded_vocab_size=padded)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -258,7 +259,12 @@ class Run:
         """Whether this process was asked to stop, or its time is over."""
         limit = self.config.batch.exit_duration_in_mins
         late = limit is not None and (time.time() - self.started) / 60 > limit
-        return late or self.request.signal is not None
+        return late or self.request.signal is not None or self._is_switched_off()
+
+    def _is_switched_off(self) -> bool:
+        """Whether the file of ``--kill-switch-path`` is there; the main process looks."""
+        path = self.config.batch.kill_switch_path
+        return path is not None and self.trainer.topology.is_main and os.path.exists(path)
 
     def is_to_stop(self) -> bool:
         """Whether any process was asked to stop. A signal may reach some processes only: all must ask, and agree."""
@@ -356,7 +362,7 @@ class Run:
 
     def _keeps_all(self) -> bool:
         """While steps are skipped: the weights may be broken, and an older checkpoint the last good one."""
-        if self.config.checkpoint.keep_checkpoints is None or not self.skipped_in_a_row:
+        if self.config.checkpoint.num_kept is None or not self.skipped_in_a_row:
             return False
         if not self.told_that_all_are_kept:
             self.say(

@@ -37,7 +37,8 @@ _BY_RULE = {
         "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
         "model.kv_channels model.max_position_embeddings model.position_embedding_type model.rotary_base "
         "model.rotary_percent model.normalization model.norm_epsilon model.qk_layernorm model.swiglu "
-        "model.norm_placement model.use_parallel_residual model.qk_layernorm_scope model.attention_output_gate "
+        "model.apply_layernorm_1p model.embed_layernorm model.norm_placement "
+        "model.use_parallel_residual model.qk_layernorm_scope model.attention_output_gate "
         "model.window_size model.window_pattern model.mlp_activation model.logit_softcap "
         "model.mup model.mup_base_hidden_size model.mup_base_kv_channels "
         "model.add_bias_linear model.add_qkv_bias model.untie_embeddings_and_output_weights model.padded_vocab_size "
@@ -56,7 +57,8 @@ _BY_RULE = {
     Rule.ELSEWHERE: (
         "data.data_sharding data.data_path data.train_data_path data.valid_data_path data.test_data_path "
         "batch.train_iters batch.train_samples batch.batch_sizes batch.sample_limit "
-        "optimizer.lr optimizer.min_lr optimizer.lr_decay_style optimizer.lr_decay_iters optimizer.lr_decay_samples "
+        "optimizer.decoupled_lr optimizer.decoupled_min_lr optimizer.lr optimizer.min_lr "
+        "optimizer.lr_decay_style optimizer.lr_decay_iters optimizer.lr_decay_samples "
         "optimizer.lr_decay_tokens optimizer.lr_warmup_fraction optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.lr_warmup_tokens optimizer.lr_warmup_init optimizer.lr_wsd_decay_style optimizer.lr_wsd_decay_iters "
         "optimizer.lr_wsd_decay_samples optimizer.weight_decay optimizer.start_weight_decay "
@@ -66,14 +68,14 @@ _BY_RULE = {
     ),
     Rule.FREE: (
         # shapes what a field above says; of the initial weights
-        "model.make_vocab_size_divisible_by model.init_method_std "
+        "model.make_vocab_size_divisible_by model.pad_vocab_size_to model.init_method_std "
         "data.data_cache_path data.num_workers data.override_data "
         "batch.train_iters_needed "
-        "batch.micro_batch_size batch.exit_interval batch.exit_duration_in_mins "
+        "batch.micro_batch_size batch.exit_interval batch.exit_duration_in_mins batch.kill_switch_path "
         "optimizer.override_opt_param_scheduler optimizer.use_checkpoint_opt_param_scheduler "
         # how a dynamic loss scale moves is the run's; where it stands is the checkpoint's
         "precision.initial_loss_scale precision.min_loss_scale precision.loss_scale_window precision.hysteresis "
-        "precision.compile precision.cuda_graph"
+        "precision.compile precision.cuda_graph precision.deterministic_mode"
     ),
 }
 RULES: dict[str, Rule] = {

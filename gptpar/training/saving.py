@@ -37,7 +37,7 @@ class Target:
     Attributes:
         interval: steps between checkpoints; ``None``: none.
         minutes: between checkpoints; ``None``: none.
-        keep: see ``save_checkpoint``.
+        keep, retain: see ``save_checkpoint``.
         permit: see ``save_checkpoint``.
         ring: of the machines, where each has this folder for itself.
         saved_at: the last iteration that was saved here, or is being saved.
@@ -49,6 +49,7 @@ class Target:
     interval: int | None
     minutes: float | None
     keep: int | None
+    retain: int | None = None
     permit: Permit | None = None
     in_memory: bool = False
     ring: Ring | None = None
@@ -79,7 +80,13 @@ def targets_of(config: CheckpointConfig) -> list[Target]:
     """The folders of a configuration, the one that all machines share first."""
     if config.save is None:
         return []
-    shared = Target(Path(config.save), config.save_interval, config.save_interval_minutes, config.keep_checkpoints)
+    shared = Target(
+        Path(config.save),
+        config.save_interval,
+        config.save_interval_minutes,
+        config.num_kept,
+        config.save_retain_interval,
+    )
     if config.save_local is None:
         return [shared]
     local = config.save_local_interval, config.save_local_interval_minutes
@@ -196,7 +203,12 @@ class Saving:
         tensors = resume.tensors_to_save(trainer)
         meta = resume.meta_of(trainer, progress, self._inputs)
         permit = target.permit or (lambda: None)
-        keeping: dict[str, Any] = {"keep": None if keep_all else target.keep, "permit": permit, "ring": target.ring}
+        keeping: dict[str, Any] = {
+            "keep": None if keep_all else target.keep,
+            "retain": target.retain,
+            "permit": permit,
+            "ring": target.ring,
+        }
         write = partial(save_checkpoint, target.folder, iteration, tensors, meta, **keeping)
         save = Save(
             target.folder,

@@ -143,7 +143,13 @@ class Trainer:
     def _hyperparameters(self, progress: float) -> tuple[Hyperparameters, ...]:
         """A step's, by parameter group."""
         lr, weight_decay = self.schedule.learning_rate(progress), self.schedule.weight_decay(progress)
-        groups = self._groups.hyperparameters(self.engine.optimizer.optimizer, self.config.optimizer, lr, weight_decay)
+        groups = self._groups.hyperparameters(
+            self.engine.optimizer.optimizer,
+            self.config.optimizer,
+            lr,
+            weight_decay,
+            self.schedule.decoupled_rate(progress),
+        )
         if (betas := self.schedule.betas(progress)) is None:
             return groups
         own = dict(zip(("beta1", "beta2"), betas, strict=True))

@@ -63,7 +63,7 @@ UPDATE = [
     Mutation(
         "first-moment-without-bias-correction",
         DEFINITION,
-        "size = how.lr * root / (1 - power(how.beta1, step))",
+        "size = how.lr * root / (1 - how.bias_correction * power(how.beta1, step))",
         "size = how.lr * root",
         (NUMBERS,),
     ),
@@ -91,8 +91,8 @@ UPDATE = [
     Mutation(
         "power-by-the-library",
         DEFINITION,
-        "root = square_root(one - power_of_tensor(how.beta2, step))",
-        "root = square_root(one - how.beta2.float() ** step.float())",
+        "root = square_root(one - how.bias_correction * power_of_tensor(how.beta2, step))",
+        "root = square_root(one - how.bias_correction * how.beta2.float() ** step.float())",
         (NUMBERS,),
     ),
     Mutation(

@@ -37,6 +37,7 @@ CASES = [
 UNEVEN = [*WORDS, "--vocab-size", "98", "--make-vocab-size-divisible-by", "2"]
 FEW = [*WORDS, "--global-batch-size", "2"]
 DROPOUT = [*WORDS, "--num-layers", "4", "--hidden-dropout", "0.2", "--attention-dropout", "0.3"]
+BLOOM = [*WORDS, *MODELS["bloom"].split()]
 LLAMA = [*WORDS, *MODELS["llama"].split()]
 SINGLE = [
     (UNEVEN, case(Layout(tensor=4))),  # shares of 24, 25, 24 and 25 rows
@@ -54,6 +55,9 @@ SINGLE = [
             *VARIANTS["CPU optimizer 0.6"],
         ),
     ),
+    (BLOOM, case(Layout(tensor=4), "--sequence-parallel", *VARIANTS["CPU optimizer 0.6"])),
+    (BLOOM, case(Layout(data=2, tensor=2), "--zero-stage", "3", *VARIANTS["selective"])),
+    (BLOOM, case(Layout(data=2, pipeline=2), "--zero-stage", "1", *VARIANTS["all on the CPU"])),
     (LLAMA, case(Layout(tensor=4), *VARIANTS["CPU optimizer 0.6"])),
     (LLAMA, case(Layout(data=2, tensor=2), "--zero-stage", "2", "--sequence-parallel", *VARIANTS["selective"])),
     (
@@ -104,14 +108,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Outcome, Ou
     torch.set_num_threads(1)
     try:
         alone = run_alone(WORDS, folder / "0")
-        single = {id(words): run_alone(words) for words in (UNEVEN, FEW, DROPOUT, LLAMA)}
+        single = {id(words): run_alone(words) for words in (UNEVEN, FEW, DROPOUT, BLOOM, LLAMA)}
         wanted = [alone] * len(CASES) + [single[id(words)] for words, _ in SINGLE]
     finally:
         torch.set_num_threads(threads)
     return list(zip(spawn(run_all, 4, folder, timeout_s=300)[0], wanted, strict=True))
 
 
-NAMES = {id(DROPOUT): " dropout", id(LLAMA): " llama"}
+NAMES = {id(DROPOUT): " dropout", id(BLOOM): " bloom", id(LLAMA): " llama"}
 IDS = [c.name for c in CASES] + [f"{c.name}{NAMES.get(id(words), '')}" for words, c in SINGLE]
 
 

@@ -29,8 +29,8 @@ from gptpar.topology.world import open_world, world_from_environment
 
 DESCRIPTION = """Train a tiny model in every combination of layout, ZeRO stage, schedule and recomputation of N
 processes, save in each and resume in the next, and compare initial weights, losses, every gradient and the weights
-with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama, olmo2
-and mup have options that GPT-2 does not have. Exits with 1 when a difference is above the tolerance. With
+with one process. Takes pretrain's flags; its default is a small GPT in fp64, without dropout; --model llama, olmo2,
+mup and bloom have options that GPT-2 does not have. Exits with 1 when a difference is above the tolerance. With
 --hidden-dropout and --attention-dropout the masks must be equal, too. --module FILE.py:FUNCTION checks your own module,
 with flags of its own: gptpar check-layouts --module --help."""
 
@@ -49,6 +49,8 @@ MODELS = {
     "--logit-softcap 5 --weight-decay-override embedding*=0 --lr-override layers.*.mlp.*=0.5",
     "mup": "--use-parallel-residual --norm-placement peri --squared-relu --attention-output-gate --qk-layernorm "
     "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 4",
+    "bloom": "--num-attention-heads 12 --kv-channels 4 --position-embedding-type alibi --embed-layernorm "
+    "--apply-layernorm-1p --decoupled-lr 2e-2 --decoupled-min-lr 1e-2 --no-adam-bias-correction",
 }
 """A model's flags beside SMALL. The second has weights inside a split layer that every tensor rank holds whole: the
 norms of queries and keys. The others have options that the first two do not have."""
@@ -101,7 +103,8 @@ def _extra_flags(parser: argparse.ArgumentParser) -> None:
         help="gpt: as GPT-2 (default); llama: rotary positions, RMSNorm, SwiGLU, grouped queries, norms of queries and "
         "keys, an output layer of its own, no biases; olmo2: that with norms of all queries and keys and after "
         "attention and MLP, windows, z-loss, capped logits, overrides; mup: gated attention and MLP side by side, "
-        "muP",
+        "muP; bloom: ALiBi, normalised embeddings, weights of norms less one, a learning rate for the embedding alone, "
+        "Adam without bias correction",
     )
     group.add_argument("--steps", type=positive_int, default=3, metavar="K", help="steps compared (default: 3)")
     group.add_argument("--only", metavar="WORDS", help="only combinations whose name holds these words")

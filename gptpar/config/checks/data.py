@@ -75,6 +75,9 @@ def check_files(flags: Flags) -> Iterator[str]:
     yield from _corpora(flags.data)
     yield from _folders(flags.checkpoint, flags.logging.csv_dir)
     yield from _loads(flags.checkpoint)
+    switch = flags.batch.kill_switch_path
+    if switch is not None and Path(switch).exists():
+        yield f"--kill-switch-path {switch} is there already, so the run would stop at once: remove it."
 
 
 def _corpora(d: DataFlags) -> Iterator[str]:

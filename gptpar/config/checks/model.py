@@ -24,6 +24,11 @@ def check_model(flags: Flags) -> Iterator[str]:
     yield from _rotation(m)
     yield from _norms(m)
     yield from _windows(m)
+    if m.position_embedding_type == "alibi" and flags.data.reset_position_ids:
+        yield (
+            "--reset-position-ids restarts positions, and ALiBi's distances do not depend on where they start: drop "
+            "it, as --reset-attention-mask keeps documents apart."
+        )
     yield from _mlp(m)
     yield from _mup(m)
     if m.seq_length and m.max_position_embeddings and m.max_position_embeddings < m.seq_length:
@@ -103,6 +108,9 @@ def _size(flags: Flags) -> Iterator[str]:
     vocab_size = flags.tokenizer.vocab_size or 0
     if vocab_size > MAX_TOKEN_IDS:
         yield f"--vocab-size is {vocab_size:.3g}; it must be at most {MAX_TOKEN_IDS:,}, as token ids have 32 bits."
+    rows = flags.model.pad_vocab_size_to
+    if rows is not None and vocab_size > rows:
+        yield f"--vocab-size {vocab_size} is more than the {rows} rows of --pad-vocab-size-to: raise those."
     yield from _elements(flags, vocab_size)
 
 
@@ -114,7 +122,7 @@ def _elements(flags: Flags, vocab_size: int) -> Iterator[str]:
         return
     attention = 2 * hidden * m.kv_channels * (m.num_attention_heads + (m.num_query_groups or 1))
     mlp = (3 if m.swiglu else 2) * hidden * m.ffn_hidden_size
-    rows = max(vocab_size, m.make_vocab_size_divisible_by) + (m.max_position_embeddings or 0)
+    rows = max(vocab_size, m.make_vocab_size_divisible_by, m.pad_vocab_size_to or 0) + (m.max_position_embeddings or 0)
     parameters = layers * (attention + mlp) + rows * hidden
     if parameters > MAX_ELEMENTS:
         yield (

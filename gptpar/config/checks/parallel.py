@@ -23,6 +23,8 @@ def check_parallel(flags: Flags, world_size: int) -> Iterator[str]:
             f"{world_size} processes cannot be cut into groups of {tensor} x {pipeline} = {p.model_parallel_size} "
             f"(tensor x pipeline): start a multiple of {p.model_parallel_size}, or lower one of the sizes."
         )
+    if p.data_parallel_sharding_strategy is not None and not p.use_megatron_fsdp:
+        yield "--data-parallel-sharding-strategy is for --use-megatron-fsdp: give that flag, too, or --zero-stage N."
     yield from _tensor(flags)
     yield from _pipeline(flags)
     yield from _zero(flags)

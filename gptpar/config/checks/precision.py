@@ -19,6 +19,11 @@ def check_precision(flags: Flags, world_size: int) -> Iterator[str]:
         yield (f"--initial-loss-scale {p.initial_loss_scale:g} must be at least --min-loss-scale {p.min_loss_scale:g}.")
     if p.fp64 and flags.parallel.grad_reduce_in_bf16:
         yield "--grad-reduce-in-bf16 rounds the gradients that --fp64 is to keep exact: drop one of them."
+    if p.deterministic_mode and flags.batch.train_minutes is not None:
+        yield (
+            "--deterministic-mode and --train-minutes exclude each other: the number of steps, and with it the "
+            "learning rate, would follow from the clock; give --train-iters alone."
+        )
     if p.cuda_graph == "on":
         for obstacle in graph_obstacles(flags, flags.parallel.data_parallel_size(world_size)):
             yield f"--cuda-graph on: {obstacle}."

@@ -42,6 +42,24 @@ def _learning_rates(flags: Flags) -> Iterator[str]:
     for name, rate in (("--min-lr", o.min_lr), ("--lr-warmup-init", o.lr_warmup_init)):
         if not 0 <= rate <= o.lr:
             yield f"{name} {rate:g} must lie between 0 and --lr {o.lr:g}."
+    yield from _decoupled_rates(o)
+
+
+def _decoupled_rates(o: OptimizerFlags) -> Iterator[str]:
+    """The rates of the token embedding and the output layer."""
+    if o.decoupled_lr is None:
+        if o.decoupled_min_lr is not None:
+            yield "--decoupled-min-lr is the lowest rate of --decoupled-lr: give that flag, too."
+        return
+    lowest = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+    if lowest > o.decoupled_lr:
+        name = "--min-lr" if o.decoupled_min_lr is None else "--decoupled-min-lr"
+        yield f"{name} {lowest:g} is more than --decoupled-lr {o.decoupled_lr:g}: lower it, or give --decoupled-min-lr."
+    if o.scheduler is not None:
+        yield (
+            "--decoupled-lr follows the schedule of --lr-decay-style, and the DeepSpeed configuration has a scheduler "
+            "of its own: leave one of them out, or give --lr-override 'embedding*=FACTOR'."
+        )
 
 
 def _units(flags: Flags) -> Iterator[str]:

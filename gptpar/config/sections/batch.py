@@ -42,6 +42,9 @@ class BatchOptions:
     )
     exit_interval: int | None = flag(None, "save and stop after an iteration divisible by this", least=1)
     exit_duration_in_mins: float | None = flag(None, "save and stop after this many minutes", above=0)
+    kill_switch_path: str | None = flag(
+        None, "save and stop after the step in which this file or folder appears; it must not be there at the start"
+    )
 
     batch_sizes: tuple[tuple[int, int], ...] | None = None
     """--step-batch-size-schedule in samples: (first sample, batch from there on); filled with the sequence length."""

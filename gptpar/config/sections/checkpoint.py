@@ -36,6 +36,12 @@ class CheckpointConfig:
         "--no-async-save", "do not train during a save: wait until the checkpoint is on the disk"
     )
     keep_checkpoints: int | None = flag(None, "keep only this many of this run's newest checkpoints", least=1)
+    save_retain_interval: int | None = flag(
+        None,
+        "keep each checkpoint whose iteration is divisible by this; of the others, keep the newest only, or "
+        "--keep-checkpoints of them",
+        least=1,
+    )
     no_save_optim: bool = flag(False, "save weights without the optimizer's moments")
     no_load_optim: bool = flag(False, "load weights without the optimizer's moments")
     finetune: bool = flag(False, "load weights only; start at iteration 0 with a fresh schedule and data order")
@@ -53,6 +59,11 @@ class CheckpointConfig:
         "take the model and the tokenizer from the checkpoint at --load; a flag that contradicts them is refused",
     )
     exit_on_missing_checkpoint: bool = flag(False, "stop when --load holds no checkpoint instead of starting afresh")
+
+    @property
+    def num_kept(self) -> int | None:
+        """How many of the newest checkpoints are kept; ``None``: all."""
+        return 1 if self.keep_checkpoints is None and self.save_retain_interval is not None else self.keep_checkpoints
 
     @property
     def begins_anew(self) -> bool:

@@ -14,8 +14,8 @@ class ModelOptions:
 
     position_embedding_type: str = flag(
         "learned_absolute",
-        "how positions enter the model",
-        choices=("learned_absolute", "rope", "none"),
+        "how positions enter the model; alibi lowers a score by the distance of query and key (ALiBi)",
+        choices=("learned_absolute", "rope", "alibi", "none"),
         spellings={"absolute": "learned_absolute", "rotary": "rope"},
     )
     rotary_base: int = flag(
@@ -29,6 +29,8 @@ class ModelOptions:
         spellings={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     )
     norm_epsilon: float = flag(1e-5, "added to the variance in norms", names=("--layernorm-epsilon",), above=0)
+    apply_layernorm_1p: bool = flag(False, "norms store their weights less one, and begin at 0")
+    embed_layernorm: bool = flag(False, "normalise token embeddings, before positions are added (BLOOM)")
     norm_placement: str = flag(
         "pre",
         "norms of a block: before attention and MLP (pre), after them and before the residual sum (post, as OLMo-2), "
@@ -69,6 +71,13 @@ class ModelOptions:
     untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own")
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this (whatever the layout)", least=1, most=10_000_000
+    )
+    pad_vocab_size_to: int | None = flag(
+        None,
+        "rows of the embedding, in place of a multiple: the same for tokenizers of different sizes",
+        names=("--padded-vocab-size",),
+        least=1,
+        most=10_000_000,
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", least=0)
     logit_softcap: float = flag(0.0, "c: logits become c * tanh(logits / c); 0 is off", least=0)
@@ -127,6 +136,7 @@ class ModelFlags(ModelOptions):
     max_position_embeddings: int | None = flag(
         None, "learned positions (default: --seq-length)", least=1, most=100_000_000
     )
+    glu_activation: str | None = flag(None, "same as --swiglu (BigScience)", choices=("swiglu",))
     squared_relu: bool = flag(False, "same as --mlp-activation squared_relu")
     use_rotary_position_embeddings: bool = flag(False, "same as --position-embedding-type rope")
     add_position_embedding: bool = on_unless(

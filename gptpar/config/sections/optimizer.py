@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gptpar.config.fields import flag
+from gptpar.config.fields import flag, on_unless
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
@@ -20,6 +20,10 @@ class OptimizerOptions:
         spellings={"adamw": "adam"},
     )
     min_lr: float = flag(0.0, "the schedule never goes below this after warm-up")
+    decoupled_lr: float | None = flag(
+        None, "peak learning rate of the token embedding and the output layer, on the schedule of --lr", least=0
+    )
+    decoupled_min_lr: float | None = flag(None, "their lowest rate (default: --min-lr)", least=0)
     lr_decay_style: str = flag("linear", "shape of the decay", choices=DECAY_STYLES)
     lr_decay_iters: int | None = flag(None, "steps until --min-lr (default: the whole run)", least=1, counts=True)
     lr_decay_samples: int | None = flag(None, "samples until --min-lr (default: the whole run)", least=1, counts=True)
@@ -54,17 +58,20 @@ class OptimizerOptions:
     adam_beta1: float = flag(0.9, "decay of the first moment")
     adam_beta2: float = flag(0.999, "decay of the second moment")
     adam_eps: float = flag(1e-8, "added to the square root of the second moment", above=0)
+    adam_bias_correction: bool = on_unless(
+        "--no-adam-bias-correction", "do not correct the moments' bias towards their initial zeros (as BERT's Adam)"
+    )
     lion_beta1: float = flag(0.9, "weight of the momentum in the sign that is the update")
     lion_beta2: float = flag(0.99, "decay of the momentum")
     override_opt_param_scheduler: bool = flag(
         False,
         "on resume, let this command line's schedule replace the checkpoint's",
-        names=("--override-opt_param-scheduler",),
+        names=("--override-opt_param-scheduler", "--override-lr-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "on resume, let the checkpoint's schedule replace this command line's",
-        names=("--use-checkpoint-opt_param-scheduler",),
+        names=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )
     scheduler: dict | None = None
     """The ``scheduler`` of a DeepSpeed configuration, ``type`` and complete ``params``; it goes before the schedule of

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from gptpar.config.fields import flag, on_unless
 from gptpar.topology.layout import Layout
 
+SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Megatron's names of the ZeRO stages."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
@@ -60,6 +63,16 @@ class ParallelFlags(ParallelOptions):
         least=0,
     )
     use_distributed_optimizer: bool = flag(False, "same as --zero-stage 1")
+    use_megatron_fsdp: bool = flag(
+        False,
+        "the ZeRO stage of --data-parallel-sharding-strategy",
+        names=("--use-torch-fsdp2", "--use-custom-fsdp"),
+    )
+    data_parallel_sharding_strategy: str | None = flag(
+        None,
+        "with --use-megatron-fsdp: ZeRO stage 0, 1, 2 or 3 in Megatron's words (default: optim_grads_params)",
+        choices=SHARDED,
+    )
     nproc_per_node: int | None = flag(
         None,
         "workers to start on this machine without torchrun (default: one a visible GPU, else one)",

@@ -27,6 +27,10 @@ class PrecisionConfig:
         choices=("auto", "on", "off"),
     )
 
+    deterministic_mode: bool = flag(
+        False, "the same command on the same devices computes the same bits each time; kernels that cannot are refused"
+    )
+
     @property
     def dtype(self) -> str:
         """``"fp16"``, ``"bf16"``, ``"fp64"`` or ``"fp32"``."""

@@ -33,8 +33,8 @@ def _power(base, exponent, BITS: tl.constexpr):
 @triton.jit
 def _numbers(given, norm, steps, out, BITS: tl.constexpr):
     lr, beta1, beta2 = tl.load(given), tl.load(given + 1), tl.load(given + 2)
-    eps, weight_decay = tl.load(given + 3), tl.load(given + 4)
-    loss_scale, max_norm, clip_eps = tl.load(given + 5), tl.load(given + 6), tl.load(given + 7)
+    eps, weight_decay, bias_correction = tl.load(given + 3), tl.load(given + 4), tl.load(given + 5)
+    loss_scale, max_norm, clip_eps = tl.load(given + 6), tl.load(given + 7), tl.load(given + 8)
     n = tl.load(norm)
     one = tl.full((), 1.0, tl.float64)
     finite = n - n == 0.0
@@ -44,8 +44,8 @@ def _numbers(given, norm, steps, out, BITS: tl.constexpr):
     clips = max_norm > 0.0
     excess = (n + clip_eps) / tl.where(clips, max_norm, one)
     divisor = loss_scale * tl.where(clips & (excess > one), excess, one)
-    root = tl.sqrt(one - _power(beta2, step, BITS))
-    size = lr * root / (one - _power(beta1, step, BITS))
+    root = tl.sqrt(one - bias_correction * _power(beta2, step, BITS))
+    size = lr * root / (one - bias_correction * _power(beta1, step, BITS))
     tl.store(out, (one / divisor).to(tl.float32))
     tl.store(out + 1, (one - beta1).to(tl.float32))
     tl.store(out + 2, beta2.to(tl.float32))
@@ -62,7 +62,8 @@ def step_numbers(
     """Count a step and write its numbers.
 
     Args:
-        given: [8] fp64: lr, beta1, beta2, eps, weight decay, loss scale, largest norm (0: any), clipping's epsilon.
+        given: [9] fp64: lr, beta1, beta2, eps, weight decay, bias correction (0 or 1), loss scale, largest norm (0:
+            any), clipping's epsilon.
         norm: of the gradient, without the loss scale (fp64 scalar); if it is not finite, the step does not count.
         steps: steps so far (fp64 scalar).
         out: [NUM_NUMBERS] fp32.

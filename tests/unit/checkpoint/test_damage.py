@@ -257,6 +257,12 @@ def test_retention_keeps_the_newest_and_the_last_whole_one(tmp_path: Path) -> No
     assert have() == [6, 5]
 
 
+def test_multiples_of_an_interval_are_retained(tmp_path: Path) -> None:
+    for iteration in (2, 4, 6, 8, 10, 12, 14):
+        save_checkpoint(tmp_path, iteration, tensors(iteration), {}, keep=1, retain=6)
+    assert [iteration for iteration, _ in find_checkpoints(tmp_path)] == [14, 12, 6]
+
+
 def test_retention_neither_counts_nor_deletes_later_iterations(tmp_path: Path) -> None:
     """As where a run goes back in the folder of another: what was just saved is never what is deleted."""
     for iteration in (10, 30, 40):

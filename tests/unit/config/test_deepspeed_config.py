@@ -278,6 +278,7 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
     ("file", "expected"),
     [
         ({"grandient_accumulation_steps": 4}, "grandient_accumulation_steps is unknown; did you mean gradient_accum"),
+        ({"weight-decay": 0.1}, "weight-decay is unknown; did you mean optimizer.params.weight_decay?"),
         ({"stage": 2}, "stage is unknown; did you mean zero_optimization.stage?"),
         ({"fp16.enabled": True}, "fp16.enabled is unknown;"),
         ({"tensorboard": {"job": 1}}, "tensorboard.job is unknown; the keys there are enabled, output_path, job_name."),

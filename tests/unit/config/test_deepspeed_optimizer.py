@@ -123,7 +123,8 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
         (
             linear("WarmupLR", total_num_steps=1000),
             "",
-            "ds.json: scheduler.params.total_num_steps is unknown; did you mean scheduler.params.warmup_num_steps?",
+            "ds.json: scheduler.params.total_num_steps is unknown; the keys there are last_batch_iteration, "
+            "warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type.",
         ),
         (
             linear("WarmupLR"),
@@ -147,3 +148,10 @@ def test_a_schedule_in_steps_needs_a_run_in_steps(folder: Path) -> None:
         "ds.json: scheduler counts steps, and this run is measured in samples: leave scheduler out and give "
         "--lr-decay-style and --lr-warmup-samples, or give --train-iters."
     ]
+
+
+def test_adam_without_bias_correction(folder: Path) -> None:
+    for said, kept in ((False, False), (True, True), (None, True)):
+        params = {"lr": 1e-3} | ({} if said is None else {"bias_correction": said})
+        config = resolved({**BATCH, "optimizer": {"type": "Adam", "params": params}})[0]
+        assert config.optimizer.adam_bias_correction is kept

@@ -36,7 +36,7 @@ def problems(flags: str) -> list[str]:
         "--use-flash-attn-triton --no-bias-swiglu-fusion --no-rope-fusion",
         "--log-optimizer-states-to-tensorboard --no-data-sharding --codecarbon-dir X",
         "--no-mmap-bin-files --no-create-attention-mask-in-dataloader",
-        "--no-check-for-nan-in-loss-and-grad --check-for-nan-in-loss-and-grad --rerun-mode disabled",
+        "--no-check-for-nan-in-loss-and-grad --check-for-nan-in-loss-and-grad --rerun-mode validate_results",
         "--auto-detect-ckpt-format --no-ckpt-fully-parallel-save --async-strategy mcore --verify-integrity",
         "--use-tp-pp-dp-mapping --disable-gloo-process-groups --ddp-average-in-collective --delay-wgrad-compute",
         "--defer-embedding-wgrad-compute --wgrad-deferral-limit 22 --overlap-p2p-communication-warmup-flush",
@@ -45,6 +45,9 @@ def problems(flags: str) -> list[str]:
         "--use-precision-aware-optimizer --main-grads-dtype fp32 --exp-avg-dtype fp32 --sgd-momentum 0.9",
         "--scattered-embeddings --split-transformers --memory-centric-tiled-linear --tile-factor 2 --use-pin-memory",
         "--remote-device none --profile-backward --cross-entropy-fusion-impl te",
+        "--profile --profile-step-start 8 --profile-step-end 12 --profile-ranks 0 1 --use-pytorch-profiler",
+        "--init-model-with-meta-device --use-nccl-ub --fsdp-double-buffer --fsdp-manual-registration",
+        "--log-straggler --straggler-minmax-count 4",
         "--enable-zbh1-pipeline --vocab-extra-ids 0 --disable-moe-token-dropping --moe-min-capacity 4",
     ],
 )
@@ -71,9 +74,50 @@ def test_a_parallelism_that_is_not_there_is_refused() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ("--fp8-format hybrid", "training in FP8 or FP4 (see --bf16)"),
+        ("--kd-beta-ce 1", "knowledge distillation"),
+        ("--hidden-size-teacher 8", "knowledge distillation"),
+        ("--ds-sequence-parallel-fpdt-chunk-size 65536", "context parallelism"),
+        ("--random-ltd", "random layer-token dropping"),
+        ("--patch-size 16", "a vision model"),
+        ("--encoder-seq-length 512", "a model with an encoder"),
+        ("--mtp-num-layers 1", "multi-token prediction"),
+        ("--use-bnb-optimizer", "an 8-bit optimizer (see --cpu-optimizer)"),
+        ("--skip-train-iteration-range 3-5 8-9", "leaving out the data of some steps (see --skip-step-sigma)"),
+    ],
+)
+def test_what_is_not_there_is_said(flags: str, what: str) -> None:
+    assert problems(flags) == [f"{flags}: {what} is not part of gptpar; leave it out."]
+
+
+def test_strategies_of_sharding_are_zero_stages() -> None:
+    for flags, stage in (
+        ("--use-torch-fsdp2", 3),
+        ("--use-megatron-fsdp --use-distributed-optimizer", 3),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 0),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", 1),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", 2),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 3),
+        ("--use-megatron-fsdp --zero-stage 1", 1),
+    ):
+        assert resolved(flags).parallel.zero_stage == stage, flags
+    assert problems("--data-parallel-sharding-strategy optim") == [
+        "--data-parallel-sharding-strategy is for --use-megatron-fsdp: give that flag, too, or --zero-stage N."
+    ]
+
+
+def test_the_gated_unit_of_bigscience_has_the_plain_width() -> None:
+    model = resolved("--glu-activation swiglu").model
+    assert model.swiglu and model.ffn_hidden_size == 4 * model.hidden_size
+    assert resolved("--glu-activation swiglu --ffn-hidden-size 96").model.ffn_hidden_size == 96
+    assert problems("--glu-activation geglu") == ["--glu-activation geglu: unknown; it takes one of swiglu."]
+
+
 def test_a_value_that_cannot_be_had_is_refused_with_those_that_can() -> None:
-    assert problems("--rerun-mode validate_results --exp-avg-dtype fp8 --remote-device nvme --vocab-extra-ids") == [
-        "--rerun-mode validate_results: no step is computed a second time; leave it out, or give disabled.",
+    assert problems("--exp-avg-dtype fp8 --remote-device nvme --vocab-extra-ids") == [
         "--exp-avg-dtype fp8: master weights, moments and gradient sums are always fp32; leave it out, or give fp32.",
         "--remote-device nvme: what leaves the GPU is said by --cpu-optimizer and --cpu-parameters; leave it out, or "
         "give none.",
@@ -220,13 +264,12 @@ def test_a_constant_scale_of_a_bf16_loss_is_neutral() -> None:
     [
         ("--num-layer", "--num-layers"),
         ("--load-tag", "--ckpt-step"),
-        ("--use-torch-fsdp2", "--zero-stage"),
+        ("--valid-weighted-split-paths", "--valid-data-path"),
+        ("--decoder-first-pipeline-num-layers", "--partition-method"),
         ("--non-persistent-save-interval", "--save-local-interval"),
         ("--offload-optimizer", "--cpu-optimizer"),
-        ("--profile", ""),
-        ("--random-ltd", ""),
-        ("--pad-vocab-size-to", ""),
-        ("--embed-layernorm", ""),
+        ("--use-fancy-things", ""),
+        ("--tokenizer-prompt-format", ""),
     ],
 )
 def test_a_hint_means_nearly_the_same(flag: str, hint: str) -> None:

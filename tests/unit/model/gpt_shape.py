@@ -18,6 +18,8 @@ class GPTShape:
     padded_vocab_size: int = 50304
     position_embedding_type: str = "learned_absolute"
     normalization: str = "LayerNorm"
+    apply_layernorm_1p: bool = False
+    embed_layernorm: bool = False
     norm_placement: str = "pre"
     use_parallel_residual: bool = False
     qk_layernorm: bool = False

@@ -6,7 +6,7 @@ import torch
 
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 
-HOW = AdamStep(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+HOW = AdamStep(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, bias_correction=1.0, step=1)
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 LONG = 1000003
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gptpar.optim.adam_arguments import AdamStep
-from gptpar.optim.adam_update import UpdateNumbers, step_numbers
+from gptpar.optim.adam_update import AdamHyperparameters, UpdateNumbers, numbers, step_numbers
 from gptpar.optim.cpu_adam import CpuAdam, _library
 from gptpar.optim.elementwise import clipped_divisor, power
 from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
@@ -47,6 +47,19 @@ def test_every_instruction_set_computes_the_definition(isa: int, grad: torch.dty
             expected = by_operators(case, how.numbers(), low)
             for name, ours, true in zip(("p", "m", "v", "low"), [*state, narrow], expected, strict=True):
                 assert same(ours, true), (name, how)
+
+
+def test_moments_may_be_taken_as_they_are() -> None:
+    """Without bias correction the first step is lr * 0.1 g / (sqrt(0.05 g^2) + eps), on every path the same."""
+    how = HOW._replace(bias_correction=0.0, weight_decay=0.0)
+    n = step_numbers(how, 1, 1.0)
+    assert (n.floor, n.size) == (how.eps, how.lr) and step_numbers(how, 7, 1.0) == n
+    p, m, v, g = (torch.tensor([value]) for value in (1.0, 0.0, 0.0, 0.5))
+    assert CpuAdam(1).step(p, m, v, g, AdamStep(*how, 1))
+    wanted = 1 - how.lr * 0.05 / (math.sqrt(0.05 * 0.25) + how.eps)
+    assert p.item() == pytest.approx(wanted, rel=1e-6)
+    by_torch = numbers(AdamHyperparameters(*(torch.tensor(x, dtype=torch.float64) for x in how)), torch.tensor(3.0))
+    assert [number.item() for number in by_torch] == pytest.approx(list(n.own), rel=1e-15)
 
 
 def test_each_operation_is_rounded_by_itself() -> None:

@@ -39,7 +39,7 @@ from gptpar.optim.cpu_adam import AdamStep, CpuAdam
 from gptpar.offload.index_ranges import ranges_of_rows
 def step():
     p, m, v = torch.ones(300000), torch.zeros(300000), torch.zeros(300000)
-    how = [(0, 300000, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1))]
+    how = [(0, 300000, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, 1))]
     CpuAdam(3).order((p, m, v), torch.arange(300000.0), how)()
     return p
 before = step()

@@ -10,6 +10,7 @@ import torch
 from gptpar.data.loader import MicroBatch
 from gptpar.errors import ConfigError
 from gptpar.model.gpt import gpt_model
+from gptpar.optim.adamw import ADAMW
 from gptpar.optim.group_ranges import GPT_FAMILIES
 from gptpar.optim.parameter_groups import GroupFactors, ParameterGroups
 from gptpar.pipeline import Stage
@@ -39,13 +40,28 @@ def test_without_overrides_matrices_decay() -> None:
 
 def test_the_last_pattern_that_matches_counts() -> None:
     groups, factors = groups_of(OVERRIDES)
+    factors = {name: one[:2] for name, one in factors.items()}  # type: ignore[misc]
     assert factors["embedding.weight"] == (1, 0)
     assert factors["final_norm.weight"] == (1, 2) and factors["layers.1.mlp_norm.weight"] == (0.5, 2)
     assert factors["layers.0.mlp.up.weight"] == (0.25, 1) and factors["layers.1.mlp.up.weight"] == (0.5, 1)
     assert factors["layers.0.mlp.up.bias"] == (0.25, 0)
     assert sorted(group for family in groups.families for group in family) == list(range(len(groups.factors)))
     for first, *others in groups.families:
-        assert all(groups.factors[other] == (groups.factors[first].lr, 0) for other in others)
+        assert all(groups.factors[other] == GroupFactors(groups.factors[first].lr, 0) for other in others)
+
+
+@pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
+def test_the_ends_have_a_rate_of_their_own(untied: str) -> None:
+    """Token embedding and output layer, not learned positions; with a decay and without, in launches of their own."""
+    groups, factors = groups_of(f"--decoupled-lr 5e-2 --weight-decay-override *norm.weight=1 {untied}")
+    ends = {name for name, one in factors.items() if one.is_decoupled}
+    assert ends == {"embedding.weight"} | ({"output.weight"} if untied else set())
+    config = tiny_config("")
+    rates = groups.hyperparameters(ADAMW, config.optimizer, 1e-2, 0.1, 5e-2)
+    for name, factor in factors.items():
+        assert rates[groups.factors.index(factor)].lr == (5e-2 if name in ends else 1e-2), name
+    for family in groups.families:
+        assert len({rates[group].lr for group in family}) == 1
 
 
 def test_a_pattern_without_a_parameter_is_told() -> None:
@@ -60,7 +76,7 @@ def test_a_word_that_cannot_be_read_is_told(word: str) -> None:
 
 
 @pytest.mark.parametrize("offload", ["", "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 0.6"])
-@pytest.mark.parametrize("more", [OVERRIDES, MUP, f"{MUP} {OVERRIDES}"])
+@pytest.mark.parametrize("more", [OVERRIDES, MUP, f"{MUP} {OVERRIDES}", "--decoupled-lr 5e-2"])
 def test_steps_equal_torchs_with_a_group_for_each_parameter(more: str, offload: str) -> None:
     config = tiny_config(f"{RUN} {more} {offload}")
     trainer = make_trainer(config)
@@ -69,7 +85,11 @@ def test_steps_equal_torchs_with_a_group_for_each_parameter(more: str, offload: 
     stage.place(weights)
     _, factors = groups_of(f"{RUN} {more}")
     groups: list[dict[str, Any]] = [
-        {"params": [p], "lr": 1e-2 * factors[name].lr, "weight_decay": 0.1 * factors[name].weight_decay}
+        {
+            "params": [p],
+            "lr": (5e-2 if factors[name].is_decoupled else 1e-2) * factors[name].lr,
+            "weight_decay": 0.1 * factors[name].weight_decay,
+        }
         for name, p in stage.global_parameters().items()
     ]
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8)

@@ -17,7 +17,6 @@ from gptpar.training.exchange.hf_folder import MAX_LAYERS
 ABSENT_HERE = {
     "num_experts": "mixture of experts",
     "multi_latent_attention": "multi-latent attention",
-    "apply_layernorm_1p": "norms whose weights are stored less one",
     "apply_residual_connection_post_layernorm": "a residual taken after the norm",
     "rotary_interleaved": "interleaved rotary pairs",
     "use_rope_scaling": "scaled rotary positions",
@@ -30,6 +29,8 @@ ABSENT_HERE = {
 """Arguments of Megatron that must be off, and what each turns on."""
 
 PLAIN = (bool, int, float, str)
+OF_THIS_RUN = {"preset", "make_vocab_size_divisible_by", "pad_vocab_size_to", "window_pattern"}
+"""Fields of the flags that Megatron's arguments of the same name do not set."""
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "LayerNorm": "LayerNorm", "RMSNorm": "RMSNorm"}
 
 
@@ -101,7 +102,7 @@ def _is_on(given: Mapping[str, Any], name: str) -> bool:
 
 def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's arguments as fields of our flags; most have the same name there."""
-    known = {spec.name for spec in fields(ModelFlags)} - {"preset", "make_vocab_size_divisible_by", "window_pattern"}
+    known = {spec.name for spec in fields(ModelFlags)} - OF_THIS_RUN
     values: dict[str, Any] = {
         name: value for name, value in given.items() if name in known and isinstance(value, PLAIN)
     }

@@ -74,4 +74,6 @@ def _schedule(values: Mapping[str, Any], seq_length: int) -> Schedule:
         decay_style=word("wd_incr_style", "constant"),
         total=number("wd_incr_steps") * unit,
         in_tokens=in_tokens,
+        decoupled_max=number("decoupled_lr") or None,
+        decoupled_min=number("decoupled_min_lr", "min_lr") if number("decoupled_lr") else None,
     )

@@ -1,0 +1,37 @@
+"""Training on a GPU with deterministic kernels alone: two runs have the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gptpar.system.determinism import deterministic
+from tests.gpu.training import run
+
+pytestmark = pytest.mark.gpu
+
+MODELS = {
+    "gpt": "--bf16",
+    "dropout": "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1",
+    "windows": "--fp16 --num-query-groups 2 --position-embedding-type rope --swiglu --window-size 5 --qk-layernorm",
+    "alibi": "--bf16 --position-embedding-type alibi --embed-layernorm --apply-layernorm-1p --decoupled-lr 2e-2",
+    "fp32": "--normalization RMSNorm --z-loss-weight 0.01 --logit-softcap 5 --no-adam-bias-correction",
+    "plain": "--bf16 --no-compile --cuda-graph off --recompute-granularity full",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_runs_have_the_same_bits(name: str) -> None:
+    flags = f"{MODELS[name]} --deterministic-mode"
+    with deterministic(True):
+        first, second = run("cuda", flags), run("cuda", flags)
+        assert torch.are_deterministic_algorithms_enabled()
+    assert first[0] == second[0] and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("name", ["alibi", "fp32"])
+def test_new_options_follow_the_cpu(name: str) -> None:
+    """In fp32: ALiBi's channels, norms less one, a rate of the ends, Adam without bias correction."""
+    flags = MODELS[name].replace("--bf16 ", "")
+    (gpu, _), (cpu, _) = run("cuda", flags), run("cpu", flags)
+    assert gpu == pytest.approx(cpu, rel=1e-4)

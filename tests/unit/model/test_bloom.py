@@ -1,0 +1,164 @@
+"""ALiBi, normalised embeddings and norms whose weights are stored less one, against BLOOM of transformers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptpar.errors import ConfigError
+from gptpar.model.attention import head_slopes, with_distances
+from gptpar.model.block import Block
+from gptpar.model.families import config_of
+from gptpar.model.gpt import gpt_model
+from gptpar.model.key_value_cache import cached
+from gptpar.model.memory import layer_activation_bytes_per_token
+from gptpar.model.norm import LayerNorm, ResidualLayerNorm, RMSNorm, WidthRMSNorm
+from gptpar.pipeline import Stage
+from gptpar.training.exchange.megatron.arguments import model_of
+from tests.helpers import random_tokens, tiny_config
+
+BLOOM = "--position-embedding-type alibi --embed-layernorm --norm-epsilon 1e-5"
+HEADS = 6
+NAMES = {
+    "word_embeddings.weight": "embedding.weight",
+    "word_embeddings_layernorm": "positions.norm",
+    "input_layernorm": "attention_norm",
+    "self_attention.query_key_value": "attention.qkv",
+    "self_attention.dense": "attention.out",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+    "ln_f": "final_norm",
+    "h.": "layers.",
+}
+
+
+def stage_of(flags: str) -> tuple[Stage, dict[str, torch.Tensor]]:
+    """A whole model in fp64 without dropout, and its weights."""
+    stage = Stage(gpt_model(tiny_config(flags).model).specs).eval()
+    weights = {name: torch.empty(p.shape, dtype=torch.float64) for name, p in stage.global_parameters().items()}
+    stage.place(weights)
+    return stage, weights
+
+
+def our_name(name: str) -> str:
+    name = name.removeprefix("transformer.")
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+@pytest.mark.parametrize("heads", [4, HEADS])
+def test_logits_equal_blooms(heads: int) -> None:
+    """With a number of heads that is a power of two, and with one that is not."""
+    transformers = pytest.importorskip("transformers")
+    its_config = transformers.BloomConfig(
+        hidden_size=8 * heads, n_layer=2, n_head=heads, vocab_size=64, attention_dropout=0.0, hidden_dropout=0.0
+    )
+    theirs = transformers.BloomForCausalLM(its_config).double().eval()
+    generator = torch.Generator().manual_seed(3)
+    for parameter in theirs.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    stage, weights = stage_of(f"{BLOOM} --hidden-size {8 * heads} --num-attention-heads {heads}")
+    for name, value in theirs.state_dict().items():
+        if name != "lm_head.weight":
+            weights[our_name(name)].copy_(value)
+    tokens = random_tokens(2, 15, 60)
+    with torch.no_grad():
+        found = stage(tokens, {"seq_length": 16})
+        wanted = theirs(tokens).logits.flatten(0, 1)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)  # its slopes are fp32
+
+
+def test_text_is_continued_with_the_same_distances() -> None:
+    """A token that reads the cache has the logits that it has in a whole sample."""
+    stage, weights = stage_of(BLOOM)
+    generator = torch.Generator().manual_seed(3)
+    for value in weights.values():
+        value.normal_(std=0.3, generator=generator)
+    tokens = random_tokens(1, 15, 60)
+    with torch.no_grad(), cached(stage, 1, 16) as place:
+        wanted = stage(tokens, {"seq_length": 16})
+        place.rows = slice(0, 1)
+        stage(tokens[:, :9], {"seq_length": 9})
+        for at in range(9, 16):
+            positions = torch.tensor([[at]])
+            place.positions_BS, place.length = positions, at + 1
+            found = stage(tokens[:, at : at + 1], {"seq_length": 1, "position_ids": positions})
+            torch.testing.assert_close(found[0], wanted[at], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-5), (torch.float16, 2e-6)])
+def test_channels_add_the_distance(dtype: torch.dtype, error: float) -> None:
+    """Of positions up to 100,000, within a share of the distance: a slope is held in two numbers of 16 bits."""
+    slopes_H, scale = head_slopes(0, HEADS, HEADS, torch.device("cpu")), 80**-0.5
+    positions = torch.tensor([[0, 1, 255, 256, 2047, 65_535, 65_536, 99_999]])
+    nothing = torch.zeros(1, HEADS, 8, 0, dtype=dtype)
+    q, k, v = (t.double() for t in with_distances(nothing, nothing, nothing, positions, slopes_H, scale))
+    scores = scale * (q @ k.mT)
+    wanted = slopes_H[:, None, None] * positions[0].double()
+    torch.testing.assert_close(scores[0], wanted.expand(-1, 8, -1), rtol=error, atol=1e-12)
+    assert q.isfinite().all() and k.isfinite().all() and not v.any() and q.shape[-1] == 8
+
+
+def test_slopes_of_ranks_are_those_of_all_heads() -> None:
+    whole = head_slopes(0, 12, 12, torch.device("cpu"))
+    parts = [head_slopes(first, 3, 12, torch.device("cpu")) for first in (0, 3, 6, 9)]
+    assert torch.equal(whole, torch.cat(parts))
+    assert whole[:8].tolist() == [2.0**-i for i in range(1, 9)]
+    assert whole[8:].tolist() == [2.0 ** -(i + 0.5) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--normalization RMSNorm --qk-layernorm",
+        "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope width --norm-placement peri",
+    ],
+)
+def test_a_weight_less_one_computes_the_same(flags: str) -> None:
+    """Output and gradients equal those of the norms that hold one more."""
+    less, plain = (Block(tiny_config(f"{flags} {more}").model) for more in ("--apply-layernorm-1p", ""))
+    generator = torch.Generator().manual_seed(5)
+    for parameter in plain.double().parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    less.double().load_state_dict(plain.state_dict())
+    norms = [m for m in less.modules() if isinstance(m, LayerNorm | ResidualLayerNorm | RMSNorm | WidthRMSNorm)]
+    assert norms
+    for norm in norms:
+        assert norm.declared["weight"].init.value == 0  # type: ignore[union-attr]
+        norm.weight.data -= 1
+    x = torch.randn(16, 32, dtype=torch.float64, generator=generator)
+    found, wanted = less(x, None, None, 16), plain(x, None, None, 16)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    for mine, its in zip(
+        torch.autograd.grad(found.square().sum(), list(less.parameters())),
+        torch.autograd.grad(wanted.square().sum(), list(plain.parameters())),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-10)
+
+
+def test_the_channels_take_memory() -> None:
+    """Eight more channels of queries, keys, values and output, and the output without them: 2 bytes each."""
+    sizes = [
+        layer_activation_bytes_per_token(tiny_config(f"--position-embedding-type {kind}").model, 2)
+        for kind in ("none", "alibi")
+    ]
+    assert sizes[1] - sizes[0] == 2 * (8 * (4 + 4 + 4 + 4) + 32)
+
+
+@pytest.mark.parametrize("flag", ["--apply-layernorm-1p", "--embed-layernorm", "--position-embedding-type alibi"])
+def test_no_family_is_said_to_compute_the_same(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)no model of transformers computes.*{flag.split()[0]} is"):
+        config_of(tiny_config(flag).model, 64)
+
+
+def test_megatrons_norms_less_one_are_taken() -> None:
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "kv_channels": 8}
+    arguments = Namespace(**sizes, ffn_hidden_size=128, max_position_embeddings=16, apply_layernorm_1p=True)
+    assert model_of(arguments, 64, Path("x")).apply_layernorm_1p

@@ -1,0 +1,69 @@
+"""Deterministic kernels: what is set, what is refused, and that a run keeps its bits."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from gptpar.errors import ConfigError, GptparError
+from gptpar.system.determinism import deterministic
+from tests.helpers import tiny_config
+
+
+def test_settings_hold_inside_and_are_gone_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+    with deterministic(True):
+        assert torch.are_deterministic_algorithms_enabled() and torch._inductor.config.deterministic
+        assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
+    assert not torch.are_deterministic_algorithms_enabled() and not torch._inductor.config.deterministic
+    assert not {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} & os.environ.keys()
+    with deterministic(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", "CUBLAS_WORKSPACE_CONFIG is :0:0, with which cuBLAS is not deterministic"),
+        ("NCCL_ALGO", "NVLS,Ring", "NCCL_ALGO is NVLS,Ring, and NVLS adds in the order of arrival: set it to Ring or"),
+    ],
+)
+def test_the_users_settings_are_not_overruled(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(GptparError, match=told), deterministic(True):
+        pass
+
+
+@pytest.mark.parametrize(("name", "value"), [("CUBLAS_WORKSPACE_CONFIG", ":16:8"), ("NCCL_ALGO", "^NVLS,NVLSTree")])
+def test_the_users_deterministic_settings_stay(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with deterministic(True):
+        assert os.environ[name] == value
+    assert os.environ[name] == value
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
+    told = r"--deterministic-mode: put_ does not have a deterministic implementation in torch .*: leave the flag out"
+    with pytest.raises(GptparError, match=told), deterministic(True):
+        torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="something else"), deterministic(True):
+        raise RuntimeError("something else")
+
+
+def test_a_run_whose_length_follows_from_the_clock_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--deterministic-mode and --train-minutes exclude each other"):
+        tiny_config("--deterministic-mode --train-minutes 2")
+
+
+def test_transfers_are_not_fused_with_products() -> None:
+    config = tiny_config("--deterministic-mode --tensor-model-parallel-size 2", world_size=2)
+    assert not config.parallel.tp_comm_overlap
+    assert tiny_config("--tensor-model-parallel-size 2", world_size=2).parallel.tp_comm_overlap

@@ -257,7 +257,7 @@ class Run:
     def wants_to_stop(self) -> bool:
         """Whether this process was asked to stop, or its time is over."""
         limit = self.config.batch.exit_duration_in_mins
-        late = limit is not None and (time.time() - self.started) / 60 > limit
+        late = limit is not None and (time.monotonic() - self.started) / 60 > limit
         return late or self.request.signal is not None
 
     def is_to_stop(self) -> bool:

@@ -83,7 +83,8 @@ class Sustained:
         host_pause: seconds between two buckets of the CPU optimizer.
         bus: bytes/s in one direction between a GPU and its host (PCIe 5 x16).
         host_process: bytes of host memory of a process before it keeps anything.
-        socket: bytes/s in one direction of a process's TCP connection through gloo (``benchmarks/mirror_speed.jsonl``).
+        socket: bytes/s in one direction of a process's TCP connection through gloo, an assumption: single rounds of
+            ``benchmarks/mirror_speed.py`` over loopback reached it on two busy cores.
     """
 
     products: float = 0.73

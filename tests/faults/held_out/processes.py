@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shutil
 import signal
 import time
@@ -124,6 +125,8 @@ def lost_copies(place: Place) -> Measured:
         running.send(signal.SIGKILL, place.random.choice(targets))
     place.ended(running, RUN_LIMIT[4])
     place.plain(running)
+    for folder in re.findall(r"--load (/dev/shm/gptpar-kept-\w+)", running.text()):
+        shutil.rmtree(folder)
     if running.status == 0:
         return _finishes(place, running)
     return place.goes_on([running])

@@ -332,9 +332,9 @@ def picture() -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def survived_faults() -> str:
-    """The last recorded run of ``tests.faults``."""
-    recorded = lines_of("faults")[-1]
+def survived_faults(which: str = "built") -> str:
+    """The last recorded run of ``tests.faults`` with a set of kinds; the first lines have no name of a set."""
+    recorded = [line for line in lines_of("faults") if line.get("set", "built") == which][-1]
     rows = []
     for row in recorded["kinds"]:
         survived = row["outcomes"].get("ok", 0)
@@ -369,6 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "any-module": any_module,
     "preprocessing": preprocessing,
     "survived-faults": survived_faults,
+    "held-out-faults": lambda: survived_faults("held-out"),
     "goodput": goodput,
 }
 

@@ -42,13 +42,14 @@ class SaveUnderWay:
         self.error: BaseException | None = None
         self._is_cancelled = False
         guard.snapshot = snapshot
-        self._threads = [threading.Thread(target=self._run, name="gptpar-save", daemon=True)]
-        self._threads += [
+        writer = threading.Thread(target=self._run, name="gptpar-save", daemon=True)
+        copiers = [
             threading.Thread(target=snapshot.copy_ahead, name="gptpar-save-copies", daemon=True)
             for _ in range(NUM_COPIERS if snapshot.room else 0)
         ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [thread for thread in (writer, *copiers) if _starts(thread)]
+        if writer not in self._threads:
+            self._run()
 
     def _run(self) -> None:
         started = time.perf_counter()
@@ -109,3 +110,12 @@ class SaveUnderWay:
             raise self.error
         assert self._path is not None
         return self._path
+
+
+def _starts(thread: threading.Thread) -> bool:
+    """Start a thread; False if the system has no more of them (``ulimit -u``), or no memory for one."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True

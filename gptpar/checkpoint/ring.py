@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from gptpar.checkpoint.manifest import file_of
 
+COPIES = 2
+"""Copies in memory: one that is whole, and one that is being written."""
+
 
 @dataclass(frozen=True)
 class Move:

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(summaries[0] if single else summaries, indent=2))
     else:
         lines = _describe_one(summaries[0]) if single else _describe_all(summaries)
-        print("\n".join(lines))
+        print("\n".join(map(printable, lines)))  # the path may hold control characters
     return int(any(summary["problems"] for summary in summaries))
 
 

@@ -200,6 +200,7 @@ class GPTDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"{self._name()}: sample {index} of {len(self):,}")
+        self.indexed.require_whole_index()
         sample = int(self._shuffle[index])
         first, offset = self.boundary(sample)
         last, end = self.boundary(sample + 1)

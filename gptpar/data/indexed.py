@@ -45,8 +45,47 @@ def negative_token(where: str, token: int) -> DataError:
     )
 
 
+class TokenFile:
+    """The numbers in a file, which are read as they are asked for.
+
+    They are not mapped: a file that is cut short, or a disk that fails, while its pages are mapped kills the process
+    with SIGBUS.
+
+    Args:
+        path: a file of whole numbers.
+        dtype: of the numbers.
+
+    Raises:
+        DataError: from reading, if the file has become shorter.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self._path, self._dtype = path, dtype
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - open as long as this object lives
+        self._length = os.fstat(self._file.fileno()).st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        start, stop, step = places.indices(self._length)
+        assert step == 1
+        wanted, at = max(0, stop - start) * self._dtype.itemsize, start * self._dtype.itemsize
+        data = os.pread(self._file.fileno(), wanted, at)
+        while len(data) < wanted:  # a read may be interrupted, or longer than the system's limit
+            more = os.pread(self._file.fileno(), wanted - len(data), at + len(data))
+            if not more:
+                raise DataError(
+                    f"{self._path} ends at byte {at + len(data):,}, and held {self._length * self._dtype.itemsize:,} "
+                    "when it was opened: it was cut short meanwhile; copy or make the corpus again, and go on from the "
+                    "newest checkpoint (--load)"
+                )
+            data += more
+        return np.frombuffer(data, self._dtype)
+
+
 class IndexedDataset:
-    """Read-only, memory-mapped view of one corpus.
+    """Read-only view of one corpus; its index is memory-mapped.
 
     Attributes:
         lengths: int32[S], tokens per sequence.
@@ -64,7 +103,7 @@ class IndexedDataset:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise DataError(f"{path} does not exist; a data path is the common prefix of a .bin and an .idx file")
-        index = _map(self.idx_path)
+        self._index = index = _map(self.idx_path)
         self.dtype, num_sequences, num_entries = self._read_header(index)
         start = HEADER.size
         self.lengths = np.frombuffer(index, "<i4", num_sequences, start)
@@ -73,13 +112,13 @@ class IndexedDataset:
         self._check_document_index()
         self.num_tokens = self._check_lengths()
         self._check_bin_size()
-        self.tokens = np.frombuffer(_map(self.bin_path), self.dtype)
+        self.tokens = TokenFile(self.bin_path, self.dtype)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of a sequence (None: to its end), as a view of the file."""
+        """Tokens [offset, offset + length) of a sequence (None: to its end), read from the file."""
         first = int(self.offsets[sequence]) // self.dtype.itemsize
         available = int(self.lengths[sequence]) - offset
         length = available if length is None else length
@@ -89,6 +128,18 @@ class IndexedDataset:
                 f"{self.lengths[sequence]}"
             )
         return self.tokens[first + offset : first + offset + length]
+
+    def require_whole_index(self) -> None:
+        """Look at the index again: a mapped file that was cut short reads as zeros, or kills the process with SIGBUS.
+
+        Raises:
+            DataError: it has another length than when it was opened.
+        """
+        if isinstance(self._index, mmap.mmap) and (found := self._index.size()) != len(self._index):
+            raise DataError(
+                f"{self.idx_path} holds {found:,} bytes, and held {len(self._index):,} when it was opened: it was "
+                "changed meanwhile; copy or make the corpus again, and go on from the newest checkpoint (--load)"
+            )
 
     def _read_header(self, index: bytes | mmap.mmap) -> tuple[np.dtype, int, int]:
         if len(index) < HEADER.size or index[: len(MAGIC)] != MAGIC:

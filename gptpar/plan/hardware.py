@@ -83,6 +83,8 @@ class Sustained:
         host_pause: seconds between two buckets of the CPU optimizer.
         bus: bytes/s in one direction between a GPU and its host (PCIe 5 x16).
         host_process: bytes of host memory of a process before it keeps anything.
+        socket: bytes/s in one direction of a process's TCP connection through gloo, an assumption: single rounds of
+            ``benchmarks/mirror_speed.py`` over loopback reached it on two busy cores.
     """
 
     products: float = 0.73
@@ -106,6 +108,7 @@ class Sustained:
     host_pause: float = 0.1e-3
     bus: float = 48e9
     host_process: float = 3.0 * GIB
+    socket: float = 1.1e9
 
 
 SUSTAINED = Sustained()

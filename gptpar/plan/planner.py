@@ -12,6 +12,7 @@ from gptpar.plan.gradients import GradientChoice, choose_gradients
 from gptpar.plan.hardware import Cluster
 from gptpar.plan.job import Job
 from gptpar.plan.memory import RankMemory, memory_of_stages
+from gptpar.plan.mirror import MirrorCost, mirror_cost
 from gptpar.plan.space.candidate import Changes, configured, flags_of, with_changes
 from gptpar.plan.space.dimensions import VIRTUAL_STAGES
 from gptpar.plan.timing import StepTime, step_time, utilisation
@@ -55,11 +56,17 @@ class Plan:
         """Bytes that every GPU must have."""
         return self.memory[self.worst_stage].total
 
+    @cached_property
+    def mirror(self) -> MirrorCost | None:
+        """The cost of copies in memory; ``None``: the run makes none."""
+        return mirror_cost(self.job, self.cluster)
+
     @property
     def host_need(self) -> float:
-        """Bytes of host memory that the processes of a machine need."""
+        """Bytes of host memory that the processes of a machine need, with the copies that a machine keeps."""
         processes = min(self.cluster.gpus_per_node, self.job.layout.world_size)
-        return processes * max(memory.host for memory in self.memory)
+        copies = 0.0 if self.mirror is None else self.mirror.machine
+        return processes * max(memory.host for memory in self.memory) + copies
 
     @property
     def fits_gpu(self) -> bool:

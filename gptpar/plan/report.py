@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -75,6 +76,7 @@ def _facts(plan: Plan) -> list[Row]:
             "one CUDA graph a step" if job.graph else "launched kernel by kernel",
         ),
         *_offload(plan),
+        *_mirror(plan),
     ]
 
 
@@ -88,6 +90,21 @@ def _offload(plan: Plan) -> list[Row]:
     when = "leave the GPU at once" if job.gradients_leave_at_once else "leave the GPU when they are used"
     reason = "" if plan.gradients is None else f": {plan.gradients.reason}"
     return [Row("host memory", " and ".join(moved), f"gradients {when}{reason}" if job.ratio else "")]
+
+
+def _mirror(plan: Plan) -> list[Row]:
+    """What copies in memory take and cost."""
+    cost = plan.mirror
+    if cost is None:
+        return []
+    reason = f"{format_bytes(cost.process)} a process leave its GPU in at most {1e3 * cost.step_s:.2f} ms a step"
+    if cost.sent_s:
+        reason += f", and reach the next machine in {cost.sent_s:.1f} s while training goes on"
+    if cost.sent_s > cost.interval * plan.time.total:
+        least = math.ceil(cost.sent_s / plan.time.total)
+        reason += f"; that is longer than the interval, and training waits: --mirror-interval {least} is the least"
+    taken = f"each {cost.interval} steps, {format_bytes(cost.machine)} of a machine's memory"
+    return [Row("memory mirror", taken, reason)]
 
 
 def _times(plan: Plan) -> list[Row]:
@@ -212,6 +229,13 @@ def plan_json(plan: Plan, remedies: Sequence[Plan] = ()) -> dict[str, Any]:
         "remedies": [{"flags": p.flags(), "fits": p.fits, "gib": in_gib(p.need, 3)} for p in remedies],
         "gib": in_gib(plan.need, 3),
         "host_gib_a_machine": in_gib(plan.host_need, 3),
+        "mirror": plan.mirror
+        and {
+            "gib_a_process": in_gib(plan.mirror.process, 3),
+            "gib_a_machine": in_gib(plan.mirror.machine, 3),
+            "ms_a_step": round(1e3 * plan.mirror.step_s, 3),
+            "s_to_the_neighbour": round(plan.mirror.sent_s, 3),
+        },
         "stages": [
             {"layers": job.split.layers_of(stage), "allocated": in_gib(memory.allocated, 3), **memory.as_gib()}
             for stage, memory in enumerate(plan.memory)

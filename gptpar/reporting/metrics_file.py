@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import zlib
@@ -27,6 +28,8 @@ from gptpar.system.files import atomic_output, read_regular
 FILE_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 16
 """More than the length of a line."""
+MAX_LINE_BYTES = 1 << 20
+"""A file with a hole may claim a line of a terabyte."""
 _SUMMED = re.compile(r'(.*), "crc32": "([^"]*)"\}\s*', re.DOTALL)
 
 
@@ -167,15 +170,22 @@ def prepare(path: Path, resume_iteration: int, report: Callable[[str], None] = p
 def cut_after(path: Path, iteration: int, report: Callable[[str], None] = print) -> None:
     """Drop the lines of later iterations and unreadable ones, atomically, with one line in memory at a time.
 
-    A copy of a file with unreadable lines is kept as ``metrics.damaged-N.jsonl``, and reported. A last line that a
+    A file with unreadable lines is kept as ``metrics.damaged-N.jsonl``, and reported. A last line that a
     crash left without its end does not count as damage.
     """
-    with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
-        damage = _copy_until(old, new, iteration)
-        if damage:
-            _copy(path, aside := _first_free(path, "damaged-"))
-            more = f" and {len(damage) - 1} more" if len(damage) > 1 else ""
-            report(f"{path}: {damage[0]}{more}; the readable lines are kept, the file as it was is {aside}")
+    aside: Path | None = None
+    try:
+        with path.open("rb") as old, atomic_output(path, path.with_name(path.name + ".tmp")) as new:
+            damage = _copy_until(old, new, iteration)
+            if damage:
+                _keep(path, aside := _first_free(path, "damaged-"))
+    except OSError:  # the file stays as it is, and needs no second name
+        if aside is not None:
+            aside.unlink(missing_ok=True)
+        raise
+    if damage:
+        more = f" and {len(damage) - 1} more" if len(damage) > 1 else ""
+        report(f"{path}: {damage[0]}{more}; the readable lines are kept, the file as it was is {aside}")
 
 
 def last_iteration(path: Path) -> int | None:
@@ -194,8 +204,10 @@ def last_iteration(path: Path) -> int | None:
 def _copy_until(old: IO[bytes], new: IO[bytes], iteration: int) -> list[str]:
     """Copy the readable lines up to ``iteration``; returns what is wrong with the others."""
     damage, reached, trained = [], 0, 0
-    for number, line in enumerate(old, 1):
-        if not line.endswith(b"\n"):
+    for number, line in enumerate(iter(lambda: old.readline(MAX_LINE_BYTES), b""), 1):
+        if len(line) == MAX_LINE_BYTES:
+            damage.append(f"line {number} is longer than {MAX_LINE_BYTES:,} bytes, and nothing after it is read")
+        if not line.endswith(b"\n") or len(line) == MAX_LINE_BYTES:
             break
         try:
             values = _parse(line[:-1].decode(errors="replace"))
@@ -210,13 +222,16 @@ def _copy_until(old: IO[bytes], new: IO[bytes], iteration: int) -> list[str]:
     return damage
 
 
-def _copy(path: Path, copy: Path) -> None:
-    """Copy the whole file, or leave no copy."""
+def _keep(path: Path, name: Path) -> None:
+    """Give the file a second name, which it keeps when another file gets its own; else copy it, or leave no copy."""
     try:
-        shutil.copy2(path, copy)
-    except OSError:
-        copy.unlink(missing_ok=True)
-        raise
+        os.link(path, name)
+    except OSError:  # a file system without hard links
+        try:
+            shutil.copy2(path, name)
+        except OSError:
+            name.unlink(missing_ok=True)
+            raise
 
 
 def _first_free(path: Path, word: str) -> Path:

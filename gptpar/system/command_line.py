@@ -18,6 +18,7 @@ from gptpar.errors import GptparError, printable
 from gptpar.system.activity import FOLDER_VARIABLE
 from gptpar.system.restart import note_final
 from gptpar.system.stop import STOP_SIGNALS, Stopped, handling, stop_at_once
+from gptpar.system.surroundings import prepare_process
 
 OTHERS_FIRST_SECONDS = 2.0
 """How long a worker other than the first waits before it prints its failure.
@@ -133,6 +134,7 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> int:
     numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
     try:
         with handling(stop, numbers):
+            prepare_process()
             status = main(argv)
         sys.stdout.flush()
         return status
@@ -156,6 +158,9 @@ def _failed(error: Exception) -> int:
         return _fail(str(error), error.exit_status)
     if isinstance(error, MemoryError):
         return _fail(f"this machine's memory is full{f': {error}' if str(error) else ''}", 1)
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        message = "the system starts no more threads: raise the limit of processes (ulimit -u) or of memory (ulimit -v)"
+        return _fail(message, 1)
     if isinstance(error, BrokenPipeError):
         # The reader of our output (`| head`) is gone; what stdout still buffers must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,15 +17,23 @@ from gptpar.system.processes import is_running
 _CANNOT_SYNC_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
+MAX_TEXT_BYTES = 1 << 30
+"""Far more than any manifest, log or proof has; a file with a hole may claim terabytes."""
+
+
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a regular file. A pipe or a device, which might never end, is refused.
+    """The bytes of a regular file. A pipe or a device, which might never end, and a huge file are refused.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: it cannot be read, is no regular file, or holds more than ``MAX_TEXT_BYTES``.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        if found.st_size > MAX_TEXT_BYTES:
+            most = f"it holds {found.st_size:,} bytes, and at most {MAX_TEXT_BYTES:,} are read"
+            raise OSError(errno.EFBIG, most, os.fspath(path))
         return file.read()
 
 

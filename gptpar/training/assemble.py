@@ -14,7 +14,7 @@ from gptpar.checkpoint.ranks import Ranks
 from gptpar.config import Config
 from gptpar.config.checks.offload import offload_gradients_obstacles
 from gptpar.config.derive import Derived
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, printable
 from gptpar.optim.schedule import make_schedule
 from gptpar.reporting.banner import format_bytes
 from gptpar.reporting.guards import GuardedSink
@@ -102,7 +102,7 @@ def open_run(
         derived, without_effect: for the start banner.
         more_sinks: receive every record on the main process, beside the configured ones.
     """
-    started = time.time()
+    started = time.monotonic()
     resume.refuse_foreign_folders(config)
     parallel = config.parallel
     _, _, world_size = world_from_environment()
@@ -264,8 +264,8 @@ def _sinks(
     return [GuardedSink(sink) for sink in sinks]
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+def _say(lines: str) -> None:
+    print("\n".join(map(printable, lines.split("\n"))), flush=True)  # a path may hold control characters
 
 
 def _say_nothing(line: str) -> None:

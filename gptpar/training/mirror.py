@@ -20,7 +20,7 @@ from gptpar.checkpoint.copies import Copies
 from gptpar.checkpoint.folders import remove_checkpoint
 from gptpar.checkpoint.planner import who_writes
 from gptpar.checkpoint.ranks import Ranks
-from gptpar.checkpoint.ring import Ring
+from gptpar.checkpoint.ring import COPIES, Ring
 from gptpar.config import CheckpointConfig, Config
 from gptpar.errors import GptparError
 from gptpar.reporting.banner import format_bytes
@@ -30,9 +30,6 @@ from gptpar.training.progress import Progress
 from gptpar.training.resume import checkpoint_tensors, goes_on
 from gptpar.training.saving import Saving, Target
 from gptpar.training.trainer import Trainer
-
-COPIES = 2
-"""One that is whole, and one that is being written."""
 
 NAME = "machine"
 """A link in the folder, to a name that no other machine's folder has."""

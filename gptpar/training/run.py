@@ -258,7 +258,7 @@ class Run:
     def wants_to_stop(self) -> bool:
         """Whether this process was asked to stop, or its time is over."""
         limit = self.config.batch.exit_duration_in_mins
-        late = limit is not None and (time.time() - self.started) / 60 > limit
+        late = limit is not None and (time.monotonic() - self.started) / 60 > limit
         return late or self.request.signal is not None or self._is_switched_off()
 
     def _is_switched_off(self) -> bool:

@@ -131,13 +131,14 @@ class Saving:
         """The line about saves at the start of a run."""
         if not self._config.async_save:
             return "saving: training stands still meanwhile (--no-async-save)"
-        place = "copied where the GPU or the host" if torch.cuda.is_available() else "copied where the host"
+        place = "the GPU or the host" if torch.cuda.is_available() else "the host"
         tensors = resume.tensors_to_save(self._trainer).values()
         state = sum(part.nbytes for tensor in tensors for _, part in tensor.parts)
         return (
-            f"saving: behind the training; what a step overwrites meanwhile is {place} has memory "
-            f"({format_bytes(room.host_room())} of the host's now), else waited for; the host's memory for copies, at "
-            f"most {format_bytes(state)} a process, stays until the machine is short of it"
+            "saving: training goes on while a checkpoint is written; state that a step is about to overwrite is copied "
+            f"first if {place} has memory for the copy ({format_bytes(room.host_room())} are free on the host), else "
+            f"the step waits; the host's memory for copies, at most {format_bytes(state)} a process, is kept from save "
+            "to save until the machine is short of memory"
         )
 
     def prepare(self) -> None:

@@ -2,6 +2,7 @@
 
     python -m tests.faults --short                    a few of each kind: two minutes on two cores (part of CI)
     python -m tests.faults --count 500 --seed 1000    all kinds; prints the table of docs/reliability.md
+    python -m tests.faults --set held-out --count 150 kinds that an outsider wrote down; a table of their own
     python -m tests.faults --one KIND:WORKERS:SEED    one fault alone, with the output of its commands
     python -m tests.faults --list                     the kinds, and what each does
 
@@ -33,7 +34,7 @@ from tests.faults import commands  # noqa: E402
 from tests.faults.fault import OK, Failed, Fault, Verdict, chosen  # noqa: E402
 from tests.faults.place import Place  # noqa: E402
 from tests.faults.prepared import Prepared  # noqa: E402
-from tests.faults.table import KINDS, as_text, kind_of, summary  # noqa: E402
+from tests.faults.table import SETS, as_text, kind_of, summary  # noqa: E402
 
 RECORD = commands.ROOT / "benchmarks/faults.jsonl"
 SHORT_COUNT, SHORT_SEED = 60, 1
@@ -125,6 +126,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help=f"{SHORT_COUNT} faults of one worker and a few of four")
     parser.add_argument("--count", type=int, default=500, help="number of faults, about (default: 500)")
     parser.add_argument("--seed", type=int, default=1000, help="the first seed of each kind (default: 1000)")
+    parser.add_argument("--set", choices=SETS, default="built", help="set of kinds (default: built)")
     parser.add_argument("--only", nargs="+", metavar="KIND", help="kinds to choose from")
     parser.add_argument("--workers", type=int, choices=(1, 2, 4), help="only kinds with this number of workers")
     parser.add_argument("--one", type=Fault.parse, metavar="KIND:WORKERS:SEED", help="one fault, with all output")
@@ -139,7 +141,7 @@ def faults_of(args: argparse.Namespace) -> list[Fault]:
     """The faults that the command line asks for, long ones first."""
     if args.one:
         return [args.one]
-    kinds = [kind for kind in KINDS if not args.only or kind.name in args.only]
+    kinds = [kind for kind in SETS[args.set] if not args.only or kind.name in args.only]
     kinds = [kind for kind in kinds if args.workers in (None, kind.workers)]
     if args.short:
         kinds = [kind for kind in kinds if kind.workers == 1 or kind.in_short]
@@ -151,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Judge, print the table; returns the exit status."""
     args = _arguments(argv)
     if args.list:
-        for kind in KINDS:
+        for kind in SETS[args.set]:
             print(f"{kind.name:34} {kind.workers}  {(kind.inject.__doc__ or '').strip().splitlines()[0]}")
         return 0
     faults = faults_of(args)
@@ -173,7 +175,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(as_text(verdicts))
         print(f"{len(verdicts)} faults, {bad} not survived, {time.monotonic() - began:.0f} s")
         if args.record:
-            line = {"seed": args.seed, "faults": len(verdicts), "not_survived": bad, "kinds": summary(verdicts)}
+            line = {
+                "set": args.set,
+                "seed": args.seed,
+                "faults": len(verdicts),
+                "not_survived": bad,
+                "kinds": summary(verdicts),
+            }
             with RECORD.open("a") as file:
                 file.write(json.dumps(line) + "\n")
     return int(bad > 0)

@@ -1,6 +1,7 @@
 """``gptpar`` commands as real processes that cost no start-up: forked from this one, which has imported everything.
 
-Workers that a launcher starts are ordinary Python processes. A process that forks must have no other threads.
+Workers that a launcher starts are ordinary Python processes, and so is a command that is asked to be ``fresh``. A
+process that forks must have no other threads.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -26,9 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HOOK = Path(disturb.__file__).parent
 MARK = "GPTPAR_TEST_FAULT"
 """Variable by which all processes of a command are found, whoever started them."""
-
-PIDS = "GPTPAR_TEST_PIDS"
-"""Variable that names the folder where forked workers' process ids are noted, by rank."""
 
 MAX_MEMORY_BYTES = 12 << 30
 """Address space of a command: one that reads a device for ever must not take the machine's memory."""
@@ -62,8 +58,8 @@ class Running:
         status: exit status, negative after a signal; ``None`` before :meth:`wait` has seen the end.
     """
 
-    def __init__(self, pid: int, output: Path, mark: str, pids: Path):
-        self.pid, self._output, self._mark, self._pids = pid, output, mark, pids
+    def __init__(self, pid: int, output: Path, mark: str):
+        self.pid, self._output, self._mark = pid, output, mark
         self.status: int | None = None
         self.started = time.monotonic()
 
@@ -109,16 +105,11 @@ class Running:
 
     def others(self) -> list[int]:
         """The live processes that the command has started."""
-        return sorted({*marked(self._mark), *(pid for pid in self._forked() if _is_alive(pid))} - {self.pid})
+        return sorted({*marked(self._mark)} - {self.pid})
 
     def workers(self) -> list[int]:
         """Process ids of a launcher's live workers."""
-        started = [pid for pid in marked(self._mark) if "RANK" in _environment(pid)]
-        return sorted({*started, *(pid for pid in self._forked() if _is_alive(pid))})
-
-    def _forked(self) -> list[int]:
-        texts = [file.read_text() for file in self._pids.iterdir()] if self._pids.is_dir() else []
-        return [int(text) for text in texts if text]
+        return [pid for pid in marked(self._mark) if "RANK" in _environment(pid)]
 
     def end(self) -> None:
         """Kill what is left."""
@@ -138,8 +129,8 @@ def start(
     mark: str,
     variables: Mapping[str, str] | None = None,
     disturbed: dict[str, Any] | None = None,
-    file_limit: int | None = None,
-    forked_workers: bool = True,
+    inside: Callable[[], object] | None = None,
+    fresh: bool = False,
 ) -> Running:
     """Start ``gptpar ARGV``.
 
@@ -148,82 +139,32 @@ def start(
         mark: tells its processes from all others.
         variables: of its environment, beside this process's own.
         disturbed: how its file operations are disturbed; see :mod:`tests.faults.hook.disturb`.
-        file_limit: bytes beyond which no file may grow (EFBIG).
-        forked_workers: whether the workers of a launcher are forked from it, which saves their start-up.
+        inside: called in the new process, just before the command: sets limits, a mask, or other users.
+        fresh: whether the command gets an interpreter of its own, because it depends on how Python starts.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     output.touch()
-    pids = Path(tempfile.mkdtemp(prefix="pids-", dir=folder))
     pid = os.fork()
     if pid:
-        return Running(pid, output, mark, pids)
+        return Running(pid, output, mark)
     status = 70
     try:
         atexit._clear()  # what the suite is to do at its end, such as removing the folder of all runs
         _become(output, folder)
-        os.environ.update({MARK: mark, PIDS: str(pids), **(variables or {})})
-        if forked_workers:
-            import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as torchrun
-
-            torchrun.Popen = ForkedWorker  # type: ignore[assignment, misc]
+        os.environ.update({MARK: mark, **(variables or {})})
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
         os.environ["PYTHONPATH"] = f"{HOOK}{os.pathsep}{ROOT}"
         if disturbed is not None:
             os.environ[disturb.VARIABLE] = json.dumps(disturbed)
             disturb.install(disturbed)
-        if file_limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+        if inside is not None:
+            inside()
+        if fresh:
+            os.execv(sys.executable, [sys.executable, "-m", "gptpar", *argv])
         status = _main(argv)
     finally:
         os._exit(status)
-
-
-class ForkedWorker:
-    """Stands in for ``subprocess.Popen`` in torchrun: a worker is forked from its launcher instead of started anew.
-
-    The launcher is its parent, as of a real one. It leads a session of its own, too.
-    """
-
-    def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: Any):
-        self.args, self.returncode = args, None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid:
-            (Path(env[PIDS]) / env["RANK"]).write_text(str(self.pid))
-            return
-        status = 70
-        try:
-            os.setsid()
-            os.environ.clear()
-            os.environ.update(env)
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            disturb.from_environment()
-            from gptpar.cli.launch import end_with_launcher
-
-            end_with_launcher()
-            status = _main(list(args)[list(args).index("gptpar") + 1 :])
-        finally:
-            os._exit(status)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        end = time.monotonic() + (3600.0 if timeout is None else timeout)
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
-            time.sleep(0.02)
-        assert self.returncode is not None
-        return self.returncode
 
 
 def _become(output: Path, folder: Path) -> None:
@@ -311,13 +252,6 @@ def _environment(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(word.split("=", 1) for word in words if "=" in word)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _kill(pid: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ def refused_operations(place: Place) -> Measured:
 
 def files_of_limited_size(place: Place) -> Measured:
     """No file may grow beyond a random size (EFBIG), neither the run's files nor the file with its output."""
-    running = place.with_data().train(file_limit=place.random.randint(1, LARGEST_FILE))
+    limit = place.random.randint(1, LARGEST_FILE)
+    running = place.with_data().train(inside=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     seconds = place.ended(running)
     _ended_in_a_sentence(place, running.status)
     measured = place.goes_on([running])

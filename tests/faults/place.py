@@ -22,14 +22,11 @@ EXIT_LIMIT = {1: 60.0, 2: 150.0, 4: 150.0}
 RUN_LIMIT = {1: 120.0, 2: 300.0, 4: 300.0}
 """Seconds for a whole run."""
 
-REAL_WORKERS = 0.1
-"""Share of the runs whose launcher starts its workers as it does everywhere else, with all their start-up."""
-
 _STEP = re.compile(r"iteration +(\d+)/")
 _SAVED = re.compile(r"successfully saved checkpoint at iteration +(\d+)")
 _FAILED = re.compile(r"WARNING: the save of iteration \d+ to ")
 _BEGAN = re.compile(r"saving checkpoint at iteration +(\d+)")
-_LOADED = re.compile(r"loaded \S+ \(iteration (\d+)\)")
+_LOADED = re.compile(r"loaded [^()]+ \(iteration (\d+)\)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
@@ -73,7 +70,6 @@ class Place:
 
     def train(self, *more: str, **options: Any) -> Running:
         """Begin the run, or go on with it: always the same command."""
-        options.setdefault("forked_workers", self.random.random() > REAL_WORKERS)
         return self.start([*training(self.workers), *more], **options)
 
     def train_to_end(self, *more: str, limit: float | None = None, **options: Any) -> Running:
@@ -116,11 +112,12 @@ class Place:
             raise Failed("hang", f"not ended after {limit:g} s; processes left: {left}: {running.text()[-300:]}")
         return time.monotonic() - began
 
-    def plain(self, running: Running, *, killed: bool = False) -> Running:
+    def plain(self, running: Running, *, killed: bool = False, mute: bool = False) -> Running:
         """It printed no traceback and no control character, ran no foreign code, and died of no signal.
 
         Args:
             killed: whether the fault has sent it a signal.
+            mute: whether the fault has taken its output away, so that no error can be read.
         """
         text = running.text()
         if self.marker.exists():
@@ -131,7 +128,7 @@ class Place:
             raise Failed("code executed", f"{found[0]!r} reached the terminal: {text[: found.end()][-100:]!r}")
         if not killed and running.status is not None and running.status < 0:
             raise Failed("traceback", f"died of signal {-running.status}: {text[-300:]}")
-        if running.status in (1, 2, 74) and "error: " not in text and "DAMAGED" not in text:
+        if running.status in (1, 2, 74) and not mute and "error: " not in text and "DAMAGED" not in text:
             raise Failed("traceback", f"exit status {running.status} and no error: {text[-300:]}")
         return running
 
@@ -206,6 +203,11 @@ class Place:
         rank = self.random.choice([rank for rank, count in enumerate(self.reference.operations) if count])
         number = self.random.randint(1, self.reference.operations[rank])
         return {"under": str(self.run_folder), "rank": None if self.workers == 1 else rank, "number": number}
+
+
+def announced(before: Sequence[Running]) -> int:
+    """The last iteration that one of these commands said to be saved."""
+    return max((_last(_SAVED, one.text()) for one in before), default=0)
 
 
 def _last(pattern: re.Pattern[str], text: str) -> int:

@@ -50,7 +50,7 @@ def edited_meta(place: Place) -> Measured:
     part = body if place.random.random() < 0.3 else body["meta"]
     for _ in range(place.random.randint(1, 3)):
         _edit(place, part)
-    _write_manifest(newest, body)
+    write_manifest(newest, body)
     place.say(place.random.choice(READERS))
     place.say(place.random.choice(READERS))
     place.train_to_end()
@@ -69,7 +69,7 @@ def forged_strings(place: Place) -> Measured:
                 (name + FORGED if place.random.random() < 0.2 else name): entry
                 for name, entry in body["tensors"].items()
             }
-        _write_manifest(checkpoint, body)
+        write_manifest(checkpoint, body)
     for words in READERS:
         place.say(words)
     place.train_to_end()
@@ -159,7 +159,7 @@ def changed_world(place: Place) -> Measured:
     """A stopped run goes on with two processes, data-parallel or tensor-parallel: losses change by rounding alone."""
     place.with_stopped_run()
     layout = place.random.choice(("--nproc-per-node 2", "--nproc-per-node 2 --tensor-model-parallel-size 2"))
-    running = place.train_to_end(*layout.split(), limit=300.0, forked_workers=True)
+    running = place.train_to_end(*layout.split(), limit=300.0)
     found, wanted = losses(place.run_folder), place.reference.losses
     far = [i for i in wanted if abs(found.get(i, 0.0) - wanted[i]) > 1e-3]
     if running.status != 0 or far or len(found) != STEPS:
@@ -194,7 +194,7 @@ def _forge(values: Any, which: Callable[[], bool]) -> Any:
     return values + FORGED if isinstance(values, str) and which() else values
 
 
-def _write_manifest(checkpoint: Path, body: dict[str, Any]) -> None:
+def write_manifest(checkpoint: Path, body: dict[str, Any]) -> None:
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     (checkpoint / "manifest.json").write_text(json.dumps({"sha256": digest, "manifest": body}))

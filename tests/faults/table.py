@@ -7,9 +7,17 @@ from collections.abc import Iterable
 
 from tests.faults import damage, disks, mixed_up, stopped, strangers
 from tests.faults.fault import OK, OUTCOMES, Kind, Verdict
+from tests.faults.held_out import folders, inputs, processes, surroundings, texts
 
 _FILES = [*damage.FILES, *mixed_up.FILES, *strangers.FILES]
-KINDS: list[Kind] = [*stopped.ONE, *disks.ONE, *_FILES, *stopped.FOUR, *disks.FOUR]
+_OTHERS = (folders, surroundings, processes, inputs, texts)
+SETS: dict[str, list[Kind]] = {
+    "built": [*stopped.ONE, *disks.ONE, *_FILES, *stopped.FOUR, *disks.FOUR],
+    "held-out": [kind for module in _OTHERS for kind in [*module.ONE, *module.FOUR]],
+}
+"""Kinds that were written with the code they disturb, and kinds that an outsider wrote down afterwards."""
+
+KINDS = [kind for kinds in SETS.values() for kind in kinds]
 
 
 def kind_of(name: str, workers: int) -> Kind:

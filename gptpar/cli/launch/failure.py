@@ -54,6 +54,8 @@ class Failure:
             return f"{how} at {self.doing}, and no worker has shown a sign of life for {self.silent:.0f} s"
         if self.code == -signal.SIGKILL:
             return f"was killed by SIGKILL, as Linux does to the largest process when memory is full, {place}"
+        if self.code == -signal.SIGBUS:
+            return f"was killed by SIGBUS, as Linux does when a mapped file is cut short or /dev/shm is full, {place}"
         if self.code < 0:
             return f"was killed by {signal.Signals(-self.code).name} {place}"
         lost = "; the newest state is not on the disk" if self.code == NotSavedError.exit_status else ""

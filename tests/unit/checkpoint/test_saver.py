@@ -107,3 +107,15 @@ def test_votes_are_summed_where_the_callers_group_can(
     topology = Topology(Layout(data=2), 0, torch.device("meta"))
     assert topology.votes_device == torch.device(place)
     assert Topology(Layout(), 0, torch.device("meta")).votes_device == HERE
+
+
+def test_a_system_that_starts_no_threads_still_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    saver, guard, said = make()
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    saver.begin(save_of(1, written), behind=True)
+    assert saver.under_way is not None and saver.under_way.over
+    saver.finish()
+    assert guard.snapshot is None and not any("WARNING" in line for line in said)

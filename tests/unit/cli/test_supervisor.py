@@ -133,7 +133,10 @@ def test_what_cannot_go_on_is_refused_with_its_reason() -> None:
 
 
 def test_a_later_message_does_not_hide_the_death_before_it() -> None:
-    assert str(Failure(1, -signal.SIGBUS, "start-up")) == "rank 1 was killed by SIGBUS while it was at start-up"
+    assert str(Failure(1, -signal.SIGBUS, "start-up")) == (
+        "rank 1 was killed by SIGBUS, as Linux does when a mapped file is cut short or /dev/shm is full, while it was "
+        "at start-up"
+    )
     before = Failure(1, 1, "iteration 3")
     assert Failure(0, 1, "iteration 3").is_repeated(before) and not Failure(0, 1, "iteration 4").is_repeated(before)
     assert not Failure(0, -9, "iteration 3").is_repeated(Failure(0, -9, "iteration 3"))

@@ -224,3 +224,21 @@ def test_two_writers_of_one_prefix_leave_what_was_published(tmp_path: Path) -> N
         second.finalize()
     second.discard()
     assert (read(prefix, ".idx"), sorted(os.listdir(tmp_path))) == (GOLDEN_IDX, ["corpus.bin", "corpus.idx"])
+
+
+@pytest.mark.parametrize("end", [".bin", ".idx"])
+def test_a_corpus_that_is_cut_short_while_it_is_read_is_an_error_and_no_signal(tmp_path: Path, end: str) -> None:
+    prefix = write(tmp_path / "corpus")
+    indexed = IndexedDataset(prefix)
+    indexed.require_whole_index()
+    assert indexed.tokens[2:4].tolist() == [3, 65535] and len(indexed.tokens[6:9]) == 0
+    held, left = len(read(prefix, end)), 5 if end == ".bin" else 0
+    os.truncate(f"{prefix}{end}", left)
+    match = (
+        f"{prefix}.bin ends at byte {left}, and held {held} when it was opened: it was cut short meanwhile; copy"
+        if end == ".bin"
+        else f"{prefix}.idx holds 0 bytes, and held {held} when it was opened: it was changed meanwhile; copy or make"
+    )
+    with pytest.raises(DataError, match=match):
+        indexed.require_whole_index()
+        indexed.tokens[1:4]

@@ -111,6 +111,17 @@ def test_resume_keeps_the_readable_lines_of_a_damaged_file_and_the_file(tmp_path
     assert len(said) == 2 and len(list(tmp_path.iterdir())) == 3
 
 
+def test_a_hole_of_a_terabyte_is_not_read(tmp_path):
+    write(tmp_path, [1, 2])
+    path, said = tmp_path / "metrics.jsonl", []
+    os.truncate(path, 1 << 40)
+    JsonlSink(tmp_path, resume_iteration=2, report=said.append).close()
+    assert [o["iteration"] for o in read_metrics(path)] == [1, 2]
+    aside = tmp_path / "metrics.damaged-1.jsonl"
+    told = "line 3 is longer than 1,048,576 bytes, and nothing after it is read; the readable lines are kept"
+    assert said == [f"{path}: {told}, the file as it was is {aside}"] and aside.stat().st_size == 1 << 40
+
+
 def test_a_flipped_digit_is_found(tmp_path):
     write(tmp_path, [1, 2, 3])
     path = tmp_path / "metrics.jsonl"

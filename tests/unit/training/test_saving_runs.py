@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,7 +48,8 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 def test_behind_the_training_or_not_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "behind", "--save-interval 3")
-    assert "saving: behind the training" in capsys.readouterr().out
+    told = "saving: training goes on while a checkpoint is written; state that a step is about to overwrite is copied "
+    assert told in capsys.readouterr().out
     run(tmp_path / "still", "--save-interval 3 --no-async-save")
     out = capsys.readouterr().out
     assert "saving: training stands still meanwhile" in out and out.count("  successfully saved checkpoint") == 3
@@ -169,3 +171,10 @@ def test_kill_9_amid_a_save_behind_the_training_costs_the_steps_since_the_last(t
     run(tmp_path / "whole")
     assert_same_tensors(tmp_path / "killed/iter_0000008", tmp_path / "whole/iter_0000008")
     assert not list((tmp_path / "killed").glob("*.tmp-*"))
+
+
+def test_a_clock_that_is_set_ahead_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = time.time, iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: real() + 1e6 * next(calls))
+    run(tmp_path / "run", "--exit-duration-in-mins 60")
+    assert iterations(tmp_path / "run") == [8]

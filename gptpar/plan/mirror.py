@@ -1,0 +1,52 @@
+"""What the memory mirror (``--mirror-interval``) takes of a machine's memory, and what it costs a step. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gptpar.checkpoint.ring import COPIES, Ring
+from gptpar.plan.hardware import Cluster
+from gptpar.plan.job import Job
+from gptpar.topology.layout import PIPELINE
+
+
+@dataclass(frozen=True)
+class MirrorCost:
+    """Of the process and of the machine with the most bytes.
+
+    Attributes:
+        interval: steps between copies.
+        process: bytes that a process writes for one copy: its part of the weights and of the optimizer's state.
+        machine: bytes of host memory of all copies that a machine keeps, its neighbour's among them.
+        step_s: seconds a step in which the state on the GPU is copied to the host, and training waits.
+        sent_s: seconds in which one copy reaches the neighbour while training goes on; 0 for a machine alone.
+    """
+
+    interval: int
+    process: float
+    machine: float
+    step_s: float
+    sent_s: float
+
+
+def mirror_cost(job: Job, cluster: Cluster) -> MirrorCost | None:
+    """The cost of a job's copies in memory; ``None``: it makes none."""
+    interval, layout = job.config.recovery.mirror_interval, job.layout
+    if interval is None:
+        return None
+    element = job.wide_size * (1 + len(job.optimizer.states))
+    of_stage = [
+        element * sum(unit.length for unit in job.table(part).units if unit.length) / layout.data for part in job.stages
+    ]
+    of_rank = [of_stage[layout.position(rank, PIPELINE)] for rank in range(layout.world_size)]
+    ring = Ring.of([str(rank // cluster.gpus_per_node) for rank in range(layout.world_size)])
+    kept = [sum(of_rank[rank] for rank in ring.kept_by(machine)) for machine in range(len(ring.machines))]
+    process, speeds = max(of_rank), cluster.sustained
+    network = min(speeds.socket, speeds.link * cluster.network_bandwidth)
+    return MirrorCost(
+        interval=interval,
+        process=process,
+        machine=COPIES * max(kept),
+        step_s=(1 - job.ratio) * process / speeds.bus / interval,
+        sent_s=0.0 if ring.is_alone else process / network,
+    )

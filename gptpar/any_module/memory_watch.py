@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import eq, is_
 from typing import Any
 
@@ -13,6 +13,10 @@ from gptpar.any_module.placed import PlacedParameters
 from gptpar.errors import GptparError
 
 MAX_NAMED = 4
+RELEASED = (
+    ", after which the parameters are released, and the change with them: nothing was updated. Change parameters after "
+    "engine.step(), inside `with engine.gathered():`, or keep what the forward changes in buffers."
+)
 
 
 class MemoryWatch:
@@ -30,10 +34,15 @@ class MemoryWatch:
     def __init__(self, placed: PlacedParameters, *, transient: bool):
         names = {id(parameter): name for name, parameter in placed.parameters.items()}
         places: dict[tuple[int, str], dict[str, nn.Parameter | None]] = {}
-        for scope in placed.plan.scopes:
-            for module in placed.scope_module(scope.path).modules():
+        self._scopes = {scope.path: placed.scope_module(scope.path) for scope in placed.plan.scopes}
+        modules = {id(module): module for scope in self._scopes.values() for module in scope.modules()}
+        for number, module in modules.items():
+            if not isinstance(module, torch.jit.ScriptModule):  # these are compiled, and do not change
                 own = module._parameters
-                places |= {(id(module), local): own for local, parameter in own.items() if parameter is not None}
+                places |= {(number, local): own for local, parameter in own.items() if parameter is not None}
+        self._modules = [one for one in modules.values() if not isinstance(one, torch.jit.ScriptModule)]
+        self._known = set(names)
+        self._structure = self._read_structure()
         self._locals, self._owners = [local for _, local in places], list(places.values())
         self._parameters = [owner[local] for owner, local in zip(self._owners, self._locals, strict=True)]
         self._names = [names[id(parameter)] for parameter in self._parameters]
@@ -45,8 +54,29 @@ class MemoryWatch:
         with torch._C.DisableTorchFunctionSubclass():  # avoids the guard of released parameters, which takes time
             return list(map(place_of, self._parameters))
 
+    def _read_structure(self) -> list[tuple[list[int], int]]:
+        """Of each module: its children, and how many parameters it has."""
+        return [(list(map(id, one._modules.values())), len(one._parameters)) for one in self._modules]
+
+    def _require_no_others(self) -> None:
+        """Refuse trainable parameters that came into the model later."""
+        found = {
+            f"{path}.{name}" if path else name: parameter
+            for path, module in self._scopes.items()
+            for name, parameter in module.named_parameters()
+        }
+        others = [name for name, one in found.items() if one.requires_grad and id(one) not in self._known]
+        if others:
+            raise GptparError(
+                f"{some_of(others)} came into the model after gptpar.initialize, so that nothing would train them: "
+                "change the model before, or call engine.close(), then gptpar.initialize again."
+            )
+        self._structure = self._read_structure()
+
     def check(self) -> None:
         """Check that all parameters are the same objects and, if their memory stays, at the same addresses.
+
+        Trainable parameters that the engine does not know are refused, too.
 
         Raises:
             GptparError: some are not; it names them.
@@ -55,6 +85,8 @@ class MemoryWatch:
         self._require(list(map(is_, now, self._parameters)))
         if not self._transient:
             self._require(list(map(eq, self._read(torch.Tensor.data_ptr), self._addresses)))
+        if self._read_structure() != self._structure:
+            self._require_no_others()
 
     def check_present(self) -> None:
         """The same check, and that of the storages, while all parameters are gathered."""
@@ -65,13 +97,18 @@ class MemoryWatch:
         if all(fine):
             return
         names = list(dict.fromkeys(name for name, is_fine in zip(self._names, fine, strict=True) if not is_fine))
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         raise GptparError(
-            f"{', '.join(names[:MAX_NAMED])}{more} left the engine's memory after gptpar.initialize, so that it "
+            f"{some_of(names)} left the engine's memory after gptpar.initialize, so that it "
             "would train other weights than the model has: .to(dtype), .half(), .float(), .data = ... and "
             "load_state_dict(assign=True) give parameters other memory. Change them in place (copy_(), "
             "load_state_dict() without assign), or call engine.close(), then gptpar.initialize again."
         )
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of several names, and how many more there are."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def _storage(parameter: torch.Tensor) -> int:

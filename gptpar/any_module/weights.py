@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.any_module.memory_watch import MemoryWatch
+from gptpar.any_module.memory_watch import RELEASED, MemoryWatch, some_of
 from gptpar.any_module.module_stage import ROOT
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.placed import PlacedParameters
+from gptpar.any_module.read_guard import ReadGuard
 from gptpar.any_module.units import Scope
 from gptpar.engine.engine import Engine
 from gptpar.engine.table import ParameterTable
@@ -58,6 +59,8 @@ class Weights(NotCopied):
         self._frozen = {name: unit for unit in frozen for name in unit.params}
         self._loading = 0
         self._versions = self._read_versions()
+        watch = engine.gatherer.watch
+        self._guard = watch if isinstance(watch, ReadGuard) else ReadGuard(stage, engine.gatherer)
         self._memory_watch = MemoryWatch(stage, transient=engine.parameters.transient)
         for scope in stage.plan.scopes:
             module = stage.scope_module(scope.path)
@@ -81,10 +84,27 @@ class Weights(NotCopied):
         """
         self._memory_watch.check()
         changed = self._changed()
-        if not changed:
-            return
-        with self.gathered():
-            self._take(changed)
+        if changed and self._engine.parameters.transient:
+            raise GptparError(f"{some_of(changed)} changed in place in the model's forward" + RELEASED)
+        if changed:
+            with self.gathered():
+                self._take(changed)
+
+    def require_unchanged(self) -> None:
+        """Check that no parameter was changed since :meth:`catch_up`: the optimizer's step would lose the change.
+
+        Raises:
+            GptparError: some were.
+        """
+        versions, memory = self._read_versions(), self._engine.parameters
+        names = versions if memory.transient else set(versions) - set(self._frozen)
+        changed = [name for name in versions if name in names and versions[name] != self._versions[name]]
+        if changed:
+            raise GptparError(
+                f"{some_of(changed)} changed in place since engine.backward(loss), or within train_batch, where the "
+                "step would lose the change: nothing was updated. Change parameters after engine.step(), or before "
+                "engine.backward(loss)."
+            )
 
     def settle(self) -> None:
         """Return when master weights have all changes, and no transfer that writes to parameters is under way."""
@@ -158,7 +178,8 @@ class Weights(NotCopied):
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
         self._engine.finish()
         with self._engine.gatherer.held():
-            yield
+            with self._guard.writing():
+                yield
             self._finish_changes(modifier_rank)
         self._engine.gatherer.bring_held()  # this block may be inside another one
 

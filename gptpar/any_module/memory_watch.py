@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import eq, is_
 from typing import Any
 
@@ -54,9 +55,10 @@ class MemoryWatch:
         with torch._C.DisableTorchFunctionSubclass():  # avoids the guard of released parameters, which takes time
             return list(map(place_of, self._parameters))
 
-    def _read_structure(self) -> list[tuple[list[int], int]]:
-        """Of each module: its children, and how many parameters it has."""
-        return [(list(map(id, one._modules.values())), len(one._parameters)) for one in self._modules]
+    def _read_structure(self) -> tuple[list[nn.Module | None], list[int]]:
+        """(all modules' children, how many parameters each module has); it takes the host 0.1 us for each module."""
+        children = chain.from_iterable(map(dict.values, [one._modules for one in self._modules]))
+        return list(children), list(map(len, [one._parameters for one in self._modules]))
 
     def _require_no_others(self) -> None:
         """Refuse trainable parameters that came into the model later."""

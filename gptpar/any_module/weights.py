@@ -57,7 +57,7 @@ class Weights(NotCopied):
     def __init__(self, stage: PlacedParameters, engine: Engine, frozen: Sequence[Unit], topology: Topology):
         self._stage, self._engine, self._topology = stage, engine, topology
         self._frozen = {name: unit for unit in frozen for name in unit.params}
-        self._loading = 0
+        self._loading, self._has_ended = 0, False
         self._versions = self._read_versions()
         watch = engine.gatherer.watch
         self._guard = watch if isinstance(watch, ReadGuard) else ReadGuard(stage, engine.gatherer)
@@ -97,6 +97,8 @@ class Weights(NotCopied):
             GptparError: some were.
         """
         versions, memory = self._read_versions(), self._engine.parameters
+        if versions == self._versions:
+            return
         names = versions if memory.transient else set(versions) - set(self._frozen)
         changed = [name for name in versions if name in names and versions[name] != self._versions[name]]
         if changed:
@@ -120,15 +122,17 @@ class Weights(NotCopied):
         """Give each parameter its own memory with the whole value, at the engine's end; all processes call it."""
         gatherer, parameters = self._engine.gatherer, self._stage.parameters
         members = {unit.name: unit.parameters for unit in self._stage.plan.units}
+        self._has_ended = True
         for scope in self._stage.plan.scopes:  # one after the other: together they may not fit twice
             gatherer.bring(scope.path)
+            for unit in gatherer.units_of(scope.path):
+                self._guard.arrived(unit)  # the block may be inside gathered()
             for name in (name for unit in gatherer.units_of(scope.path) for name in members[unit]):
                 parameters[name].data = parameters[name].data.clone()
             gatherer.let_go(scope.path)
-        watch, gatherer.watch = gatherer.watch, None
-        if watch is not None:
-            for unit in members:
-                watch.arrived(unit)
+        gatherer.watch = None
+        for name in members:
+            self._guard.arrived(name)
 
     def undo(self) -> None:
         """Remove all hooks from the modules."""
@@ -180,6 +184,8 @@ class Weights(NotCopied):
         with self._engine.gatherer.held():
             with self._guard.writing():
                 yield
+            if self._has_ended:
+                return
             self._finish_changes(modifier_rank)
         self._engine.gatherer.bring_held()  # this block may be inside another one
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import eq, is_
 from typing import Any
@@ -34,16 +34,14 @@ class MemoryWatch:
 
     def __init__(self, placed: PlacedParameters, *, transient: bool):
         names = {id(parameter): name for name, parameter in placed.parameters.items()}
-        places: dict[tuple[int, str], dict[str, nn.Parameter | None]] = {}
         self._scopes = {scope.path: placed.scope_module(scope.path) for scope in placed.plan.scopes}
-        modules = {id(module): module for scope in self._scopes.values() for module in scope.modules()}
-        for number, module in modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):  # these are compiled, and do not change
-                own = module._parameters
-                places |= {(number, local): own for local, parameter in own.items() if parameter is not None}
-        self._modules = [one for one in modules.values() if not isinstance(one, torch.jit.ScriptModule)]
+        self._modules = _modules_of(self._scopes.values())
         self._known = set(names)
         self._structure = self._read_structure()
+        places: dict[tuple[int, str], dict[str, nn.Parameter | None]] = {}
+        for module in self._modules:
+            own = module._parameters
+            places |= {(id(module), local): own for local, parameter in own.items() if parameter is not None}
         self._locals, self._owners = [local for _, local in places], list(places.values())
         self._parameters = [owner[local] for owner, local in zip(self._owners, self._locals, strict=True)]
         self._names = [names[id(parameter)] for parameter in self._parameters]
@@ -105,6 +103,12 @@ class MemoryWatch:
             "load_state_dict(assign=True) give parameters other memory. Change them in place (copy_(), "
             "load_state_dict() without assign), or call engine.close(), then gptpar.initialize again."
         )
+
+
+def _modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Each module once, without those that torch.jit has compiled, which do not change."""
+    modules = {id(one): one for root in roots for one in root.modules()}
+    return [one for one in modules.values() if not isinstance(one, torch.jit.ScriptModule)]
 
 
 def some_of(names: Sequence[str]) -> str:

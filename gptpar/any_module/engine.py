@@ -127,7 +127,9 @@ class ModuleEngine(TrainingEngine):
                 "engine.backward(create_graph=True): gradients are taken out of autograd as they come, so that no "
                 "graph of them can be kept. Gradients with respect to inputs (torch.autograd.grad) can have one."
             )
-        if not self._has_begun:
+        if self._has_begun:
+            self.weights.catch_up()
+        else:
             self._begin()
         last = self._is_last()
         factor = 1 if scale_wrt_gas else self.options.batch.accumulation_steps

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gptpar.any_module.eager_stance import EAGER_STANCE
+from gptpar.any_module.memory_watch import RELEASED, some_of
 from gptpar.any_module.placed import PlacedParameters
 from gptpar.any_module.read_watch import ReadWatch
 from gptpar.any_module.units import Scope, UnitPlan
@@ -24,6 +25,14 @@ from gptpar.errors import GptparError
 
 ROOT = ""
 """Path of the scope that is the whole model."""
+
+
+NO_HOOKS = "don't yet support saved tensor hooks"
+UNDER_FUNC = (
+    "torch.func.grad, vjp, jacrev or hessian in the model's forward: torch permits no saved-tensor hooks there, and "
+    "parameters that the engine has released need them. Use torch.autograd.grad, or ZeRO stage 2 or lower "
+    "without offload_param."
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class ModuleStage(PlacedParameters):
         self._read_watch: ReadWatch | None = None
         self._is_bringing = False
         self._called: list[str] = []
+        self._changed_at: dict[str, int] = {}
         self._requires = {name: parameter.requires_grad for name, parameter in self.parameters.items()}
         self._uncompiled = contextlib.ExitStack()
         self._frozen = {unit.name for unit in plan.units if not unit.trainable}
@@ -89,7 +99,7 @@ class ModuleStage(PlacedParameters):
         self._gatherer = gatherer
         self.undo.callback(self._uncompiled.close)  # the first forward's backward pass may never have come
         if gatherer.brings:
-            self._read_watch = ReadWatch(self._read_outside)
+            self._read_watch = ReadWatch(self._read_outside, self._note_change)
         trained = self.global_parameters()
         for name, parameter in self.parameters.items():  # trainable, but in no group of the optimizer
             if parameter.requires_grad and name not in trained:
@@ -116,10 +126,12 @@ class ModuleStage(PlacedParameters):
         depth = self._depth
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._depth, self._is_bringing = depth, False
             self._called.clear()
             self._leave(succeeded=False)
+            if NO_HOOKS in str(error):
+                raise GptparError(UNDER_FUNC) from error
             raise
 
     @contextlib.contextmanager
@@ -218,6 +230,7 @@ class ModuleStage(PlacedParameters):
         if self._read_watch is not None and self.is_watching:
             self._read_watch.__exit__(None, None, None)
             self.is_watching = False
+            self._require_no_hidden_changes()
             if succeeded and torch.is_grad_enabled():
                 self._read_watch = None  # only one whole training pass is observed, because that takes time
             else:
@@ -242,6 +255,37 @@ class ModuleStage(PlacedParameters):
                 stacklevel=2,
             )
         self._gatherer.merge(unit.scope, into=ROOT)
+
+    def _note_change(self, tensor: torch.Tensor) -> None:
+        """An operator of the first pass is about to change a tensor in place; parameters have another version then."""
+        unit = self.unit_in(tensor)
+        if unit is None or self._is_bringing:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for name in unit.parameters:
+                parameter = self.parameters[name]
+                if 0 <= tensor.data_ptr() - parameter.data_ptr() < max(parameter.nbytes, 1):
+                    self._changed_at.setdefault(name, parameter._version)
+
+    def _require_no_hidden_changes(self) -> None:
+        """Refuse changes in place, in the pass that was observed, of which the optimizer would not learn.
+
+        Parameters that stay are compared by their versions later. Only changes through ``.data`` keep the version; they
+        are lost when the optimizer updates its own copies, as are all changes when parameters are released.
+        """
+        assert self._gatherer is not None
+        changed_at, self._changed_at = self._changed_at, {}
+        trained, transient = self.global_parameters(), self._gatherer.transient
+        with torch._C.DisableTorchFunctionSubclass():
+            kept = [name for name, version in changed_at.items() if self.parameters[name]._version == version]
+        hidden = [name for name in changed_at if transient or (name in kept and name in trained)]
+        if hidden and transient:
+            raise GptparError(f"{some_of(hidden)} changed in place in the model's forward" + RELEASED)
+        if hidden:
+            raise GptparError(
+                f"{some_of(hidden)} changed in place through .data in the model's forward: the optimizer has its own "
+                "copy of them and does not notice. Leave out .data and write under torch.no_grad()."
+            )
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         unit = self.unit_in(tensor)

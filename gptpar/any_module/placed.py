@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class PlacedParameters(NotCopied):
         self.tied: dict[str, TiedUnit] = {}
         self.undo = contextlib.ExitStack()
         self._unit_named = {name: unit for unit in plan.units for name in unit.parameters}
-        self._unit_of: dict[int, FlatUnit] = {}
+        self._units_in: dict[int, list[tuple[int, FlatUnit]]] = {}
 
     def scope_module(self, path: str) -> nn.Module:
         """The module of a scope: the scope's parameters are gathered before its forward."""
@@ -61,9 +63,13 @@ class PlacedParameters(NotCopied):
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
         """Point parameters to their memory, given by first name."""
+        first: dict[tuple[int, FlatUnit], int] = {}
         for name, memory in storage.items():
-            self._unit_of[memory.untyped_storage()._cdata] = self._unit_named[name]
+            key, start = (memory.untyped_storage()._cdata, self._unit_named[name]), _first_byte(memory)
+            first[key] = min(first.get(key, start), start)
             place_parameter(self.parameters[name], memory)
+        for (memory_id, unit), start in sorted(first.items(), key=lambda item: item[1]):
+            self._units_in.setdefault(memory_id, []).append((start, unit))
 
     def scope_of(self, tensor: Any) -> str | None:
         """The scope in whose memory a tensor is; ``None`` if it is in no parameter's memory."""
@@ -74,4 +80,12 @@ class PlacedParameters(NotCopied):
         """The unit in whose memory a tensor is; ``None`` if it is in no parameter's memory."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             return None
-        return self._unit_of.get(tensor.untyped_storage()._cdata)
+        units = self._units_in.get(tensor.untyped_storage()._cdata, [])
+        if len(units) < 2:
+            return units[0][1] if units else None
+        start = _first_byte(tensor)  # units that stay are in a row, in one memory
+        return units[max(0, bisect_right(units, start, key=itemgetter(0)) - 1)][1]
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.itemsize

@@ -7,8 +7,9 @@ own class again, so that forward and backward passes see plain parameters.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,12 +58,14 @@ class ReadGuard:
         }
         self._names = {id(parameter): name for name, parameter in placed.parameters.items()}
         self._away: set[str] = set()
+        self._here: set[str] = set()
         for unit in self._members:
             if not gatherer.is_present(unit):
                 self.left(unit)
 
     def left(self, unit: str) -> None:
         """Begin to guard a unit, whose parameters have been released."""
+        self._here.discard(unit)
         if unit not in self._away:
             self._away.add(unit)
             for parameter, _, watched in self._members[unit]:
@@ -70,10 +73,28 @@ class ReadGuard:
 
     def arrived(self, unit: str) -> None:
         """Stop guarding a unit, whose parameters have been gathered."""
+        self._here.discard(unit)
         if unit in self._away:
             self._away.discard(unit)
             for parameter, plain, _ in self._members[unit]:
                 parameter.__class__ = plain
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """A context in which gathered parameters stay guarded, so that changes through ``.data`` are noticed."""
+        present = [unit for unit in self._members if unit not in self._away]
+        for unit in present:
+            self._keep_guarding(unit)
+        try:
+            yield
+        finally:
+            for unit in present:
+                self.arrived(unit)
+
+    def _keep_guarding(self, unit: str) -> None:
+        """A unit is here, but its parameters do not get their own class until their forward."""
+        self.left(unit)
+        self._here.add(unit)
 
     def read(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function on parameters some of which are released; returns its result.
@@ -94,7 +115,19 @@ class ReadGuard:
                 raise GptparError(self._told("{} was to get other memory by .data = ...", args[:1]) + IN_PLACE)
             if not (name in ABOUT or attribute and attribute not in VIEWS or self._placed.is_watching):
                 self._bring((args, kwargs))
+            if name == "__get__" and attribute == "data":
+                return args[0].detach()  # has the parameter's version, which tells that it was changed in place
             return function(*args, **kwargs)
+
+    def plainly(self, parameter: Any, function: Callable[[], Any]) -> Any:
+        """Call a function while a parameter, gathered if it can be, has its own class."""
+        self.read(torch.Tensor.detach, (parameter,), {})
+        watched = type(parameter)
+        parameter.__class__ = watched.__bases__[-1]
+        try:
+            return function()
+        finally:
+            parameter.__class__ = watched
 
     def _changes_nothing(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a cast returns the parameter itself."""
@@ -104,12 +137,15 @@ class ReadGuard:
     def _bring(self, values: Any) -> None:
         tensors = list(tensors_in(values))
         units = dict.fromkeys(self._unit_of[id(one)] for one in tensors if id(one) in self._unit_of)
-        away = [unit for unit in units if unit in self._away]
+        away = [unit for unit in units if unit in self._away and unit not in self._here]
         if away and not self._gatherer.arrives_alone:
-            read = [one for one in tensors if self._unit_of.get(id(one)) in self._away]
+            read = [one for one in tensors if self._unit_of.get(id(one)) in away]
             raise GptparError(self._told("{} was read outside of the model's forward", read) + GATHERED)
         for unit in away:
-            self._gatherer.bring(self._gatherer.layer_of(unit))
+            layer = self._gatherer.layer_of(unit)
+            self._gatherer.bring(layer)
+            for one in self._gatherer.units_of(layer):
+                self._keep_guarding(one)
 
     def _told(self, sentence: str, parameters: Any) -> str:
         return sentence.format(", ".join(dict.fromkeys(self._names.get(id(one), "a parameter") for one in parameters)))
@@ -144,9 +180,7 @@ class _Watched:
         return cls._guard.read(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._guard.read(torch.Tensor.detach, (self,), {})
-        return copy.deepcopy(self, memo)  # of its own class again
+        return self._guard.plainly(self, lambda: copy.deepcopy(self, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._guard.read(torch.Tensor.detach, (self,), {})
-        return self.__reduce_ex__(protocol)
+        return self._guard.plainly(self, lambda: self.__reduce_ex__(protocol))

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gptpar.engine.tensors import tensors_in
@@ -20,7 +22,9 @@ def problems_of(module: nn.Module) -> list[str]:
     """A sentence for each tensor or submodule of a module that flat units cannot hold."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     flat = {}
-    problems = list(_wrappers(module))
+    problems = [*_wrappers(module), *_renormalised(module)]
+    if isinstance(module, torch.jit.ScriptModule):
+        problems.append("the model is a torch.jit.ScriptModule, which calls no hooks: give the module before scripting")
     for name, tensor in (parameters | buffers).items():
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             problems.append(f"{name} has no shape yet: call the model once, so that its lazy modules get theirs")
@@ -57,6 +61,16 @@ def _wrappers(module: nn.Module) -> Iterator[str]:
             yield f"{path or 'the model'} is wrapped in {name}: give the module inside; initialize divides the work"
 
 
+def _renormalised(module: nn.Module) -> Iterator[str]:
+    for path, one in module.named_modules():
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
+            yield (
+                f"{path or 'the model'} has max_norm: its forward changes the rows that it reads, which are others on "
+                "each process, so that processes would hold different weights; set it to None, and limit the norms of "
+                "what the embedding returns"
+            )
+
+
 def _kept_views(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
     """Problems of attributes that would still refer to a parameter's former memory."""
     own = {id(parameter) for parameter in parameters.values()}
@@ -64,7 +78,7 @@ def _kept_views(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> It
     names = {p.untyped_storage()._cdata: name for name, p in parameters.items() if _has_storage(p, lazy)}
     for path, one in module.named_modules():
         for attribute, value in vars(one).items():
-            if attribute in ("_parameters", "_buffers", "_modules"):
+            if attribute in ("_parameters", "_buffers", "_modules") or attribute in _made_before_forward(one):
                 continue
             for tensor in tensors_in(value):
                 if id(tensor) in own or not _has_storage(tensor, lazy):
@@ -72,6 +86,12 @@ def _kept_views(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> It
                 if (name := names.get(tensor.untyped_storage()._cdata)) is not None:
                     place = f"{path}.{attribute}" if path else attribute
                     yield f"{place} keeps a view of the parameter {name}, whose memory changes: take it in the forward"
+
+
+def _made_before_forward(module: nn.Module) -> set[str]:
+    """Attributes that hooks of torch.nn.utils (spectral_norm, weight_norm) make anew before each forward."""
+    hooks = module._forward_pre_hooks.values()
+    return {hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm)}
 
 
 def _has_storage(tensor: torch.Tensor, lazy: tuple[type, ...]) -> bool:

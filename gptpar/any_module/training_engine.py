@@ -126,6 +126,7 @@ class TrainingEngine(NotCopied, Getters, CheckpointVerbs, nn.Module):
                 f"{self._count} of {self.options.batch.accumulation_steps} micro-batches of the step are done: "
                 "the optimizer can step after the last one's engine.backward(loss)."
             )
+        self.weights.require_unchanged()
         self._activity.note(f"step {self.global_steps + 1}, optimizer")
         self._watch.note("came to the optimizer's step")
         result = self._result or self._work.result()

@@ -265,5 +265,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module has a forward, before which its parameters can be gathered."""
+    """Whether a module has a forward, before which its parameters can be gathered; a scripted one calls no hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward

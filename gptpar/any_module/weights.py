@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gptpar.any_module.memory_watch import MemoryWatch
+from gptpar.any_module.memory_watch import RELEASED, MemoryWatch, some_of
 from gptpar.any_module.module_stage import ROOT
 from gptpar.any_module.not_copied import NotCopied
 from gptpar.any_module.placed import PlacedParameters
+from gptpar.any_module.read_guard import ReadGuard
 from gptpar.any_module.units import Scope
 from gptpar.engine.engine import Engine
 from gptpar.engine.table import ParameterTable
@@ -56,8 +57,10 @@ class Weights(NotCopied):
     def __init__(self, stage: PlacedParameters, engine: Engine, frozen: Sequence[Unit], topology: Topology):
         self._stage, self._engine, self._topology = stage, engine, topology
         self._frozen = {name: unit for unit in frozen for name in unit.params}
-        self._loading = 0
+        self._loading, self._has_ended = 0, False
         self._versions = self._read_versions()
+        watch = engine.gatherer.watch
+        self._guard = watch if isinstance(watch, ReadGuard) else ReadGuard(stage, engine.gatherer)
         self._memory_watch = MemoryWatch(stage, transient=engine.parameters.transient)
         for scope in stage.plan.scopes:
             module = stage.scope_module(scope.path)
@@ -81,10 +84,29 @@ class Weights(NotCopied):
         """
         self._memory_watch.check()
         changed = self._changed()
-        if not changed:
+        if changed and self._engine.parameters.transient:
+            raise GptparError(f"{some_of(changed)} changed in place in the model's forward" + RELEASED)
+        if changed:
+            with self.gathered():
+                self._take(changed)
+
+    def require_unchanged(self) -> None:
+        """Check that no parameter was changed since :meth:`catch_up`: the optimizer's step would lose the change.
+
+        Raises:
+            GptparError: some were.
+        """
+        versions, memory = self._read_versions(), self._engine.parameters
+        if versions == self._versions:
             return
-        with self.gathered():
-            self._take(changed)
+        names = versions if memory.transient else set(versions) - set(self._frozen)
+        changed = [name for name in versions if name in names and versions[name] != self._versions[name]]
+        if changed:
+            raise GptparError(
+                f"{some_of(changed)} changed in place since engine.backward(loss), or within train_batch, where the "
+                "step would lose the change: nothing was updated. Change parameters after engine.step(), or before "
+                "engine.backward(loss)."
+            )
 
     def settle(self) -> None:
         """Return when master weights have all changes, and no transfer that writes to parameters is under way."""
@@ -100,15 +122,17 @@ class Weights(NotCopied):
         """Give each parameter its own memory with the whole value, at the engine's end; all processes call it."""
         gatherer, parameters = self._engine.gatherer, self._stage.parameters
         members = {unit.name: unit.parameters for unit in self._stage.plan.units}
+        self._has_ended = True
         for scope in self._stage.plan.scopes:  # one after the other: together they may not fit twice
             gatherer.bring(scope.path)
+            for unit in gatherer.units_of(scope.path):
+                self._guard.arrived(unit)  # the block may be inside gathered()
             for name in (name for unit in gatherer.units_of(scope.path) for name in members[unit]):
                 parameters[name].data = parameters[name].data.clone()
             gatherer.let_go(scope.path)
-        watch, gatherer.watch = gatherer.watch, None
-        if watch is not None:
-            for unit in members:
-                watch.arrived(unit)
+        gatherer.watch = None
+        for name in members:
+            self._guard.arrived(name)
 
     def undo(self) -> None:
         """Remove all hooks from the modules."""
@@ -158,7 +182,10 @@ class Weights(NotCopied):
         """See :meth:`ModuleEngine.gathered <gptpar.any_module.engine.ModuleEngine.gathered>`."""
         self._engine.finish()
         with self._engine.gatherer.held():
-            yield
+            with self._guard.writing():
+                yield
+            if self._has_ended:
+                return
             self._finish_changes(modifier_rank)
         self._engine.gatherer.bring_held()  # this block may be inside another one
 

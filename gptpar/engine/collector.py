@@ -84,6 +84,7 @@ class GradientCollector:
         A gradient from another engine's backward pass is dropped: that engine's loss led through this module.
         """
         for name, parameter in parameters.items():
+            parameter.grad = None  # of an earlier backward pass: autograd would add to it
             hook = parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
             self._hooks.append(hook)
 
@@ -132,6 +133,8 @@ class GradientCollector:
         assert parameter.grad is not None
         unit, grad = self._unit_of[name], parameter.grad.detach()
         parameter.grad = None
+        if grad.layout != torch.strided:  # of an embedding with sparse=True
+            grad = grad.to_dense()
         if not self._in_pass:
             if BACKWARD_PASSES.is_running:
                 return  # another engine's loss led through this module

@@ -14,7 +14,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.any_module.case import Batch, Case, Setup, make_optimizer
 from tests.any_module.compare import Deviations, deviations
 from tests.any_module.oddities import ODDITIES
-from tests.any_module.reference import Trace, copy_of_buffers, copy_of_weights, mean_over_ranks, reference_of_rank
+from tests.any_module.reference import (
+    Trace,
+    copy_of_buffers,
+    copy_of_weights,
+    mean_over_ranks,
+    reference,
+    reference_of_rank,
+)
 from tests.any_module.scenario_cases import SCENARIOS
 from tests.any_module.zoo import ZOO
 
@@ -113,9 +120,10 @@ def run_case(rank: int, name: str, setup: Setup, engine: str = GPTPAR, kind: typ
     return trace
 
 
-def ddp_reference(rank: int, name: str, setup: Setup) -> Trace:
-    """The reference of a case with BatchNorm, as one of the ranks."""
-    return reference_of_rank(rank, CASES[name], setup)
+def reference_on_rank(rank: int, name: str, setup: Setup) -> Trace:
+    """The reference of a case: one rank alone has it, or with BatchNorm all ranks together."""
+    case = CASES[name]
+    return reference_of_rank(rank, case, setup) if case.synchronised and setup.world > 1 else reference(case, setup)
 
 
 def worst_of_ranks(traces: Sequence[Trace], wanted: Trace) -> Deviations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +34,12 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return found
 
 
-def closes(rank: int, setup: Setup, engine: str) -> list[str]:
+def closes(rank: int, setup: Setup, engine: str, place: str) -> list[str]:
     """What is not as in a module that no engine has seen."""
     training = Training(CASES["mlp"], setup, engine)
     wanted = training.run(0, 2).weights[-1]
-    training.engine.close()
+    with training.engine.gathered() if place == "gathered" else nullcontext():
+        training.engine.close()
     model, wrong = training.model, [str(hook) for hook in hooks_of(training.model)]
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter or not torch.equal(parameter, wanted[name]):
@@ -55,9 +56,10 @@ def closes(rank: int, setup: Setup, engine: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("place", ["between steps", "gathered"])
 @layouts
-def test_closing_leaves_an_ordinary_module_with_whole_weights(bench: Bench, setup: Setup) -> None:
-    assert bench.on_ranks(setup.world, closes, setup, bench.engine) == [[]] * setup.world
+def test_closing_leaves_an_ordinary_module_with_whole_weights(bench: Bench, setup: Setup, place: str) -> None:
+    assert bench.on_ranks(setup.world, closes, setup, bench.engine, place) == [[]] * setup.world
 
 
 class Again(Training):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 
@@ -46,6 +47,40 @@ def by_data(training: Training) -> None:
 def another_parameter(training: Training) -> None:
     like = training.model.blocks[1].up.weight
     training.model.blocks[1].up.weight = torch.nn.Parameter(torch.zeros_like(like))
+
+
+def new_head(training: Training) -> None:
+    training.model.last = torch.nn.Linear(16, 16).double()
+
+
+def new_block(training: Training) -> None:
+    training.model.blocks.append(copy.deepcopy(CASES["mlp"].make_model().blocks[0]))
+
+
+def new_parameter(training: Training) -> None:
+    training.model.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+
+def added(rank: int, setup: Setup, change: Change) -> str:
+    training = Training(CASES["mlp"], setup, GPTPAR)
+    training.run(0, 1)
+    training.model.metric = torch.nn.Linear(2, 2).requires_grad_(False)  # is nobody's concern
+    training.run(1, 2)
+    change(training)
+    try:
+        training.run(2, 3)
+    except GptparError as error:
+        return str(error)
+    return ""
+
+
+@layouts
+@pytest.mark.parametrize(
+    ("change", "name"), [(new_head, "last.weight"), (new_block, "blocks.3.norm.weight"), (new_parameter, "scale")]
+)
+def test_parameters_that_come_later_are_refused(bench: Bench, setup: Setup, change: Change, name: str) -> None:
+    for said in bench.on_ranks(setup.world, added, setup, change):
+        assert re.search(rf"^{name}.* came into the model after gptpar.initialize.*engine.close\(\)", said), said
 
 
 def changed(rank: int, setup: Setup, change: Change, gathers: bool) -> str:

@@ -54,8 +54,8 @@ def weights_of_trainer(trainer: Any) -> Named:
     return {name: one.parts[0][1].clone() for name, one in parts.items()}
 
 
-def by_trainer(flags: str, setup: Setup) -> tuple[Named, list[float], Named]:
-    """(initial weights, losses, last weights) of the GPT trainer in one process."""
+def by_trainer(rank: int, flags: str, setup: Setup) -> tuple[Named, list[float], Named]:
+    """(initial weights, losses, last weights) of the GPT trainer in one process, with as many threads as the engine."""
     trainer = make_trainer(config_of(flags, setup))
     first, losses = weights_of_trainer(trainer), []
     for step in range(setup.steps):
@@ -109,7 +109,7 @@ def as_stranger(rank: int, flags: str, setup: Setup, first: Named) -> tuple[floa
 )
 def test_the_trainers_bits(bench: Bench, flags: str, setup: Setup) -> None:
     """Without clipping: the norm's order of summation follows the units, which are cut otherwise."""
-    first, losses, wanted = by_trainer(flags, setup)
+    ((first, losses, wanted),) = bench.on_ranks(1, by_trainer, flags, setup)
     ((last, got),) = bench.on_ranks(1, as_stranger, flags, setup, first)
     assert last == losses[-1]
     assert [name for name, value in wanted.items() if not torch.equal(got[name], value)] == []
@@ -123,7 +123,7 @@ def test_the_trainers_bits(bench: Bench, flags: str, setup: Setup) -> None:
 )
 def test_the_trainers_numbers(bench: Bench, flags: str, setup: Setup) -> None:
     """With clipping, and on several processes: the same up to the order of sums."""
-    first, losses, wanted = by_trainer(flags, setup)
+    ((first, losses, wanted),) = bench.on_ranks(1, by_trainer, flags, setup)
     found = bench.on_ranks(setup.world, as_stranger, flags, setup, first)
     assert sum(last for last, _ in found) / setup.world == pytest.approx(losses[-1], rel=1e-12)
     for _, got in found:

@@ -161,6 +161,12 @@ def lazy() -> nn.Module:
     return model
 
 
+def renormalising() -> nn.Module:
+    model = Mlp()
+    model.table = nn.Embedding(4, 4, max_norm=1.0)
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "ddp": (lambda: DistributedDataParallel(Mlp()), "DistributedDataParallel"),
     "ddp_inside": (Inside, "blocks.1.*DistributedDataParallel"),
@@ -170,6 +176,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse": (lambda: with_parameter(lambda: torch.eye(2).to_sparse()), "blocks.1.odd.*sparse"),
     "overlapping": (overlapping, "blocks.[01].up.weight.*memory.*blocks.[01].up.weight"),
     "lazy": (lazy, "last.weight.*shape"),
+    "max_norm": (renormalising, "table has max_norm.*None"),
+    "scripted": (lambda: torch.jit.script(Mlp()), "ScriptModule.*before scripting"),
 }
 
 
@@ -281,10 +289,20 @@ class PenaltyOfAll(Mlp):
         return super().forward(x) + 0.01 * penalty
 
 
+class GradientsPerSample(Mlp):
+    """torch.func within the forward; it permits no hooks on saved tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = {name: p.detach() for name, p in self.last.named_parameters()}
+        slope = torch.func.grad(lambda w, one: torch.func.functional_call(self.last, w, (one,)).square().sum())
+        return super().forward(x) + torch.func.vmap(slope, (None, 0))(weights, x)["bias"]
+
+
 SEVERAL = "backward.*(once|sum|add)"
 EITHER = {
     "reads_another_block": (Case("reads_another_block", ReadsAnotherBlock), r"blocks\.0\.up\.weight"),
     "keeps_a_view": (Case("keeps_a_view", KeepsAView), "blocks.0|view"),
+    "gradients_per_sample": (Case("gradients_per_sample", GradientsPerSample), "torch.func.*ZeRO stage 2"),
     "penalty_of_all": (Case("penalty_of_all", PenaltyOfAll), r"blocks\.\d\.\w+\.(weight|bias)"),
     **{case.name: (case, SEVERAL) for case in TWO_BACKWARD_CALLS},
 }

@@ -1,0 +1,250 @@
+"""Weights that the user's code changes in place: the change counts as in plain torch, or a sentence says why not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gptpar.errors import GptparError
+from tests.any_module.case import WIDTH, Case, Setup, make_optimizer
+from tests.any_module.harness import CASES, Training, initializer
+from tests.any_module.matrix import Bench
+from tests.any_module.reference import Named, copy_of_weights
+from tests.any_module.zoo import Mlp
+
+ALONE = [Setup(1, 0), Setup(1, 3, 1.0), Setup(1, 0, 0.6), Setup(2, 0), Setup(2, 0, 0.6), Setup(2, 2)]
+RELEASED = [Setup(2, 3), Setup(2, 3, 0.6)]
+"""Layouts in which parameters are released after the forward."""
+STEPS, BOUND = 4, 0.1
+
+
+def layouts(setups: list[Setup]) -> Any:
+    return pytest.mark.parametrize("setup", setups, ids=lambda setup: str(setup).replace(", ", "-"))
+
+
+class Clamps(Mlp):
+    """Keeps its weights small, before it uses them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-BOUND, BOUND)
+        return super().forward(x)
+
+
+class ClampsInBlocks(nn.Module):
+    """Each block does it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Clamps(blocks=1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class FollowsSlowly(nn.Module):
+    """A frozen copy follows the trained half within the forward, as MoCo's key encoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.follower = Mlp(), Mlp().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for mine, its in zip(self.follower.parameters(), self.trained.parameters(), strict=True):
+                mine.mul_(0.9).add_(its, alpha=0.1)
+            aim = self.follower(x)
+        return self.trained(x) + aim
+
+
+class NormalisesData(Mlp):
+    """Writes through .data, which leaves no trace on the parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last.weight.data.copy_(F.normalize(self.last.weight.data, dim=1))
+        return super().forward(x)
+
+
+def in_plain_torch(case: Case, accumulation: int, between: Callable[[nn.Module], None] | None = None) -> Named:
+    """The last weights; each rank has the same batches, so that one process stands for all."""
+    model = case.make_model()
+    optimizer = make_optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(accumulation):
+            (case.losses_of(model, case.make_batch(step, micro, 0, 1))[0] / accumulation).backward()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
+        optimizer.step()
+        if between is not None:
+            between(model)
+    return copy_of_weights(model)
+
+
+def by_engine(
+    rank: int, case: Case, setup: Setup, accumulation: int, between: Callable[[Training], None] | None = None
+) -> Named | str:
+    """The same, or the sentence."""
+    setup = Setup(setup.world, setup.stage, setup.ratio, accumulation)
+    training = Training(case, setup)
+    try:
+        for step in range(STEPS):
+            for micro in range(accumulation):
+                batch = case.make_batch(step, micro, 0, 1)
+                training.engine.backward(case.losses_of(training.engine, batch)[0])
+                training.engine.step()
+            if between is not None:
+                between(training)
+        with training.engine.gathered():
+            return copy_of_weights(training.model)
+    except GptparError as error:
+        return str(error)
+    finally:
+        training.engine.close()
+
+
+def assert_same(found: list[Named | str], wanted: Named) -> None:
+    for one in found:
+        assert not isinstance(one, str), one
+        for name, value in wanted.items():
+            torch.testing.assert_close(one[name], value, rtol=0, atol=1e-10)
+
+
+FORWARDS = {kind.__name__: kind for kind in (Clamps, ClampsInBlocks, FollowsSlowly, NormalisesData)}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@layouts(ALONE)
+@pytest.mark.parametrize("name", ["Clamps", "ClampsInBlocks", "FollowsSlowly"])
+def test_changes_in_the_forward_count(bench: Bench, name: str, setup: Setup, accumulation: int) -> None:
+    case = Case(name, FORWARDS[name])
+    found = bench.on_ranks(setup.world, by_engine, case, setup, accumulation)
+    assert_same(found, in_plain_torch(case, accumulation))
+
+
+@layouts(RELEASED)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_where_parameters_are_released_changes_in_the_forward_are_refused(
+    bench: Bench, name: str, setup: Setup
+) -> None:
+    for told in bench.on_ranks(setup.world, by_engine, Case(name, FORWARDS[name]), setup, 1):
+        assert isinstance(told, str) and re.search(r"(weight|bias).*in the model's forward.*gathered", told), told
+
+
+@layouts([setup for setup in ALONE if setup.ratio or setup.stage])
+def test_hidden_changes_in_the_forward_are_refused(bench: Bench, setup: Setup) -> None:
+    for told in bench.on_ranks(setup.world, by_engine, Case("normalises", NormalisesData), setup, 1):
+        assert isinstance(told, str) and told.startswith("last.weight changed in place through .data"), told
+
+
+def clamp_data(module: nn.Module) -> None:
+    """As Wasserstein GANs do."""
+    for parameter in module.parameters():
+        parameter.data.clamp_(-BOUND, BOUND)
+
+
+def clamp_between(training: Training) -> None:
+    clamp_data(training.model)
+
+
+def clamp_gathered(training: Training) -> None:
+    with training.engine.gathered():
+        clamp_data(training.model)
+
+
+@pytest.mark.parametrize("between", [clamp_between, clamp_gathered], ids=lambda between: between.__name__)
+@layouts([*ALONE, *RELEASED])
+def test_changes_through_data_between_steps_count(
+    bench: Bench, setup: Setup, between: Callable[[Training], None]
+) -> None:
+    found = bench.on_ranks(setup.world, by_engine, CASES["mlp"], setup, 1, between)
+    if setup in RELEASED and between is clamp_between:
+        assert all(isinstance(told, str) and "gathered" in told for told in found), found
+    else:
+        assert_same(found, in_plain_torch(CASES["mlp"], 1, clamp_data))
+
+
+def clamped_in_bf16(rank: int, setup: Setup, engine: str) -> bool:
+    """Whether weights clamped through ``.data`` stay so in a step of rate zero, which starts from fp32 masters."""
+    model = CASES["mlp"].make_model().float()
+    config = {**setup.config(CASES["mlp"]), "bf16": {"enabled": True, "auto_cast": True}}
+    made, optimizer, _, _ = initializer(engine)(model=model, model_parameters=model.parameters(), config=config)
+    optimizer.param_groups[0]["lr"] = 0.0
+    with made.gathered():
+        clamp_data(model)
+    made.backward(made(torch.ones(2, WIDTH)).square().mean().float())
+    made.step()
+    with made.gathered():
+        return max(parameter.abs().max().item() for parameter in model.parameters()) < BOUND + 1e-3
+
+
+@layouts([Setup(1, 0), Setup(2, 0), Setup(2, 3, 0.6)])
+def test_changes_through_data_reach_the_masters_of_bf16(bench: Bench, setup: Setup) -> None:
+    assert all(bench.on_ranks(setup.world, clamped_in_bf16, setup, bench.engine))
+
+
+def clamped_before_the_step(rank: int, setup: Setup) -> tuple[str, bool]:
+    """(what is said of a change between backward and step, whether nothing was updated)"""
+    training = Training(CASES["mlp"], setup)
+    training.engine.backward(training.case.losses_of(training.engine, training.make_batch(0, 0))[0])
+    with torch.no_grad():
+        training.model.first.weight.fill_(0.5)
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    try:
+        training.engine.step()
+    except GptparError as error:
+        pairs = zip(before, training.model.parameters(), strict=True)
+        return str(error), all(torch.equal(old, now) for old, now in pairs)
+    return "", False
+
+
+@layouts([Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 0)])
+def test_a_change_between_backward_and_step_is_refused(bench: Bench, setup: Setup) -> None:
+    for told, kept in bench.on_ranks(setup.world, clamped_before_the_step, setup):
+        assert re.search(r"^first\.weight changed in place since engine.backward.*engine.step\(\)", told) and kept
+
+
+def stale(rank: int, setup: Setup, engine: str) -> Named:
+    """A backward pass before ``initialize`` leaves gradients behind."""
+    case = CASES["mlp"]
+    model = case.make_model()
+    case.losses_of(model, case.make_batch(9, 0, 0, 1))[0].backward()
+    made, *_ = initializer(engine)(model=model, model_parameters=model.parameters(), config=setup.config(case))
+    for step in range(STEPS):
+        made.backward(case.losses_of(made, case.make_batch(step, 0, 0, 1))[0])
+        made.step()
+    with made.gathered():
+        return copy_of_weights(model)
+
+
+@layouts([Setup(1, 0), Setup(2, 3, 0.6)])
+def test_gradients_from_before_initialize_do_not_count(bench: Bench, setup: Setup) -> None:
+    assert_same(bench.on_ranks(setup.world, stale, setup, bench.engine), in_plain_torch(CASES["mlp"], 1))
+
+
+def units_of_weights(rank: int, setup: Setup) -> list[tuple[str, str | None, str]]:
+    """(block, the scope whose memory has its weight, the layer that it is gathered with), after a step."""
+    training = Training(CASES["mlp"], setup)
+    training.run(0, 1)
+    stage, gatherer = training.engine._stage, training.engine.engine.gatherer
+    with training.engine.gathered():
+        return [
+            (name, stage.scope_of(block.up.weight[3:]), gatherer.layer_of(name))
+            for name, block in training.model.named_modules()
+            if name in ("blocks.0", "blocks.1", "blocks.2")
+        ]
+
+
+@layouts([Setup(1, 0, 1.0), Setup(2, 2), Setup(2, 3)])
+def test_each_weight_is_in_its_own_unit(bench: Bench, setup: Setup) -> None:
+    """Units that stay are in a row, in one memory; a block that nobody reads from outside is not merged."""
+    for found in bench.on_ranks(setup.world, units_of_weights, setup):
+        assert found == [(name, name, name) for name in ("blocks.0", "blocks.1", "blocks.2")]
